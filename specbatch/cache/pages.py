@@ -1,0 +1,106 @@
+"""Pages of the KV cache: who holds them (`PagePool`) and where their keys and values lie (`KVCache`).
+
+A page is `page_size` consecutive token slots; page `p` covers slots [p * page_size, (p + 1) * page_size). One page id
+addresses the same slots in the target's cache and in the draft's, so one table, one allocator and one prefix index
+serve both.
+
+Shape suffixes: S slots, H key/value heads, D head dimension, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class PagePool:
+    """Refcounts of `num_pages` pages. Pure accounting: it never touches a tensor.
+
+    A page is free (count 0) or held by one or more owners: running requests and the prefix index.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a pool needs at least one page of one slot, got {num_pages} x {page_size}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._refs = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the lowest page comes first, recently freed ones reuse warm memory
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def pages_for(self, num_slots: int) -> int:
+        """How many pages hold `num_slots` slots."""
+        return -(-num_slots // self.page_size)
+
+    def refs(self, page: int) -> int:
+        return self._refs[page]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free pages, each with one reference. The caller has made sure that there are enough."""
+        assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add a reference to pages that somebody holds already."""
+        for page in pages:
+            assert self._refs[page] > 0, f"page {page} is free and cannot be shared"
+            self._refs[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop one reference to each page; a page without references is free again."""
+        for page in pages:
+            assert self._refs[page] > 0, f"page {page} is released more often than it was held"
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                self._free.append(page)
+
+    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
+        """Assert that the counts are exactly what `holders` (the page lists of all owners) add up to."""
+        expected = Counter(page for pages in holders for page in pages)
+        for page, refs in enumerate(self._refs):
+            assert refs == expected[page], f"page {page} has {refs} references, {expected[page]} holders"
+        assert len(set(self._free)) == len(self._free), "a page is twice in the free list"
+        assert set(self._free) == {p for p, refs in enumerate(self._refs) if refs == 0}, "free list and counts differ"
+
+
+class KVCache:
+    """Keys and values of every layer for `num_slots` token slots.
+
+    `keys(layer)` and `values(layer)` are views of logical shape (S, H, D). Heads come first in memory, so that the CPU
+    backend gathers the context of a batch into the operand of one batched matrix product without another copy.
+    """
+
+    def __init__(
+        self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_slots = num_slots
+        # Zeros, not empty: slots past a sequence's end are masked, but a NaN left there would survive the mask (0 * NaN).
+        self._kv = torch.zeros((num_layers, 2, num_kv_heads, num_slots, head_dim), dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize
+
+    def keys(self, layer: int) -> Tensor:
+        return self._kv[layer, 0].transpose(0, 1)
+
+    def values(self, layer: int) -> Tensor:
+        return self._kv[layer, 1].transpose(0, 1)
+
+    def write(self, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
+        """Store new keys and values. Slots are distinct."""
+        self._kv[layer, 0].index_copy_(1, slots_T, k_THD.transpose(0, 1))
+        self._kv[layer, 1].index_copy_(1, slots_T, v_THD.transpose(0, 1))
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots `source` onto slots `target` in all layers at once; the two may overlap."""
+        self._kv.index_copy_(3, target, self._kv.index_select(3, source))

@@ -1,0 +1,174 @@
+"""What travels between the file job and the engine. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens, or the end of the model's context or of the KV cache
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is decoded. Every field may be set in the config and overridden by a row."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0  # 0 = greedy
+    top_p: float = 1.0  # 1 = off
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0  # 0 = off
+    seed: int | None = None  # None: engine.seed, keyed by the row's index
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None = off, 0 = the chosen token only, k = and the k most likely
+    n: int = 1  # completions for each row
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """Where a request's random numbers come from: Philox key `seed` (64 bit), counter words `stream` (64 bit) and `sample`.
+
+    The remaining counter words are the absolute token position and the purpose, so that a draw depends on nothing
+    that scheduling decides.
+    """
+
+    seed: int
+    stream: int  # the row's index; 0 where the row brought a seed of its own
+    sample: int  # 0 .. n-1
+
+
+# Given all tokens generated so far and how many of them are new, returns how many tokens to keep if a stop string ends
+# within the new ones (counting the token that completes it), else None.
+StopCheck = Callable[[Sequence[int], int], int | None]
+
+
+@dataclass(slots=True)
+class Request:
+    """One completion to compute."""
+
+    request_id: int  # unique among the requests in flight; chosen by the caller
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    noise: NoiseKey
+    check_stop: StopCheck | None = None  # None: no stop strings
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probabilities under the target model, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Speculation statistics of one completion, or summed over many. They do not depend on scheduling."""
+
+    rounds: int = 0  # verify passes after the prefill
+    drafted: int = 0  # draft tokens (tree nodes without the root) that were verified
+    accepted: int = 0  # draft tokens that were accepted and kept
+    committed: int = 0  # tokens kept from rounds = accepted + bonus tokens, less what a stop cut off
+    histogram: list[int] = field(default_factory=list)  # [a] = rounds that kept `a` draft tokens
+    proposed_at: list[int] = field(default_factory=list)  # [i] = rounds that proposed a draft token at depth i+1
+    accepted_at: list[int] = field(default_factory=list)  # [i] = rounds that kept a draft token at depth i+1
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens committed per round (bonus included); None before the first round."""
+        return self.committed / self.rounds if self.rounds else None
+
+    def record(self, *, drafted: int, depth: int, accepted: int, committed: int) -> None:
+        """Count one round: `drafted` nodes reaching down to `depth`, of which `accepted` were kept."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.committed += committed
+        _grow(self.histogram, accepted + 1)[accepted] += 1
+        for i in range(depth):
+            _grow(self.proposed_at, depth)[i] += 1
+        for i in range(accepted):
+            _grow(self.accepted_at, accepted)[i] += 1
+
+    def add(self, other: SpeculationCounts) -> None:
+        self.rounds += other.rounds
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.committed += other.committed
+        for mine, theirs in (
+            (self.histogram, other.histogram),
+            (self.proposed_at, other.proposed_at),
+            (self.accepted_at, other.accepted_at),
+        ):
+            _grow(mine, len(theirs))
+            for i, count in enumerate(theirs):
+                mine[i] += count
+
+
+def _grow(counts: list[int], size: int) -> list[int]:
+    counts.extend([0] * (size - len(counts)))
+    return counts
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished request."""
+
+    request_id: int
+    token_ids: list[int]  # generated tokens; a stop token or end-of-sequence token is included as the last
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None  # one for each generated token, where asked for
+    speculation: SpeculationCounts
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a request may ask for; the caller checks rows against it before it submits them."""
+
+    max_prompt_tokens: int  # longest prompt that leaves room for one token
+    vocab_size: int
+    max_logprobs: int = 20
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine was built. Seconds are wall time."""
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prompt_tokens: int = 0  # tokens of admitted prompts (first admissions)
+    cached_prompt_tokens: int = 0  # of those, found in the prefix cache
+    prefill_tokens: int = 0  # tokens that a prefill computed, recomputation included
+    generated_tokens: int = 0  # tokens kept
+    rounds: int = 0  # engine rounds (each verifies a whole batch)
+    preemptions: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+
+class BatchEngine(Protocol):
+    """What the file job needs of an engine. `engine.engine.Engine` is the real one; tests use stubs."""
+
+    limits: EngineLimits
+    stats: EngineStats
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that fits `limits`. Raises ValueError for one that does not."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Run one prefill chunk or one round; returns the requests that finished with it. Cheap when idle."""
+        ...
