@@ -5,8 +5,10 @@ Only `cli`, `pipeline`, `evals` and `engine/build.py` import this module; below 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from specbatch.types import SamplingParams
 
@@ -53,7 +55,7 @@ class DataSection:
     split: str = "train"  # of a hub data set
     subset: str | None = None  # of a hub data set
     chat_template: str | None = None  # a Jinja template (or the path of one) instead of the model's own
-    system_prompt: str | None = None  # put before `messages` that have no system message, and before prompts run as chat
+    system_prompt: str | None = None  # put before `messages` without a system message, and before prompts run as chat
     prompts_as_chat: bool = False  # run {"prompt": ...} as one user message through the chat template
 
 
@@ -64,3 +66,62 @@ class Config:
     engine: EngineSection = field(default_factory=EngineSection)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     data: DataSection = field(default_factory=DataSection)
+
+
+class FieldProblem(ValueError):
+    """A sampling field has a wrong type (`invalid_type`) or a value out of range (`invalid_value`)."""
+
+    def __init__(self, type: Literal["invalid_type", "invalid_value"], message: str) -> None:
+        super().__init__(message)
+        self.type = type
+        self.message = message
+
+
+_INT32_MAX = 2**31 - 1  # lengths and counts live in int32 buffers on the device
+# Legal ranges of the numeric sampling fields: (type, test, the range in words).
+_SAMPLING_RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "max_tokens": (int, lambda v: 1 <= v <= _INT32_MAX, ">= 1"),
+    "temperature": (float, lambda v: 0 <= v <= 1e4, ">= 0 (0 = greedy)"),
+    "top_p": (float, lambda v: 0 < v <= 1, "> 0 and <= 1 (1 = off)"),
+    "top_k": (int, lambda v: 0 <= v <= _INT32_MAX, ">= 0 (0 = off)"),
+    "min_p": (float, lambda v: 0 <= v <= 1, ">= 0 and <= 1 (0 = off)"),
+    "seed": (int, lambda v: 0 <= v < 2**63, ">= 0 and < 2^63"),
+    "logprobs": (int, lambda v: 0 <= v <= 20, ">= 0 and <= 20"),
+    "n": (int, lambda v: 1 <= v <= 1024, ">= 1 and <= 1024"),
+}
+
+
+def sampling_value(name: str, value: Any) -> Any:
+    """`value` as SamplingParams holds it under `name`; one rule for the config and for the overrides of a row.
+
+    Raises FieldProblem. bool is no integer here, and NaN and infinities are out of every range.
+    """
+    if name == "stop":
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+            raise FieldProblem("invalid_type", f"stop must be text or a list of texts, not {_shown(value)}")
+        if "" in texts:
+            raise FieldProblem("invalid_value", "stop must not hold an empty text, which would match everywhere")
+        return tuple(texts)
+    if name == "stop_token_ids":
+        if not isinstance(value, list | tuple) or not all(type(t) is int for t in value):
+            raise FieldProblem("invalid_type", f"stop_token_ids must be a list of integers, not {_shown(value)}")
+        if any(not 0 <= t <= _INT32_MAX for t in value):
+            raise FieldProblem("invalid_value", "stop_token_ids must hold token ids >= 0")
+        return tuple(value)
+    if name == "ignore_eos":
+        if not isinstance(value, bool):
+            raise FieldProblem("invalid_type", f"ignore_eos must be true or false, not {_shown(value)}")
+        return value
+    kind, legal, words = _SAMPLING_RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float if kind is float else int):
+        wanted = "a number" if kind is float else "an integer"
+        raise FieldProblem("invalid_type", f"{name} must be {wanted} {words}, not {_shown(value)}")
+    if (isinstance(value, float) and not math.isfinite(value)) or not legal(value):
+        raise FieldProblem("invalid_value", f"{name} must be {words}, not {_shown(value)}")
+    return kind(value)
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

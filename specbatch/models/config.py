@@ -1,7 +1,7 @@
 """What a decoder is: sizes and traits, read from a Hugging Face `config.json` (GGUF metadata: see `gguf.py`).
 
-One decoder serves Llama, Mistral, Qwen2 and Qwen3; what differs between them are the traits of `ModelConfig`. Defaults for
-keys that a config.json leaves out are those of transformers' config classes.
+One decoder serves Llama, Mistral, Qwen2 and Qwen3; what differs between them are the traits of `ModelConfig`. Defaults
+for keys that a config.json leaves out are those of transformers' config classes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RopeConfig:
     def inverse_frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
         """Returns (float32 CPU tensor of shape (head_dim // 2,) in radians per token, factor on cos and sin).
 
-        The operations and their order are those of transformers' `ROPE_INIT_FUNCTIONS`, so that results agree bit for bit.
+        The operations and their order are those of transformers' `ROPE_INIT_FUNCTIONS`: results agree bit for bit.
         """
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
         powers = self.theta**exponents
@@ -127,8 +127,8 @@ class ModelConfig:
     torch_dtype: str | None  # as the checkpoint says, e.g. "bfloat16"; None: it does not say
 
 
-# Defaults of transformers' config classes where they differ between model types. `None` head_dim = hidden_size / num_heads,
-# `None` num_kv_heads = num_heads.
+# Defaults of transformers' config classes where they differ between model types.
+# head_dim None: hidden_size / num_heads; num_kv_heads None: num_heads.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"num_kv_heads": None, "head_dim": None, "max_position": 2048, "bos": 1, "eos": 2},
     "mistral": {"num_kv_heads": 8, "head_dim": None, "max_position": 4096 * 32, "bos": 1, "eos": 2},
@@ -145,7 +145,7 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
     missing or inconsistent sizes.
     """
     model_type = config.get("model_type")
-    if model_type not in _DEFAULTS:
+    if not isinstance(model_type, str) or model_type not in _DEFAULTS:
         raise ModelError(
             f"model_type {model_type!r} is not supported",
             hint=f"supported model types: {', '.join(SUPPORTED_MODEL_TYPES)}",
@@ -204,7 +204,7 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical (Hugging Face) tensor names and shapes of a checkpoint, in model order. Linear weights are (out, in)."""
+    """Canonical (Hugging Face) tensor names and shapes of a checkpoint, in model order; linear weights (out, in)."""
     c, q_size, kv_size = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
     linears = {
@@ -251,10 +251,13 @@ def _optional_size(config: dict[str, Any], key: str) -> int | None:
 
 def _token_ids(value: object) -> list[int]:
     """`eos_token_id` may be absent, one id or a list of ids."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) for i in ids):
-        raise ModelError(f"config.json: token ids must be integers, not {value!r}")
-    return [i for i in ids if i >= 0]  # some configs write -1 for "none"
+    ids: list[int] = []
+    for i in value if isinstance(value, list) else [] if value is None else [value]:
+        if not isinstance(i, int):
+            raise ModelError(f"config.json: token ids must be integers, not {value!r}")
+        if i >= 0:  # some configs write -1 for "none"
+            ids.append(i)
+    return ids
 
 
 def _parse_windows(config: dict[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:

@@ -1,0 +1,198 @@
+"""The command line: parse, load the configuration, call one function. Data goes to stdout, everything else to stderr.
+
+Exit codes: 0 all fine, 1 some rows failed, 2 a mistake found before any model is loaded, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import specbatch
+from specbatch.errors import SpecbatchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specbatch.config import Config
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="specbatch",
+    help="Offline batch inference with large language models, built around speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="The built-in models.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="YAML file; default: ./specbatch.yaml, else the packaged default."),
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Set one option; may be repeated.")
+]
+
+
+def main() -> None:
+    """Entry point of the `specbatch` command."""
+    app(prog_name="specbatch")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"specbatch {specbatch.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    input: Annotated[
+        str, typer.Argument(help="JSONL (.gz, .zst), parquet, CSV, a data set of the hub, or - for standard input.")
+    ],
+    config: ConfigOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: data.jsonl -> data.results.jsonl.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")] = None,
+    set_: SetOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop earlier results and start again.")] = False,
+) -> None:
+    """Run every row of INPUT through the model. Running the same command again resumes an unfinished job."""
+    began = time.perf_counter()
+    with _user_errors() as console:
+        from specbatch.config_load import load_config
+        from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
+
+        settings = load_config(config, set_ or [])
+        _quiet_libraries()
+
+        # Imported here: --help, usage errors and `models` need no torch.
+        from specbatch.engine.build import build_engine, resolve
+
+        runtime = Runtime(resolve, build_engine, _model_paths)
+        code = generate_file(GenerateOptions(input, output, limit, overwrite), settings, runtime, console, began=began)
+        raise typer.Exit(code)
+
+
+@app.command("config")
+def show_config(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Print the configuration with every `auto` decided; the reasons go to stderr."""
+    with _user_errors() as console:
+        from specbatch.config_load import dump_config, load_config
+
+        settings = load_config(config, set_ or [])
+        _quiet_libraries()
+        from specbatch.engine.build import resolve
+
+        run = resolve(settings)
+        for note in run.notes:
+            console.print(note, markup=False, soft_wrap=True)
+        typer.echo(dump_config(run.config), nl=False)
+
+
+@models_app.command("list")
+def models_list() -> None:
+    """The built-in models: name, size of the file, licence, whether it is here."""
+    with _user_errors():
+        from specbatch.models.catalog import BUILTIN_PREFIX, cached_path, catalog
+
+        for name, entry in catalog().items():
+            here = "cached" if cached_path(name) is not None else "not fetched"
+            size = f"{entry.size_bytes / 1e6:.0f} MB"
+            typer.echo(f"{BUILTIN_PREFIX}{name}\t{size}\t{entry.licence}\t{here}\t{entry.description}")
+
+
+@models_app.command("pull")
+def models_pull(name: Annotated[str, typer.Argument(help="As `specbatch models list` shows it.")]) -> None:
+    """Fetch a built-in model and print its path."""
+    with _user_errors() as console:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+        from specbatch.models.catalog import BUILTIN_PREFIX, pull
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(name, total=None)
+
+            def show(what: str, done: int, total: int) -> None:
+                bar.update(task, description=what, completed=done, total=total)
+
+            path = pull(name.removeprefix(BUILTIN_PREFIX), show)
+        typer.echo(str(path))
+
+
+@models_app.command("path")
+def models_path(name: Annotated[str, typer.Argument(help="As `specbatch models list` shows it.")]) -> None:
+    """Print where a fetched model lies."""
+    with _user_errors():
+        from specbatch.models.catalog import BUILTIN_PREFIX, cached_path
+
+        name = name.removeprefix(BUILTIN_PREFIX)
+        path = cached_path(name)
+        if path is None:
+            raise SpecbatchError(f"{name} has not been fetched", f"specbatch models pull {name}")
+        typer.echo(str(path))
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[Console]:
+    """The one place where mistakes of the user become `error:` and `hint:` lines; gives the console of stderr."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        yield console
+    except SpecbatchError as exc:
+        console.print("[bold red]error[/]: ", end="")
+        console.print(exc.message, markup=False, soft_wrap=True)
+        if exc.hint:
+            console.print("[bold cyan]hint[/]: ", end="")
+            console.print(exc.hint, markup=False, soft_wrap=True)
+        raise typer.Exit(USAGE_ERROR) from exc
+    except KeyboardInterrupt as exc:  # outside the loop, which has a handler of its own: while loading
+        console.print("interrupted")
+        raise typer.Exit(INTERRUPTED) from exc
+
+
+def _model_paths(config: Config) -> Mapping[str, Path]:
+    """Where the models of a resolved config lie; resolving has fetched them."""
+    from specbatch.models.catalog import resolve_model
+
+    refs = {"model.target": config.model.target, "speculation.draft": config.speculation.draft}
+    return {option: resolve_model(ref, allow_download=False) for option, ref in refs.items() if ref is not None}
+
+
+def _quiet_libraries() -> None:
+    """Advice that libraries print for their own callers would only puzzle the users of this tool."""
+    for name, value in (
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
+        ("DATASETS_VERBOSITY", "error"),
+        ("HF_DATASETS_DISABLE_PROGRESS_BARS", "1"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+    ):
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        import warnings
+
+        warnings.filterwarnings("ignore", module=r"(transformers|datasets|huggingface_hub|torch)\b")

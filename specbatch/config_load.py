@@ -1,0 +1,287 @@
+"""Reads a configuration: YAML and `--set a.b=c` -> `Config`, strictly.
+
+Every mistake is a ConfigError that names the full path and the legal values; nothing is guessed and nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Hashable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import yaml
+
+from specbatch.config import Config, FieldProblem, sampling_value
+from specbatch.errors import ConfigError
+from specbatch.types import SamplingParams
+
+LOCAL_NAME = "specbatch.yaml"
+
+_AT_LEAST_1: tuple[Callable[[Any], bool], str] = (lambda v: v >= 1, ">= 1")
+# Legal ranges outside `sampling` (whose rules rows share: config.sampling_value). None is checked by type alone.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "speculation.num_steps": _AT_LEAST_1,
+    "speculation.topk": _AT_LEAST_1,
+    "speculation.num_draft_tokens": _AT_LEAST_1,
+    "speculation.ngram.min_match": _AT_LEAST_1,
+    "speculation.ngram.max_match": _AT_LEAST_1,
+    "engine.max_batch_size": _AT_LEAST_1,
+    "engine.page_size": _AT_LEAST_1,
+    "engine.kv_cache_tokens": _AT_LEAST_1,
+    "engine.prefill_chunk_tokens": _AT_LEAST_1,
+    "engine.memory_fraction": (lambda v: 0 < v <= 1, "> 0 and <= 1"),
+    "engine.seed": (lambda v: 0 <= v < 2**63, ">= 0 and < 2^63"),
+}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys and reads 1e-3 as a number."""
+
+
+def _strict_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool = True) -> dict[Hashable, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable) or key in seen:
+            raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=key_node.start_mark)
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
+# YAML 1.1 reads 1e-3 as text because it has no dot; nobody who writes it means text.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load_config(path: Path | str | None = None, sets: typing.Sequence[str] = ()) -> Config:
+    """The configuration of `path` (None: ./specbatch.yaml where it exists, else the packaged default) under `sets`.
+
+    Options that a file leaves out have the defaults of `specbatch.config`. Raises ConfigError.
+    """
+    name, text = _read(path)
+    try:
+        # A SafeLoader subclass: it builds plain data only.
+        tree = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{name} is not valid YAML: {_flat(exc)}") from exc
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name} must hold a mapping of sections, not {_kind(tree)}")
+    for item in sets:
+        _apply_set(tree, item)
+    config = _section(Config, tree, "")
+    _check_relations(config)
+    return config
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Plain dicts, lists and scalars, in schema order: what YAML and JSON can hold."""
+    return _plain(config)
+
+
+def dump_config(config: Config) -> str:
+    """YAML that `load_config` reads back to an equal Config."""
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def default_config_text() -> str:
+    """The packaged default.yaml, comments included."""
+    return resources.files("specbatch").joinpath("default.yaml").read_text(encoding="utf-8")
+
+
+def _read(path: Path | str | None) -> tuple[str, str]:
+    if path is None:
+        if not Path(LOCAL_NAME).is_file():
+            return "the packaged default.yaml", default_config_text()
+        path = LOCAL_NAME
+    path = Path(path)
+    try:
+        return str(path), path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as exc:
+        folder = path.parent
+        names = [p.name for p in folder.glob("*.y*ml")] if folder.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        hint = f"did you mean {folder / near[0]}?" if near else None
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}", hint) from exc
+
+
+def _apply_set(tree: dict[str, Any], item: str) -> None:
+    path, equals, text = item.partition("=")
+    path = path.strip()
+    if not equals or not path:
+        raise ConfigError(f"--set {item}: expected a.b=value", "for example --set sampling.temperature=0.7")
+    keys = path.split(".")
+    annotation: Any = Config
+    for depth, key in enumerate(keys):
+        if not dataclasses.is_dataclass(annotation):
+            raise ConfigError(f"--set {item}: {'.'.join(keys[:depth])} has no options of its own")
+        annotation = _hints(annotation).get(key) or _unknown(annotation, ".".join(keys[:depth]), key)
+    value = _set_value(item, text, annotation)
+    node = tree
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if child is None:
+            child = node[key] = {}
+        if not isinstance(child, dict):  # the file is wrong here; conversion will say so
+            return
+        node = child
+    old = node.get(keys[-1])
+    node[keys[-1]] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+
+
+def _set_value(item: str, text: str, annotation: Any) -> Any:
+    """YAML, except that an option which holds text takes the text as it stands ("Q: {question}" is no mapping)."""
+    takes_text = str in _alternatives(annotation)
+    try:
+        value = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as exc:
+        if takes_text:
+            return text
+        raise ConfigError(f"--set {item}: the value is not valid YAML: {_flat(exc)}") from exc
+    if takes_text and not isinstance(value, str) and not (value is None and text.strip() in ("null", "~")):
+        return text
+    return value
+
+
+def _section(cls: Any, tree: Any, path: str) -> Any:
+    if tree is None:  # a section whose every line is commented out
+        tree = {}
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path} must be a mapping of options, not {_kind(tree)}")
+    hints = _hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in hints:
+            _unknown(cls, path, str(key))
+        full = f"{path}.{key}" if path else str(key)
+        if cls is SamplingParams:
+            values[key] = _sampling(str(key), value)
+        elif dataclasses.is_dataclass(hints[key]):
+            values[key] = _section(hints[key], value, full)
+        else:
+            values[key] = _leaf(hints[key], value, full)
+    return cls(**values)
+
+
+def _sampling(name: str, value: Any) -> Any:
+    if value is None and name in ("seed", "logprobs"):
+        return None
+    try:
+        return sampling_value(name, value)
+    except FieldProblem as exc:
+        raise ConfigError(f"sampling.{exc.message}") from exc
+
+
+def _leaf(annotation: Any, value: Any, path: str) -> Any:
+    kinds = _alternatives(annotation)
+    choices = [c for k in kinds if typing.get_origin(k) is Literal for c in typing.get_args(k)]
+    if value is None and type(None) in kinds:
+        return None
+    if choices:
+        if value in choices and isinstance(value, str):
+            return value
+        near = difflib.get_close_matches(str(value).lower(), choices, n=1)
+        raise ConfigError(
+            f"{path} must be one of {', '.join(choices)}, not {_shown(value)}",
+            f"did you mean {near[0]}?" if near else None,
+        )
+    if isinstance(value, bool) and bool not in kinds:
+        raise _wrong_type(path, kinds, value)
+    if float in kinds and isinstance(value, int | float):
+        value = float(value)
+        if not math.isfinite(value):
+            raise ConfigError(f"{path} must be a finite number, not {value}")
+    elif not any(isinstance(value, k) for k in kinds):
+        raise _wrong_type(path, kinds, value)
+    legal = _RANGES.get(path)
+    if legal and not legal[0](value):
+        raise ConfigError(f"{path} must be {legal[1]}, not {_shown(value)}")
+    return value
+
+
+def _check_relations(config: Config) -> None:
+    ngram = config.speculation.ngram
+    if ngram.max_match < ngram.min_match:
+        raise ConfigError(
+            f"speculation.ngram.max_match ({ngram.max_match}) must be >= "
+            f"speculation.ngram.min_match ({ngram.min_match})"
+        )
+    if config.data.prompt_template is not None and config.data.prompt_column is not None:
+        raise ConfigError(
+            "data.prompt_template and data.prompt_column are both set; a prompt comes from one of them",
+            'with one column, data.prompt_template="{column}" says the same as data.prompt_column=column',
+        )
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _unknown(cls: Any, path: str, key: str) -> typing.NoReturn:
+    names = list(_hints(cls))
+    near = difflib.get_close_matches(key, names, n=1)
+    prefix = f"{path}." if path else ""
+    if near:
+        hint = f"did you mean {prefix}{near[0]}?"
+    else:
+        # The right option in the wrong section is the next likeliest mistake.
+        elsewhere = [p for p in option_paths() if p.rsplit(".", 1)[-1] == key]
+        hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(names)}"
+    raise ConfigError(f"unknown option {prefix}{key}", hint)
+
+
+def option_paths(cls: Any = Config, prefix: str = "") -> list[str]:
+    """Every option's full path, in schema order."""
+    paths: list[str] = []
+    for name, annotation in _hints(cls).items():
+        if dataclasses.is_dataclass(annotation):
+            paths += option_paths(annotation, f"{prefix}{name}.")
+        else:
+            paths.append(prefix + name)
+    return paths
+
+
+_NAMES: dict[Any, str] = {str: "text", int: "an integer", float: "a number", bool: "true or false", type(None): "null"}
+
+
+def _wrong_type(path: str, kinds: tuple[Any, ...], value: Any) -> ConfigError:
+    wanted = " or ".join(_NAMES[k] for k in kinds)
+    return ConfigError(f"{path} must be {wanted}, not {_shown(value)}")
+
+
+def _kind(value: Any) -> str:
+    return {dict: "a mapping", list: "a list", str: "text"}.get(type(value), _shown(value))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _flat(exc: yaml.YAMLError) -> str:
+    return " ".join(str(exc).split())
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    return value

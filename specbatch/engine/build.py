@@ -1,0 +1,292 @@
+"""The composition root: Config -> ResolvedRun (everything checked and decided, no weights read) -> Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import psutil
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specbatch.attention.backend_torch import TorchAttention
+from specbatch.attention.interface import AttentionBackend
+from specbatch.cache.pages import KVCache, PagePool
+from specbatch.config import Config, SpeculationSection
+from specbatch.engine.engine import Engine
+from specbatch.errors import ConfigError, ModelError
+from specbatch.models.catalog import resolve_model
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder, loader
+from specbatch.models.eagle_head import EagleConfig, EagleHead, EagleKind, open_head
+from specbatch.models.tokenizer import describe_tokenizer_difference, load_tokenizer
+from specbatch.models.weights import Checkpoint, TensorSource, open_checkpoint
+from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer, num_lookahead
+from specbatch.speculation.ngram import NgramProposer, NoProposer
+from specbatch.speculation.proposer import Proposer
+from specbatch.speculation.tree import DraftShape
+
+NEURAL = ("draft_model", "eagle", "eagle3")
+DEFAULT_NUM_STEPS = 3
+DEFAULT_NGRAM_TOKENS = 6
+DEFAULT_TREE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class HeadCheckpoint:
+    """A validated EAGLE head."""
+
+    head: EagleConfig
+    tensors: TensorSource
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run that can be built: files opened and checked, every `auto` decided. Weights are not read yet."""
+
+    config: Config
+    target: Checkpoint
+    draft: Checkpoint | HeadCheckpoint | None
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    dtype: torch.dtype
+    max_length: int  # longest sequence, prompt and output
+    num_kv_tokens: int  # slots of the cache
+    description: dict[str, str]  # what the models are, for the statistics
+    notes: list[str] = field(default_factory=list)  # how each `auto` was decided
+
+    @property
+    def model_max_tokens(self) -> int:
+        return self.max_length
+
+
+def resolve(config: Config, progress: Callable[[str, int, int], None] | None = None) -> ResolvedRun:
+    """Decide every `auto` and check all that can be checked without reading weights.
+
+    Raises ConfigError or ModelError. Downloads the models where they are not there yet.
+    """
+    notes: list[str] = []
+    speculation = _resolve_speculation(config.speculation)
+    device = _resolve_device(config.engine.device, notes)
+    dtype = _resolve_dtype(config.model.dtype, device, notes)
+    target = open_checkpoint(resolve_model(config.model.target, progress=progress))
+    tokenizer = load_tokenizer(target.path)
+    draft = _open_draft(speculation, target, tokenizer, progress)
+    if speculation.topk > 1 and speculation.method in NEURAL:
+        _check_topk(speculation.topk, draft)
+    if config.engine.attention == "auto":
+        notes.append("engine.attention: torch (the only backend so far)")
+
+    lookahead = _lookahead(speculation)
+    num_kv_tokens = config.engine.kv_cache_tokens
+    if num_kv_tokens is None:
+        num_kv_tokens = _auto_kv_tokens(config, target.config, draft, dtype, lookahead, notes)
+    num_pages = num_kv_tokens // config.engine.page_size
+    max_length = min(target.config.max_position_embeddings, num_pages * config.engine.page_size - lookahead)
+    if max_length < 2:
+        raise ConfigError(
+            f"a KV cache of {num_kv_tokens} tokens cannot hold one request: a round looks {lookahead} tokens ahead",
+            hint="raise engine.kv_cache_tokens or engine.memory_fraction",
+        )
+    resolved = replace(
+        config,
+        model=replace(config.model, dtype=str(dtype).removeprefix("torch.")),
+        speculation=speculation,
+        engine=replace(config.engine, device=str(device), attention="torch", kv_cache_tokens=num_kv_tokens),
+    )
+    description = {"target": f"{config.model.target} ({target.config.model_type}, {target.description})"}
+    if draft is not None:
+        description["draft"] = f"{speculation.draft} ({speculation.method})"
+    return ResolvedRun(resolved, target, draft, tokenizer, device, dtype, max_length, num_kv_tokens, description, notes)
+
+
+def build_engine(run: ResolvedRun) -> Engine:
+    """Read the weights and put the engine together."""
+    engine = run.config.engine
+    speculation = run.config.speculation
+    num_positions = run.max_length + _lookahead(speculation) + 1
+    target = build_decoder(run.target.config, run.target.tensors, num_positions, run.dtype, run.device)
+    pool = PagePool(run.num_kv_tokens // engine.page_size, engine.page_size)
+    num_slots = pool.num_pages * pool.page_size
+    proposer = _build_proposer(run, target, num_slots, num_positions)
+    return Engine(
+        target,
+        proposer,
+        target.new_cache(num_slots, run.dtype),
+        pool,
+        max_length=run.max_length,
+        max_batch_size=engine.max_batch_size,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        prefix_cache=engine.prefix_cache,
+        eos_token_ids=_eos_token_ids(run),
+    )
+
+
+def build_decoder(config: ModelConfig, tensors: TensorSource, num_positions: int, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A model with the weights of `tensors`."""
+    return Decoder(config, loader(tensors, dtype, device), _attention(config, device), num_positions, dtype, device)
+
+
+def _attention(config: ModelConfig, device: torch.device) -> AttentionBackend:
+    return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
+
+
+def _build_proposer(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> Proposer:
+    speculation = run.config.speculation
+    if speculation.method == "none":
+        return NoProposer()
+    assert speculation.num_steps is not None and speculation.num_draft_tokens is not None, "resolve() decides the shape"
+    if speculation.method == "ngram":
+        return NgramProposer(speculation.num_draft_tokens, speculation.ngram.min_match, speculation.ngram.max_match)
+    net: DraftNet
+    vocab_size = run.target.config.vocab_size
+    if isinstance(run.draft, HeadCheckpoint):
+        head, tensors = run.draft.head, run.draft.tensors
+        load = loader(tensors, run.dtype, run.device)
+        model = EagleHead(
+            head, load, tensors.load, target, _attention(head.decoder, run.device), num_positions, run.dtype, run.device
+        )
+        net = EagleDraft(model, model.new_cache(num_slots, run.dtype), run.target.config.num_layers, head.kind == "eagle3")
+    else:
+        assert run.draft is not None, "resolve() opens the draft"
+        draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device)
+        net = ModelDraft(draft, draft.new_cache(num_slots, run.dtype), vocab_size)
+    shape = DraftShape(speculation.num_steps, speculation.topk, speculation.num_draft_tokens)
+    return NeuralProposer(net, shape, vocab_size, run.config.engine.page_size, run.device)
+
+
+def _eos_token_ids(run: ResolvedRun) -> tuple[int, ...]:
+    ids = set(run.target.config.eos_token_ids)
+    if isinstance(run.tokenizer.eos_token_id, int):
+        ids.add(run.tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def _resolve_speculation(section: SpeculationSection) -> SpeculationSection:
+    """Fill in num_steps and num_draft_tokens and check the shape."""
+    if section.method == "none":
+        return replace(section, num_steps=None, num_draft_tokens=None, topk=1, draft=None)
+    if section.method in NEURAL and section.draft is None:
+        raise ConfigError(
+            f"speculation.method {section.method} needs speculation.draft",
+            hint="name a draft model (a directory, a hub id, a .gguf file or builtin:NAME), or use method: ngram, which needs none",
+        )
+    steps, tokens = section.num_steps, section.num_draft_tokens
+    if section.method == "ngram":
+        if section.topk != 1:
+            raise ConfigError(f"speculation.topk must be 1 for ngram, which drafts chains, got {section.topk}")
+        if section.ngram.min_match > section.ngram.max_match:
+            raise ConfigError(
+                f"speculation.ngram.min_match ({section.ngram.min_match}) must not exceed max_match ({section.ngram.max_match})"
+            )
+        if steps is None and tokens is None:
+            tokens = DEFAULT_NGRAM_TOKENS
+    if steps is None:
+        steps = tokens - 1 if tokens is not None and section.topk == 1 else DEFAULT_NUM_STEPS
+    if tokens is None:
+        tokens = steps + 1 if section.topk == 1 else min(DEFAULT_TREE_TOKENS, DraftShape(steps, section.topk, 2).num_candidates + 1)
+    DraftShape(steps, section.topk, tokens).check()
+    draft = section.draft if section.method in NEURAL else None
+    return replace(section, num_steps=steps, num_draft_tokens=tokens, draft=draft)
+
+
+def _lookahead(speculation: SpeculationSection) -> int:
+    """Slots past the committed ones that a round of this shape may write, in either cache."""
+    if speculation.method == "none":
+        return 1
+    assert speculation.num_steps is not None and speculation.num_draft_tokens is not None, "resolve() decides the shape"
+    if speculation.method == "ngram":
+        return speculation.num_draft_tokens
+    shape = DraftShape(speculation.num_steps, speculation.topk, speculation.num_draft_tokens)
+    return num_lookahead(shape, ModelDraft.lead if speculation.method == "draft_model" else EagleDraft.lead)
+
+
+def _open_draft(
+    speculation: SpeculationSection,
+    target: Checkpoint,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[str, int, int], None] | None,
+) -> Checkpoint | HeadCheckpoint | None:
+    if speculation.method not in NEURAL:
+        return None
+    assert speculation.draft is not None
+    path = resolve_model(speculation.draft, progress=progress)
+    if speculation.method == "draft_model":
+        draft = open_checkpoint(path)
+        difference = describe_tokenizer_difference(tokenizer, load_tokenizer(path))
+        if difference is not None:
+            raise ModelError(
+                f"the draft model's tokenizer is not the target's: {difference}",
+                hint="a draft model must come from the target's family; otherwise use method: ngram",
+            )
+        return draft
+    kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
+    return HeadCheckpoint(*open_head(path, kind, target.config))
+
+
+def _check_topk(topk: int, draft: Checkpoint | HeadCheckpoint | None) -> None:
+    assert draft is not None
+    width = draft.head.draft_vocab_size if isinstance(draft, HeadCheckpoint) else draft.config.vocab_size
+    if topk > width:
+        raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")
+
+
+def _resolve_device(name: str, notes: list[str]) -> torch.device:
+    if name == "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        notes.append(f"engine.device: {device} ({'a CUDA device is there' if device.type == 'cuda' else 'no CUDA device is there'})")
+        return device
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device: {name!r} is no device", hint="use auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device: {name!r} is not supported", hint="use auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device is cuda, but torch sees no CUDA device", hint="use engine.device: cpu, or install a CUDA build of torch")
+    return device
+
+
+def _resolve_dtype(name: str, device: torch.device, notes: list[str]) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+        notes.append(f"model.dtype: {name} (the default on {device.type})")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), f"the config's schema let dtype {name!r} through"
+    return dtype
+
+
+def _auto_kv_tokens(
+    config: Config, target: ModelConfig, draft: Checkpoint | HeadCheckpoint | None, dtype: torch.dtype, lookahead: int, notes: list[str]
+) -> int:
+    """As many slots as memory_fraction of the available memory holds after the weights, and no more than can be used."""
+    models = [(target, target.num_layers)]
+    if isinstance(draft, HeadCheckpoint):
+        models.append((draft.head.decoder, 1))
+    elif draft is not None:
+        models.append((draft.config, draft.config.num_layers))
+    per_slot = sum(KVCache.bytes_per_slot(layers, m.num_kv_heads, m.head_dim, dtype) for m, layers in models)
+    weights = sum(_num_parameters(m, layers) for m, layers in models) * dtype.itemsize
+    available = _available_memory(config.engine.device)
+    budget = int((available - weights) * config.engine.memory_fraction)
+    page = config.engine.page_size
+    usable = config.engine.max_batch_size * (target.max_position_embeddings + lookahead + page)
+    tokens = max(0, min(budget // per_slot, usable)) // page * page
+    notes.append(
+        f"engine.kv_cache_tokens: {tokens} ({tokens * per_slot / 2**30:.2f} GiB; {available / 2**30:.1f} GiB available, "
+        f"{weights / 2**30:.2f} GiB of weights, memory_fraction {config.engine.memory_fraction})"
+    )
+    return tokens
+
+
+def _num_parameters(model: ModelConfig, num_layers: int) -> int:
+    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    embeddings = model.vocab_size * model.hidden_size * 2  # tied ones too: the LM head keeps a packed copy
+    return num_layers * (attention + 3 * model.hidden_size * model.intermediate_size) + embeddings
+
+
+def _available_memory(device: str) -> int:
+    """Bytes free for this process: of the GPU, or of the host."""
+    if device != "cpu" and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    return int(psutil.virtual_memory().available)

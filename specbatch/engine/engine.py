@@ -1,0 +1,229 @@
+"""The engine: a continuous batch, advanced by prompt chunks and speculative rounds.
+
+A round is draft -> verify -> accept -> commit -> draft-extend.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from specbatch.attention.interface import BatchLayout, Span
+from specbatch.cache.pages import KVCache, PagePool
+from specbatch.cache.prefix import PrefixIndex
+from specbatch.engine.scheduler import PrefillSpan, Scheduler
+from specbatch.models.decoder import Decoder
+from specbatch.speculation.proposer import Proposer, TargetOutput
+from specbatch.speculation.sampling import token_logprob
+from specbatch.speculation.sequence import Sequence
+from specbatch.speculation.tree import DraftTree
+from specbatch.speculation.verify import Accepted, sample_token, verify
+from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request
+
+
+class Engine:
+    """Runs requests to completion. See `types.BatchEngine` for what each method promises.
+
+    `max_length` is the longest sequence, prompt and output, that the model and the cache can hold.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        proposer: Proposer,
+        cache: KVCache,
+        pool: PagePool,
+        *,
+        max_length: int,
+        max_batch_size: int,
+        prefill_chunk_tokens: int,
+        prefix_cache: bool,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._target = target
+        self._proposer = proposer
+        self._cache = cache
+        self._page_size = pool.page_size
+        self._max_length = max_length
+        self._eos = frozenset(eos_token_ids)
+        prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
+        self._scheduler = Scheduler(pool, prefix, proposer, max_batch_size, prefill_chunk_tokens)
+        self.limits = EngineLimits(max_length - 1, target.config.vocab_size)
+        self._stats = EngineStats()
+
+    @property
+    def stats(self) -> EngineStats:
+        self._stats.preemptions = self._scheduler.num_preemptions
+        return self._stats
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    def submit(self, request: Request) -> None:
+        prompt = list(request.prompt_token_ids)
+        if not 1 <= len(prompt) <= self.limits.max_prompt_tokens:
+            raise ValueError(f"a prompt has 1 to {self.limits.max_prompt_tokens} tokens here, got {len(prompt)}")
+        if not all(0 <= token < self.limits.vocab_size for token in prompt):
+            raise ValueError(f"a token id is outside the vocabulary of {self.limits.vocab_size}")
+        self._scheduler.waiting.append(Sequence(request, prompt, min(len(prompt) + request.params.max_tokens, self._max_length)))
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        began = time.perf_counter()
+        spans = self._scheduler.plan_prefill()
+        if spans:
+            finished = self._prefill(spans)
+            self._stats.prefill_seconds += time.perf_counter() - began
+            return finished
+        sequences = self._scheduler.plan_round()
+        if not sequences:
+            return []
+        finished = self._round(sequences)
+        self._stats.decode_seconds += time.perf_counter() - began
+        return finished
+
+    def _prefill(self, spans: list[PrefillSpan]) -> list[Completion]:
+        tokens = [token for s in spans for token in s.seq.tokens[s.start : s.end]]
+        layout = self._layout([Span(s.seq.pages, s.start, s.end - s.start) for s in spans])
+        hidden, captured = self._target.forward(self._tensor(tokens), layout, self._cache, self._proposer.capture)
+        last_rows, row = [], -1
+        for s in spans:
+            row += s.end - s.start
+            self._stats.prefill_tokens += s.end - s.start
+            if s.is_new:
+                self._stats.prompt_tokens += s.seq.num_prompt
+                self._stats.cached_prompt_tokens += s.num_cached
+            if s.end == len(s.seq.tokens):
+                last_rows.append(row)
+        first_logits = iter(self._target.logits(hidden[last_rows]) if last_rows else ())
+        finished = []
+        for s in spans:
+            needs_root = s.end == len(s.seq.tokens)
+            self._scheduler.prefilled(s)
+            if needs_root:
+                logits = next(first_logits)
+                token = sample_token(logits, s.seq, position=len(s.seq.tokens))
+                reason = self._append(s.seq, [token], logits[None])
+                if reason is not None:
+                    finished.append((s.seq, reason))
+        self._extend([(s.seq, s.start) for s in spans], hidden, captured, {seq for seq, _ in finished})
+        return [self._complete(seq, reason) for seq, reason in finished]
+
+    def _round(self, sequences: list[Sequence]) -> list[Completion]:
+        tree = self._proposer.propose(sequences)
+        hidden, captured, logits = self._verify_forward(sequences, tree)
+        accepted = verify(sequences, tree, logits)
+        self._compact(sequences, tree, accepted)
+
+        finished, rows, starts, first = [], [], [], 0
+        for b, (seq, kept) in enumerate(zip(sequences, accepted, strict=True)):
+            path_rows = [first + node for node in kept.path]
+            first += tree.num_nodes[b]
+            rows += path_rows
+            starts.append((seq, seq.num_committed))
+            drafts = tree.tokens_BN[b, kept.path[1:]].tolist()
+            before = len(seq.tokens)
+            reason = self._append(seq, [*drafts, kept.next_token], logits[path_rows])
+            committed = len(seq.tokens) - before
+            seq.counts.record(
+                drafted=tree.num_nodes[b] - 1,
+                depth=max(tree.depths(b)),
+                accepted=min(len(drafts), committed),
+                committed=committed,
+            )
+            seq.num_committed += len(kept.path)
+            if reason is not None:
+                finished.append((seq, reason))
+        self._stats.rounds += 1
+        self._extend(starts, hidden[rows], [c[rows] for c in captured], {seq for seq, _ in finished})
+        return [self._complete(seq, reason) for seq, reason in finished]
+
+    def _verify_forward(self, sequences: list[Sequence], tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Target forward over all real nodes: node j of a tree lies at slot num_committed + j, at position + its depth."""
+        spans, tokens = [], []
+        for b, seq in enumerate(sequences):
+            n = tree.num_nodes[b]
+            positions = None if tree.is_chain else [seq.num_committed + depth for depth in tree.depths(b)]
+            spans.append(Span(seq.pages, seq.num_committed, n, positions, tree.mask(b)))
+            tokens.append(tree.tokens_BN[b, :n])
+        hidden, captured = self._target.forward(torch.cat(tokens), self._layout(spans), self._cache, self._proposer.capture)
+        return hidden, captured, self._target.logits(hidden)
+
+    def _compact(self, sequences: list[Sequence], tree: DraftTree, accepted: list[Accepted]) -> None:
+        """Make the target KV of accepted paths contiguous. A chain's already is."""
+        if tree.is_chain:
+            return
+        size = self._page_size
+        source, target = [], []
+        for seq, kept in zip(sequences, accepted, strict=True):
+            for depth, node in enumerate(kept.path):
+                if node != depth:
+                    for slots, i in ((source, seq.num_committed + node), (target, seq.num_committed + depth)):
+                        slots.append(seq.pages[i // size] * size + i % size)
+        if source:
+            self._cache.move(self._tensor(source), self._tensor(target))
+
+    def _append(self, seq: Sequence, tokens: list[int], logits_RV: Tensor) -> FinishReason | None:
+        """Append new tokens up to where the request ends; `logits_RV` are those that each was drawn from.
+
+        End-of-sequence and stop are looked for before the length is: a last token that is both counts as a stop.
+        """
+        params = seq.request.params
+        kept = tokens[: seq.max_length - len(seq.tokens)]
+        reason = FinishReason.LENGTH if len(seq.tokens) + len(kept) == seq.max_length else None
+        for i, token in enumerate(kept):
+            if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
+                kept, reason = kept[: i + 1], FinishReason.STOP
+                break
+        before = len(seq.tokens)
+        seq.tokens += kept
+        if seq.request.check_stop is not None:
+            keep = seq.request.check_stop(seq.generated, len(kept))
+            if keep is not None:
+                del seq.tokens[seq.num_prompt + keep :]
+                reason = FinishReason.STOP
+        new = seq.tokens[before:]
+        self._stats.generated_tokens += len(new)
+        if params.logprobs is not None:
+            seq.logprobs += [token_logprob(logits, token, params.logprobs) for logits, token in zip(logits_RV, new, strict=False)]
+        return reason
+
+    def _extend(
+        self, starts: list[tuple[Sequence, int]], hidden_TE: Tensor, captured: list[Tensor], finished: set[Sequence]
+    ) -> None:
+        """Draft-extend over what each sequence committed since `start`; sequences that are done need none."""
+        keep, rows, row = [], [], 0
+        for seq, start in starts:
+            count = seq.num_committed - start
+            if seq not in finished:
+                keep.append((seq, start))
+                rows += range(row, row + count)
+            row += count
+        if not keep:
+            return
+        if len(keep) < len(starts):
+            hidden_TE, captured = hidden_TE[rows], [c[rows] for c in captured]
+        self._proposer.extend([seq for seq, _ in keep], TargetOutput([start for _, start in keep], hidden_TE, captured))
+
+    def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
+        self._scheduler.finish(seq)
+        self._stats.speculation.add(seq.counts)
+        logprobs = seq.logprobs if seq.request.params.logprobs is not None else None
+        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts)
+
+    def _layout(self, spans: list[Span]) -> BatchLayout:
+        return BatchLayout.build(spans, self._page_size, self._target.device)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, device=self._target.device)
+
+    def check_integrity(self) -> None:
+        """Assert that every page is accounted for. For tests, between steps."""
+        self._scheduler.check_integrity()

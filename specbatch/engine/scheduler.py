@@ -1,0 +1,152 @@
+"""Who runs: admission, prompt chunks, pages for the next round, preemption. Pure Python over pages and token lists.
+
+Prompts are prefilled before rounds go on, as long as there is room for more requests: rounds of a fuller batch cost little
+more, and nobody waits for a first token. When pages run out, cached prefixes that nobody uses go first; then the youngest
+request gives all of its pages back and is recomputed later (its tokens are kept).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from specbatch.cache.pages import PagePool
+from specbatch.cache.prefix import PrefixIndex
+from specbatch.speculation.proposer import Proposer
+from specbatch.speculation.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """A piece of a prompt to compute: tokens [start, end)."""
+
+    seq: Sequence
+    start: int
+    end: int
+    is_new: bool  # the sequence's first piece after its (first) admission
+    num_cached: int  # tokens found in the prefix cache, for a first piece
+
+
+class Scheduler:
+    """Owns the page lists of all sequences. `running` is in order of admission."""
+
+    def __init__(
+        self, pool: PagePool, prefix: PrefixIndex | None, proposer: Proposer, max_batch_size: int, prefill_chunk_tokens: int
+    ) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._pool = pool
+        self._prefix = prefix
+        self._proposer = proposer
+        self._max_batch_size = max_batch_size
+        self._chunk_tokens = prefill_chunk_tokens
+
+    def plan_prefill(self) -> list[PrefillSpan]:
+        """The next pieces of prompts, prefill_chunk_tokens in all at most; admits waiting requests into what is left."""
+        budget = self._chunk_tokens
+        plan: list[PrefillSpan] = []
+        computing: set[tuple[int, ...]] = set()  # paths of first pages that this chunk computes
+        for seq in self.running:
+            if budget and not seq.is_prefilled:
+                budget -= self._take(plan, seq, budget, is_new=False, num_cached=0)
+                computing.update(self._prefix_paths(seq, plan[-1]))
+        while budget and self.waiting and len(self.running) < self._max_batch_size:
+            seq = self.waiting[0]
+            if self._prefix is not None and self._awaits(seq, computing):
+                break  # the page it could share is being computed: next time it is a hit
+            if not self._admit(seq):
+                break
+            self.waiting.popleft()
+            self.running.append(seq)
+            cached = seq.num_committed
+            budget -= self._take(plan, seq, budget, is_new=len(seq.tokens) == seq.num_prompt, num_cached=cached)
+            computing.update(self._prefix_paths(seq, plan[-1]))
+        return plan
+
+    def _take(self, plan: list[PrefillSpan], seq: Sequence, budget: int, *, is_new: bool, num_cached: int) -> int:
+        end = min(seq.prefill_end, seq.num_committed + budget)
+        plan.append(PrefillSpan(seq, seq.num_committed, end, is_new, num_cached))
+        return end - seq.num_committed
+
+    def _prefix_paths(self, seq: Sequence, span: PrefillSpan) -> list[tuple[int, ...]]:
+        """What identifies each page that `span` fills: all tokens up to its end."""
+        if self._prefix is None:
+            return []
+        size = self._pool.page_size
+        numbers = range(span.start // size, span.end // size)
+        return [tuple(seq.tokens[: (number + 1) * size]) for number in numbers if self._prefix.key(seq.tokens, number)]
+
+    def _awaits(self, seq: Sequence, computing: set[tuple[int, ...]]) -> bool:
+        size = self._pool.page_size
+        return any(path == tuple(seq.tokens[: len(path)]) for path in computing if size <= len(path) < seq.prefill_end)
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Give a waiting sequence its cached prefix and pages for its prompt and the first round, if there are enough."""
+        # At least one token must be computed: the first sample needs its logits.
+        cached = self._prefix.match(seq.tokens, seq.prefill_end - 1) if self._prefix is not None else []
+        wanted = self._pool.pages_for(seq.prefill_end + self._proposer.num_lookahead) - len(cached)
+        # A page for each running sequence stays free, or the newcomer would be preempted by the next round.
+        if not self._make_room(wanted + len(self.running)):
+            self._pool.release(cached)
+            assert self.running, f"a request of {len(seq.tokens)} tokens does not fit an idle cache of {self._pool.num_pages} pages"
+            return False
+        seq.pages = cached + self._pool.allocate(wanted)
+        seq.num_committed = len(cached) * self._pool.page_size
+        self._proposer.start(seq)
+        return True
+
+    def _make_room(self, num_pages: int) -> bool:
+        missing = num_pages - self._pool.num_free
+        if missing <= 0:
+            return True
+        if self._prefix is None or self._prefix.num_evictable() < missing:
+            return False
+        self._prefix.evict(missing)
+        return self._pool.num_free >= num_pages
+
+    def prefilled(self, span: PrefillSpan) -> None:
+        """A piece was computed: share its full pages."""
+        span.seq.num_committed = span.end
+        if self._prefix is not None:
+            self._prefix.insert(span.seq.tokens, span.seq.pages, span.end)
+
+    def plan_round(self) -> list[Sequence]:
+        """Sequences of the next round, each with pages for its tree and its drafts."""
+        for seq in list(self.running):
+            if seq not in self.running:
+                continue  # preempted for an older one
+            wanted = self._pool.pages_for(seq.num_committed + self._proposer.num_lookahead) - len(seq.pages)
+            if wanted <= 0:
+                continue
+            while not self._make_room(wanted):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is seq:
+                    break
+            else:
+                seq.pages += self._pool.allocate(wanted)
+        return list(self.running)
+
+    def _preempt(self, seq: Sequence) -> None:
+        assert len(self.running) > 1, "one request alone does not fit; the engine's limits are wrong"
+        self._release(seq)
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def finish(self, seq: Sequence) -> None:
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._pool.release(seq.pages)
+        seq.pages = []
+        seq.num_committed = 0
+
+    def check_integrity(self) -> None:
+        holders = [seq.pages for seq in self.running]
+        if self._prefix is not None:
+            self._prefix.check_integrity()
+            holders.append(self._prefix.pages())
+        self._pool.check_integrity(holders)
+        assert all(not seq.pages for seq in self.waiting), "a waiting request holds pages"

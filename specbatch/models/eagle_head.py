@@ -1,0 +1,201 @@
+"""Draft heads of the EAGLE family: one decoder layer that continues the *target's* features.
+
+EAGLE-1/2 (Li et al. 2024; checkpoint names as in yuhuili/EAGLE-LLaMA3-Instruct-8B): the input of position i is
+fc([embedding(token i+1); feature i]), the feature being the target's hidden state after its final norm; the layer has no
+input norm, and the target's LM head is applied to its output.
+
+EAGLE-3 (Li et al. 2025; names as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): the feature is fc([low; middle; high]) of three
+of the target's layers; attention takes [norm(embedding); norm(feature)], twice the hidden size; the head has its own final
+norm and LM head, over a reduced draft vocabulary: draft id d stands for target id d + d2t[d].
+
+Both feed their own output back as the next position's feature.
+
+Shape suffixes: T packed tokens, R selected rows, E hidden size, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specbatch.attention.interface import AttentionBackend, BatchLayout
+from specbatch.cache.pages import KVCache
+from specbatch.errors import ModelError
+from specbatch.models.config import ModelConfig, parse_hf_config
+from specbatch.models.decoder import MLP, Attention, Decoder, Load
+from specbatch.models.layers import Linear, RMSNorm, Rotary
+from specbatch.models.weights import TensorSource, open_tensors, read_json
+
+EagleKind = Literal["eagle", "eagle3"]
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """`decoder` describes the head's one layer; `feature_size` is the width of one target feature."""
+
+    kind: EagleKind
+    decoder: ModelConfig
+    feature_size: int
+    draft_vocab_size: int
+    has_fc_bias: bool
+    has_embedding: bool  # some checkpoints carry a copy of the target's embedding
+
+
+def capture_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers whose inputs are EAGLE-3's low, middle and high features."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def open_head(path: Path, kind: EagleKind, target: ModelConfig) -> tuple[EagleConfig, TensorSource]:
+    """Open and validate a head's directory (config.json and weights); raises ModelError."""
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelError(f"{path} has no config.json", hint="a draft head is a directory with config.json and its weights")
+    raw = read_json(config_file)
+    tensors = open_tensors(path)
+    config = parse_hf_config(raw)
+    draft_vocab_size = raw.get("draft_vocab_size") or config.vocab_size
+    return eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target), tensors
+
+
+def eagle_config(kind: EagleKind, config: ModelConfig, draft_vocab_size: int, shapes: Mapping[str, tuple[int, ...]], target: ModelConfig) -> EagleConfig:
+    """Check a head's tensors against its config and the target; raises ModelError naming every difference.
+
+    `config` is the head's parsed config.json, `shapes` the checkpoint's tensors.
+    """
+    head = EagleConfig(kind, config, target.hidden_size, draft_vocab_size, "fc.bias" in shapes, "embed_tokens.weight" in shapes)
+    if kind == "eagle3" and target.num_layers < 7:
+        raise ModelError(f"EAGLE-3 taps three layers of the target, which has only {target.num_layers}", hint="use a target with at least 7 layers")
+    if config.hidden_size != target.hidden_size:
+        raise ModelError(
+            f"the draft head's hidden size is {config.hidden_size}, the target's {target.hidden_size}",
+            hint="a head works only with the target it was trained for",
+        )
+    if config.vocab_size != target.vocab_size:
+        raise ModelError(f"the draft head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
+    expected = expected_tensors(head)
+    problems = [f"{n}: missing" for n in expected if n not in shapes]
+    problems += [f"{n}: unknown" for n in shapes if n not in expected]
+    problems += [f"{n}: shape {tuple(shapes[n])}, expected {s}" for n, s in expected.items() if n in shapes and tuple(shapes[n]) != s]
+    if problems:
+        raise ModelError(
+            f"the draft head is no {kind} checkpoint for this target: " + "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else ""),
+            hint="check speculation.method (eagle or eagle3) and that the head belongs to the target",
+        )
+    return head
+
+
+def expected_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a head's checkpoint."""
+    c = head.decoder
+    eagle3 = head.kind == "eagle3"
+    width = c.hidden_size * (2 if eagle3 else 1)
+    layer = "midlayer." if eagle3 else "layers.0."
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (c.hidden_size, head.feature_size * 3 if eagle3 else c.hidden_size * 2),
+        f"{layer}self_attn.q_proj.weight": (q, width),
+        f"{layer}self_attn.k_proj.weight": (kv, width),
+        f"{layer}self_attn.v_proj.weight": (kv, width),
+        f"{layer}self_attn.o_proj.weight": (c.hidden_size, q),
+        f"{layer}mlp.gate_proj.weight": (c.intermediate_size, c.hidden_size),
+        f"{layer}mlp.up_proj.weight": (c.intermediate_size, c.hidden_size),
+        f"{layer}mlp.down_proj.weight": (c.hidden_size, c.intermediate_size),
+        f"{layer}post_attention_layernorm.weight": (c.hidden_size,),
+    }
+    if c.qkv_bias:
+        shapes |= {f"{layer}self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
+    if c.output_bias:
+        shapes[f"{layer}self_attn.o_proj.bias"] = (c.hidden_size,)
+    if head.has_fc_bias:
+        shapes["fc.bias"] = (c.hidden_size,)
+    if head.has_embedding:
+        shapes["embed_tokens.weight"] = (c.vocab_size, c.hidden_size)
+    if eagle3:
+        shapes |= {
+            "midlayer.hidden_norm.weight": (c.hidden_size,),
+            "midlayer.input_layernorm.weight": (c.hidden_size,),
+            "norm.weight": (c.hidden_size,),
+            "lm_head.weight": (head.draft_vocab_size, c.hidden_size),
+        }
+        if head.draft_vocab_size != c.vocab_size:
+            shapes |= {"d2t": (head.draft_vocab_size,), "t2d": (c.vocab_size,)}
+    return shapes
+
+
+class EagleHead:
+    """The head as a model: features and tokens in, draft hidden states and draft logits out."""
+
+    def __init__(
+        self,
+        head: EagleConfig,
+        load: Load,
+        load_raw: Load,
+        target: Decoder,
+        backend: AttentionBackend,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        c = head.decoder
+        self.config = c
+        self.device = device
+        self._kind = head.kind
+        self._backend = backend
+        self._embedding = load("embed_tokens.weight") if head.has_embedding else target.embedding_VE
+        self._fc = Linear(load("fc.weight"), load("fc.bias") if head.has_fc_bias else None)
+        inv_freq, factor = c.rope.inverse_frequencies(c.head_dim)
+        self._rotary = Rotary(inv_freq, factor, num_positions, dtype, device)
+        layer = "midlayer." if head.kind == "eagle3" else "layers.0."
+        self._attention = Attention(c, 0, load, f"{layer}self_attn.")
+        self._post_norm = RMSNorm(load(f"{layer}post_attention_layernorm.weight"), c.rms_norm_eps)
+        self._mlp = MLP(load, f"{layer}mlp.", c.mlp_bias)
+        self._target_ids: Tensor | None = None
+        if head.kind == "eagle3":
+            self._hidden_norm = RMSNorm(load("midlayer.hidden_norm.weight"), c.rms_norm_eps)
+            self._input_norm = RMSNorm(load("midlayer.input_layernorm.weight"), c.rms_norm_eps)
+            self._norm = RMSNorm(load("norm.weight"), c.rms_norm_eps)
+            self._head = Linear(load("lm_head.weight"))
+            if head.draft_vocab_size != c.vocab_size:
+                offsets = load_raw("d2t").to(device=device, dtype=torch.int64)
+                self._target_ids = offsets + torch.arange(head.draft_vocab_size, device=device)
+        else:
+            self._target = target
+
+    def features(self, hidden_TE: Tensor, captured: list[Tensor]) -> Tensor:
+        """The target's features (T, E), from what its forward pass returned."""
+        return self._fc(torch.cat(captured, dim=-1)) if self._kind == "eagle3" else hidden_TE
+
+    def forward(self, tokens_T: Tensor, features_TE: Tensor, layout: BatchLayout, cache: KVCache) -> Tensor:
+        """Hidden states (T, E): the next position's features, and what `logits` takes."""
+        plan: Any = self._backend.plan(layout)
+        rotary = self._rotary.at(layout.positions_T)
+        embedded = self._embedding[tokens_T]
+        if self._kind == "eagle3":
+            residual = features_TE
+            x = torch.cat((self._input_norm(embedded), self._hidden_norm(features_TE)), dim=-1)
+        else:
+            residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
+        x = residual + self._attention(x, rotary, layout, plan, self._backend, cache)
+        return x + self._mlp(self._post_norm(x))
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Draft logits (R, W), float32 (float64 where the model is)."""
+        if self._kind == "eagle":
+            return self._target.logits(hidden_RE)
+        out = self._head(self._norm(hidden_RE))
+        return out if out.dtype == torch.float64 else out.float()
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """(W,) target token of each draft token; None where the two vocabularies are one."""
+        return self._target_ids
+
+    def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
+        c = self.config
+        return KVCache(1, num_slots, c.num_kv_heads, c.head_dim, dtype, self.device)

@@ -1,0 +1,269 @@
+"""Tokenizers: loaded from a Hugging Face directory, or rebuilt from the metadata of a GGUF file; and their comparison.
+
+A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`) without saying what it does. Each name known here stands for the
+pipeline of the `tokenizer.json` that it was converted from; a name that is not known is refused, because a wrong
+pipeline gives fluent, different answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from specbatch.errors import ModelError
+from specbatch.models.gguf import GgufFile
+
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_AND_SPACE = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2_PATTERN = _CONTRACTIONS + "|" + _WORDS_AND_SPACE % r"\p{N}"
+_LLAMA3_PATTERN = _CONTRACTIONS + "|" + _WORDS_AND_SPACE % r"\p{N}{1,3}"
+_TEKKEN_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class _ByteLevelKind:
+    """What turns text into the pieces that byte-level BPE merges within."""
+
+    pattern: str | None  # None: GPT-2's own, built into the ByteLevel pre-tokenizer
+    split_digits: bool = False  # every digit apart, before anything else
+    nfc: bool = False
+    ignore_merges: bool = False  # a piece that is itself a token is not split, whatever the merges say
+    adds_bos: bool = False  # where the file does not say
+
+
+_KINDS: Mapping[str, _ByteLevelKind] = {
+    "gpt-2": _ByteLevelKind(None),
+    "smollm": _ByteLevelKind(None, split_digits=True),
+    "qwen2": _ByteLevelKind(_QWEN2_PATTERN, nfc=True),
+    "llama-bpe": _ByteLevelKind(_LLAMA3_PATTERN, ignore_merges=True, adds_bos=True),
+    "tekken": _ByteLevelKind(_TEKKEN_PATTERN, ignore_merges=True, adds_bos=True),
+}
+_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face directory (local files only) or of a `.gguf` file, chat template included.
+
+    Raises ModelError where there is none, or where a GGUF's tokenizer is of a kind that cannot be rebuilt exactly.
+    """
+    if path.is_file():
+        file = GgufFile(path)
+        try:
+            return _from_metadata(path, file.metadata)
+        finally:
+            file.close()
+    # tokenizer.json is taken as it is: AutoTokenizer goes by `tokenizer_class`, and transformers 5 then rebuilds the
+    # pipeline of that class (SmolLM2's says GPT2Tokenizer, which does not split digits: other tokens for numbers).
+    loader = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        return loader.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, ... by what is wrong
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            f"cannot load a tokenizer from {path}: {reason[0] if reason else type(error).__name__}",
+            hint="the directory needs tokenizer.json and tokenizer_config.json",
+        ) from error
+
+
+def _from_metadata(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise ModelError(f"{path} has no tokenizer (tokenizer.ggml.tokens)")
+    kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        backend, adds_bos = _byte_level(path, metadata, tokens, kinds)
+    elif model == "llama":
+        backend, adds_bos = _sentencepiece(path, metadata, tokens, kinds)
+    else:
+        raise ModelError(
+            f"{path}: tokenizer model {model!r} is not supported",
+            hint="supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)",
+        )
+    # Added in the order of ids, so that each keeps its id: a token that the model does not hold gets the next free one.
+    for i, (text, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        if kind in (_CONTROL, _USER_DEFINED, _UNKNOWN) and text:
+            special = kind != _USER_DEFINED
+            added = AddedToken(text, single_word=False, lstrip=False, rstrip=False, normalized=False, special=special)
+            (backend.add_special_tokens if special else backend.add_tokens)([added])
+            if backend.token_to_id(text) != i:
+                raise ModelError(f"{path}: token {text!r} appears under two ids, or ids before {i} are unused")
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
+    adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+
+    def named(key: str) -> str | None:
+        i = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        return tokens[i] if i is not None and 0 <= i < len(tokens) else None
+
+    bos, eos = named("bos"), named("eos")
+    before, after = [bos] if adds_bos and bos else [], [eos] if adds_eos and eos else []
+    if before or after:
+        backend.post_processor = _surrounding(backend, before, after)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=named("padding"),
+        unk_token=named("unknown"),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_level(
+    path: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+) -> tuple[Tokenizer, bool]:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name == "default":  # files from before the key: the family decides
+        name = _guess_kind(metadata, tokens)
+    kind = _KINDS.get(_ALIASES.get(name, name))
+    if kind is None:
+        raise ModelError(
+            f"{path}: pre-tokenizer {name!r} is not known, and a guess would change the text that the model sees",
+            hint=f"known: {', '.join(_KINDS)}; or use the model's Hugging Face directory",
+        )
+    # Unused entries pad the embedding; as vocabulary they could match text. Added tokens are matched before the model.
+    vocab = {text: i for i, text in enumerate(tokens) if kinds[i] == _NORMAL}
+    gap_free = _with_leading_added(vocab, tokens, kinds)
+    pairs = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    backend = Tokenizer(models.BPE(vocab=gap_free, merges=pairs, ignore_merges=kind.ignore_merges))  # type: ignore[arg-type]
+    if kind.nfc:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if kind.split_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if kind.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(kind.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend, kind.adds_bos
+
+
+def _guess_kind(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str:
+    if metadata.get("general.architecture") in ("qwen2", "qwen3"):
+        return "qwen2"
+    return "llama-bpe" if "<|begin_of_text|>" in tokens else "gpt-2"
+
+
+def _with_leading_added(vocab: dict[str, int], tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
+    """The vocabulary with those added tokens that do not all lie behind it.
+
+    `tokenizers` numbers added tokens from the vocabulary's size on; those with lower ids (or between unused ones) must
+    be in the vocabulary to keep their ids. They cannot match as ordinary text: no merge forms them.
+    """
+    added = [i for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED, _UNKNOWN)]
+    if added == list(range(len(vocab), len(vocab) + len(added))):
+        return vocab
+    return vocab | {tokens[i]: i for i in added if tokens[i]}
+
+
+def _sentencepiece(
+    path: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+) -> tuple[Tokenizer, bool]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ModelError(f"{path}: the tokenizer has no scores (tokenizer.ggml.scores)")
+    vocab = {text: i for i, text in enumerate(tokens) if kinds[i] != _UNUSED}
+    mergeable = {text: scores[i] for text, i in vocab.items() if kinds[i] == _NORMAL}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    backend = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=_merges_from_scores(vocab, mergeable),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in kinds,
+        )
+    )
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(content=" ", left=1, right=0)] if prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend, True
+
+
+def _merges_from_scores(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the pair whose union has the best score; BPE wants the pairs in that order.
+
+    Ties within one piece go to the split with the lower ids, as in transformers' conversion.
+    """
+    merges: list[tuple[float, int, int, str, str]] = []
+    for piece, score in scores.items():
+        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        local = [(left, right) for left, right in splits if left in scores and right in scores]
+        local.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        merges.extend((score, len(left), len(right), left, right) for left, right in local)
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(left, right) for *_, left, right in merges]
+
+
+def _surrounding(backend: Tokenizer, before: Sequence[str], after: Sequence[str]) -> processors.TemplateProcessing:
+    single = [*before, "$A", *after]
+    pair = [*single, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the content: id -> token, merges and added tokens. Equal for two files of one tokenizer."""
+    state = json.loads(_backend(tokenizer).to_str())
+    digest = hashlib.sha256()
+    for i, text in sorted(_tokens_by_id(tokenizer).items()):
+        digest.update(f"{i}\t{text}\n".encode())
+    for merge in state["model"].get("merges", ()):
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        digest.update(f"{left}\t{right}\n".encode())
+    for added in sorted(state.get("added_tokens", ()), key=lambda entry: entry["id"]):
+        digest.update(f"{added['id']}\t{added['content']}\t{added['special']}\n".encode())
+    return digest.hexdigest()
+
+
+def describe_tokenizer_difference(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
+    """None where every id that both tokenizers have stands for the same token; else what differs, in one sentence.
+
+    Only ids are compared, not merges: a draft model shares the target's token ids and never tokenizes text itself.
+    """
+    tokens_a, tokens_b = _tokens_by_id(a), _tokens_by_id(b)
+    different = [i for i in sorted(tokens_a.keys() & tokens_b.keys()) if tokens_a[i] != tokens_b[i]]
+    if not different:
+        # A subset is compatible only if it is nearly all: tokenizers of two families may share a first few ids.
+        smaller, larger = sorted((len(tokens_a), len(tokens_b)))
+        return None if smaller >= 0.9 * larger else f"vocabulary sizes differ: {len(tokens_a)} and {len(tokens_b)}"
+    parts = []
+    if len(tokens_a) != len(tokens_b):
+        parts.append(f"vocabulary sizes differ: {len(tokens_a)} and {len(tokens_b)}")
+    first = different[0]
+    parts.append(
+        f"{len(different)} ids stand for different tokens: token {first} is {tokens_a[first]!r} in one, "
+        f"{tokens_b[first]!r} in the other"
+    )
+    return "; ".join(parts)
+
+
+def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {i: text for text, i in tokenizer.get_vocab().items()}
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer", hint="the model's directory needs tokenizer.json"
+        )
+    return backend

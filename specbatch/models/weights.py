@@ -1,0 +1,262 @@
+"""Checkpoints: what is in them is checked from their headers, before any weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specbatch.errors import ModelError
+from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
+from specbatch.models.gguf import GgufFile, GgufSource, gguf_description, gguf_model_config
+
+
+class TensorSource(Protocol):
+    """A set of tensors that is opened but not loaded."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def load(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU, in its stored dtype (GGUF: dequantised float32). Raises KeyError for unknown names."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SafetensorsSource:
+    """One or more safetensors files. Only their headers are read until `load`."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._handles: list[Any] = []
+        self._owner: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}  # safetensors' names: "F32", "BF16", ...
+        for file in files:
+            try:
+                handle = safe_open(str(file), framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"{file} is truncated, damaged or not a safetensors file: {error}", hint="download the file again"
+                ) from error
+            self._handles.append(handle)
+            for name in handle.keys():  # noqa: SIM118 - not a mapping
+                if name in self._owner:
+                    raise ModelError(f"tensor {name!r} is in two files of {file.parent}")
+                part = handle.get_slice(name)
+                self._owner[name] = handle
+                self._shapes[name] = tuple(part.get_shape())
+                self.dtypes[name] = part.get_dtype()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def load(self, name: str) -> torch.Tensor:
+        return self._owner[name].get_tensor(name)
+
+    def close(self) -> None:
+        self._owner.clear()
+        self._handles.clear()
+
+
+class TorchBinSource:
+    """One or more `pytorch_model*.bin` files, memory-mapped and unpickled with weights_only=True."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            try:
+                state = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:  # zip, pickle and I/O errors have no common base
+                raise ModelError(
+                    f"cannot read {file}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                    hint="download the file again, or convert the checkpoint to safetensors",
+                ) from error
+            if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+                raise ModelError(f"{file} does not hold a plain state dict of tensors")
+            twice = sorted(self._tensors.keys() & state.keys())
+            if twice:
+                raise ModelError(f"tensor {twice[0]!r} is in two files of {file.parent}")
+            self._tensors.update(state)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def load(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+
+@dataclass
+class Checkpoint:
+    """A validated model: `tensors` holds every tensor of `expected_tensors(config)` in the expected shape."""
+
+    path: Path
+    config: ModelConfig
+    tensors: TensorSource
+    description: str  # for logs and results, such as "safetensors bfloat16" or "Q4_K_M dequantised"
+
+
+def open_tensors(directory: Path) -> TensorSource:
+    """Open the weights of a Hugging Face directory: safetensors before `.bin`, one file or an index with shards."""
+    for single, source in (("model.safetensors", SafetensorsSource), ("pytorch_model.bin", TorchBinSource)):
+        if (directory / single).is_file():
+            return source([directory / single])
+        if (directory / f"{single}.index.json").is_file():
+            return source(_shards(directory / f"{single}.index.json"))
+    others = sorted(directory.glob("*.safetensors"))
+    if len(others) == 1:
+        return SafetensorsSource(others)
+    if others:
+        raise ModelError(
+            f"{directory} has {len(others)} safetensors files but no model.safetensors.index.json",
+            hint="download the index too; it says which files belong to the model",
+        )
+    ggufs = sorted(directory.glob("*.gguf"))
+    raise ModelError(
+        f"{directory} has no weights (model.safetensors, pytorch_model.bin or an index of shards)",
+        hint=f"name the GGUF file itself: {ggufs[0]}" if ggufs else None,
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map")
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{index.parent} lacks {len(missing)} of {len(names)} shards: {_list(missing)}",
+            hint="the download is incomplete; fetch the missing files",
+        )
+    return [index.parent / name for name in names]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open and validate a model: a Hugging Face directory or a `.gguf` file.
+
+    Raises ModelError where a file is missing or damaged, the architecture is unsupported, or a tensor is missing, has
+    the wrong shape or is unknown. Weight data is not read, except where a config says that the embeddings are tied and
+    the checkpoint nevertheless has an `lm_head.weight`: the two are compared, to do as transformers does.
+    """
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is neither a directory nor a .gguf file")
+        file = GgufFile(path)
+        config = gguf_model_config(file)
+        tensors: TensorSource = GgufSource(file, config)
+        _check_tensors(path, config, tensors)
+        return Checkpoint(path, config, tensors, gguf_description(file))
+    if not path.is_dir():
+        raise ModelError(f"{path} does not exist")
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelError(
+            f"{path} has no config.json", hint="a model directory holds config.json, weights and tokenizer.json"
+        )
+    raw = read_json(config_file)
+    _check_architecture(path, raw)
+    generation_file = path / "generation_config.json"
+    config = parse_hf_config(raw, read_json(generation_file) if generation_file.is_file() else None)
+    tensors = open_tensors(path)
+    if config.tie_word_embeddings and _has_own_head(config, tensors):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    _check_tensors(path, config, tensors)
+    return Checkpoint(path, config, tensors, _describe(tensors))
+
+
+_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
+    names = raw.get("architectures") or []
+    unknown = [name for name in names if name not in _ARCHITECTURES]
+    if unknown:
+        draft_head = any("eagle" in str(name).lower() for name in unknown)
+        raise ModelError(
+            f"{path}: architecture {unknown[0]!r} is not supported",
+            hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
+            if draft_head
+            else f"supported architectures: {', '.join(_ARCHITECTURES)}",
+        )
+
+
+def _has_own_head(config: ModelConfig, tensors: TensorSource) -> bool:
+    """True where a checkpoint that calls itself tied has an output head that differs from its embedding.
+
+    transformers (5.x) then uses the head and warns; earlier versions ignored it.
+    """
+    shapes = tensors.shapes()
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if head not in shapes or embedding not in shapes:
+        return False
+    first, second = tensors.load(embedding), tensors.load(head)
+    if first.data_ptr() == second.data_ptr():  # .bin files keep both names of one storage
+        return False
+    return not torch.equal(first, second)
+
+
+def _check_tensors(path: Path, config: ModelConfig, tensors: TensorSource) -> None:
+    expected, found = expected_tensors(config), tensors.shapes()
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected and not _is_harmless(name, config)]
+    wrong = [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} tensors are missing: {_list(missing)}")
+    if wrong:
+        problems.append(f"{len(wrong)} tensors have the wrong shape: {_list(wrong)}")
+    if unknown:
+        problems.append(f"{len(unknown)} tensors are unknown: {', '.join(sorted(unknown))}")
+    if problems:
+        tensors.close()
+        raise ModelError(
+            f"{path} does not match its configuration ({config.model_type}, {config.num_layers} layers): "
+            + "; ".join(problems),
+            hint="the files may come from different models, or the model uses features that are not supported",
+        )
+
+
+def _is_harmless(name: str, config: ModelConfig) -> bool:
+    """Tensors that a model does not need: rotary frequencies that old checkpoints store (they are computed), and the
+    head of a tied model (known by now to equal the embedding)."""
+    if re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name):
+        return True
+    return name == "lm_head.weight" and config.tie_word_embeddings
+
+
+def _describe(tensors: TensorSource) -> str:
+    if isinstance(tensors, SafetensorsSource):
+        names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+        return "safetensors " + "/".join(sorted({names.get(kind, kind) for kind in tensors.dtypes.values()}))
+    assert isinstance(tensors, TorchBinSource), type(tensors)
+    dtypes = {str(tensors.load(name).dtype).removeprefix("torch.") for name in tensors.shapes()}
+    return "pytorch " + "/".join(sorted(dtypes))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _list(names: Sequence[str], limit: int = 5) -> str:
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,1 @@
+"""The file job: read rows, run them through a `BatchEngine`, write results that survive a crash."""

@@ -1,0 +1,196 @@
+"""`specbatch generate`: everything around the loop, in the order that finds mistakes before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from specbatch.config import Config
+from specbatch.config_load import config_to_dict
+from specbatch.errors import InputError
+from specbatch.pipeline.fingerprint import differences, job_fingerprint
+from specbatch.pipeline.generate import FileJob
+from specbatch.pipeline.jsonl import encode_line
+from specbatch.pipeline.progress import JobProgress, closing_table
+from specbatch.pipeline.results import ResultFile, finished_job, partial_path
+from specbatch.pipeline.rows import RowParser
+from specbatch.pipeline.sources import Source, input_stem, open_source
+from specbatch.pipeline.stats import Provenance, build_report, device_name, write_report
+from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.types import BatchEngine
+
+OK, SOME_FAILED, INTERRUPTED = 0, 1, 130  # exit codes
+_LOOK_AHEAD_BATCHES = 2
+_MOST_LOOKAHEAD = 256  # slots of the cache that rounds keep free behind the longest row, at most
+
+
+class Resolved(Protocol):
+    """What this module needs of `engine.build.ResolvedRun`."""
+
+    config: Config
+    tokenizer: Any
+    model_max_tokens: int  # longest row, prompt and output, that model and cache hold
+    description: dict[str, str]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The parts that need models: `engine.build` in the tool, stubs in tests."""
+
+    resolve: Callable[[Config], Any]  # -> Resolved
+    build_engine: Callable[[Any], BatchEngine]
+    model_paths: Callable[[Config], Mapping[str, Path]]  # by option, of a resolved config
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The command line."""
+
+    input: str
+    output: Path | None = None
+    limit: int | None = None
+    overwrite: bool = False
+
+
+def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, console: Console, *, began: float) -> int:
+    """Run or resume a job; returns the exit code. `began` is when the command did (time.perf_counter).
+
+    Raises SpecbatchError for everything that no row is to blame for.
+    """
+    output = _output_path(options)
+    stats_path = stats_path_of(output)
+    config = with_chat_template_text(config)
+    parser = RowParser(config.sampling, config.data)
+    source = open_source(options.input, config.data)
+    _check_output(output, source)
+    resolving = time.perf_counter()
+    run: Resolved = runtime.resolve(config)
+    resolve_seconds = time.perf_counter() - resolving
+    texts = TextProcessor(run.tokenizer, run.config.data)
+    job = job_fingerprint(
+        run.config,
+        source.identity,
+        options.limit,
+        row_tokens=_binding_cache_limit(config, run),
+        models=runtime.model_paths(run.config),
+    )
+    if not options.overwrite and output.exists() and not partial_path(output).exists():
+        return _already_finished(output, stats_path, job, source, console)
+
+    results = ResultFile(output, job, overwrite=options.overwrite)
+    try:
+        if results.resumed_rows:
+            console.print(f"resuming: {results.resumed_rows:,} rows are done", markup=False)
+        for note in run.notes:
+            console.print(note, markup=False, soft_wrap=True)
+        total = source.total if options.limit is None or source.total is None else min(source.total, options.limit)
+        progress = JobProgress(total, console)
+        file_job = FileJob(
+            source,
+            parser,
+            texts,
+            results,
+            lambda: runtime.build_engine(run),
+            model_name=run.config.model.target,
+            seed=run.config.engine.seed,
+            look_ahead=_LOOK_AHEAD_BATCHES * run.config.engine.max_batch_size,
+            limit=options.limit,
+            progress=progress,
+        )
+        try:
+            completed = file_job.run()
+        finally:
+            progress.stop()
+        if not completed:
+            results.close()
+            _say_interrupted(results, total, console)
+            return INTERRUPTED
+        sorting = time.perf_counter()
+        results.finish()
+        session = file_job.session
+        session.io_seconds += time.perf_counter() - sorting
+        session.load_seconds += resolve_seconds
+        session.total_seconds = time.perf_counter() - began
+        made_by = Provenance(
+            config_to_dict(run.config), run.description, tuple(run.notes), device_name(run.config.engine.device)
+        )
+        report = build_report(job, source.name, output, results.totals, results.resumed_rows, session, made_by)
+        write_report(stats_path, report)
+        results.discard_partial()
+    finally:
+        results.close()
+    console.print(closing_table(report))
+    return _verdict(report, console)
+
+
+def stats_path_of(output: Path) -> Path:
+    """data.results.jsonl -> data.results.stats.json"""
+    return output.with_name((output.stem if output.suffix == ".jsonl" else output.name) + ".stats.json")
+
+
+def _output_path(options: GenerateOptions) -> Path:
+    if options.output is not None:
+        return options.output
+    if options.input == "-":
+        raise InputError("standard input has no name to derive an output from", "-o results.jsonl names it")
+    path = Path(options.input)
+    # A hub data set writes into the current directory; org/name is no folder here.
+    folder = path.parent if path.exists() else Path()
+    return folder / f"{input_stem(options.input)}.results.jsonl"
+
+
+def _check_output(output: Path, source: Source) -> None:
+    if output.is_dir():
+        raise InputError(f"the output {output} is a folder", "-o PATH names a file")
+    if not output.parent.is_dir():
+        raise InputError(f"the folder of the output, {output.parent}, does not exist", "make it, or use -o PATH")
+    if source.path is not None and output.exists() and output.samefile(source.path):
+        raise InputError("the output is the input", "-o PATH writes elsewhere")
+
+
+def _binding_cache_limit(asked: Config, run: Resolved) -> int | None:
+    """The longest row where the user's own kv_cache_tokens, and not the model, limits it; a size found by measuring
+    memory differs from run to run and is no part of what the user asked for."""
+    tokens = asked.engine.kv_cache_tokens
+    if tokens is None or run.model_max_tokens < tokens - asked.engine.page_size - _MOST_LOOKAHEAD:
+        return None
+    return run.model_max_tokens
+
+
+def _already_finished(output: Path, stats_path: Path, job: dict[str, Any], source: Source, console: Console) -> int:
+    report = finished_job(output, stats_path)
+    hint = "--overwrite replaces it; -o PATH writes elsewhere"
+    if report is None:
+        raise InputError(f"{output} exists, and no {stats_path.name} beside it says what made it", hint)
+    if changed := differences(report["job"], json.loads(encode_line(job))):
+        raise InputError(f"{output} is the result of a different job: {'; '.join(changed)}", hint)
+    if not source.verifiable:
+        raise InputError(f"{output} is finished; standard input is too long to tell whether it is the same", hint)
+    console.print(f"{output} is finished already: nothing to do (--overwrite runs it again)", markup=False)
+    return _verdict(report, console)
+
+
+def _verdict(report: Mapping[str, Any], console: Console) -> int:
+    failed = report["rows"]["failed"]
+    if not failed:
+        return OK
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in report["rows"]["errors"].items())
+    console.print(f"{failed:,} of {report['rows']['total']:,} rows failed: {kinds}", markup=False, soft_wrap=True)
+    return SOME_FAILED
+
+
+def _say_interrupted(results: ResultFile, total: int | None, console: Console) -> None:
+    of = f" of {total:,}" if total is not None else ""
+    console.print(
+        f"interrupted: {results.totals.rows:,}{of} rows are finished and kept in {partial_path(results.output)}\n"
+        "run the same command again to go on",
+        markup=False,
+        soft_wrap=True,
+    )

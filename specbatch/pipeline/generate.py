@@ -1,0 +1,205 @@
+"""The loop of a file job: read -> tokenise -> engine -> write, with a bounded number of rows in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+from specbatch.errors import RowError
+from specbatch.pipeline.openai_batch import openai_error, openai_result
+from specbatch.pipeline.progress import Snapshot
+from specbatch.pipeline.results import ResultFile
+from specbatch.pipeline.results_format import Choice, native_error, native_result
+from specbatch.pipeline.rows import Job, RowHead, RowParser
+from specbatch.pipeline.sources import RawRow, Source
+from specbatch.pipeline.stats import Session
+from specbatch.pipeline.tokenizer import TextProcessor
+from specbatch.types import BatchEngine, Completion, FinishReason, NoiseKey, Request
+
+_MESSAGE_CHARS = 500  # error messages quote the row; a line of the output must not grow with what was wrong in it
+
+
+class ProgressSink(Protocol):
+    """`pipeline.progress.JobProgress`, or nothing at all in tests."""
+
+    def due(self) -> bool: ...
+
+    def show(self, now: Snapshot) -> None: ...
+
+
+@dataclass(slots=True)
+class _RowInFlight:
+    head: RowHead
+    job: Job
+    prompt_tokens: int
+    choices: list[Completion | None] = field(default_factory=list)
+
+
+class FileJob:
+    """One run over a source. `make_engine` loads the model; it is called once a row needs it, and not before."""
+
+    def __init__(
+        self,
+        source: Source,
+        parser: RowParser,
+        texts: TextProcessor,
+        results: ResultFile,
+        make_engine: Callable[[], BatchEngine],
+        *,
+        model_name: str,
+        seed: int,
+        look_ahead: int,
+        limit: int | None = None,
+        progress: ProgressSink | None = None,
+    ) -> None:
+        assert look_ahead >= 1, look_ahead
+        self.session = Session()
+        self._source = source
+        self._parser = parser
+        self._texts = texts
+        self._results = results
+        self._make_engine = make_engine
+        self._model_name = model_name
+        self._seed = seed
+        self._look_ahead = look_ahead
+        self._limit = limit
+        self._progress = progress
+        self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, which of its n completions)
+        self._request_ids = itertools.count()
+        self._interrupted = False
+
+    def run(self) -> bool:
+        """Run all rows that are not done; False where a signal ended it early. What is finished is always written."""
+        rows = self._unfinished_rows()
+        first = next(rows, None)
+        if first is None:
+            return True
+        began = time.perf_counter()
+        engine = self._make_engine()
+        self.session.load_seconds = time.perf_counter() - began
+        self.session.engine = engine.stats
+        with self._signals():
+            self._loop(engine, itertools.chain([first], rows))
+        self.session.engine = engine.stats
+        return not self._interrupted
+
+    def _unfinished_rows(self) -> Iterator[RawRow]:
+        rows = itertools.islice(self._source.rows(), self._limit)
+        return (row for row in rows if not self._results.is_done(row.index))
+
+    def _loop(self, engine: BatchEngine, rows: Iterator[RawRow]) -> None:
+        exhausted = False
+        while not self._interrupted:
+            began = time.perf_counter()
+            # Enough rows wait for the engine to fill its batch at once, and never more than that in memory.
+            while not exhausted and not self._interrupted and engine.num_waiting < self._look_ahead:
+                raw = next(rows, None)
+                if raw is None:
+                    exhausted = True
+                else:
+                    self._start(engine, raw)
+                self._show(engine)
+            self.session.io_seconds += time.perf_counter() - began
+            if self._interrupted or (exhausted and not self._in_flight):
+                return
+            completions = engine.step()
+            began = time.perf_counter()
+            for completion in completions:
+                self._finish(completion)
+            self._show(engine)
+            self.session.io_seconds += time.perf_counter() - began
+
+    def _start(self, engine: BatchEngine, raw: RawRow) -> None:
+        head, job = self._parser.parse(raw)
+        if isinstance(job, RowError):
+            self._fail(head, job)
+            return
+        try:
+            prompt = self._texts.encode(job, engine.limits)
+        except RowError as exc:
+            self._fail(head, exc)
+            return
+        params = job.params
+        row = _RowInFlight(head, job, len(prompt), [None] * params.n)
+        for sample in range(params.n):
+            # A seed of the row's own stands for itself wherever the row is; any other is keyed by the row.
+            if job.own_seed and params.seed is not None:
+                noise = NoiseKey(params.seed, 0, sample)
+            else:
+                noise = NoiseKey(self._seed if params.seed is None else params.seed, head.index, sample)
+            request_id = next(self._request_ids)
+            self._in_flight[request_id] = (row, sample)
+            engine.submit(Request(request_id, prompt, params, noise, self._texts.stop_check(params)))
+
+    def _finish(self, completion: Completion) -> None:
+        row, sample = self._in_flight.pop(completion.request_id)
+        row.choices[sample] = completion
+        done = [c for c in row.choices if c is not None]
+        if len(done) < len(row.choices):
+            return
+        if any(c.finish_reason == FinishReason.ERROR for c in done):
+            self._fail(row.head, RowError("engine_error", "the engine could not complete this row"))
+            return
+        choices = [self._choice(completion, row.job) for completion in done]
+        head = row.head
+        if head.envelope is None:
+            line = native_result(head.index, head.id, head.metadata, row.prompt_tokens, choices, self._texts)
+        else:
+            line = openai_result(head.index, head.envelope, self._model_name, row.prompt_tokens, choices, self._texts)
+        self._write(head.index, line)
+
+    def _choice(self, completion: Completion, job: Job) -> Choice:
+        text = self._texts.final_text(completion, job.params)
+        return Choice(text, completion.token_ids, completion.finish_reason, completion.logprobs, completion.speculation)
+
+    def _fail(self, head: RowHead, error: RowError) -> None:
+        if len(error.message) > _MESSAGE_CHARS:
+            error = RowError(error.type, error.message[: _MESSAGE_CHARS - 3] + "...")
+        if head.envelope is None:
+            line = native_error(head.index, head.id, head.metadata, error)
+        else:
+            line = openai_error(head.index, head.envelope, error)
+        self._write(head.index, line)
+
+    def _write(self, index: int, line: dict[str, Any]) -> None:
+        self._results.append(index, line)
+        self.session.rows += 1
+
+    def _show(self, engine: BatchEngine) -> None:
+        if self._progress is None or not self._progress.due():
+            return
+        totals = self._results.totals
+        self._progress.show(
+            Snapshot(
+                done=totals.rows,
+                session_done=self.session.rows,
+                failed=totals.failed,
+                output_tokens=engine.stats.generated_tokens,
+                acceptance_length=engine.stats.speculation.acceptance_length,
+                running=engine.num_running,
+                waiting=engine.num_waiting,
+            )
+        )
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the loop after the current step; a second one ends the process at once."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self._interrupted:
+                os._exit(130)
+            self._interrupted = True
+
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

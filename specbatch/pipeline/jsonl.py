@@ -1,0 +1,138 @@
+"""JSON lines: reading bytes line by line from plain and compressed files, and the one way a line is written."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from specbatch.errors import InputError, RowError
+
+_CHUNK = 1 << 20
+# Files up to this size are hashed whole; a bigger one would delay the first row for too long.
+WHOLE_HASH_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What resume compares. `num_lines` is None where the file was not read whole."""
+
+    facts: dict[str, Any]
+    num_lines: int | None
+
+
+def identify_file(path: Path) -> FileIdentity:
+    """Size and sha256 of the content; above WHOLE_HASH_BYTES size, mtime and sha256 of the first and last MiB."""
+    stat = path.stat()
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if stat.st_size > WHOLE_HASH_BYTES:
+            digest.update(file.read(_CHUNK))
+            file.seek(-_CHUNK, io.SEEK_END)
+            digest.update(file.read(_CHUNK))
+            facts = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256_of_ends": digest.hexdigest()}
+            return FileIdentity(facts, None)
+        newlines, last = 0, b"\n"
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            newlines += chunk.count(b"\n")
+            last = chunk[-1:]
+    return FileIdentity({"size": stat.st_size, "sha256": digest.hexdigest()}, newlines + (last != b"\n"))
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Bytes of a .jsonl file, decompressed where its name ends in .gz or .zst."""
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if path.suffix == ".zst":
+        # pyarrow comes with `datasets`, so zstd needs no further dependency.
+        import pyarrow as pa
+
+        return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd"), _CHUNK))
+    return path.open("rb", buffering=_CHUNK)
+
+
+def numbered_lines(file: Iterable[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+    """(0-based line, bytes without the newline). Blank lines are skipped but counted; a leading BOM is dropped.
+
+    One line at a time is in memory. Raises InputError where the file itself cannot be read on (bad compression).
+    """
+    index = -1
+    try:
+        for index, line in enumerate(file):
+            if index == 0:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.rstrip(b"\r\n")
+            if not line.strip():
+                continue
+            yield index, line
+    except (OSError, EOFError) as exc:  # gzip, zlib and Arrow all raise one of these
+        raise InputError(f"{name} cannot be read past line {index + 1}: {exc}") from exc
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def decode_line(line: bytes) -> dict[str, Any]:
+    """The JSON object in `line`. Raises RowError: invalid_text (not UTF-8) or invalid_json."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise RowError("invalid_text", f"the line is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+    try:
+        row = _DECODER.decode(text)
+    except RecursionError as exc:
+        raise RowError("invalid_json", "the line is not usable JSON: nested too deeply") from exc
+    except ValueError as exc:  # JSONDecodeError, and numbers too long to convert
+        raise RowError("invalid_json", f"the line is not valid JSON: {exc}") from exc
+    if not isinstance(row, dict):
+        raise RowError("invalid_json", f"the line must hold a JSON object, not {type(row).__name__}")
+    return row
+
+
+def _foreign(value: Any) -> Any:
+    """Column types of data sets that JSON does not have: dates, decimals, bytes, images, numpy scalars."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_foreign)
+# For lone surrogates, which UTF-8 does not have but \ud800 escapes can say.
+_ASCII_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, default=_foreign)
+
+
+def encode_line(row: dict[str, Any]) -> bytes:
+    """`row` as one UTF-8 line with its newline. Numbers that JSON has no word for (NaN, 1e999) become null."""
+    try:
+        text = _ENCODER.encode(row)
+    except ValueError:
+        row = cast(dict[str, Any], finite(row))
+        text = _ENCODER.encode(row)
+    try:
+        return text.encode("utf-8") + b"\n"
+    except UnicodeEncodeError:
+        return _ASCII_ENCODER.encode(row).encode("ascii") + b"\n"
+
+
+def finite(value: Any) -> Any:
+    """`value` with NaN and infinities replaced by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value

@@ -1,0 +1,258 @@
+"""Rows -> jobs: what a row asks for, checked field by field, or the error that becomes its result.
+
+Fields of a native row: exactly one of `prompt`, `messages`, `prompt_token_ids`; `id`; any sampling field; everything
+else is `metadata` and comes back as it was. An input `metadata` object is merged into that; where its keys collide
+with fields of the row, or where it is no object, it stays nested under its own name, so that nothing is lost.
+A field that is null counts as absent.
+
+With data.prompt_template or data.prompt_column, the columns of tables and data sets are data throughout: a column
+`temperature` is then the weather and no override. JSON lines keep their sampling fields in every case; only what other
+engines call a parameter (`suffix`, `tools`) is data there.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from specbatch.config import DataSection, FieldProblem, sampling_value
+from specbatch.errors import ConfigError, RowError
+from specbatch.pipeline.jsonl import decode_line
+from specbatch.pipeline.messages import check_messages
+from specbatch.pipeline.openai_batch import (
+    KNOWN_BODY,
+    Envelope,
+    check_request,
+    is_openai_line,
+    read_envelope,
+    sampling_fields,
+)
+from specbatch.pipeline.sources import RawRow
+from specbatch.types import SamplingParams
+
+_PROMPTS = ("prompt", "messages", "prompt_token_ids")
+SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__)
+# Parameters of other engines that would change the output, with the values that change nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "stream": (False,),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "logit_processors": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+}
+
+
+@dataclass(slots=True)
+class RowHead:
+    """What every result of a row repeats, error or not."""
+
+    index: int
+    id: Any = None
+    metadata: dict[str, Any] | None = None
+    envelope: Envelope | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A row that may run, before its prompt is encoded."""
+
+    kind: Literal["prompt", "messages", "token_ids"]
+    content: Any  # str, list of messages, or list of token ids
+    params: SamplingParams
+    own_seed: bool  # the row brought a seed
+    raw: bool = False  # never through the chat template (OpenAI completions)
+
+
+class RowParser:
+    """Parses rows under the defaults of a config. Raises ConfigError for a prompt template that cannot work."""
+
+    def __init__(self, defaults: SamplingParams, data: DataSection) -> None:
+        self._defaults = defaults
+        self._template = data.prompt_template
+        self._column = data.prompt_column
+        self._template_fields = template_fields(data.prompt_template) if data.prompt_template is not None else ()
+
+    def parse(self, raw: RawRow) -> tuple[RowHead, Job | RowError]:
+        """The job of a row or its error; never raises for what a row holds."""
+        head = RowHead(raw.index)
+        try:
+            is_line = isinstance(raw.data, bytes)
+            row = decode_line(raw.data) if isinstance(raw.data, bytes) else raw.data
+            if is_line and is_openai_line(row):
+                return head, self._openai(row, head)
+            columns_are_data = not is_line and (self._template is not None or self._column is not None)
+            return head, self._native(row, head, columns_are_data)
+        except RowError as exc:
+            return head, exc
+
+    def _native(self, row: dict[str, Any], head: RowHead, columns_are_data: bool) -> Job:
+        used = {"id"}
+        if not columns_are_data:
+            used.update(SAMPLING_FIELDS)
+        if self._column is not None:
+            used.add(self._column)
+        elif self._template is None:
+            used.update(_PROMPTS)
+        head.metadata = _metadata(row, used)
+        head.id = _scalar_id(row.get("id"))
+        if self._template is None and self._column is None:
+            refuse_unsupported(row)
+            if row.get("max_completion_tokens") is not None:
+                raise RowError("unsupported_parameter", "max_completion_tokens is not supported here; use max_tokens")
+        params = self._defaults if columns_are_data else override(self._defaults, row)
+        own_seed = not columns_are_data and row.get("seed") is not None
+        kind, content = self._prompt(row)
+        return Job(kind, content, params, own_seed)
+
+    def _prompt(self, row: dict[str, Any]) -> tuple[Literal["prompt", "messages", "token_ids"], Any]:
+        if self._template is not None:
+            return "prompt", self._fill(self._template, row)
+        if self._column is not None:
+            value = row.get(self._column)
+            if value is None:
+                raise RowError("missing_prompt", f"the row has no {self._column!r} (data.prompt_column)")
+            if isinstance(value, list):
+                return "messages", check_messages(value)
+            return "prompt", _text(self._column, value)
+        given = [name for name in _PROMPTS if row.get(name) is not None]
+        if not given:
+            fields = ", ".join(list(row)[:8]) or "none"
+            raise RowError(
+                "missing_prompt", f"the row has no prompt, messages or prompt_token_ids; its fields: {fields}"
+            )
+        if len(given) > 1:
+            raise RowError("invalid_type", f"the row has {' and '.join(given)}; give exactly one of them")
+        value = row[given[0]]
+        if given[0] == "prompt":
+            return "prompt", _text("prompt", value)
+        if given[0] == "messages":
+            return "messages", check_messages(value)
+        return "token_ids", check_token_ids("prompt_token_ids", value)
+
+    def _fill(self, template: str, row: dict[str, Any]) -> str:
+        for name in self._template_fields:
+            if row.get(name) is None:
+                raise RowError("missing_prompt", f"the row has no {name!r}, which data.prompt_template uses")
+        try:
+            return template.format_map(row)
+        except Exception as exc:  # a lookup or format that this row's value does not support
+            raise RowError("missing_prompt", f"data.prompt_template does not fit the row: {exc!r}") from exc
+
+    def _openai(self, row: dict[str, Any], head: RowHead) -> Job:
+        head.envelope = envelope = read_envelope(row)
+        head.id = envelope.custom_id
+        body = check_request(row)
+        refuse_unsupported(body)
+        if unknown := sorted(body.keys() - KNOWN_BODY - UNSUPPORTED.keys()):
+            raise RowError("unsupported_parameter", f"body.{unknown[0][:60]} is not a parameter that is known here")
+        sampling = sampling_fields(body, envelope.chat)
+        params = override(self._defaults, sampling)
+        if envelope.chat and body.get("logprobs") is False:
+            params = replace(params, logprobs=None)
+        own_seed = sampling.get("seed") is not None
+        if envelope.chat:
+            if body.get("messages") is None:
+                raise RowError("missing_prompt", "body has no messages")
+            return Job("messages", check_messages(body["messages"]), params, own_seed)
+        prompt = body.get("prompt")
+        if prompt is None:
+            raise RowError("missing_prompt", "body has no prompt")
+        if isinstance(prompt, str):
+            return Job("prompt", prompt, params, own_seed, raw=True)
+        if isinstance(prompt, list) and any(isinstance(p, str | list) for p in prompt):
+            raise RowError("unsupported_parameter", "a list of prompts in one line is not supported; use one line each")
+        return Job("token_ids", check_token_ids("prompt", prompt), params, own_seed, raw=True)
+
+
+def override(defaults: SamplingParams, row: Mapping[str, Any]) -> SamplingParams:
+    """`defaults` under the sampling fields of `row`. Raises RowError."""
+    changes: dict[str, Any] = {}
+    for name in SAMPLING_FIELDS:
+        value = row.get(name)
+        if value is None:
+            continue
+        try:
+            changes[name] = sampling_value(name, value)
+        except FieldProblem as exc:
+            raise RowError(exc.type, exc.message) from exc
+    return replace(defaults, **changes) if changes else defaults
+
+
+def refuse_unsupported(row: Mapping[str, Any]) -> None:
+    """Raises RowError for a parameter that would change the output and that no engine here has."""
+    for name in row.keys() & UNSUPPORTED.keys():
+        value = row[name]
+        # Strict about type, for False == 0 and a bool is no penalty.
+        neutral = any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in UNSUPPORTED[name])
+        if value is not None and not neutral:
+            raise RowError("unsupported_parameter", f"{name} is not supported")
+
+
+def check_token_ids(name: str, value: Any) -> list[int]:
+    """A list of integers >= 0; the vocabulary is checked when the prompt is encoded. Raises RowError."""
+    if not isinstance(value, list):
+        raise RowError("invalid_type", f"{name} must be a list of integers, not {type(value).__name__}")
+    for token in value:
+        if type(token) is not int or token < 0:
+            raise RowError("invalid_type", f"{name} must be a list of integers >= 0; it holds {str(token)[:40]!r}")
+    return value
+
+
+def template_fields(template: str) -> tuple[str, ...]:
+    """Names of the row's fields that `template` uses. Raises ConfigError for what str.format cannot fill by name."""
+    hint = "fields are written {name} or {name[key]}; literal braces are doubled: {{ }}"
+    fields: dict[str, None] = {}
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as exc:
+        raise ConfigError(f"data.prompt_template is not a valid template: {exc}", hint) from exc
+    for _, field, _, _ in parts:
+        if field is None:
+            continue
+        name = field.split("[", 1)[0]
+        if not name or name.isdigit() or "." in field.split("]")[-1] or "." in name:
+            raise ConfigError(f"data.prompt_template: {{{field}}} names no field of the row", hint)
+        fields[name] = None
+    return tuple(fields)
+
+
+def _metadata(row: dict[str, Any], used: set[str]) -> dict[str, Any] | None:
+    extra = {k: v for k, v in row.items() if k not in used}
+    own = extra.get("metadata")
+    if isinstance(own, dict) and not (own.keys() & extra.keys()):
+        del extra["metadata"]
+        return {**own, **extra}
+    return extra or None
+
+
+def _scalar_id(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        raise RowError("invalid_type", f"id must be text, a number, true, false or null, not {type(value).__name__}")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise RowError("invalid_type", f"{name} must be text, not {type(value).__name__}")
+    return value

@@ -1,0 +1,66 @@
+"""Stop strings over a growing token sequence, at a cost that does not grow with its length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+# Tokens without visible text (special tokens, pieces of a character) that are held back before the window moves on
+# regardless: characters take at most 4 bytes, so a longer run is no character in the making.
+_MAX_HELD = 8
+
+
+class StopChecker:
+    """A `types.StopCheck`: the number of tokens to keep once a stop string is complete, else None.
+
+    Tokens are decoded one by one behind a short window of earlier ones (decoders join and strip across tokens), and an
+    unfinished character (a trailing U+FFFD) waits for its last byte. The answer is the same however many tokens
+    arrive per call.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        assert stops, "no stop strings"
+        assert all(stops), stops
+        self._decode = decode
+        self._stops = tuple(stops)
+        self._tail_chars = max(map(len, stops)) - 1
+        self._seen = 0  # tokens fed
+        self._reset()
+
+    def __call__(self, tokens: Sequence[int], num_new: int) -> int | None:
+        if len(tokens) - num_new < self._seen:  # the caller went back (preemption): start again
+            self._reset()
+        for position in range(self._seen, len(tokens)):
+            hit = self._feed(tokens, position)
+            self._seen = position + 1
+            if hit and self._seen > len(tokens) - num_new:
+                return self._seen
+        return None
+
+    def _reset(self) -> None:
+        self._seen = 0
+        self._window = 0  # tokens[window:read] are context that is decoded again
+        self._read = 0  # tokens[:read] have given their text
+        self._context = ""  # decode(tokens[window:read])
+        self._tail = ""  # the last characters, where a stop string may have begun
+
+    def _feed(self, tokens: Sequence[int], position: int) -> bool:
+        end = position + 1
+        text = self._decode(tokens[self._window : end])
+        if len(text) <= len(self._context) or text.endswith("\ufffd"):
+            if end - self._read < _MAX_HELD:
+                return False
+            self._window = max(self._window, end - _MAX_HELD)  # keep the window short through endless special tokens
+        else:
+            self._window = self._read
+        fresh = text[len(self._context) :]
+        self._read = end
+        self._context = self._decode(tokens[self._window : end])
+        region = self._tail + fresh
+        self._tail = region[-self._tail_chars :] if self._tail_chars else ""
+        return any(stop in region for stop in self._stops)
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str | None:
+    """`text` before the earliest stop string; None where it holds none."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else None

@@ -1,0 +1,128 @@
+"""Prompts -> token ids, and token ids -> text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specbatch.config import Config, DataSection
+from specbatch.errors import ConfigError, RowError
+from specbatch.pipeline.rows import Job
+from specbatch.pipeline.stop import StopChecker, cut_at_stop
+from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck
+
+
+def with_chat_template_text(config: Config) -> Config:
+    """`config` with data.chat_template as the template itself where it names a file. Raises ConfigError."""
+    template = config.data.chat_template
+    if template is None or "{" in template or "\n" in template:
+        return config
+    try:
+        text = Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"data.chat_template: cannot read {template}: {exc}", "give a Jinja template, or the path of one"
+        ) from exc
+    return replace(config, data=replace(config.data, chat_template=text))
+
+
+class TextProcessor:
+    """The tokenizer of a run with the `data` options on top. `tokenizer` is a transformers tokenizer.
+
+    Raises ConfigError where prompts are to run as chat and there is no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, data: DataSection) -> None:
+        self._tokenizer = tokenizer
+        self._template = data.chat_template  # None: the tokenizer's own
+        self._has_template = bool(data.chat_template or getattr(tokenizer, "chat_template", None))
+        self._system = data.system_prompt
+        self._as_chat = data.prompts_as_chat
+        if self._as_chat and not self._has_template:
+            raise ConfigError(
+                "data.prompts_as_chat needs a chat template, and the model has none",
+                "--set data.prompts_as_chat=false runs prompts as text to continue; or give data.chat_template",
+            )
+        self._token_texts: dict[int, str] = {}
+
+    def encode(self, job: Job, limits: EngineLimits) -> list[int]:
+        """The job's prompt as token ids within `limits`. Raises RowError."""
+        if job.kind == "token_ids":
+            ids = list(job.content)
+            if not ids:
+                raise RowError("empty_prompt", "the prompt has no tokens")
+            self._check_vocabulary("the prompt", ids, limits)
+        elif job.kind == "messages":
+            ids = self._encode_chat(job.content)
+        elif not job.content:
+            raise RowError("empty_prompt", "the prompt is empty")
+        elif self._as_chat and not job.raw:
+            ids = self._encode_chat([{"role": "user", "content": job.content}])
+        else:
+            ids = self._encode_text(job.content, add_special_tokens=True)
+        if not ids:
+            raise RowError("empty_prompt", "the prompt has no tokens")
+        if len(ids) > limits.max_prompt_tokens:
+            raise RowError(
+                "prompt_too_long",
+                f"the prompt has {len(ids)} tokens, more than the {limits.max_prompt_tokens} that fit",
+            )
+        self._check_vocabulary("stop_token_ids", job.params.stop_token_ids, limits)
+        if (job.params.logprobs or 0) > limits.max_logprobs:
+            raise RowError("invalid_value", f"logprobs must be <= {limits.max_logprobs}, not {job.params.logprobs}")
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens, exactly as the tokenizer joins it."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token on its own, special tokens included."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self._token_texts[token_id] = text  # bounded by the vocabulary
+        return text
+
+    def stop_check(self, params: SamplingParams) -> StopCheck | None:
+        return StopChecker(self.decode, params.stop) if params.stop else None
+
+    def final_text(self, completion: Completion, params: SamplingParams) -> str:
+        """The completion's text before its stop string, or without the token that stopped it."""
+        ids = completion.token_ids
+        if completion.finish_reason != FinishReason.STOP:
+            return self.decode(ids)
+        if params.stop and (cut := cut_at_stop(self.decode(ids), params.stop)) is not None:
+            return cut
+        return self.decode(ids[:-1])
+
+    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        if not self._has_template:
+            raise RowError("no_chat_template", "the model has no chat template; set data.chat_template")
+        if self._system is not None and not any(m["role"] in ("system", "developer") for m in messages):
+            messages = [{"role": "system", "content": self._system}, *messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as exc:  # templates refuse what they do not know (roles, their order) in ways of their own
+            raise RowError("chat_template_error", f"the chat template refuses these messages: {exc}") from exc
+        # The template has written the special tokens; the tokenizer must not add them again (double BOS).
+        return self._encode_text(text, add_special_tokens=False)
+
+    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as exc:
+            bad = f"U+{ord(text[exc.start]):04X}"
+            raise RowError(
+                "invalid_text", f"the prompt holds {bad} at character {exc.start}, which is no text"
+            ) from exc
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_vocabulary(self, what: str, ids: Sequence[int], limits: EngineLimits) -> None:
+        for token in ids:
+            if token >= limits.vocab_size:
+                raise RowError("invalid_type", f"{what}: {token} is no token id (0 .. {limits.vocab_size - 1})")

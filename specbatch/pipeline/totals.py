@@ -1,0 +1,61 @@
+"""Counts over result lines, taken from the lines themselves: they cover the whole file whoever wrote its parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class RowTotals:
+    """Sums over finished rows."""
+
+    ok: int = 0
+    failed: int = 0
+    errors: Counter[str] = field(default_factory=Counter)  # error type -> rows
+    finish_reasons: Counter[str] = field(default_factory=Counter)  # of each row's first completion
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    committed: int = 0
+    histogram: list[int] = field(default_factory=list)  # [a] = rounds that kept `a` draft tokens
+
+    @property
+    def rows(self) -> int:
+        return self.ok + self.failed
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return self.committed / self.rounds if self.rounds else None
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Count one result line, native or OpenAI. Raises KeyError or TypeError for what is neither."""
+        # Everything is looked up before anything is counted: a damaged line must leave no half of itself behind.
+        if row.get("error"):
+            error = row["error"]
+            kind = str(error["type"] if "type" in error else error["code"])
+            self.failed += 1
+            self.errors[kind] += 1
+            return
+        body = row if "usage" in row else row["response"]["body"]
+        reason = row["finish_reason"] if body is row else body["choices"][0]["finish_reason"]
+        usage, counts = body["usage"], body["speculation"]
+        prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
+        rounds, drafted, accepted = counts["rounds"], counts["drafted"], counts["accepted"]
+        # Lines hold the quotient to 4 digits; that gives the count back exactly below 10,000 rounds.
+        committed = round((counts["acceptance_length"] or 0) * rounds)
+        histogram = counts["accept_histogram"]
+        self.ok += 1
+        self.finish_reasons[str(reason)] += 1
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+        self.rounds += rounds
+        self.drafted += drafted
+        self.accepted += accepted
+        self.committed += committed
+        self.histogram.extend([0] * (len(histogram) - len(self.histogram)))
+        for kept, times in enumerate(histogram):
+            self.histogram[kept] += times

@@ -1,0 +1,1 @@
+"""Drafting and verification: proposers, trees, acceptance, and the noise that sampling draws from."""

@@ -1,0 +1,242 @@
+"""Drafting with a network, as a chain or as a dynamic tree; shared by `draft_model`, `eagle` and `eagle3`.
+
+The network's cache lives in the sequence's pages beside the target's. Slot i of it belongs to token i (draft model) or to
+the pair of token i + 1 and the target's feature of position i (EAGLE). Either way *draft-extend* has run over everything
+up to and including the root before a round starts, and has left the logits of the first draft step. Draft tokens of a
+tree go to slots in the order in which they are drafted, with an ancestor mask; the next draft-extend overwrites them.
+
+Shape suffixes: B sequences, T packed tokens, K = topk, E hidden size, W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specbatch.attention.interface import BatchLayout, Span
+from specbatch.cache.pages import KVCache
+from specbatch.models.decoder import Decoder
+from specbatch.models.eagle_head import EagleHead, capture_layers
+from specbatch.speculation.noise import Purpose, uniform
+from specbatch.speculation.proposer import TargetOutput
+from specbatch.speculation.sampling import distribution, draw
+from specbatch.speculation.sequence import Sequence
+from specbatch.speculation.tree import DraftShape, DraftTree, select_nodes
+
+
+class DraftNet(Protocol):
+    """A draft network with its cache."""
+
+    cache: KVCache
+    capture: tuple[int, ...]
+    lead: int  # cache slots ahead of the target's committed ones between rounds: 1 if the root has one of its own
+    target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
+
+    def features(self, output: TargetOutput) -> Tensor | None:
+        """(T, E) inputs taken from the target, None for a network that needs none."""
+        ...
+
+    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout) -> Tensor:
+        """Hidden states (T, E)."""
+        ...
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """(R, W)."""
+        ...
+
+
+def num_lookahead(shape: DraftShape, lead: int) -> int:
+    """Slots past the committed ones that a round may write: the target's tree, the draft's branches, and after a round
+    that accepted everything the draft's slot of the new root."""
+    return max(shape.num_draft_tokens + lead, lead + shape.topk * (shape.num_steps - 1))
+
+
+class ModelDraft:
+    """Any smaller model with the target's tokenizer."""
+
+    lead = 1
+    capture: tuple[int, ...] = ()
+
+    def __init__(self, model: Decoder, cache: KVCache, target_vocab_size: int) -> None:
+        self.cache = cache
+        self._model = model
+        # Embeddings are padded to different sizes within one family; ids past the smaller vocabulary are never proposed.
+        self._width = min(target_vocab_size, model.config.vocab_size)
+        self.target_ids: Tensor | None = None
+
+    def features(self, output: TargetOutput) -> Tensor | None:
+        return None
+
+    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout) -> Tensor:
+        return self._model.forward(tokens_T, layout, self.cache)[0]
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._model.logits(hidden_RE)[:, : self._width]
+
+
+class EagleDraft:
+    """An EAGLE-1/2 or EAGLE-3 head."""
+
+    lead = 0
+
+    def __init__(self, head: EagleHead, cache: KVCache, num_target_layers: int, eagle3: bool) -> None:
+        self.cache = cache
+        self.capture = capture_layers(num_target_layers) if eagle3 else ()
+        self._head = head
+        self.target_ids = head.target_ids
+
+    def features(self, output: TargetOutput) -> Tensor | None:
+        return self._head.features(output.hidden_TE, output.captured)
+
+    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout) -> Tensor:
+        assert features_TE is not None
+        return self._head.forward(tokens_T, features_TE, layout, self.cache)
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._head.logits(hidden_RE)
+
+
+@dataclass(slots=True)
+class _State:
+    """A sequence's draft side. `logits` and `hidden` are those of the root, once everything is committed."""
+
+    length: int  # valid slots in the draft's cache
+    num_kept: int = 0  # slots behind them that the last chain filled, valid as far as its tokens were accepted
+    logits: Tensor | None = None  # (W,)
+    hidden: Tensor | None = None  # (E,)
+
+
+class NeuralProposer:
+    """Chain or tree drafting with a `DraftNet`."""
+
+    def __init__(self, net: DraftNet, shape: DraftShape, target_vocab_size: int, page_size: int, device: torch.device) -> None:
+        self._net = net
+        self._shape = shape
+        self._vocab_size = target_vocab_size
+        self._page_size = page_size
+        self._device = device
+
+    @property
+    def num_lookahead(self) -> int:
+        return num_lookahead(self._shape, self._net.lead)
+
+    @property
+    def prefix_lookahead(self) -> int:
+        return 1 - self._net.lead
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self._net.capture
+
+    @property
+    def cache(self) -> KVCache | None:
+        return self._net.cache
+
+    def start(self, seq: Sequence) -> None:
+        seq.draft = _State(length=seq.num_committed)
+
+    def extend(self, sequences: list[Sequence], output: TargetOutput) -> None:
+        spans, tokens, last_rows, ready, row = [], [], [], [], 0
+        for seq, start in zip(sequences, output.starts, strict=True):
+            state: _State = seq.draft
+            # A draft model's own chain filled the slots of accepted drafts with what they would be computed to again. EAGLE's
+            # were made from the draft's features and are always redone with the target's.
+            state.length += min(state.num_kept, seq.num_committed - start - 1)
+            state.num_kept = 0
+            end = seq.num_committed + self._net.lead
+            spans.append(Span(seq.pages, state.length, end - state.length))
+            shift = 1 - self._net.lead
+            tokens += seq.tokens[state.length + shift : end + shift]
+            row += end - state.length
+            state.length = end
+            if seq.is_prefilled:
+                ready.append(state)
+                last_rows.append(row - 1)
+        layout = BatchLayout.build(spans, self._page_size, self._device)
+        hidden = self._net.forward(torch.tensor(tokens, device=self._device), self._net.features(output), layout)
+        if ready:
+            # Draft logits of the selected rows only: the vocabulary is the expensive part.
+            selected = hidden[last_rows]
+            for state, logits, last in zip(ready, self._net.logits(selected), selected, strict=True):
+                state.logits, state.hidden = logits, last
+
+    def propose(self, sequences: list[Sequence]) -> DraftTree:
+        states: list[_State] = [seq.draft for seq in sequences]
+        logits = torch.stack([s.logits for s in states if s.logits is not None])
+        hidden = torch.stack([s.hidden for s in states if s.hidden is not None])
+        assert len(logits) == len(hidden) == len(states), "a sequence drafts before its draft-extend"
+        if self._shape.is_chain:
+            return self._chain(sequences, states, logits, hidden)
+        return self._tree(sequences, states, logits, hidden)
+
+    def _chain(self, sequences: list[Sequence], states: list[_State], logits_BW: Tensor, hidden_BE: Tensor) -> DraftTree:
+        chains = [[seq.tokens[-1]] for seq in sequences]
+        probs: list[list[Tensor]] = [[] for _ in sequences]
+        for step in range(self._shape.num_steps):
+            if step > 0:
+                spans = [Span(seq.pages, s.length + step - 1, 1) for seq, s in zip(sequences, states, strict=True)]
+                layout = BatchLayout.build(spans, self._page_size, self._device)
+                hidden_BE = self._net.forward(torch.tensor([c[-1] for c in chains], device=self._device), hidden_BE, layout)
+                logits_BW = self._net.logits(hidden_BE)
+            best = self._to_target(logits_BW.argmax(dim=-1)).tolist()
+            for b, seq in enumerate(sequences):
+                if seq.request.params.temperature == 0:
+                    chains[b].append(best[b])
+                    continue
+                q = self._widen(distribution(logits_BW[b], seq.request.params))
+                position = seq.num_committed + step + 1
+                chains[b].append(draw(q, uniform(seq.request.noise, position, Purpose.DRAFT)))
+                probs[b].append(q)
+        if self._net.lead:
+            for state in states:
+                state.num_kept = self._shape.num_steps - 1
+        return DraftTree.chain(chains, [torch.stack(p) if p else None for p in probs])
+
+    def _tree(self, sequences: list[Sequence], states: list[_State], logits_BW: Tensor, hidden_BE: Tensor) -> DraftTree:
+        batch, k, device = len(sequences), self._shape.topk, self._device
+        rows = torch.arange(batch, device=device)[:, None]
+        scores_BK, ids = torch.log_softmax(logits_BW, dim=-1).topk(k, dim=-1)
+        beam_BK = self._to_target(ids)
+        tokens, scores, parents = [beam_BK], [scores_BK], [torch.full_like(beam_BK, -1)]
+        beam_index_BK = torch.arange(k, device=device).expand(batch, k)  # the beam's places among the candidates
+        features = hidden_BE[:, None].expand(-1, k, -1)
+        own = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
+        seen = own  # (B, K, slots drafted so far): ancestors and itself
+        for step in range(1, self._shape.num_steps):
+            spans = [
+                Span(seq.pages, s.length + (step - 1) * k, k, positions=[s.length + step - 1] * k, mask=seen[b])
+                for b, (seq, s) in enumerate(zip(sequences, states, strict=True))
+            ]
+            layout = BatchLayout.build(spans, self._page_size, device)
+            out = self._net.forward(beam_BK.reshape(-1), features.reshape(batch * k, -1), layout)
+            step_scores, ids = torch.log_softmax(self._net.logits(out), dim=-1).topk(k, dim=-1)
+            candidate_scores = (scores_BK[:, :, None] + step_scores.view(batch, k, k)).view(batch, k * k)
+            candidate_tokens = self._to_target(ids).view(batch, k * k)
+            first = sum(t.shape[1] for t in tokens)
+            tokens.append(candidate_tokens)
+            scores.append(candidate_scores)
+            parents.append(beam_index_BK.repeat_interleave(k, dim=1))
+            # The next step branches from the best k of the k * k children.
+            chosen = torch.sort(candidate_scores, dim=1, descending=True, stable=True).indices[:, :k]
+            scores_BK, beam_BK = candidate_scores.gather(1, chosen), candidate_tokens.gather(1, chosen)
+            beam_index_BK = first + chosen
+            parent = chosen // k
+            features = out.view(batch, k, -1)[rows, parent]
+            seen = torch.cat((seen[rows, parent], own), dim=2)
+        root = torch.tensor([seq.tokens[-1] for seq in sequences], device=device)
+        return select_nodes(
+            root, torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), self._shape.num_draft_tokens
+        )
+
+    def _to_target(self, ids: Tensor) -> Tensor:
+        return ids if self._net.target_ids is None else self._net.target_ids[ids]
+
+    def _widen(self, q_W: Tensor) -> Tensor:
+        """A distribution over draft tokens as one over the target's vocabulary (V,)."""
+        if self._net.target_ids is None and q_W.shape[0] == self._vocab_size:
+            return q_W
+        ids = self._net.target_ids if self._net.target_ids is not None else torch.arange(q_W.shape[0], device=q_W.device)
+        return torch.zeros(self._vocab_size, dtype=q_W.dtype, device=q_W.device).index_copy_(0, ids, q_W)

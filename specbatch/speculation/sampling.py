@@ -1,0 +1,50 @@
+"""From logits to a distribution to a token.
+
+Shape suffixes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbatch.types import SamplingParams, TokenLogprob
+
+
+def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities (V,), float64, after temperature, top-k, top-p and min-p, applied in this order (each on the
+    distribution that the one before it left, as in transformers). `params.temperature` is positive.
+
+    Tokens that tie with the k-th of top-k stay; of top-p the smallest set whose mass reaches p stays, ties broken by id.
+    """
+    scaled = logits_V.double() / params.temperature
+    if 0 < params.top_k < scaled.shape[0]:
+        scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
+    p = torch.softmax(scaled, dim=-1)
+    if params.top_p < 1:
+        ordered, index = torch.sort(p, descending=True, stable=True)
+        beyond = ordered.cumsum(0) - ordered >= params.top_p
+        p[index[beyond]] = 0.0
+        p /= p.sum()
+    if params.min_p > 0:
+        p = p.masked_fill(p < params.min_p * p.max(), 0.0)
+    return p / p.sum()
+
+
+def draw(p_V: Tensor, u: float) -> int:
+    """The token at quantile `u` in [0, 1) of (unnormalised) probabilities; never one of probability zero."""
+    cdf = p_V.cumsum(0)
+    token = int(torch.searchsorted(cdf, u * float(cdf[-1]), right=True))
+    if token < p_V.shape[0]:
+        return token
+    return int(torch.nonzero(p_V)[-1])  # u * total rounded up to the total
+
+
+def token_logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
+    """Log-probability of `token` and of the `num_top` most likely tokens, before temperature and filters."""
+    logprobs = torch.log_softmax(logits_V, dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        values, ids = torch.sort(logprobs, descending=True, stable=True)
+        top = tuple(zip(ids[:num_top].tolist(), values[:num_top].tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[token]), top)

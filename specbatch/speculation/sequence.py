@@ -1,0 +1,43 @@
+"""The state of one request between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from specbatch.types import Request, SpeculationCounts, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` = prompt and generated tokens. `num_committed` of them have their target KV written. Between rounds that
+    is all but the last: the *root* of the next tree, sampled but not yet run through the target.
+    """
+
+    request: Request
+    tokens: list[int]
+    max_length: int  # of `tokens`: max_tokens, or where the context or the cache ends
+    num_committed: int = 0
+    pages: list[int] = field(default_factory=list)
+    draft: Any = None  # the proposer's own state
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def generated(self) -> Seq[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def prefill_end(self) -> int:
+        """Tokens that a prefill must commit before rounds can go on: the prompt, or, after a preemption, all but the root."""
+        return max(self.num_prompt, len(self.tokens) - 1)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """A root is there and everything in front of it is committed."""
+        return self.num_committed == len(self.tokens) - 1 >= self.num_prompt

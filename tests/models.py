@@ -1,0 +1,160 @@
+"""Tiny random models for tests."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from specbatch.attention.backend_torch import TorchAttention
+from specbatch.cache.pages import PagePool
+from specbatch.engine.engine import Engine
+from specbatch.models.config import ModelConfig, RopeConfig
+from specbatch.models.config import expected_tensors as decoder_tensors
+from specbatch.models.decoder import Decoder, loader
+from specbatch.models.eagle_head import EagleConfig, EagleHead
+from specbatch.models.eagle_head import expected_tensors as head_tensors
+from specbatch.speculation.neural import EagleDraft, ModelDraft, NeuralProposer
+from specbatch.speculation.ngram import NgramProposer, NoProposer
+from specbatch.speculation.proposer import Proposer
+from specbatch.speculation.tree import DraftShape
+from specbatch.types import Completion, NoiseKey, Request, SamplingParams
+
+CPU = torch.device("cpu")
+MAX_LENGTH = 512
+VOCAB = 61
+
+
+class RandomTensors:
+    """A checkpoint of random weights. A tensor depends on its name and the seed alone, so a model with fewer layers is the
+    deeper one cut short: a draft that is often right."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int, scale: float = 0.25) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+            self._tensors[name] = 1.0 + noise if "norm" in name else noise
+
+    def load(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def tiny_config(num_layers: int = 2, hidden: int = 32, vocab: int = VOCAB, **changes: object) -> ModelConfig:
+    values: dict[str, object] = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 48,
+        "num_layers": num_layers,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(theta=10000.0, scaling="none"),
+        "max_position_embeddings": MAX_LENGTH,
+        "tie_word_embeddings": False,
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "sliding_windows": (None,) * num_layers,
+        "eos_token_ids": (0,),
+        "bos_token_id": 1,
+        "torch_dtype": None,
+    } | changes
+    return ModelConfig(**values)  # type: ignore[arg-type]
+
+
+def attention_of(config: ModelConfig) -> TorchAttention:
+    return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, CPU)
+
+
+def tiny_decoder(config: ModelConfig, dtype: torch.dtype, seed: int = 0, scale: float = 0.25) -> Decoder:
+    tensors = RandomTensors(decoder_tensors(config), seed, scale)
+    return Decoder(config, loader(tensors, dtype, CPU), attention_of(config), MAX_LENGTH + 128, dtype, CPU)
+
+
+def tiny_engine(
+    method: str = "none",
+    shape: DraftShape | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_batch_size: int = 4,
+    prefill_chunk_tokens: int = 32,
+    prefix_cache: bool = True,
+    vocab: int = VOCAB,
+    draft_vocab: int | None = None,
+    draft_seed: int = 0,
+    scale: float = 0.25,
+    hidden: int = 32,
+    eos: tuple[int, ...] = (),
+) -> Engine:
+    """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer less)."""
+    layers = 7 if method == "eagle3" else 3
+    config = tiny_config(layers, hidden=hidden, vocab=vocab)
+    target = tiny_decoder(config, dtype, scale=scale)
+    pool = PagePool(num_pages, page_size)
+    num_slots = num_pages * page_size
+    proposer: Proposer
+    if method == "none":
+        proposer = NoProposer()
+    elif method == "ngram":
+        assert shape is not None
+        proposer = NgramProposer(shape.num_draft_tokens, 1, 3)
+    else:
+        assert shape is not None
+        if method == "draft_model":
+            draft_config = tiny_config(2, hidden=hidden, vocab=vocab)
+            draft = tiny_decoder(draft_config, dtype, seed=draft_seed, scale=scale)
+            net: ModelDraft | EagleDraft = ModelDraft(draft, draft.new_cache(num_slots, dtype), vocab)
+        else:
+            head_config = tiny_config(1, hidden=hidden, vocab=vocab)
+            kind = "eagle3" if method == "eagle3" else "eagle"
+            width = draft_vocab or vocab
+            head = EagleConfig(kind, head_config, hidden, width, False, False)  # type: ignore[arg-type]
+            tensors = RandomTensors({n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale)
+            # every other token, so that the offsets are not constant
+            tensors._tensors["d2t"] = torch.tensor([min(2 * i, vocab - width + i) - i for i in range(width)])
+            model = EagleHead(head, loader(tensors, dtype, CPU), tensors.load, target, attention_of(head_config), MAX_LENGTH + 128, dtype, CPU)
+            net = EagleDraft(model, model.new_cache(num_slots, dtype), layers, kind == "eagle3")
+        proposer = NeuralProposer(net, shape, vocab, page_size, CPU)
+    max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
+    return Engine(
+        target,
+        proposer,
+        target.new_cache(num_slots, dtype),
+        pool,
+        max_length=max_length,
+        max_batch_size=max_batch_size,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        prefix_cache=prefix_cache,
+        eos_token_ids=eos,
+    )
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams, check: bool = True) -> list[Completion]:
+    """All prompts to the end, in their order, with page accounting checked after every step."""
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(i, prompt, params, NoiseKey(params.seed or 0, i, 0)))
+    done: dict[int, Completion] = {}
+    while len(done) < len(prompts):
+        for completion in engine.step():
+            done[completion.request_id] = completion
+        if check:
+            engine.check_integrity()
+    return [done[i] for i in range(len(prompts))]
+
+
+def random_prompts(count: int, seed: int = 0, vocab: int = VOCAB, longest: int = 40, shared: int = 0) -> list[list[int]]:
+    """Prompts of 1 to `longest` tokens behind `shared` common ones; token 0 (end of sequence) does not occur."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(size: int) -> list[int]:
+        return torch.randint(1, vocab, (size,), generator=generator).tolist()
+
+    prefix = tokens(shared)
+    return [prefix + tokens(int(torch.randint(1, longest + 1, (1,), generator=generator))) for _ in range(count)]

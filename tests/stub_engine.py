@@ -1,0 +1,175 @@
+"""A deterministic engine, tokenizer and runtime without a model; `python tests/stub_engine.py generate ...` runs the CLI.
+
+Tokens are a pure function of (prompt, noise key); requests finish in an order that has nothing to do with their
+order of submission, a few per step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+import time
+import types
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from specbatch.config import Config
+from specbatch.types import (
+    Completion,
+    EngineLimits,
+    EngineStats,
+    FinishReason,
+    NoiseKey,
+    Request,
+    SpeculationCounts,
+    TokenLogprob,
+)
+
+VOCAB = 300
+BOS, EOS = 256, 257
+
+
+class StubTokenizer:
+    """UTF-8 bytes are tokens 0..255, BOS 256, EOS 257. Decodes like a byte-level tokenizer."""
+
+    chat_template: str | None = "stub"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return ([BOS] if add_special_tokens else []) + list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        assert clean_up_tokenization_spaces is False
+        names = {BOS: b"" if skip_special_tokens else b"<s>", EOS: b"" if skip_special_tokens else b"</s>"}
+        return b"".join(names.get(i, bytes([i % 256])) for i in ids).decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], chat_template: str | None, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert tokenize is False
+        assert add_generation_prompt is True
+        if any(m["role"] == "refused" for m in messages):
+            raise ValueError("no such role")
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
+def stub_tokens(prompt: Sequence[int], noise: NoiseKey, max_tokens: int, ignore_eos: bool) -> list[int]:
+    """What the stub generates: lower-case letters and spaces, sometimes ended by EOS before max_tokens."""
+    state = hashlib.blake2b(repr((list(prompt), noise.seed, noise.stream, noise.sample)).encode(), digest_size=8)
+    rng = random.Random(int.from_bytes(state.digest(), "big"))
+    length = rng.randint(1, 24)
+    tokens = [rng.choice(b"abcdefghij klmnop") for _ in range(min(length, max_tokens))]
+    if length < max_tokens and not ignore_eos:
+        tokens.append(EOS)
+    return tokens
+
+
+class StubEngine:
+    """See the module. `sleep` is the duration of a step, `steps_to_fail` raises from that step on."""
+
+    def __init__(self, batch: int = 8, max_prompt_tokens: int = 400, sleep: float = 0.0, fail_at: int = 0) -> None:
+        self.limits = EngineLimits(max_prompt_tokens, VOCAB)
+        self.stats = EngineStats()
+        self.most_waiting = 0
+        self._batch = batch
+        self._sleep = sleep
+        self._fail_at = fail_at
+        self._steps = 0
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        assert 1 <= len(request.prompt_token_ids) <= self.limits.max_prompt_tokens
+        assert all(0 <= t < VOCAB for t in request.prompt_token_ids)
+        self._waiting.append(request)
+        self.most_waiting = max(self.most_waiting, len(self._waiting))
+
+    def step(self) -> list[Completion]:
+        self._steps += 1
+        if self._fail_at and self._steps >= self._fail_at:
+            raise RuntimeError("the stub engine broke")
+        if self._sleep:
+            time.sleep(self._sleep)
+        while self._waiting and len(self._running) < self._batch:
+            self._running.append(self._waiting.popleft())
+        # Finish the half whose prompts hash highest: shuffled, yet reproducible for the same batch.
+        self._running.sort(key=lambda r: zlib.crc32(repr((r.request_id, self._steps)).encode()))
+        half = max(1, len(self._running) // 2) if self._running else 0
+        done, self._running = self._running[:half], self._running[half:]
+        self.stats.rounds += 1
+        self.stats.decode_seconds += 1e-4
+        return [self._complete(request) for request in done]
+
+    def _complete(self, request: Request) -> Completion:
+        params = request.params
+        tokens = stub_tokens(request.prompt_token_ids, request.noise, params.max_tokens, params.ignore_eos)
+        reason = FinishReason.STOP if tokens[-1] == EOS else FinishReason.LENGTH
+        for i, token in enumerate(tokens):
+            if token in params.stop_token_ids:
+                tokens, reason = tokens[: i + 1], FinishReason.STOP
+                break
+        if request.check_stop is not None and (keep := request.check_stop(tokens, len(tokens))) is not None:
+            tokens, reason = tokens[:keep], FinishReason.STOP
+        counts = SpeculationCounts()
+        for _ in range(len(tokens) // 3):
+            counts.record(drafted=3, depth=3, accepted=2, committed=3)
+        logprobs = None
+        if params.logprobs is not None:
+            top = tuple((97 + k, -float(k)) for k in range(params.logprobs))
+            logprobs = [TokenLogprob(t, -0.5, top) for t in tokens]
+        self.stats.generated_tokens += len(tokens)
+        self.stats.prompt_tokens += len(request.prompt_token_ids)
+        self.stats.speculation.add(counts)
+        return Completion(request.request_id, tokens, reason, logprobs, counts)
+
+
+@dataclass
+class StubRun:
+    config: Config
+    tokenizer: StubTokenizer = field(default_factory=StubTokenizer)
+    model_max_tokens: int = 512
+    description: dict[str, str] = field(default_factory=lambda: {"target": "stub"})
+    notes: list[str] = field(default_factory=list)
+
+
+def resolve(config: Config) -> StubRun:
+    model = replace(config.model, dtype="float32")
+    return StubRun(replace(config, model=model, engine=replace(config.engine, device="cpu")))
+
+
+def build_engine(run: StubRun) -> StubEngine:
+    if log := os.environ.get("STUB_BUILT"):
+        Path(log).touch()
+    return StubEngine(
+        run.config.engine.max_batch_size,
+        sleep=float(os.environ.get("STUB_SLEEP", "0")),
+        fail_at=int(os.environ.get("STUB_FAIL_AT", "0")),
+    )
+
+
+def main() -> None:
+    """The command line over the stub engine."""
+    build = types.ModuleType("specbatch.engine.build")
+    build.resolve, build.build_engine = resolve, build_engine  # type: ignore[attr-defined]
+    sys.modules["specbatch.engine.build"] = build
+    from specbatch import cli
+
+    cli._model_paths = lambda config: {}
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

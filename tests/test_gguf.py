@@ -1,0 +1,318 @@
+"""GGUF files written with the `gguf` package against the transformers models that they were made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Q
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from specbatch.errors import ModelError
+from specbatch.models.config import expected_tensors, parse_hf_config
+from specbatch.models.gguf import GgufFile, gguf_model_config
+from specbatch.models.weights import open_checkpoint
+
+# Row lengths of 256 and more: blocks of the K types hold 256 elements.
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+MODELS = Path(os.environ.get("SPECBATCH_TEST_MODELS", Path.home() / ".cache" / "specbatch-dev"))
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    if not name.startswith("model.layers."):
+        return top.get(name, name.replace("lm_head", "output"))
+    _, _, layer, rest = name.split(".", 3)
+    module, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{NAMES[module]}.{kind}"
+
+
+def permute(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """As the converters of llama-architecture models do (Hugging Face order -> interleaved RoPE)."""
+    shape = (num_heads, 2, array.shape[0] // num_heads // 2, *array.shape[1:])
+    return array.reshape(shape).swapaxes(1, 2).reshape(array.shape)
+
+
+def write(
+    path: Path,
+    config: PreTrainedConfig,
+    state: dict[str, torch.Tensor],
+    kind: Q = Q.F32,
+    extra: dict[str, np.ndarray] | None = None,
+    metadata: dict[str, Any] | None = None,
+    architecture: str | None = None,
+) -> None:
+    architecture = architecture or config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_token_list(["<s>", "</s>", "<|im_end|>", *[f"t{i}" for i in range(37)]])
+    writer.add_token_types([3, 3, 3] + [1] * 37)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    for key, value in (metadata or {}).items():
+        writer.add_key_value(
+            key,
+            value,
+            {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}[
+                type(value)
+            ],
+        )
+    for name, tensor in state.items():
+        array = tensor.detach().float().numpy()
+        if architecture == "llama" and ".q_proj." in name:
+            array = permute(array, config.num_attention_heads)
+        if architecture == "llama" and ".k_proj." in name:
+            array = permute(array, config.num_key_value_heads)
+        array = np.ascontiguousarray(array)
+        if array.ndim == 1 or kind == Q.F32:
+            writer.add_tensor(gguf_name(name), array)
+        elif kind == Q.F16:
+            writer.add_tensor(gguf_name(name), array.astype(np.float16))
+        else:
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def state_of(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    state = AutoModelForCausalLM.from_config(config).state_dict()
+    if config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    for name, tensor in state.items():  # norms and biases of a fresh model are constants, which hide mix-ups
+        if tensor.ndim == 1:
+            state[name] = torch.rand_like(tensor)
+    return state
+
+
+CONFIGS = [
+    LlamaConfig(**SIZES),
+    LlamaConfig(**SIZES, tie_word_embeddings=True),
+    LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    Qwen2Config(**SIZES),
+    Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+]
+IDS = ["llama", "llama-tied", "llama-biases", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+def test_every_architecture_equals_the_model(config: PreTrainedConfig, tmp_path: Path) -> None:
+    state, path = state_of(config), tmp_path / "m.gguf"
+    write(path, config, state)
+    checkpoint = open_checkpoint(path)
+    theirs = parse_hf_config({**config.to_dict(), "bos_token_id": 0, "eos_token_id": 1, "dtype": "float32"})
+    assert checkpoint.config == theirs
+    assert set(expected_tensors(checkpoint.config)) == set(state)
+    for name, tensor in state.items():
+        assert torch.equal(checkpoint.tensors.load(name), tensor), name
+    assert checkpoint.description == "GGUF F32"
+    checkpoint.tensors.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [(Q.F16, 1e-3), (Q.BF16, 8e-3), (Q.Q8_0, 0.01), (Q.Q5_1, 0.05), (Q.Q5_0, 0.08), (Q.Q4_1, 0.08), (Q.Q4_0, 0.15)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_quantised_types(kind: Q, tolerance: float, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    state, path = state_of(config), tmp_path / "m.gguf"
+    write(path, config, state, kind)
+    checkpoint = open_checkpoint(path)
+    for name, tensor in state.items():
+        loaded = checkpoint.tensors.load(name)
+        assert loaded.dtype == torch.float32
+        # Close to the original: the layout is right. (Exactly what `gguf` dequantises: the test of the K types.)
+        assert (loaded - tensor).abs().max() <= tolerance * tensor.abs().max(), name
+    assert kind.name in checkpoint.description
+
+
+def test_k_quants_and_headers_equal_the_gguf_package(tmp_path: Path) -> None:
+    """`gguf` cannot quantise to K types: random blocks with sane scales, read by both readers."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "k.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("test.floats", [1.5, 2.5])
+    writer.add_array("test.strings", ["a", "β", ""])
+    writer.add_bool("test.flag", True)
+    writer.add_int64("test.negative", -3)
+    for kind in (Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.Q8_0):
+        _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = rng.integers(0, 256, (3000, block_bytes), dtype=np.uint8)  # more than one chunk
+        for position in {Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,), Q.Q8_0: (0,)}[kind]:
+            blocks[:, position : position + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+        writer.add_tensor(kind.name, blocks.reshape(1000, -1), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = GgufFile(path), gguf.GGUFReader(path)
+    fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
+    assert ours.metadata == fields
+    assert {"test.floats", "test.strings", "test.flag", "test.negative"} <= set(fields)
+    for tensor in theirs.tensors:
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert ours.tensors[tensor.name].shape == expected.shape
+        assert np.isfinite(expected).all()
+        assert np.array_equal(ours.load(tensor.name).numpy(), expected), tensor.name
+
+
+def test_rope_metadata(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, rope_theta=500000.0)
+    state, path = state_of(config), tmp_path / "m.gguf"
+    divisors = np.linspace(1, 8, 32, dtype=np.float32)
+    write(path, config, state, extra={"rope_freqs.weight": divisors})
+    rope = open_checkpoint(path).config.rope
+    assert rope.theta == 500000.0
+    assert rope.frequency_divisors == tuple(divisors.tolist())
+    write(path, config, state, metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    rope = open_checkpoint(path).config.rope
+    assert (rope.scaling, rope.factor) == ("linear", 4.0)
+    write(path, config, state, metadata={"llama.rope.scale_linear": 2.0})
+    rope = open_checkpoint(path).config.rope
+    assert (rope.scaling, rope.factor) == ("linear", 2.0)
+    yarn: dict[str, Any] = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 64,
+    }
+    write(path, config, state, metadata=yarn)
+    theirs = {**config.to_dict(), "rope_parameters": None, "rope_theta": 500000.0}
+    theirs["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert open_checkpoint(path).config.rope == parse_hf_config(theirs).rope
+    write(path, config, state, metadata={"llama.rope.scaling.type": "longrope"})
+    with pytest.raises(ModelError, match="longrope"):
+        open_checkpoint(path)
+
+
+def test_end_of_sequence_ids(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    state, path = state_of(config), tmp_path / "m.gguf"
+
+    def ids(**metadata: Any) -> tuple[int, ...]:
+        write(path, config, state, metadata={f"tokenizer.{k.replace('__', '.')}": v for k, v in metadata.items()})
+        return open_checkpoint(path).config.eos_token_ids
+
+    assert ids() == (1,)
+    assert ids(ggml__eot_token_id=2) == (1, 2)
+    assert ids(chat_template="{{ '<|im_start|>' }} <|im_end|>") == (1, 2)
+    assert ids(chat_template="[INST] t3 [/INST]") == (1,)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"architecture": "gemma"}, ("gemma", "qwen3")),
+        ({"extra": {"blk.0.mystery.weight": np.zeros(4, np.float32)}}, ("blk.0.mystery.weight", "unknown")),
+        ({"extra": {"odd": np.zeros(4, np.int32)}}, ("odd", "I32", "Q4_K")),
+        ({"metadata": {"llama.expert_count": 8}}, ("mixture",)),
+        ({"metadata": {"split.count": 3}}, ("split", "merge")),
+        ({"metadata": {"llama.rope.dimension_count": 16}}, ("rope.dimension_count",)),
+    ],
+)
+def test_refusals(options: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    write(tmp_path / "m.gguf", config, state_of(config), **options)
+    with pytest.raises(ModelError) as caught:
+        open_checkpoint(tmp_path / "m.gguf")
+    text = f"{caught.value.message} {caught.value.hint}"
+    assert all(word in text for word in words), text
+
+
+def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    state = state_of(config)
+    del state["model.layers.1.mlp.up_proj.weight"]
+    state["model.norm.weight"] = torch.ones(128)
+    write(tmp_path / "m.gguf", config, state)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight.*model\.norm\.weight is \[128\]"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_truncation_anywhere_is_a_model_error(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    whole, cut = tmp_path / "m.gguf", tmp_path / "cut.gguf"
+    write(whole, config, state_of(config), Q.Q8_0)
+    content = whole.read_bytes()
+    header = content.index(b"blk.0")  # past the metadata
+    for size in [0, 3, 7, 20, 24, *range(30, header + 2000, 97), len(content) // 2, len(content) - 1000]:
+        cut.write_bytes(content[:size])
+        with pytest.raises(ModelError) as caught:
+            open_checkpoint(cut)
+        assert "cut.gguf" in caught.value.message, size
+    cut.write_bytes(b"PK\x03\x04" + content[4:])
+    with pytest.raises(ModelError, match="not a GGUF"):
+        open_checkpoint(cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
+def test_real_models_equal_their_converted_directories(name: str) -> None:
+    """The directories were converted by other code; theirs are rounded to the dtype that they are stored in."""
+    if not (MODELS / f"{name}.gguf").exists() or not (MODELS / f"{name}-hf").exists():
+        pytest.skip(f"no {name} under {MODELS}")
+    ours, theirs = open_checkpoint(MODELS / f"{name}.gguf"), open_checkpoint(MODELS / f"{name}-hf")
+    # The directories of models with an output matrix use it as the embedding as well (they are tied).
+    skipped = set() if ours.config.tie_word_embeddings else {"model.embed_tokens.weight"}
+    assert dataclasses.replace(ours.config, tie_word_embeddings=True, torch_dtype=None) == dataclasses.replace(
+        theirs.config, torch_dtype=None
+    )
+    for tensor in expected_tensors(ours.config).keys() - skipped:
+        reference = theirs.tensors.load("model.embed_tokens.weight" if tensor == "lm_head.weight" else tensor)
+        assert torch.equal(ours.tensors.load(tensor).to(reference.dtype), reference), tensor
+
+
+def test_config_needs_no_tensor_data(tmp_path: Path) -> None:
+    """Opening must not read weights: the data section may be garbage."""
+    config = LlamaConfig(**SIZES)
+    path = tmp_path / "m.gguf"
+    write(path, config, state_of(config))
+    file = GgufFile(path)
+    start = min(tensor.start for tensor in file.tensors.values())
+    file.close()
+    content = path.read_bytes()
+    path.write_bytes(content[:start] + b"\xff" * (len(content) - start))
+    assert gguf_model_config(GgufFile(path)).hidden_size == 256
+    open_checkpoint(path)

@@ -1,0 +1,175 @@
+"""ModelConfig against transformers: rope frequencies bit for bit, tensor names and shapes of real model classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specbatch.errors import ModelError
+from specbatch.models.config import RopeConfig, expected_tensors, parse_hf_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA = {"model_type": "llama", **SIZES}
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 16,
+            "beta_slow": 2,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.3,
+            "truncate": False,
+        },
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.25,
+        },
+    ],
+    ids=["linear", "llama3", "yarn", "yarn-mscale", "yarn-attention-factor"],
+)
+def test_rope_equals_transformers_bit_for_bit(rope: dict[str, Any], head_dim: int) -> None:
+    theirs = LlamaConfig(**SIZES, head_dim=head_dim, rope_parameters=dict(rope))
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs)
+    parsed = parse_hf_config({**LLAMA, "head_dim": head_dim, "rope_parameters": rope}).rope
+    actual, factor = parsed.inverse_frequencies(head_dim)
+    assert actual.dtype == torch.float32
+    assert actual.shape == (head_dim // 2,)
+    assert torch.equal(actual, expected)
+    assert factor == expected_factor
+
+
+def test_default_rope_equals_the_model_buffer() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_theta=100000.0))
+    actual, factor = RopeConfig(theta=100000.0).inverse_frequencies(8)
+    assert torch.equal(actual, model.model.rotary_emb.inv_freq)
+    assert factor == 1.0
+
+
+def test_frequency_divisors_divide() -> None:
+    plain, _ = RopeConfig(theta=10000.0).inverse_frequencies(8)
+    divided, _ = RopeConfig(theta=10000.0, frequency_divisors=(1.0, 2.0, 4.0, 8.0)).inverse_frequencies(8)
+    assert torch.equal(divided, plain / torch.tensor([1.0, 2.0, 4.0, 8.0]))
+
+
+def test_old_and_new_rope_keys_agree() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = parse_hf_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}})
+    new = parse_hf_config({**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}})
+    assert old.rope == new.rope
+    assert old.rope.theta == 5e5
+    assert old.rope.original_max_position == 64
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        LlamaConfig(**SIZES),
+        LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+        LlamaConfig(**SIZES, head_dim=16),
+        MistralConfig(**SIZES, sliding_window=7),
+        Qwen2Config(**SIZES, tie_word_embeddings=True),
+        Qwen3Config(**SIZES, head_dim=16),
+        Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
+    ],
+    ids=["llama", "llama-tied-biases", "llama-head-dim", "mistral", "qwen2", "qwen3", "qwen3-bias"],
+)
+def test_expected_tensors_are_those_of_the_model(theirs: PreTrainedConfig) -> None:
+    model = AutoModelForCausalLM.from_config(theirs)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    ours = parse_hf_config(theirs.to_dict())
+    if ours.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    assert expected_tensors(ours) == shapes
+
+
+def test_missing_optional_keys() -> None:
+    bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "max_position_embeddings")}
+    config = parse_hf_config(bare)
+    assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (4, 8, 2048)
+    assert config.rope == RopeConfig(theta=10000.0)
+    assert config.rms_norm_eps == 1e-6
+    # Qwen3's heads do not follow from the hidden size.
+    assert parse_hf_config({**bare, "model_type": "qwen3"}).head_dim == 128
+
+
+def test_sliding_windows() -> None:
+    def windows(**keys: Any) -> tuple[int | None, ...]:
+        return parse_hf_config({**SIZES, **keys}).sliding_windows
+
+    assert windows(model_type="llama", sliding_window=9) == (None, None, None)
+    assert windows(model_type="mistral", sliding_window=9) == (9, 9, 9)
+    assert windows(model_type="mistral", sliding_window=None) == (None, None, None)
+    assert windows(model_type="mistral") == (4096, 4096, 4096)  # transformers' default
+    assert windows(model_type="qwen2", sliding_window=9, use_sliding_window=False) == (None, None, None)
+    assert windows(model_type="qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=1) == (None, 9, 9)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows(model_type="qwen3", sliding_window=9, use_sliding_window=True, layer_types=kinds) == (9, None, 9)
+
+
+def test_end_of_sequence_ids_are_united() -> None:
+    config = parse_hf_config({**LLAMA, "eos_token_id": 5, "bos_token_id": 3}, {"eos_token_id": [7, 5]})
+    assert config.eos_token_ids == (5, 7)
+    assert config.bos_token_id == 3
+    assert parse_hf_config({**LLAMA, "eos_token_id": None}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt_neox"}, ("gpt_neox", "qwen3")),
+        ({"model_type": None}, ("None", "qwen3")),
+        ({"hidden_act": "gelu"}, ("gelu", "silu")),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("dynamic", "yarn")),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ("low_freq_factor",)),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
+        ({"quantization_config": {"quant_method": "awq"}}, ("awq", "GGUF")),
+        ({"hidden_size": "32"}, ("hidden_size", "'32'")),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads",)),
+        ({"vocab_size": None}, ("vocab_size",)),
+        ({"head_dim": 7}, ("head_dim 7",)),
+    ],
+)
+def test_refusals_name_the_culprit(change: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_hf_config({**LLAMA, **change})
+    text = f"{caught.value.message} {caught.value.hint}"
+    assert all(word in text for word in words), text
