@@ -1,4 +1,4 @@
-"""A deterministic engine, tokenizer and runtime without a model; `python tests/stub_engine.py generate ...` runs the CLI.
+"""A deterministic engine and tokenizer; `python -m tests.stub_engine generate ...` runs the command line over them.
 
 Tokens are a pure function of (prompt, noise key); requests finish in an order that has nothing to do with their
 order of submission, a few per step.
@@ -160,11 +160,16 @@ def build_engine(run: StubRun) -> StubEngine:
     )
 
 
-def main() -> None:
-    """The command line over the stub engine."""
+def stub_build_module() -> types.ModuleType:
+    """What stands in for specbatch.engine.build in sys.modules."""
     build = types.ModuleType("specbatch.engine.build")
     build.resolve, build.build_engine = resolve, build_engine  # type: ignore[attr-defined]
-    sys.modules["specbatch.engine.build"] = build
+    return build
+
+
+def main() -> None:
+    """The command line over the stub engine."""
+    sys.modules["specbatch.engine.build"] = stub_build_module()
     from specbatch import cli
 
     cli._model_paths = lambda config: {}

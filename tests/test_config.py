@@ -95,7 +95,11 @@ def test_set_of_a_section_merges() -> None:
         ("engine.temperature=1", "unknown option engine.temperature", "sampling.temperature"),
         ("speculation.ngram.min=1", "unknown option speculation.ngram.min", "min_match"),
         ("speculation.method=ngrm", "none, ngram, draft_model, eagle, eagle3", "ngram"),
-        ("sampling.temperature=-0.1", "sampling.temperature must be a number >= 0|sampling.temperature must be >= 0", ""),
+        (
+            "sampling.temperature=-0.1",
+            "sampling.temperature must be a number >= 0|sampling.temperature must be >= 0",
+            "",
+        ),
         ("sampling.temperature=.nan", "sampling.temperature must be", ""),
         ("sampling.top_p=0", "> 0 and <= 1", ""),
         ("sampling.top_p=1.01", "> 0 and <= 1", ""),
@@ -148,7 +152,7 @@ def test_mistakes_on_the_command_line(item: str, message: str, hint: str) -> Non
 )
 def test_mistakes_in_the_file(text: str, message: str) -> None:
     Path("c.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=".") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config("c.yaml")
     assert message in caught.value.message
 

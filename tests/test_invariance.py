@@ -45,7 +45,7 @@ def test_elementwise() -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (14, 2, 64), (12, 2, 128), (32, 8, 128), (8, 1, 256), (5, 5, 80)])
 def test_attention(heads: int, kv_heads: int, dim: int) -> None:
-    """300 tokens in one piece, against pieces, a decode step, a batch with longer neighbours, and a tree that is a chain."""
+    """300 tokens in one piece, against pieces, a decode step, a batch with longer neighbours, and a tree with other branches."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(300, h, dim, generator=generator) for h in (heads, kv_heads, kv_heads))
     page, pages = 16, [*range(19, 0, -1), *range(20, 60)]
@@ -72,11 +72,23 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
     for start, count in [(0, 1), (0, 5), (0, 128), (3, 140), (127, 1), (128, 1), (129, 3), (250, 50), (299, 1), (290, 8)]:
         check([Span(pages, start, count)], [(start, start + count)])
         check([Span(other, 500, 1), Span(pages, start, count), Span(other, 20, 30)], [(0, 0), (start, start + count), (0, 0)])
-    chain_as_tree = torch.ones(7, 7).bool().tril()
-    check([Span(pages, 280, 7, list(range(280, 287)), chain_as_tree), Span(other, 100, 3)], [(280, 287), (0, 0)])
-
     windowed = backend.attend(backend.plan(whole_layout), q, keys, values, 50)
     assert not torch.allclose(windowed, whole)
+    # A tree whose branch 0-2-5-6 is tokens 250..253, its nodes at slots that plain decoding would give to other tokens.
+    tree = torch.eye(7).bool()
+    for node, parent in enumerate([0, 0, 1, 1, 2, 5], start=1):
+        tree[node] |= tree[parent]
+    depths, branch = [0, 1, 1, 2, 2, 2, 3], [0, 2, 5, 6]
+    layout = BatchLayout.build([Span(pages, 250, 7, [250 + d for d in depths], tree), Span(other, 100, 3)], page, CPU)
+    saved = cache._kv.clone()
+    rows = torch.full((7,), 0)
+    rows[branch] = torch.arange(250, 254)
+    cache.write(0, layout.slots_T[:7], k[rows], v[rows])
+    for window, expected in ((None, whole), (50, windowed)):
+        out = backend.attend(backend.plan(layout), torch.cat((q[rows], q[:3])), keys, values, window)
+        assert torch.equal(out[branch], expected[250:254])
+    cache._kv.copy_(saved)
+
     for start, count in [(0, 40), (200, 100), (299, 1), (128, 5)]:
         check([Span(pages, start, count), Span(other, 400, 2)], [(start, start + count), (0, 0)], 50, windowed)
 

@@ -26,38 +26,56 @@ def decode(ids: Sequence[int]) -> str:
     return StubTokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def expected_stop(tokens: list[int], stops: list[str]) -> int | None:
-    """The definition: the fewest tokens whose text holds a stop string."""
+def expected_stop(tokens: list[bytes], stops: list[str]) -> int | None:
+    """The definition: the fewest tokens whose text, unfinished characters aside, holds a stop string."""
     for keep in range(1, len(tokens) + 1):
-        text = decode(tokens[:keep]).rstrip("\ufffd")
+        text = b"".join(tokens[:keep]).decode("utf-8", "replace").rstrip("\ufffd")
         if any(stop in text for stop in stops):
             return keep
     return None
 
 
+def split(data: bytes, lengths: list[int]) -> list[bytes]:
+    """Tokens of several bytes, borders inside of characters included, and some without any text."""
+    tokens, at = [], 0
+    for length in [*lengths, *[1] * len(data)]:
+        tokens.append(data[at : at + length])
+        at += length
+    return tokens
+
+
 @given(
     st.text(ALPHABET, max_size=40),
     st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(0, 5), max_size=60),
     st.lists(st.integers(1, 7), max_size=60),
 )
-@example("aab", ["ab"], [1])
-@example("é", ["é"], [1, 1])
+@example("aab", ["ab"], [], [1])
+@example("é", ["é"], [], [1, 1])
+@example("a 😀", [" "], [1, 3], [3])  # the token that ends the stop string also begins a character
 @settings(max_examples=300, deadline=None)
-def test_stop_is_found_at_its_last_token_however_tokens_arrive(text: str, stops: list[str], steps: list[int]) -> None:
-    tokens = list(text.encode()) + [EOS]
-    checker = StopChecker(decode, stops)
+def test_stop_is_found_at_its_last_token_however_tokens_arrive(
+    text: str, stops: list[str], lengths: list[int], steps: list[int]
+) -> None:
+    pieces = split(text.encode(), lengths)
+    ids = list(range(len(pieces)))
+
+    def decode_pieces(part: Sequence[int]) -> str:
+        return b"".join(pieces[i] for i in part).decode("utf-8", "replace")
+
+    checker = StopChecker(decode_pieces, stops)
     sent, found = 0, None
-    for step in [*steps, *[1] * len(tokens)]:
-        new = min(step, len(tokens) - sent)
+    for step in [*steps, *[1] * len(ids)]:
+        new = min(step, len(ids) - sent)
         if not new:
             break
         sent += new
-        found = checker(tokens[:sent], new)
+        found = checker(ids[:sent], new)
         if found is not None:
             break
-    assert found == expected_stop(tokens, stops)
+    assert found == expected_stop(pieces, stops)
     if found is not None:
-        cut = cut_at_stop(decode(tokens[:found]), stops)
+        cut = cut_at_stop(decode_pieces(ids[:found]), stops)
         assert cut is not None
         assert not any(stop in cut for stop in stops)
 
@@ -88,11 +106,11 @@ def test_stop_after_going_back() -> None:
 @pytest.mark.parametrize(
     ("tokens", "reason", "stop", "text"),
     [
-        (list(b"hello") + [EOS], FinishReason.STOP, (), "hello"),
+        ([*b"hello", EOS], FinishReason.STOP, (), "hello"),
         (list(b"hello"), FinishReason.STOP, (), "hell"),  # a stop token without a special meaning
         (list(b"hello"), FinishReason.LENGTH, (), "hello"),
         (list(b"hello wor"), FinishReason.STOP, ("wo", "wor"), "hello "),
-        (list(b"abc") + [EOS], FinishReason.STOP, ("x",), "abc"),
+        ([*b"abc", EOS], FinishReason.STOP, ("x",), "abc"),
         (list(b"a\xc3"), FinishReason.LENGTH, (), "a\ufffd"),
     ],
 )

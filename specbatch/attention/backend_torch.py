@@ -1,12 +1,13 @@
 """The oracle backend: plain torch operations, any device, and *bitwise invariant* on CPU in float32.
 
-A token's output has the same bits however the batch, the prompt chunks, a prefix hit or a tree cut the sequences.
+A token's output has the same bits however the batch, the prompt chunks, a prefix hit or a draft tree cut the sequences.
 That is what makes speculative output equal plain output exactly, and a resumed file equal an uninterrupted one:
 
-- keys are processed in chunks of a fixed size at fixed positions, with the online softmax of FlashAttention
-  (Dao et al. 2022) between them; a chunk past the end of a sequence adds an exact zero;
-- the number of query rows of a matrix product is padded to at least MIN_ROWS, because BLAS libraries switch to
-  another summation order below a handful of rows (matrix-vector kernels) and to the same one from there on.
+- the keys that a query sees are put in order of position and processed in chunks of a fixed size at fixed positions, each
+  with a softmax of its own, merged in order (split-KV, as in FlashDecoding); a chunk past the end of a sequence adds an
+  exact zero. A node of a draft tree sees its ancestors where plain decoding would have them, wherever their slots are;
+- the number of query rows of a matrix product is padded, because BLAS libraries use another summation order for a handful
+  of rows (matrix-vector kernels) and one and the same from there on.
 
 Shape suffixes as in `interface.py`; further: n sequences of a group, G query heads for each key/value head, C keys of a
 chunk, R = Q * G rows.
@@ -17,21 +18,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.attention.interface import BatchLayout, Span
 
 CHUNK = 128  # keys; part of the result's bits, never a function of the batch
-MIN_ROWS = 8
 MAX_GROUPED_QUERIES = 64  # sequences with more new tokens than this are not padded to each other
 MASKED = -1e30  # finite, so that a chunk without any visible key leaves no NaN; exp() turns it into an exact zero
 
 
 @dataclass(slots=True)
 class _Chunk:
-    num_sequences: int  # the first ones of the group reach this chunk (they are sorted by length)
-    slots: Tensor  # (num_sequences * C,) int64
-    visible: Tensor | None  # (num_sequences, Q, C) bool; None: everything
+    """Keys [number * C, (number + 1) * C) of the first `num_sequences` sequences of a group, which is sorted by length."""
+
+    number: int
+    num_sequences: int
+    per_query: bool  # the queries of one sequence see different keys here (branches of a tree)
+    slots: Tensor  # int64, (num_sequences * C,), or (num_sequences * Q * C,) if per query
     biases: dict[int | None, Tensor | None] = field(default_factory=dict)  # sliding window -> additive mask
 
 
@@ -44,8 +48,7 @@ class _Group:
     query_index: Tensor  # (n * Q,) rows of the packed batch; padding repeats a real row
     output_rows: Tensor  # packed rows ...
     output_index: Tensor  # ... and where in the flattened (n, Q) output they are found
-    query_positions: Tensor  # (n, Q) int64
-    prefix_lens: Tensor  # (n, 1, 1): slots in front of the mask, whose position is their number
+    num_visible: Tensor  # (n, Q): a query sees the keys of positions [0, num_visible), its own being the last
     chunks: list[_Chunk]
 
 
@@ -53,65 +56,63 @@ class TorchAttention:
     """See the module's text. `num_heads` is a multiple of `num_kv_heads`."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        self._groups_per_head = num_heads // num_kv_heads
+        self._per_head = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
         self._scale = head_dim**-0.5
+        # Observed with MKL: up to 5 rows differ at head_dim 128, up to 10 at 256. test_invariance.py watches it.
+        self._min_rows = max(8, head_dim // 16)
         self._device = device
 
     def plan(self, layout: BatchLayout) -> list[_Group]:
-        row, together, alone = 0, [], []
+        row, alone, causal, trees = 0, [], [], []
         for span in layout.spans:
-            (together if span.num_tokens <= MAX_GROUPED_QUERIES else alone).append((span, row))
+            if span.num_tokens > MAX_GROUPED_QUERIES:
+                alone.append([(span, row)])
+            else:
+                (causal if span.mask is None else trees).append((span, row))
             row += span.num_tokens
-        groups = [self._group([one], layout) for one in alone]
-        if together:
-            groups.append(self._group(sorted(together, key=lambda s: -(s[0].start + s[0].num_tokens)), layout))
-        return groups
+        members = [*alone, *([causal] if causal else []), *([trees] if trees else [])]
+        return [self._group(sorted(m, key=lambda s: -(s[0].start + s[0].num_tokens)), layout.page_size) for m in members]
 
-    def _group(self, members: list[tuple[Span, int]], layout: BatchLayout) -> _Group:
-        device, page_size = self._device, layout.page_size
-        num_queries = max(max(span.num_tokens for span, _ in members), -(-MIN_ROWS // self._groups_per_head))
+    def _group(self, members: list[tuple[Span, int]], page_size: int) -> _Group:
+        num_queries = max(span.num_tokens for span, _ in members)
         query_index, output_rows, output_index = [], [], []
+        kv_lens, prefix_lens = [], []
         for i, (span, row) in enumerate(members):
             query_index += [row + min(j, span.num_tokens - 1) for j in range(num_queries)]
             output_rows += range(row, row + span.num_tokens)
             output_index += range(i * num_queries, i * num_queries + span.num_tokens)
-        kv_lens = [span.start + span.num_tokens for span, _ in members]
-        prefix_lens = [
-            kv_len - (span.mask.shape[1] if span.mask is not None else span.num_tokens)
-            for (span, _), kv_len in zip(members, kv_lens, strict=True)
-        ]
-        num_chunks = -(-kv_lens[0] // CHUNK)
-        slots = torch.zeros((len(members), num_chunks * CHUNK), dtype=torch.int64)
-        visible = torch.zeros((len(members), num_queries, num_chunks * CHUNK), dtype=torch.bool)
+            kv_lens.append(span.start + span.num_tokens)
+            # Keys in front of this one are the same for all queries of the sequence that see them.
+            prefix_lens.append(kv_lens[-1] - span.mask.shape[1] if span.mask is not None else kv_lens[-1])
+        width = -(-kv_lens[0] // CHUNK) * CHUNK
+        slots = torch.zeros((len(members), width), dtype=torch.int64)
+        visible = torch.ones((len(members), num_queries), dtype=torch.int64)
         offsets = torch.arange(page_size)
-        for i, ((span, _), kv_len, prefix) in enumerate(zip(members, kv_lens, prefix_lens, strict=True)):
-            pages = torch.tensor(span.pages[: -(-kv_len // page_size)], dtype=torch.int64)
-            slots[i, :kv_len] = (pages[:, None] * page_size + offsets).view(-1)[:kv_len]
-            visible[i, :, :prefix] = True
-            mask = span.mask.cpu() if span.mask is not None else torch.ones(kv_len - prefix, kv_len - prefix).bool().tril()
-            visible[i, : span.num_tokens, prefix:kv_len] = mask
+        for i, (span, _) in enumerate(members):
+            pages = torch.tensor(span.pages[: -(-kv_lens[i] // page_size)], dtype=torch.int64)
+            slots[i, : kv_lens[i]] = (pages[:, None] * page_size + offsets).view(-1)[: kv_lens[i]]
+            counts = span.start + 1 + torch.arange(span.num_tokens) if span.mask is None else prefix_lens[i] + span.mask.sum(1).cpu()
+            visible[i, : span.num_tokens] = counts
         chunks = []
-        for c in range(num_chunks):
-            low, high = c * CHUNK, (c + 1) * CHUNK
+        for number in range(width // CHUNK):
+            low, high = number * CHUNK, (number + 1) * CHUNK
             reached = sum(kv_len > low for kv_len in kv_lens)
-            part = visible[:reached, :, low:high]
-            chunks.append(
-                _Chunk(
-                    reached,
-                    slots[:reached, low:high].reshape(-1).to(device),
-                    None if bool(part.all()) else part.to(device),
-                )
-            )
-        index = torch.tensor(query_index, device=device)
+            per_query = any(prefix < min(high, kv_len) for prefix, kv_len in zip(prefix_lens[:reached], kv_lens, strict=False))
+            part = slots[:reached, low:high]
+            if per_query:
+                part = part[:, None].repeat(1, num_queries, 1)
+                for i, (span, _) in enumerate(members[:reached]):
+                    _place_ancestors(part[i], span, slots[i], prefix_lens[i], low)
+            chunks.append(_Chunk(number, reached, per_query, part.reshape(-1).to(self._device)))
         return _Group(
             num_sequences=len(members),
             num_queries=num_queries,
-            query_index=index,
-            output_rows=torch.tensor(output_rows, device=device),
-            output_index=torch.tensor(output_index, device=device),
-            query_positions=layout.positions_T[index].view(len(members), num_queries),
-            prefix_lens=torch.tensor(prefix_lens, device=device)[:, None, None],
+            query_index=torch.tensor(query_index, device=self._device),
+            output_rows=torch.tensor(output_rows, device=self._device),
+            output_index=torch.tensor(output_index, device=self._device),
+            num_visible=visible.to(self._device),
             chunks=chunks,
         )
 
@@ -123,51 +124,71 @@ class TorchAttention:
         return out
 
     def _attend_group(self, group: _Group, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, window: int | None) -> Tensor:
-        n, num_queries, heads, per_head = group.num_sequences, group.num_queries, self._num_kv_heads, self._groups_per_head
-        head_dim = q_THD.shape[-1]
+        n, num_queries, heads, per_head, dim = group.num_sequences, group.num_queries, self._num_kv_heads, self._per_head, self._head_dim
         compute = q_THD.dtype if q_THD.dtype in (torch.float32, torch.float64) else torch.float32
-        k_KSD, v_KSD = k_SKD.transpose(0, 1), v_SKD.transpose(0, 1)
-        rows = num_queries * per_head
         q = q_THD.index_select(0, group.query_index).to(compute) * self._scale
-        q_KnRD = q.view(n, num_queries, heads, per_head, head_dim).permute(2, 0, 1, 3, 4).reshape(heads, n, rows, head_dim)
-
-        for number, chunk in enumerate(group.chunks):
+        q_KnRD = q.view(n, num_queries, heads, per_head, dim).permute(2, 0, 1, 3, 4).reshape(heads, n, num_queries * per_head, dim)
+        rows = num_queries * per_head
+        for chunk in group.chunks:
             m = chunk.num_sequences
-            k = k_KSD.index_select(1, chunk.slots).to(compute).view(heads * m, CHUNK, head_dim)
-            v = v_KSD.index_select(1, chunk.slots).to(compute).view(heads * m, CHUNK, head_dim)
-            scores = torch.bmm(q_KnRD[:, :m].reshape(heads * m, rows, head_dim), k.transpose(1, 2))
-            bias = self._bias(group, chunk, number, window, compute)
-            if bias is not None:
-                scores.view(heads, m, num_queries, per_head, CHUNK).add_(bias)
-            scores = scores.view(heads, m, rows, CHUNK)
-            peak = scores.amax(-1, keepdim=True)
-            if number == 0:
-                weights = torch.exp(scores.sub_(peak))
-                top, total = peak, weights.sum(-1, keepdim=True)
-                acc = torch.bmm(weights.view(heads * m, rows, CHUNK), v).view(heads, m, rows, head_dim)
+            batch, batch_rows = (m * num_queries, per_head) if chunk.per_query else (m, rows)
+            k = k_SKD.transpose(0, 1).index_select(1, chunk.slots).to(compute).view(heads * batch, CHUNK, dim)
+            v = v_SKD.transpose(0, 1).index_select(1, chunk.slots).to(compute).view(heads * batch, CHUNK, dim)
+            queries = q_KnRD[:, :m].reshape(heads * batch, batch_rows, dim)
+            bias = self._bias(group, chunk, window, compute)
+            peak, total, out = (x.reshape(heads, m, rows, -1) for x in self._partial(queries, k, v, bias))
+            if chunk.number == 0:
+                all_peak, all_total, all_out = peak, total, out
                 continue
-            new_top = torch.maximum(top[:, :m], peak)
-            keep = torch.exp(top[:, :m] - new_top)
-            weights = torch.exp(scores.sub_(new_top))
-            total[:, :m] = total[:, :m] * keep + weights.sum(-1, keepdim=True)
-            update = torch.bmm(weights.view(heads * m, rows, CHUNK), v).view(heads, m, rows, head_dim)
-            acc[:, :m] = acc[:, :m] * keep + update
-            top[:, :m] = new_top
-        out = (acc / total).view(heads, n, num_queries, per_head, head_dim).permute(1, 2, 0, 3, 4)
-        return out.reshape(n * num_queries, heads * per_head, head_dim)
+            new_peak = torch.maximum(all_peak[:, :m], peak)
+            old, new = torch.exp(all_peak[:, :m] - new_peak), torch.exp(peak - new_peak)
+            all_total[:, :m] = all_total[:, :m] * old + total * new
+            all_out[:, :m] = all_out[:, :m] * old + out * new
+            all_peak[:, :m] = new_peak
+        result = (all_out / all_total).view(heads, n, num_queries, per_head, dim).permute(1, 2, 0, 3, 4)
+        return result.reshape(n * num_queries, heads * per_head, dim)
 
-    def _bias(self, group: _Group, chunk: _Chunk, number: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask of a chunk, (m, Q, 1, C), computed once for all layers; None where every key is visible."""
+    def _partial(self, q_brD: Tensor, k_bCD: Tensor, v_bCD: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Softmax over one chunk: peak score and sum of exponentials (b, r, 1), and the unnormalised output (b, r, D)."""
+        rows = q_brD.shape[1]
+        padding = self._min_rows - rows
+        if padding > 0:
+            q_brD = F.pad(q_brD, (0, 0, 0, padding))
+        scores = torch.bmm(q_brD, k_bCD.transpose(1, 2))
+        if bias is not None:
+            # (m, Q, C) for queries times heads of one sequence, (m * Q, 1, C) for single queries
+            part = scores[:, :rows].view(self._num_kv_heads, bias.shape[0], bias.shape[1], self._per_head, CHUNK)
+            part += bias[:, :, None]
+        peak = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores.sub_(peak))
+        total, out = weights.sum(-1, keepdim=True), torch.bmm(weights, v_bCD)
+        return (peak[:, :rows], total[:, :rows], out[:, :rows]) if padding > 0 else (peak, total, out)
+
+    def _bias(self, group: _Group, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask of a chunk, computed once for all layers; None where every query sees every key."""
         if window not in chunk.biases:
-            visible, m = chunk.visible, chunk.num_sequences
+            m = chunk.num_sequences
+            limits = group.num_visible[:m, :, None]
+            keys = torch.arange(chunk.number * CHUNK, (chunk.number + 1) * CHUNK, device=self._device)
+            hidden = keys >= limits
             if window is not None:
-                # Only slots in front of the mask can fall out of the window: what is behind it is younger than any
-                # sensible window is long.
-                keys = torch.arange(number * CHUNK, (number + 1) * CHUNK, device=self._device)[None, None]
-                far = (keys < group.prefix_lens[:m]) & (keys <= group.query_positions[:m, :, None] - window)
-                visible = ~far if visible is None else visible & ~far
+                hidden |= keys <= limits - 1 - window
             bias = None
-            if visible is not None and not bool(visible.all()):
-                bias = torch.zeros(visible.shape, dtype=dtype, device=self._device).masked_fill_(~visible, MASKED)[:, :, None]
+            if bool(hidden.any()):
+                bias = torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, MASKED)
+                if chunk.per_query:
+                    bias = bias.view(-1, 1, CHUNK)
             chunk.biases[window] = bias
         return chunk.biases[window]
+
+
+def _place_ancestors(part_QC: Tensor, span: Span, slots: Tensor, prefix: int, low: int) -> None:
+    """Put the slots that each query sees behind `prefix` in order of position, into the chunk that starts at `low`."""
+    if span.mask is None:
+        return
+    window = slots[prefix : prefix + span.mask.shape[1]]
+    for j, row in enumerate(span.mask.cpu()):
+        path = window[row]  # nodes come after their parents, so this is by depth
+        first, last = max(prefix, low), min(prefix + len(path), low + CHUNK)
+        if first < last:
+            part_QC[j, first - low : last - low] = path[first - prefix : last - prefix]

@@ -23,7 +23,11 @@ from specbatch.errors import ModelError
 from specbatch.models.config import ModelConfig, RopeConfig
 
 _Q = GGMLQuantizationType
-SUPPORTED_TENSOR_TYPES = tuple(_Q[name] for name in ("F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K").split())
+# fmt: off
+SUPPORTED_TENSOR_TYPES = (
+    _Q.F32, _Q.F16, _Q.BF16, _Q.Q8_0, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K,
+)
+# fmt: on
 SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 # Little-endian struct codes of the scalar metadata types 0..12; 8 is string, 9 is array.
@@ -85,6 +89,8 @@ class GgufFile:
             offset += 16 + 8 * num_dims
             infos.append((name, tuple(reversed(dims)), type_id, start))
         alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise self._damaged(f"general.alignment is {alignment!r}")
         data_start = (offset + alignment - 1) // alignment * alignment
         for name, shape, type_id, start in infos:
             self._add_tensor(name, shape, type_id, data_start + start)
@@ -180,6 +186,8 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         raise ModelError(f"{file.path} has no tensor 'token_embd.weight'")
     hidden_size, num_heads = meta.size("embedding_length"), meta.size("attention.head_count")
     num_layers = meta.size("block_count")
+    if num_layers > len(file.tensors):  # before anything is sized by it: the number may be damage
+        raise ModelError(f"{file.path}: block_count {num_layers} for {len(file.tensors)} tensors")
     head_dim = meta.get("attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.get(key, head_dim) != head_dim:

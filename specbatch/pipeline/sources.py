@@ -138,9 +138,11 @@ def _load_table(builder: str, name: str, options: dict[str, Any]) -> Any:
 def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
     import datasets
 
+    if not local and not datasets.config.HF_HUB_OFFLINE:
+        _check_hub(ref)
     try:
         builder = datasets.load_dataset_builder(ref, data.subset)
-        splits = list(builder.info.splits or ())
+        splits = list(builder.info.splits or getattr(builder.config, "data_files", None) or ())
         if splits and data.split not in splits:
             raise InputError(
                 f"the data set {ref} has no split {data.split!r}",
@@ -165,6 +167,22 @@ def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
         yield from _table_rows(ref, lambda: builder.as_streaming_dataset(split=data.split))
 
     return Source(ref, identity, True, total, None, rows)
+
+
+def _check_hub(ref: str) -> None:
+    """One request, where `datasets` would retry for half a minute. Raises InputError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        HfApi().dataset_info(ref, timeout=20)
+    except RepositoryNotFoundError as exc:
+        raise InputError(f"{ref} is no file here, and the hub has no such data set", _near_hint(Path(ref))) from exc
+    except Exception as exc:  # network errors come in many kinds
+        raise InputError(
+            f"{ref} is no file here, and the hub cannot be asked for a data set of this name: {_first_line(exc)}",
+            "HF_HUB_OFFLINE=1 uses what an earlier run has fetched",
+        ) from exc
 
 
 def _table_rows(name: str, load: Callable[[], Any]) -> Iterator[RawRow]:

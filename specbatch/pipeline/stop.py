@@ -39,22 +39,23 @@ class StopChecker:
     def _reset(self) -> None:
         self._seen = 0
         self._window = 0  # tokens[window:read] are context that is decoded again
-        self._read = 0  # tokens[:read] have given their text
-        self._context = ""  # decode(tokens[window:read])
+        self._read = 0  # tokens[:read] are whole characters
+        self._given = 0  # characters of decode(tokens[window:]) that have been searched
         self._tail = ""  # the last characters, where a stop string may have begun
 
     def _feed(self, tokens: Sequence[int], position: int) -> bool:
         end = position + 1
         text = self._decode(tokens[self._window : end])
-        if len(text) <= len(self._context) or text.endswith("\ufffd"):
-            if end - self._read < _MAX_HELD:
-                return False
-            self._window = max(self._window, end - _MAX_HELD)  # keep the window short through endless special tokens
+        whole = text.rstrip("\ufffd")  # a token may end in the middle of a character and still complete others
+        if end - self._read >= _MAX_HELD:
+            whole = text
+        fresh = whole[self._given :]
+        if whole == text and (fresh or end - self._read >= _MAX_HELD):
+            self._window = max(self._read, end - _MAX_HELD)  # short, through endless special tokens, too
+            self._read = end
+            self._given = len(self._decode(tokens[self._window : end]))
         else:
-            self._window = self._read
-        fresh = text[len(self._context) :]
-        self._read = end
-        self._context = self._decode(tokens[self._window : end])
+            self._given = max(self._given, len(whole))
         region = self._tail + fresh
         self._tail = region[-self._tail_chars :] if self._tail_chars else ""
         return any(stop in region for stop in self._stops)

@@ -1,0 +1,222 @@
+"""The command line as a process: exit codes, signals, kill -9, what goes to stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+import specbatch
+from specbatch.cli import app
+from tests.stub_engine import stub_build_module
+
+ROOT = Path(specbatch.__file__).resolve().parent.parent
+Result = subprocess.CompletedProcess
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
+
+
+def start(folder: Path, *arguments: str, **extra: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.stub_engine", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(**extra), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def cli(folder: Path, *arguments: str, stdin: str | None = None, **extra: str) -> Result[str]:
+    command = [sys.executable, "-m", "tests.stub_engine", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment(**extra), text=True, input=stdin, capture_output=True, timeout=60
+    )
+
+
+def write_rows(folder: Path, count: int, bad: int = 0) -> None:
+    lines = [json.dumps({"prompt": f"p{i}", "temperature": 1.0}) for i in range(count)] + ["broken"] * bad
+    (folder / "d.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_exit_codes_and_streams(tmp_path: Path) -> None:
+    write_rows(tmp_path, 5)
+    done = cli(tmp_path, "generate", "d.jsonl")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "5 ok, 0 failed" in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["d.jsonl", "d.results.jsonl", "d.results.stats.json"]
+    write_rows(tmp_path, 5, bad=2)
+    refused = cli(tmp_path, "generate", "d.jsonl")
+    assert refused.returncode == 2
+    assert "error: " in refused.stderr
+    assert "hint: --overwrite" in refused.stderr
+    failed = cli(tmp_path, "generate", "d.jsonl", "--overwrite")
+    assert failed.returncode == 1
+    assert failed.stderr.strip().splitlines()[-1] == "2 of 7 rows failed: 2 invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "nope.jsonl"], ["nope.jsonl does not exist", "did you mean note.jsonl"]),
+        (["generate", "note.jsonl", "--set", "sampling.temprature=1"], ["sampling.temprature", "sampling.temperature"]),
+        (["generate", "note.jsonl", "-c", "no.yaml"], ["cannot read the configuration no.yaml"]),
+        (["generate", "note.jsonl", "-o", "no/x.jsonl"], ["does not exist"]),
+        (["generate", "note.jsonl", "--set", "data.prompt_template={}"], ["prompt_template"]),
+        (["generate", "-"], ["standard input", "-o"]),
+        (["generate", "note.jsonl", "--limit", "0"], ["--limit"]),
+        (["generate"], ["Missing argument"]),
+        (["frobnicate"], ["No such command"]),
+        (["models", "path", "smollm"], ["smollm"]),
+    ],
+)
+def test_mistakes_exit_with_2_before_a_model_is_loaded(
+    tmp_path: Path, arguments: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "note.jsonl").write_text('{"prompt": "x"}\n')
+    built = tmp_path / "built"
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("STUB_BUILT", str(built)), ("TERM", "dumb"), ("COLUMNS", "200")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "specbatch.engine.build", stub_build_module())
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert not built.exists()
+    assert sorted(os.listdir(tmp_path)) == ["note.jsonl"]
+
+
+def test_config_prints_yaml_on_stdout(tmp_path: Path) -> None:
+    done = cli(tmp_path, "config", "--set", "sampling.n=3")
+    assert done.returncode == 0
+    (tmp_path / "c.yaml").write_text(done.stdout)
+    assert "dtype: float32" in done.stdout  # decided
+    again = cli(tmp_path, "config", "-c", "c.yaml")
+    assert again.stdout == done.stdout
+
+
+def test_version_models_and_help_need_no_torch(tmp_path: Path) -> None:
+    assert cli(tmp_path, "--version").stdout == f"specbatch {specbatch.__version__}\n"
+    assert "builtin:smollm2-135m-instruct" in cli(tmp_path, "models", "list").stdout
+    code = (
+        "import sys; from specbatch import cli\n"
+        "try: cli.app(['generate', '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True)
+
+
+def test_standard_input(tmp_path: Path) -> None:
+    text = '{"prompt": "a"}\n{"prompt": "b"}\n'
+    done = cli(tmp_path, "generate", "-", "-o", "out.jsonl", stdin=text)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "out.stats.json").exists()
+    assert "nothing to do" in cli(tmp_path, "generate", "-", "-o", "out.jsonl", stdin=text).stderr
+    assert cli(tmp_path, "generate", "-", "-o", "out.jsonl", stdin=text * 2).returncode == 2
+
+
+def test_parquet_with_a_template(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"q": ["a", None, "c"], "answer": [1, 2, 3]}), tmp_path / "d.parquet")
+    done = cli(tmp_path, "generate", "d.parquet", "--set", "data.prompt_template=Q: {q}")
+    assert done.returncode == 1, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "d.results.jsonl").read_text().splitlines()]
+    assert [r["finish_reason"] == "error" for r in rows] == [False, True, False]
+    assert rows[0]["metadata"] == {"q": "a", "answer": 1}
+
+
+def wait_for_rows(folder: Path, rows: int, process: subprocess.Popen[str]) -> None:
+    partial = folder / "d.results.jsonl.partial"
+    deadline = time.monotonic() + 30
+    while not (partial.exists() and partial.read_bytes().count(b"\n") > rows):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_kill_9_at_random_moments_changes_no_byte(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, kills=3, rows=300)
+
+
+@pytest.mark.slow
+def test_kill_9_at_25_random_moments_changes_no_byte(tmp_path: Path) -> None:
+    kill_and_compare(tmp_path, kills=25, rows=2000)
+
+
+def kill_and_compare(folder: Path, kills: int, rows: int) -> None:
+    write_rows(folder, rows, bad=3)
+    assert cli(folder, "generate", "d.jsonl", "-o", "whole.jsonl").returncode == 1
+    rng = random.Random(0)
+    for kill in range(kills):
+        process = start(folder, "generate", "d.jsonl", STUB_SLEEP="0.004")
+        wait_for_rows(folder, rows * kill // (kills + 1) + rng.randrange(rows // (kills + 1)), process)
+        time.sleep(rng.random() * 0.01)
+        process.kill()
+        process.communicate()
+        if kill % 2:  # as if the line had been torn while it was written
+            partial = folder / "d.results.jsonl.partial"
+            with partial.open("r+b") as file:
+                file.truncate(partial.stat().st_size - rng.randrange(1, 40))
+        assert not (folder / "d.results.jsonl").exists()
+    done = cli(folder, "generate", "d.jsonl")
+    assert done.returncode == 1, done.stderr
+    assert "resuming" in done.stderr
+    assert (folder / "d.results.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert not (folder / "d.results.jsonl.partial").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_flush_and_say_how_to_resume(tmp_path: Path, number: signal.Signals) -> None:
+    write_rows(tmp_path, 200)
+    cli(tmp_path, "generate", "d.jsonl", "-o", "whole.jsonl")
+    process = start(tmp_path, "generate", "d.jsonl", STUB_SLEEP="0.01")
+    wait_for_rows(tmp_path, 20, process)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "run the same command again" in stderr
+    assert "Traceback" not in stderr
+    assert cli(tmp_path, "generate", "d.jsonl").returncode == 0
+    assert (tmp_path / "d.results.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
+    write_rows(tmp_path, 50)
+    process = start(tmp_path, "generate", "d.jsonl", STUB_SLEEP="2")
+    wait_for_rows(tmp_path, 1, process)  # one step is over: the loop owns the signals
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 1.5
+
+
+def test_engine_bugs_are_seen_and_lose_no_row(tmp_path: Path) -> None:
+    write_rows(tmp_path, 100)
+    done = cli(tmp_path, "generate", "d.jsonl", STUB_FAIL_AT="5")
+    assert done.returncode == 1
+    assert "RuntimeError: the stub engine broke" in done.stderr
+    assert (tmp_path / "d.results.jsonl.partial").read_bytes().count(b"\n") > 8
+    assert cli(tmp_path, "generate", "d.jsonl").returncode == 0
+
+
+def test_examples_are_valid_input(tmp_path: Path) -> None:
+    folder = ROOT / "examples"
+    if not folder.is_dir():
+        pytest.skip("no checkout")
+    for name in ("questions", "chat", "openai_batch"):
+        done = cli(tmp_path, "generate", str(folder / f"{name}.jsonl"), "-o", f"{name}.jsonl")
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,385 @@
+"""The file job over the stub engine: order, faults, resume, memory."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from specbatch.config import Config, DataSection, EngineSection
+from specbatch.errors import InputError
+from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
+from specbatch.pipeline.results import ResultFile, partial_path
+from specbatch.types import NoiseKey, SamplingParams
+from tests.stub_engine import EOS, StubEngine, StubRun, build_engine, resolve, stub_tokens
+from tests.test_jsonl import BAD_LINES, BAD_ROWS
+from tests.test_openai_batch import BAD_REQUESTS
+
+CONFIG = Config(sampling=SamplingParams(temperature=1.0))
+
+
+class Run:
+    """One command in a folder; each call is a session."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.input = folder / "d.jsonl"
+        self.output = folder / "d.results.jsonl"
+        self.engines: list[StubEngine] = []
+        self.log = ""
+
+    def write(self, rows: list[Any]) -> None:
+        self.input.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
+
+    def __call__(self, config: Config = CONFIG, engine: StubEngine | None = None, **options: Any) -> int:
+        def build(run: StubRun) -> StubEngine:
+            self.engines.append(engine or build_engine(run))
+            return self.engines[-1]
+
+        console = Console(file=io.StringIO(), width=200)
+        try:
+            arguments = GenerateOptions(**{"input": str(self.input), **options})
+            runtime = Runtime(resolve, build, lambda _: {})
+            return generate_file(arguments, config, runtime, console, began=time.perf_counter())
+        finally:
+            self.log = console.file.getvalue()  # type: ignore[attr-defined]
+
+    def results(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_bytes().splitlines()]
+
+    def stats(self) -> dict[str, Any]:
+        return json.loads((self.folder / "d.results.stats.json").read_text())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_rows_come_out_in_order_with_all_fields(run: Run) -> None:
+    run.write([{"prompt": f"p{i}", "id": f"r{i}", "k": i, "logprobs": 1, "n": 1 + i % 2} for i in range(50)])
+    assert run() == 0
+    results = run.results()
+    assert [r["index"] for r in results] == list(range(50))
+    row = results[1]
+    assert list(row) == [
+        "id", "index", "text", "finish_reason", "usage", "speculation", "logprobs", "choices", "metadata"
+    ]  # fmt: skip
+    tokens = stub_tokens([256, *b"p1"], NoiseKey(0, 1, 0), 256, False)
+    assert row["text"] == bytes(t for t in tokens if t != EOS).decode()
+    assert row["choices"][0]["text"] == row["text"]
+    assert row["usage"]["prompt_tokens"] == 3
+    assert row["usage"]["completion_tokens"] == sum(c["usage"]["completion_tokens"] for c in row["choices"])
+    assert row["logprobs"][0] == {
+        "token": chr(tokens[0]),
+        "token_id": tokens[0],
+        "logprob": -0.5,
+        "top": [{"token": "a", "token_id": 97, "logprob": -0.0}],
+    }
+    assert row["metadata"] == {"k": 1}
+    stats = run.stats()
+    assert stats["rows"]["ok"] == 50
+    assert stats["tokens"]["completion"] == sum(r["usage"]["completion_tokens"] for r in results)
+    assert stats["speculation"]["acceptance_length"] == 3.0
+    assert stats["session"]["acceptance_rate_by_position"] == [1.0, 1.0, 0.0]
+    assert stats["config"]["model"]["dtype"] == "float32"
+    assert {"versions", "commit", "device"} <= stats.keys()
+    assert not partial_path(run.output).exists()
+
+
+def test_results_do_not_depend_on_batching(run: Run) -> None:
+    run.write([{"prompt": f"p{i % 7}", "n": 1 + i % 3} for i in range(60)])
+    contents = set()
+    for batch in (1, 3, 16):
+        run(replace(CONFIG, engine=EngineSection(max_batch_size=batch)), overwrite=True)
+        contents.add(run.output.read_bytes())
+    assert len(contents) == 1
+
+
+def test_noise_keys(run: Run) -> None:
+    run.write([{"prompt": "a", "seed": 5}, {"prompt": "a"}, {"prompt": "a", "seed": 5}])
+    run()
+    own, other, again = (r["text"] for r in run.results())
+    assert own == again != other
+    # A seed of the config keys by row, too: it is a seed for the run.
+    run(replace(CONFIG, sampling=SamplingParams(seed=5)), overwrite=True)
+    assert len({r["text"] for r in run.results()}) == 2
+    tokens = stub_tokens([256, 97], NoiseKey(5, 1, 0), 256, False)
+    assert run.results()[1]["text"] == bytes(t for t in tokens if t != EOS).decode()
+
+
+def test_stop_strings_cut_the_text(run: Run) -> None:
+    run.write([{"prompt": f"p{i}", "stop": ["e", "ab"]} for i in range(40)])
+    run()
+    texts = [r["text"] for r in run.results()]
+    assert not any("e" in t or "ab" in t for t in texts)
+    run.write([{"prompt": f"p{i}"} for i in range(40)])
+    run(overwrite=True)
+    for text, whole in zip(texts, (r["text"] for r in run.results()), strict=True):
+        assert whole.startswith(text)
+
+
+def bad_rows() -> Iterator[Any]:
+    """Every way to be bad that the tests know, over and over."""
+    native = [row for row, _ in BAD_ROWS]
+    batch = [row for row, _ in BAD_REQUESTS]
+    lines = [line for line, _ in BAD_LINES if len(line) < 10_000]
+    encode = [
+        {"prompt": ""},
+        {"prompt": "\ud800"},
+        {"prompt": "x" * 1000},
+        {"prompt_token_ids": [10**6]},
+        {"prompt_token_ids": []},
+        {"messages": [{"role": "refused", "content": "x"}]},
+        {"prompt": "x", "meta\ud800": "\udc00", "n": "1"},
+    ]
+    while True:
+        yield from (*native, *batch, *lines, *encode)
+
+
+def test_a_thousand_bad_rows_among_ten_thousand(run: Run) -> None:
+    bad = bad_rows()
+    rows = [next(bad) if i % 10 == 7 else {"prompt": f"p{i}", "id": i} for i in range(10_000)]
+    run.write(rows)
+    assert run() == 1
+    results = run.results()
+    assert len(results) == 10_000
+    for i, result in enumerate(results):
+        failed = i % 10 == 7
+        assert bool(result.get("error")) is failed, (rows[i], result)
+        if "index" in result:
+            assert result["index"] == i
+        else:
+            assert result["id"] == f"batch_req_{i:012d}"
+        if not failed:
+            assert result["id"] == i
+    stats = run.stats()
+    assert (stats["rows"]["ok"], stats["rows"]["failed"]) == (9000, 1000)
+    assert sum(stats["rows"]["errors"].values()) == 1000
+    expected = {
+        "invalid_json", "invalid_text", "invalid_type", "invalid_value", "missing_prompt", "empty_prompt",
+        "unsupported_parameter", "prompt_too_long", "chat_template_error",
+    }  # fmt: skip
+    assert set(stats["rows"]["errors"]) == expected
+    assert run.log.strip().splitlines()[-1].startswith("1,000 of 10,000 rows failed")
+    good = [r["text"] for r in results if not r.get("error")]
+    assert all(isinstance(t, str) for t in good)
+
+
+def test_look_ahead_is_bounded(run: Run) -> None:
+    run.write([{"prompt": f"p{i}"} for i in range(500)])
+    run(replace(CONFIG, engine=EngineSection(max_batch_size=4)))
+    assert run.engines[0].most_waiting <= 8
+
+
+def test_resume_after_an_engine_failure_keeps_what_was_done(run: Run) -> None:
+    run.write([{"prompt": f"p{i}"} if i % 9 else b"broken" for i in range(200)])
+    assert run() == 1
+    whole = run.output.read_bytes()
+    run.output.unlink()
+    with pytest.raises(RuntimeError, match="broke"):
+        run(engine=StubEngine(fail_at=10))
+    done = partial_path(run.output).read_bytes().count(b"\n") - 1
+    assert 0 < done < 200
+    assert run() == 1
+    assert run.output.read_bytes() == whole
+    stats = run.stats()
+    assert stats["session"]["resumed_rows"] == done
+    assert stats["session"]["rows"] == 200 - done
+    assert stats["rows"]["total"] == 200
+    assert run.engines[-1].stats.generated_tokens < stats["tokens"]["completion"]
+
+
+@pytest.mark.parametrize("damage", ["torn", "torn in a character", "blank", "not json", "half a row", "header only"])
+def test_damaged_partial_files(run: Run, damage: str) -> None:
+    run.write([{"prompt": f"p{i}", "note": "é" * 20} for i in range(60)])
+    run()
+    whole = run.output.read_bytes()
+    run.output.unlink()
+    with pytest.raises(RuntimeError):
+        run(engine=StubEngine(fail_at=6))
+    partial = partial_path(run.output)
+    header, *lines = partial.read_bytes().splitlines(keepends=True)
+    last = lines.pop()
+    if damage == "torn":
+        lines.append(last[:30])
+    elif damage == "torn in a character":
+        lines.append(last[: last.index("é".encode()) + 1])
+    elif damage == "blank":
+        lines.append(b"\0" * 40 + b"\n")
+    elif damage == "not json":
+        lines.insert(1, b"{]\n")
+    elif damage == "half a row":
+        lines.insert(0, b'{"index": 0, "id": null, "usage": {}}\n')
+        lines = [line for line in lines if b'"index": 0,' not in line or b"{}" in line]
+    else:
+        header, lines = header[:20], []
+    partial.write_bytes(header + b"".join(lines))
+    assert run() == 0
+    assert run.output.read_bytes() == whole
+
+
+def test_finished_jobs_are_left_alone(run: Run) -> None:
+    run.write([{"prompt": "a"}, b"broken"])
+    assert run() == 1
+    before = run.output.stat().st_mtime_ns
+    assert run() == 1
+    assert "nothing to do" in run.log
+    assert len(run.engines) == 1
+    assert run.output.stat().st_mtime_ns == before
+    assert run(overwrite=True) == 1
+    assert len(run.engines) == 2
+
+
+def test_killed_between_sorting_and_the_end(run: Run) -> None:
+    """All rows are done, the partial file is still there: no model is loaded to finish the job."""
+    run.write([{"prompt": f"p{i}"} for i in range(20)])
+    original = ResultFile.finish
+    try:
+        ResultFile.finish = lambda self: (_ for _ in ()).throw(RuntimeError("killed"))  # type: ignore[assignment]
+        with pytest.raises(RuntimeError, match="killed"):
+            run()
+    finally:
+        ResultFile.finish = original  # type: ignore[method-assign]
+    assert run() == 0
+    assert len(run.engines) == 1
+    assert len(run.results()) == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"config": replace(CONFIG, sampling=SamplingParams(temperature=0.7))}, "sampling.temperature: 1.0 -> 0.7"),
+        ({"config": replace(CONFIG, engine=EngineSection(seed=3))}, "engine.seed: 0 -> 3"),
+        ({"config": replace(CONFIG, data=DataSection(system_prompt="S"))}, "data.system_prompt: none -> S"),
+        ({"limit": 3}, "limit: none -> 3"),
+        ({"input": True}, "input.sha256"),
+        ({"config": replace(CONFIG, engine=EngineSection(kv_cache_tokens=300))}, "engine.kv_cache_tokens"),
+    ],
+)
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_different_job_is_refused_by_name(run: Run, change: dict[str, Any], named: str, finished: bool) -> None:
+    run.write([{"prompt": f"p{i}"} for i in range(50)])
+    if finished:
+        run()
+    else:
+        with pytest.raises(RuntimeError):
+            run(engine=StubEngine(fail_at=4))
+    if "input" in change:
+        run.write([{"prompt": f"q{i}"} for i in range(50)])
+        change = {}
+    kept = sorted(p.name for p in run.folder.iterdir())
+    with pytest.raises(InputError) as caught:
+        run(**change)
+    assert named in caught.value.message
+    assert "--overwrite" in (caught.value.hint or "")
+    assert kept == sorted(p.name for p in run.folder.iterdir())
+    assert run(**change, overwrite=True) == 0
+
+
+def test_capacity_may_change_between_sessions(run: Run) -> None:
+    run.write([{"prompt": f"p{i}"} for i in range(50)])
+    with pytest.raises(RuntimeError):
+        run(engine=StubEngine(fail_at=4))
+    engine = EngineSection(max_batch_size=3, page_size=32, kv_cache_tokens=10**6, prefix_cache=False)
+    assert run(replace(CONFIG, engine=engine)) == 0
+
+
+def test_output_that_nobody_vouches_for(run: Run) -> None:
+    run.write([{"prompt": "a"}])
+    run.output.write_text("precious")
+    with pytest.raises(InputError, match="exists"):
+        run()
+    assert run.output.read_text() == "precious"
+    partial_path(run.output).write_text("precious\n")
+    with pytest.raises(InputError, match="not a partial result"):
+        run()
+    assert partial_path(run.output).read_text() == "precious\n"
+
+
+def test_impossible_outputs(run: Run) -> None:
+    run.write([{"prompt": "a"}])
+    with pytest.raises(InputError, match="output is the input"):
+        run(output=run.input)
+    with pytest.raises(InputError, match="does not exist"):
+        run(output=run.folder / "no" / "x.jsonl")
+    with pytest.raises(InputError, match="is a folder"):
+        run(output=run.folder)
+    assert not run.engines
+
+
+def test_two_processes_on_one_output(run: Run) -> None:
+    run.write([{"prompt": "a"}])
+    other = ResultFile(run.output, {}, overwrite=False)
+    with pytest.raises(InputError, match="another process"):
+        run()
+    with pytest.raises(InputError, match="another process"):
+        run(overwrite=True)
+    other.close()
+    assert not partial_path(run.output).exists()
+    assert run() == 0
+
+
+def test_limit_and_empty_inputs(run: Run) -> None:
+    run.write([{"prompt": f"p{i}"} for i in range(10)])
+    assert run(limit=3) == 0
+    assert [r["index"] for r in run.results()] == [0, 1, 2]
+    run.write([])
+    assert run(overwrite=True) == 0
+    assert run.results() == []
+    assert len(run.engines) == 1
+
+
+def measure_growth(run: Run, rows: int) -> float:
+    """Growth of the resident set in MiB, at its most, over a job of `rows` rows; prints rows/s."""
+    with run.input.open("w") as file:
+        for i in range(rows):
+            file.write(json.dumps({"prompt": f"row {i} " + "x" * 100, "id": i, "topic": "y" * 50}) + "\n")
+    process = psutil.Process()
+    gc.collect()
+    before = process.memory_info().rss
+    most = 0
+    step = StubEngine.step
+
+    class Watched(StubEngine):
+        def step(self) -> Any:
+            nonlocal most
+            if self._steps % 500 == 0:
+                most = max(most, process.memory_info().rss)
+            return step(self)
+
+    began = time.perf_counter()
+    assert run(engine=Watched(batch=64)) == 0
+    print(f"{rows / (time.perf_counter() - began):.0f} rows/s")
+    most = max(most, process.memory_info().rss)
+    with run.output.open() as file:
+        assert all(json.loads(line)["index"] == i for i, line in enumerate(file))
+    return (most - before) / 2**20
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.mkdir()
+    large.mkdir()
+    measure_growth(Run(small), 2_000)
+    growth = measure_growth(Run(large), 20_000)  # about 7 MiB of results, several times that as objects
+    assert growth < 10, growth
+
+
+@pytest.mark.slow
+def test_a_million_rows_stay_below_200_mb(tmp_path: Path) -> None:
+    growth = measure_growth(Run(tmp_path), 1_000_000)
+    print(
+        f"{growth:.1f} MiB for 1,000,000 rows, {os.path.getsize(tmp_path / 'd.results.jsonl') / 2**20:.0f} MiB written"
+    )
+    assert growth < 200, growth
