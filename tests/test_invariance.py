@@ -55,14 +55,13 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
     cache._kv[..., 20 * page :, :] = torch.randn(2, kv_heads, 40 * page, dim, generator=generator)
     whole_layout = BatchLayout.build([Span(pages, 0, 300)], page, CPU)
     cache.write(0, whole_layout.slots_T, k, v)
-    keys, values = cache.keys(0), cache.values(0)
-    whole = backend.attend(backend.plan(whole_layout), q, keys, values, None)
+    whole = backend.attend(backend.plan(whole_layout), q, cache, 0, None)
 
     def check(spans: list[Span], rows: list[tuple[int, int]], window: int | None = None, expected: torch.Tensor = whole) -> None:
         """`rows[i]` = the tokens of the sequence that span i computes; spans of other sequences have none."""
         queries = [q[a:b] if b else torch.ones(span.num_tokens, heads, dim) for span, (a, b) in zip(spans, rows, strict=True)]
         layout = BatchLayout.build(spans, page, CPU)
-        out = backend.attend(backend.plan(layout), torch.cat(queries), keys, values, window)
+        out = backend.attend(backend.plan(layout), torch.cat(queries), cache, 0, window)
         first = 0
         for span, (a, b) in zip(spans, rows, strict=True):
             if b:
@@ -72,7 +71,7 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
     for start, count in [(0, 1), (0, 5), (0, 128), (3, 140), (127, 1), (128, 1), (129, 3), (250, 50), (299, 1), (290, 8)]:
         check([Span(pages, start, count)], [(start, start + count)])
         check([Span(other, 500, 1), Span(pages, start, count), Span(other, 20, 30)], [(0, 0), (start, start + count), (0, 0)])
-    windowed = backend.attend(backend.plan(whole_layout), q, keys, values, 50)
+    windowed = backend.attend(backend.plan(whole_layout), q, cache, 0, 50)
     assert not torch.allclose(windowed, whole)
     # A tree whose branch 0-2-5-6 is tokens 250..253, its nodes at slots that plain decoding would give to other tokens.
     tree = torch.eye(7).bool()
@@ -85,7 +84,7 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
     rows[branch] = torch.arange(250, 254)
     cache.write(0, layout.slots_T[:7], k[rows], v[rows])
     for window, expected in ((None, whole), (50, windowed)):
-        out = backend.attend(backend.plan(layout), torch.cat((q[rows], q[:3])), keys, values, window)
+        out = backend.attend(backend.plan(layout), torch.cat((q[rows], q[:3])), cache, 0, window)
         assert torch.equal(out[branch], expected[250:254])
     cache._kv.copy_(saved)
 

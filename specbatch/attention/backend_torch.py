@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.attention.interface import BatchLayout, Span
+from specbatch.cache.pages import KVCache
 
-CHUNK = 128  # keys; part of the result's bits, never a function of the batch
+CHUNK = 256  # keys; part of the result's bits, never a function of the batch
 MAX_GROUPED_QUERIES = 64  # sequences with more new tokens than this are not padded to each other
 MASKED = -1e30  # finite, so that a chunk without any visible key leaves no NaN; exp() turns it into an exact zero
 
@@ -76,7 +77,7 @@ class TorchAttention:
         return [self._group(sorted(m, key=lambda s: -(s[0].start + s[0].num_tokens)), layout.page_size) for m in members]
 
     def _group(self, members: list[tuple[Span, int]], page_size: int) -> _Group:
-        num_queries = max(span.num_tokens for span, _ in members)
+        num_queries = max(max(span.num_tokens for span, _ in members), -(-self._min_rows // self._per_head))
         query_index, output_rows, output_index = [], [], []
         kv_lens, prefix_lens = [], []
         for i, (span, row) in enumerate(members):
@@ -116,14 +117,14 @@ class TorchAttention:
             chunks=chunks,
         )
 
-    def attend(self, plan: list[_Group], q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, window: int | None) -> Tensor:
+    def attend(self, plan: list[_Group], q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
         out = torch.empty_like(q_THD)
         for group in plan:
-            result = self._attend_group(group, q_THD, k_SKD, v_SKD, window)
+            result = self._attend_group(group, q_THD, cache.layer(layer), window)
             out.index_copy_(0, group.output_rows, result.index_select(0, group.output_index).to(out.dtype))
         return out
 
-    def _attend_group(self, group: _Group, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, window: int | None) -> Tensor:
+    def _attend_group(self, group: _Group, q_THD: Tensor, kv_2KSD: Tensor, window: int | None) -> Tensor:
         n, num_queries, heads, per_head, dim = group.num_sequences, group.num_queries, self._num_kv_heads, self._per_head, self._head_dim
         compute = q_THD.dtype if q_THD.dtype in (torch.float32, torch.float64) else torch.float32
         q = q_THD.index_select(0, group.query_index).to(compute) * self._scale
@@ -132,37 +133,41 @@ class TorchAttention:
         for chunk in group.chunks:
             m = chunk.num_sequences
             batch, batch_rows = (m * num_queries, per_head) if chunk.per_query else (m, rows)
-            k = k_SKD.transpose(0, 1).index_select(1, chunk.slots).to(compute).view(heads * batch, CHUNK, dim)
-            v = v_SKD.transpose(0, 1).index_select(1, chunk.slots).to(compute).view(heads * batch, CHUNK, dim)
+            kv = kv_2KSD.index_select(2, chunk.slots).to(compute).view(2, heads * batch, CHUNK, dim)
             queries = q_KnRD[:, :m].reshape(heads * batch, batch_rows, dim)
-            bias = self._bias(group, chunk, window, compute)
-            peak, total, out = (x.reshape(heads, m, rows, -1) for x in self._partial(queries, k, v, bias))
-            if chunk.number == 0:
-                all_peak, all_total, all_out = peak, total, out
+            out, lse = self._partial(queries, kv[0], kv[1], self._bias(group, chunk, window, compute), len(group.chunks) > 1)
+            out = out.reshape(heads, m, rows, dim)
+            if len(group.chunks) == 1:
+                merged = out
                 continue
-            new_peak = torch.maximum(all_peak[:, :m], peak)
-            old, new = torch.exp(all_peak[:, :m] - new_peak), torch.exp(peak - new_peak)
-            all_total[:, :m] = all_total[:, :m] * old + total * new
-            all_out[:, :m] = all_out[:, :m] * old + out * new
-            all_peak[:, :m] = new_peak
-        result = (all_out / all_total).view(heads, n, num_queries, per_head, dim).permute(1, 2, 0, 3, 4)
-        return result.reshape(n * num_queries, heads * per_head, dim)
+            lse = lse.reshape(heads, m, rows, 1)
+            if chunk.number == 0:
+                merged, peak, total = out, lse, torch.ones_like(lse)
+                continue
+            # Merge by weights exp(lse): of a chunk without a visible key the weight is exactly zero.
+            new_peak = torch.maximum(peak[:, :m], lse)
+            old, new = torch.exp(peak[:, :m] - new_peak), torch.exp(lse - new_peak)
+            total[:, :m] = total[:, :m] * old + new
+            merged[:, :m] = merged[:, :m] * old + out * new
+            peak[:, :m] = new_peak
+        if len(group.chunks) > 1:
+            merged = merged / total
+        return merged.view(heads, n, num_queries, per_head, dim).permute(1, 2, 0, 3, 4).reshape(n * num_queries, heads * per_head, dim)
 
-    def _partial(self, q_brD: Tensor, k_bCD: Tensor, v_bCD: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Softmax over one chunk: peak score and sum of exponentials (b, r, 1), and the unnormalised output (b, r, D)."""
+    def _partial(self, q_brD: Tensor, k_bCD: Tensor, v_bCD: Tensor, bias: Tensor | None, with_lse: bool) -> tuple[Tensor, Tensor]:
+        """Attention over one chunk (b, r, D), and the log of its sum of exponentials (b, r)."""
         rows = q_brD.shape[1]
         padding = self._min_rows - rows
-        if padding > 0:
+        if padding > 0:  # single queries; a group's rows are enough already
             q_brD = F.pad(q_brD, (0, 0, 0, padding))
         scores = torch.bmm(q_brD, k_bCD.transpose(1, 2))
         if bias is not None:
             # (m, Q, C) for queries times heads of one sequence, (m * Q, 1, C) for single queries
             part = scores[:, :rows].view(self._num_kv_heads, bias.shape[0], bias.shape[1], self._per_head, CHUNK)
             part += bias[:, :, None]
-        peak = scores.amax(-1, keepdim=True)
-        weights = torch.exp(scores.sub_(peak))
-        total, out = weights.sum(-1, keepdim=True), torch.bmm(weights, v_bCD)
-        return (peak[:, :rows], total[:, :rows], out[:, :rows]) if padding > 0 else (peak, total, out)
+        lse = torch.logsumexp(scores, -1) if with_lse else scores[..., 0]
+        out = torch.bmm(torch.softmax(scores, -1), v_bCD)
+        return (out[:, :rows], lse[:, :rows]) if padding > 0 else (out, lse)
 
     def _bias(self, group: _Group, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Additive mask of a chunk, computed once for all layers; None where every query sees every key."""

@@ -6,7 +6,7 @@ A forward pass processes T packed tokens of B sequences. Sequence b writes its n
 causal. So a decode step, a chunk of a prompt, a tree to verify and one level of a draft tree are one case.
 
 Shape suffixes: B sequences, T packed tokens, Q new tokens of one sequence, M masked slots, H query heads, K key/value
-heads, D head dimension, S slots of the cache.
+heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from specbatch.cache.pages import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class AttentionBackend(Protocol):
         """Prepare one forward pass. The result is passed to `attend` for every layer."""
         ...
 
-    def attend(self, plan: Any, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, window: int | None) -> Tensor:
-        """Attention output (T, H, D). New keys and values are in the cache already. `window`: sliding window in
-        tokens (a query at position p sees positions > p - window), None for full attention."""
+    def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+        """Attention output (T, H, D). New keys and values are in `layer` of the cache already. `window`: sliding window
+        in tokens (a query at position p sees positions > p - window), None for full attention."""
         ...

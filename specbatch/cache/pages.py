@@ -75,8 +75,8 @@ class PagePool:
 class KVCache:
     """Keys and values of every layer for `num_slots` token slots.
 
-    `keys(layer)` and `values(layer)` are views of logical shape (S, H, D). Heads come first in memory, so that the CPU
-    backend gathers the context of a batch into the operand of one batched matrix product without another copy.
+    Heads come before slots, so that the CPU backend gathers the context of a batch into the operands of batched matrix
+    products in one copy.
     """
 
     def __init__(
@@ -90,11 +90,9 @@ class KVCache:
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize
 
-    def keys(self, layer: int) -> Tensor:
-        return self._kv[layer, 0].transpose(0, 1)
-
-    def values(self, layer: int) -> Tensor:
-        return self._kv[layer, 1].transpose(0, 1)
+    def layer(self, layer: int) -> Tensor:
+        """Keys and values of a layer, a view (2, H, S, D)."""
+        return self._kv[layer]
 
     def write(self, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
         """Store new keys and values. Slots are distinct."""

@@ -57,7 +57,7 @@ class Attention:
             qk, v = qkv.split((sizes[0] + sizes[1], sizes[2]), dim=1)
         q, k = Rotary.apply(qk, *rotary).split(sizes[:2], dim=1)
         cache.write(self._layer, layout.slots_T, k, v)
-        out = backend.attend(plan, q, cache.keys(self._layer), cache.values(self._layer), self._window)
+        out = backend.attend(plan, q, cache, self._layer, self._window)
         return self._out(out.view(num_tokens, -1))
 
 

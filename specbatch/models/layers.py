@@ -62,18 +62,18 @@ class Rotary:
 
     def __init__(self, inv_freq: Tensor, attention_factor: float, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq.float())
-        angles = torch.cat((angles, angles), dim=-1)
-        self._cos = (angles.cos() * attention_factor).to(device=device, dtype=dtype)
-        self._sin = (angles.sin() * attention_factor).to(device=device, dtype=dtype)
+        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+        self._cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)  # the sign of rotate-half is in the table
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for packed tokens, each (T, 1, D): looked up once for all layers of a forward pass."""
+        """cos and signed sin for packed tokens, each (T, 1, D): looked up once for all layers of a forward pass."""
         return self._cos[positions_T].unsqueeze(1), self._sin[positions_T].unsqueeze(1)
 
     @staticmethod
     def apply(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = x_THD.chunk(2, dim=-1)
-        return x_THD * cos + torch.cat((-second, first), dim=-1) * sin
+        swapped = x_THD.roll(x_THD.shape[-1] // 2, dims=-1)
+        return (x_THD * cos).addcmul_(swapped, sin)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
