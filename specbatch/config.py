@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 from specbatch.types import SamplingParams
 
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+
 
 @dataclass(frozen=True)
 class ModelSection:
     target: str = "builtin:smollm2-135m-instruct"  # directory, hub id, .gguf file or builtin:NAME
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"  # auto: float32 on CPU
+    dtype: DtypeName = "auto"  # auto: float32 on CPU
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,8 @@ def _wrong_type(path: str, kinds: tuple[Any, ...], value: Any) -> ConfigError:
 
 
 def _kind(value: Any) -> str:
-    return {dict: "a mapping", list: "a list", str: "text"}.get(type(value), _shown(value))
+    kinds: dict[type, str] = {dict: "a mapping", list: "a list", str: "text"}
+    return kinds.get(type(value)) or _shown(value)
 
 
 def _shown(value: Any) -> str:

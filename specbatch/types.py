@@ -33,7 +33,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:
-    """Where a request's random numbers come from: Philox key `seed` (64 bit), counter words `stream` (64 bit) and `sample`.
+    """Where a request's random numbers come from: Philox key `seed` (64 bit), counter words `stream` (64 bit) and
+    `sample`.
 
     The remaining counter words are the absolute token position and the purpose, so that a draw depends on nothing
     that scheduling decides.

@@ -27,8 +27,8 @@ VOCAB = 61
 
 
 class RandomTensors:
-    """A checkpoint of random weights. A tensor depends on its name and the seed alone, so a model with fewer layers is the
-    deeper one cut short: a draft that is often right."""
+    """A checkpoint of random weights. A tensor depends on its name and the seed alone, so a model with fewer layers
+    is the deeper one cut short: a draft that is often right."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int, scale: float = 0.25) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -93,7 +93,8 @@ def tiny_engine(
     hidden: int = 32,
     eos: tuple[int, ...] = (),
 ) -> Engine:
-    """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer less)."""
+    """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer
+    less)."""
     layers = 7 if method == "eagle3" else 3
     config = tiny_config(layers, hidden=hidden, vocab=vocab)
     target = tiny_decoder(config, dtype, scale=scale)
@@ -116,10 +117,21 @@ def tiny_engine(
             kind = "eagle3" if method == "eagle3" else "eagle"
             width = draft_vocab or vocab
             head = EagleConfig(kind, head_config, hidden, width, False, False)  # type: ignore[arg-type]
-            tensors = RandomTensors({n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale)
+            tensors = RandomTensors(
+                {n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
+            )
             # every other token, so that the offsets are not constant
             tensors._tensors["d2t"] = torch.tensor([min(2 * i, vocab - width + i) - i for i in range(width)])
-            model = EagleHead(head, loader(tensors, dtype, CPU), tensors.load, target, attention_of(head_config), MAX_LENGTH + 128, dtype, CPU)
+            model = EagleHead(
+                head,
+                loader(tensors, dtype, CPU),
+                tensors.load,
+                target,
+                attention_of(head_config),
+                MAX_LENGTH + 128,
+                dtype,
+                CPU,
+            )
             net = EagleDraft(model, model.new_cache(num_slots, dtype), layers, kind == "eagle3")
         proposer = NeuralProposer(net, shape, vocab, page_size, CPU)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
@@ -149,7 +161,9 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams, check:
     return [done[i] for i in range(len(prompts))]
 
 
-def random_prompts(count: int, seed: int = 0, vocab: int = VOCAB, longest: int = 40, shared: int = 0) -> list[list[int]]:
+def random_prompts(
+    count: int, seed: int = 0, vocab: int = VOCAB, longest: int = 40, shared: int = 0
+) -> list[list[int]]:
     """Prompts of 1 to `longest` tokens behind `shared` common ones; token 0 (end of sequence) does not occur."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,7 +1,7 @@
 """On CPU in float32 a row's result has the same bits however the batch is composed and the sequence is cut.
 
-Resumed files equal uninterrupted ones byte for byte because of this. It rests on properties of oneDNN and the BLAS that are
-checked here at the sizes of real models.
+Resumed files equal uninterrupted ones byte for byte because of this. It rests on properties of oneDNN and the BLAS
+that are checked here at the sizes of real models.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 257]
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs"), [(16, 48), (32, 61), (576, 960), (576, 3072), (1536, 576), (896, 1152), (4864, 896), (1536, 2048), (8960, 1536)]
+    ("inputs", "outputs"),
+    [(16, 48), (32, 61), (576, 960), (576, 3072), (1536, 576), (896, 1152), (4864, 896), (1536, 2048), (8960, 1536)],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(inputs: int, outputs: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    linear = Linear(torch.randn(outputs, inputs, generator=generator) * 0.02, torch.randn(outputs, generator=generator) if bias else None)
+    linear = Linear(
+        torch.randn(outputs, inputs, generator=generator) * 0.02,
+        torch.randn(outputs, generator=generator) if bias else None,
+    )
     x = torch.randn(512, inputs, generator=generator)
     whole = linear(x)
     for rows in ROWS:
@@ -43,9 +47,13 @@ def test_elementwise() -> None:
         assert torch.equal(silu_mul(x[:rows]), silu_mul(x)[:rows])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (14, 2, 64), (12, 2, 128), (32, 8, 128), (8, 1, 256), (5, 5, 80)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(9, 3, 64), (4, 4, 64), (14, 2, 64), (12, 2, 128), (32, 8, 128), (8, 1, 256), (5, 5, 80)],
+)
 def test_attention(heads: int, kv_heads: int, dim: int) -> None:
-    """300 tokens in one piece, against pieces, a decode step, a batch with longer neighbours, and a tree with other branches."""
+    """300 tokens in one piece, against pieces, a decode step, a batch with longer neighbours, and a tree with other
+    branches."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(300, h, dim, generator=generator) for h in (heads, kv_heads, kv_heads))
     page, pages = 16, [*range(19, 0, -1), *range(20, 60)]
@@ -57,9 +65,13 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
     cache.write(0, whole_layout.slots_T, k, v)
     whole = backend.attend(backend.plan(whole_layout), q, cache, 0, None)
 
-    def check(spans: list[Span], rows: list[tuple[int, int]], window: int | None = None, expected: torch.Tensor = whole) -> None:
+    def check(
+        spans: list[Span], rows: list[tuple[int, int]], window: int | None = None, expected: torch.Tensor = whole
+    ) -> None:
         """`rows[i]` = the tokens of the sequence that span i computes; spans of other sequences have none."""
-        queries = [q[a:b] if b else torch.ones(span.num_tokens, heads, dim) for span, (a, b) in zip(spans, rows, strict=True)]
+        queries = [
+            q[a:b] if b else torch.ones(span.num_tokens, heads, dim) for span, (a, b) in zip(spans, rows, strict=True)
+        ]
         layout = BatchLayout.build(spans, page, CPU)
         out = backend.attend(backend.plan(layout), torch.cat(queries), cache, 0, window)
         first = 0
@@ -68,9 +80,23 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
                 assert torch.equal(out[first : first + span.num_tokens], expected[a:b]), f"tokens {a}..{b}"
             first += span.num_tokens
 
-    for start, count in [(0, 1), (0, 5), (0, 128), (3, 140), (127, 1), (128, 1), (129, 3), (250, 50), (299, 1), (290, 8)]:
+    for start, count in [
+        (0, 1),
+        (0, 5),
+        (0, 128),
+        (3, 140),
+        (127, 1),
+        (128, 1),
+        (129, 3),
+        (250, 50),
+        (299, 1),
+        (290, 8),
+    ]:
         check([Span(pages, start, count)], [(start, start + count)])
-        check([Span(other, 500, 1), Span(pages, start, count), Span(other, 20, 30)], [(0, 0), (start, start + count), (0, 0)])
+        check(
+            [Span(other, 500, 1), Span(pages, start, count), Span(other, 20, 30)],
+            [(0, 0), (start, start + count), (0, 0)],
+        )
     windowed = backend.attend(backend.plan(whole_layout), q, cache, 0, 50)
     assert not torch.allclose(windowed, whole)
     # A tree whose branch 0-2-5-6 is tokens 250..253, its nodes at slots that plain decoding would give to other tokens.
@@ -92,12 +118,26 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
         check([Span(pages, start, count), Span(other, 400, 2)], [(start, start + count), (0, 0)], 50, windowed)
 
 
-@pytest.mark.parametrize(("method", "shape"), [("none", None), ("ngram", DraftShape(3, 1, 4)), ("draft_model", DraftShape(5, 4, 8)), ("eagle", DraftShape(3, 1, 4))])
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("none", None),
+        ("ngram", DraftShape(3, 1, 4)),
+        ("draft_model", DraftShape(5, 4, 8)),
+        ("eagle", DraftShape(3, 1, 4)),
+    ],
+)
 def test_engine_logprobs_have_the_same_bits(method: str, shape: DraftShape | None) -> None:
     """Log-probabilities, not only tokens: equal between plain and speculative decoding and between all schedules."""
     params = SamplingParams(max_tokens=20, logprobs=2)
     prompts = random_prompts(6, shared=10)
-    options = [{}, {"max_batch_size": 1, "prefix_cache": False}, {"prefill_chunk_tokens": 3}, {"page_size": 16}, {"max_batch_size": 6}]
+    options = [
+        {},
+        {"max_batch_size": 1, "prefix_cache": False},
+        {"prefill_chunk_tokens": 3},
+        {"page_size": 16},
+        {"max_batch_size": 6},
+    ]
     plain = [c.logprobs for c in run(tiny_engine("none", dtype=torch.float32, num_pages=256), prompts, params)]
     for option in options:
         engine = tiny_engine(method, shape, dtype=torch.float32, **{"num_pages": 256, **option})  # type: ignore[arg-type]

@@ -45,11 +45,15 @@ def test_plain_output_is_worth_comparing(plain: list[tuple[list[int], str]]) -> 
 
 
 @pytest.mark.parametrize(("method", "shape"), CASES)
-def test_greedy_equals_plain(method: str, shape: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]) -> None:
+def test_greedy_equals_plain(
+    method: str, shape: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]
+) -> None:
     completions = run(tiny_engine(method, SHAPES[shape], num_pages=256), prompts, GREEDY)
     assert texts(completions) == plain
     if method == "draft_model":
-        assert sum(c.speculation.accepted for c in completions) > 0, "nothing was ever accepted: the test would prove little"
+        assert sum(c.speculation.accepted for c in completions) > 0, (
+            "nothing was ever accepted: the test would prove little"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +75,9 @@ def test_eagle3_equals_its_plain(shape: str, draft_vocab: int | None, prompts: l
 
 
 @pytest.mark.parametrize(("method", "shape"), CASES)
-def test_preemption_changes_nothing(method: str, shape: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]) -> None:
+def test_preemption_changes_nothing(
+    method: str, shape: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]
+) -> None:
     """A cache so small that requests are thrown out and recomputed."""
     lookahead = tiny_engine(method, SHAPES[shape], num_pages=256)._proposer.num_lookahead
     longest = max(map(len, prompts)) + GREEDY.max_tokens
@@ -82,7 +88,9 @@ def test_preemption_changes_nothing(method: str, shape: str, prompts: list[list[
 
 @pytest.mark.parametrize("change", ["batch-1", "batch-8", "no-prefix", "chunk-3", "page-1", "page-16"])
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "eagle"])
-def test_scheduling_changes_nothing(change: str, method: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]) -> None:
+def test_scheduling_changes_nothing(
+    change: str, method: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]
+) -> None:
     options = {
         "batch-1": {"max_batch_size": 1},
         "batch-8": {"max_batch_size": 8},
@@ -98,7 +106,9 @@ def test_scheduling_changes_nothing(change: str, method: str, prompts: list[list
         assert change in ("chunk-3", "page-16") or engine.stats.cached_prompt_tokens > 0
 
 
-@pytest.mark.parametrize(("method", "shape"), [("ngram", "chain-3"), ("draft_model", "tree-5-4-8"), ("eagle", "tree-2-2")])
+@pytest.mark.parametrize(
+    ("method", "shape"), [("ngram", "chain-3"), ("draft_model", "tree-5-4-8"), ("eagle", "tree-2-2")]
+)
 def test_sampled_deterministic_drafts_equal_plain_sampling(method: str, shape: str, prompts: list[list[int]]) -> None:
     """Trees and n-grams draw the numbers that plain sampling draws: the same tokens, not only the same distribution."""
     plain = texts(run(tiny_engine("none"), prompts, SAMPLED))
@@ -125,8 +135,8 @@ def test_sampled_chain_does_not_depend_on_scheduling(prompts: list[list[int]]) -
 
 @pytest.mark.parametrize("shape", [DraftShape(3, 1, 4), DraftShape(3, 4, 37)])
 def test_a_perfect_draft_is_accepted(shape: DraftShape, prompts: list[list[int]]) -> None:
-    """The target drafting for itself, so draft caches, positions and draft-extend are right: a chain is accepted whole, and so
-    is one branch of a tree that verifies every candidate (unless the best path fell out of the beam)."""
+    """The target drafting for itself, so draft caches, positions and draft-extend are right: a chain is accepted
+    whole, and so is one branch of a tree that verifies every candidate (unless the best path fell out of the beam)."""
     engine = tiny_engine("draft_model", shape, num_pages=256)
     net = engine._proposer._net  # type: ignore[attr-defined]
     net._model = engine._target

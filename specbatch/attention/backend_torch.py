@@ -3,11 +3,12 @@
 A token's output has the same bits however the batch, the prompt chunks, a prefix hit or a draft tree cut the sequences.
 That is what makes speculative output equal plain output exactly, and a resumed file equal an uninterrupted one:
 
-- the keys that a query sees are put in order of position and processed in chunks of a fixed size at fixed positions, each
-  with a softmax of its own, merged in order (split-KV, as in FlashDecoding); a chunk past the end of a sequence adds an
-  exact zero. A node of a draft tree sees its ancestors where plain decoding would have them, wherever their slots are;
-- the number of query rows of a matrix product is padded, because BLAS libraries use another summation order for a handful
-  of rows (matrix-vector kernels) and one and the same from there on.
+- the keys that a query sees are put in order of position and processed in chunks of a fixed size at fixed positions,
+  each with a softmax of its own, merged in order (split-KV, as in FlashDecoding); a chunk past the end of a sequence
+  adds an exact zero. A node of a draft tree sees its ancestors where plain decoding would have them, wherever their
+  slots are;
+- the number of query rows of a matrix product is padded, because BLAS libraries use another summation order for a
+  handful of rows (matrix-vector kernels) and one and the same from there on.
 
 Shape suffixes as in `interface.py`; further: n sequences of a group, G query heads for each key/value head, C keys of a
 chunk, R = Q * G rows.
@@ -31,7 +32,8 @@ MASKED = -1e30  # finite, so that a chunk without any visible key leaves no NaN;
 
 @dataclass(slots=True)
 class _Chunk:
-    """Keys [number * C, (number + 1) * C) of the first `num_sequences` sequences of a group, which is sorted by length."""
+    """Keys [number * C, (number + 1) * C) of the first `num_sequences` sequences of a group, which is sorted by
+    length."""
 
     number: int
     num_sequences: int
@@ -66,7 +68,10 @@ class TorchAttention:
         self._device = device
 
     def plan(self, layout: BatchLayout) -> list[_Group]:
-        row, alone, causal, trees = 0, [], [], []
+        row = 0
+        alone: list[list[tuple[Span, int]]] = []
+        causal: list[tuple[Span, int]] = []
+        trees: list[tuple[Span, int]] = []
         for span in layout.spans:
             if span.num_tokens > MAX_GROUPED_QUERIES:
                 alone.append([(span, row)])
@@ -74,11 +79,15 @@ class TorchAttention:
                 (causal if span.mask is None else trees).append((span, row))
             row += span.num_tokens
         members = [*alone, *([causal] if causal else []), *([trees] if trees else [])]
-        return [self._group(sorted(m, key=lambda s: -(s[0].start + s[0].num_tokens)), layout.page_size) for m in members]
+        return [
+            self._group(sorted(m, key=lambda s: -(s[0].start + s[0].num_tokens)), layout.page_size) for m in members
+        ]
 
     def _group(self, members: list[tuple[Span, int]], page_size: int) -> _Group:
         num_queries = max(max(span.num_tokens for span, _ in members), -(-self._min_rows // self._per_head))
-        query_index, output_rows, output_index = [], [], []
+        query_index: list[int] = []
+        output_rows: list[int] = []
+        output_index: list[int] = []
         kv_lens, prefix_lens = [], []
         for i, (span, row) in enumerate(members):
             query_index += [row + min(j, span.num_tokens - 1) for j in range(num_queries)]
@@ -94,13 +103,19 @@ class TorchAttention:
         for i, (span, _) in enumerate(members):
             pages = torch.tensor(span.pages[: -(-kv_lens[i] // page_size)], dtype=torch.int64)
             slots[i, : kv_lens[i]] = (pages[:, None] * page_size + offsets).view(-1)[: kv_lens[i]]
-            counts = span.start + 1 + torch.arange(span.num_tokens) if span.mask is None else prefix_lens[i] + span.mask.sum(1).cpu()
+            counts = (
+                span.start + 1 + torch.arange(span.num_tokens)
+                if span.mask is None
+                else prefix_lens[i] + span.mask.sum(1).cpu()
+            )
             visible[i, : span.num_tokens] = counts
         chunks = []
         for number in range(width // CHUNK):
             low, high = number * CHUNK, (number + 1) * CHUNK
             reached = sum(kv_len > low for kv_len in kv_lens)
-            per_query = any(prefix < min(high, kv_len) for prefix, kv_len in zip(prefix_lens[:reached], kv_lens, strict=False))
+            per_query = any(
+                prefix < min(high, kv_len) for prefix, kv_len in zip(prefix_lens[:reached], kv_lens, strict=False)
+            )
             part = slots[:reached, low:high]
             if per_query:
                 part = part[:, None].repeat(1, num_queries, 1)
@@ -125,17 +140,29 @@ class TorchAttention:
         return out
 
     def _attend_group(self, group: _Group, q_THD: Tensor, kv_2KSD: Tensor, window: int | None) -> Tensor:
-        n, num_queries, heads, per_head, dim = group.num_sequences, group.num_queries, self._num_kv_heads, self._per_head, self._head_dim
+        n, num_queries, heads, per_head, dim = (
+            group.num_sequences,
+            group.num_queries,
+            self._num_kv_heads,
+            self._per_head,
+            self._head_dim,
+        )
         compute = q_THD.dtype if q_THD.dtype in (torch.float32, torch.float64) else torch.float32
         q = q_THD.index_select(0, group.query_index).to(compute) * self._scale
-        q_KnRD = q.view(n, num_queries, heads, per_head, dim).permute(2, 0, 1, 3, 4).reshape(heads, n, num_queries * per_head, dim)
+        q_KnRD = (
+            q.view(n, num_queries, heads, per_head, dim)
+            .permute(2, 0, 1, 3, 4)
+            .reshape(heads, n, num_queries * per_head, dim)
+        )
         rows = num_queries * per_head
         for chunk in group.chunks:
             m = chunk.num_sequences
             batch, batch_rows = (m * num_queries, per_head) if chunk.per_query else (m, rows)
             kv = kv_2KSD.index_select(2, chunk.slots).to(compute).view(2, heads * batch, CHUNK, dim)
             queries = q_KnRD[:, :m].reshape(heads * batch, batch_rows, dim)
-            out, lse = self._partial(queries, kv[0], kv[1], self._bias(group, chunk, window, compute), len(group.chunks) > 1)
+            out, lse = self._partial(
+                queries, kv[0], kv[1], self._bias(group, chunk, window, compute), len(group.chunks) > 1
+            )
             out = out.reshape(heads, m, rows, dim)
             if len(group.chunks) == 1:
                 merged = out
@@ -152,9 +179,15 @@ class TorchAttention:
             peak[:, :m] = new_peak
         if len(group.chunks) > 1:
             merged = merged / total
-        return merged.view(heads, n, num_queries, per_head, dim).permute(1, 2, 0, 3, 4).reshape(n * num_queries, heads * per_head, dim)
+        return (
+            merged.view(heads, n, num_queries, per_head, dim)
+            .permute(1, 2, 0, 3, 4)
+            .reshape(n * num_queries, heads * per_head, dim)
+        )
 
-    def _partial(self, q_brD: Tensor, k_bCD: Tensor, v_bCD: Tensor, bias: Tensor | None, with_lse: bool) -> tuple[Tensor, Tensor]:
+    def _partial(
+        self, q_brD: Tensor, k_bCD: Tensor, v_bCD: Tensor, bias: Tensor | None, with_lse: bool
+    ) -> tuple[Tensor, Tensor]:
         """Attention over one chunk (b, r, D), and the log of its sum of exponentials (b, r)."""
         rows = q_brD.shape[1]
         padding = self._min_rows - rows

@@ -28,7 +28,9 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._refs = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the lowest page comes first, recently freed ones reuse warm memory
+        self._free = list(
+            range(num_pages - 1, -1, -1)
+        )  # a stack: the lowest page comes first, recently freed ones reuse warm memory
 
     @property
     def num_free(self) -> int:
@@ -80,10 +82,17 @@ class KVCache:
     """
 
     def __init__(
-        self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.num_slots = num_slots
-        # Zeros, not empty: slots past a sequence's end are masked, but a NaN left there would survive the mask (0 * NaN).
+        # Zeros, not empty: slots past a sequence's end are masked, but a NaN left there would survive the mask (0 *
+        # NaN).
         self._kv = torch.zeros((num_layers, 2, num_kv_heads, num_slots, head_dim), dtype=dtype, device=device)
 
     @staticmethod

@@ -68,7 +68,8 @@ class PrefixIndex:
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], num_computed: int) -> None:
-        """Offer the full pages among the first `num_computed` slots of a sequence; those already known are kept as they are."""
+        """Offer the full pages among the first `num_computed` slots of a sequence; those already known are kept as
+        they are."""
         self._clock += 1
         node = self._root
         for number in range(min(num_computed // self._pool.page_size, len(pages))):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import AttentionBackend
-from specbatch.cache.pages import KVCache, PagePool
-from specbatch.config import Config, SpeculationSection
+from specbatch.cache.pages import PagePool
+from specbatch.config import Config, DtypeName, SpeculationSection
 from specbatch.engine.engine import Engine
+from specbatch.engine.memory import CachedModel, auto_kv_tokens
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import resolve_model
 from specbatch.models.config import ModelConfig
@@ -26,6 +26,12 @@ from specbatch.speculation.ngram import NgramProposer, NoProposer
 from specbatch.speculation.proposer import Proposer
 from specbatch.speculation.tree import DraftShape
 
+_DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
 NEURAL = ("draft_model", "eagle", "eagle3")
 DEFAULT_NUM_STEPS = 3
 DEFAULT_NGRAM_TOKENS = 6
@@ -80,7 +86,19 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     lookahead = _lookahead(speculation)
     num_kv_tokens = config.engine.kv_cache_tokens
     if num_kv_tokens is None:
-        num_kv_tokens = _auto_kv_tokens(config, target.config, draft, dtype, lookahead, notes)
+        models = [CachedModel(target.config, target.config.num_layers)]
+        if isinstance(draft, HeadCheckpoint):
+            models.append(CachedModel(draft.head.decoder, 1))
+        elif draft is not None:
+            models.append(CachedModel(draft.config, draft.config.num_layers))
+        # More than the longest sequence for each request of a full batch is never used.
+        usable = config.engine.max_batch_size * (
+            target.config.max_position_embeddings + lookahead + config.engine.page_size
+        )
+        num_kv_tokens, note = auto_kv_tokens(
+            models, dtype, device, config.engine.memory_fraction, usable, config.engine.page_size
+        )
+        notes.append(note)
     num_pages = num_kv_tokens // config.engine.page_size
     max_length = min(target.config.max_position_embeddings, num_pages * config.engine.page_size - lookahead)
     if max_length < 2:
@@ -90,7 +108,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         )
     resolved = replace(
         config,
-        model=replace(config.model, dtype=str(dtype).removeprefix("torch.")),
+        model=replace(config.model, dtype=_DTYPE_NAMES[dtype]),
         speculation=speculation,
         engine=replace(config.engine, device=str(device), attention="torch", kv_cache_tokens=num_kv_tokens),
     )
@@ -122,7 +140,9 @@ def build_engine(run: ResolvedRun) -> Engine:
     )
 
 
-def build_decoder(config: ModelConfig, tensors: TensorSource, num_positions: int, dtype: torch.dtype, device: torch.device) -> Decoder:
+def build_decoder(
+    config: ModelConfig, tensors: TensorSource, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> Decoder:
     """A model with the weights of `tensors`."""
     return Decoder(config, loader(tensors, dtype, device), _attention(config, device), num_positions, dtype, device)
 
@@ -135,9 +155,9 @@ def _build_proposer(run: ResolvedRun, target: Decoder, num_slots: int, num_posit
     speculation = run.config.speculation
     if speculation.method == "none":
         return NoProposer()
-    assert speculation.num_steps is not None and speculation.num_draft_tokens is not None, "resolve() decides the shape"
+    shape = _shape(speculation)
     if speculation.method == "ngram":
-        return NgramProposer(speculation.num_draft_tokens, speculation.ngram.min_match, speculation.ngram.max_match)
+        return NgramProposer(shape.num_draft_tokens, speculation.ngram.min_match, speculation.ngram.max_match)
     net: DraftNet
     vocab_size = run.target.config.vocab_size
     if isinstance(run.draft, HeadCheckpoint):
@@ -146,12 +166,13 @@ def _build_proposer(run: ResolvedRun, target: Decoder, num_slots: int, num_posit
         model = EagleHead(
             head, load, tensors.load, target, _attention(head.decoder, run.device), num_positions, run.dtype, run.device
         )
-        net = EagleDraft(model, model.new_cache(num_slots, run.dtype), run.target.config.num_layers, head.kind == "eagle3")
+        net = EagleDraft(
+            model, model.new_cache(num_slots, run.dtype), run.target.config.num_layers, head.kind == "eagle3"
+        )
     else:
         assert run.draft is not None, "resolve() opens the draft"
         draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device)
         net = ModelDraft(draft, draft.new_cache(num_slots, run.dtype), vocab_size)
-    shape = DraftShape(speculation.num_steps, speculation.topk, speculation.num_draft_tokens)
     return NeuralProposer(net, shape, vocab_size, run.config.engine.page_size, run.device)
 
 
@@ -169,7 +190,7 @@ def _resolve_speculation(section: SpeculationSection) -> SpeculationSection:
     if section.method in NEURAL and section.draft is None:
         raise ConfigError(
             f"speculation.method {section.method} needs speculation.draft",
-            hint="name a draft model (a directory, a hub id, a .gguf file or builtin:NAME), or use method: ngram, which needs none",
+            hint="name one (a directory, a hub id, a .gguf file or builtin:NAME), or use ngram, which needs none",
         )
     steps, tokens = section.num_steps, section.num_draft_tokens
     if section.method == "ngram":
@@ -177,14 +198,19 @@ def _resolve_speculation(section: SpeculationSection) -> SpeculationSection:
             raise ConfigError(f"speculation.topk must be 1 for ngram, which drafts chains, got {section.topk}")
         if section.ngram.min_match > section.ngram.max_match:
             raise ConfigError(
-                f"speculation.ngram.min_match ({section.ngram.min_match}) must not exceed max_match ({section.ngram.max_match})"
+                f"speculation.ngram.min_match ({section.ngram.min_match}) must not exceed"
+                f" max_match ({section.ngram.max_match})"
             )
         if steps is None and tokens is None:
             tokens = DEFAULT_NGRAM_TOKENS
     if steps is None:
         steps = tokens - 1 if tokens is not None and section.topk == 1 else DEFAULT_NUM_STEPS
     if tokens is None:
-        tokens = steps + 1 if section.topk == 1 else min(DEFAULT_TREE_TOKENS, DraftShape(steps, section.topk, 2).num_candidates + 1)
+        tokens = (
+            steps + 1
+            if section.topk == 1
+            else min(DEFAULT_TREE_TOKENS, DraftShape(steps, section.topk, 2).num_candidates + 1)
+        )
     DraftShape(steps, section.topk, tokens).check()
     draft = section.draft if section.method in NEURAL else None
     return replace(section, num_steps=steps, num_draft_tokens=tokens, draft=draft)
@@ -194,11 +220,16 @@ def _lookahead(speculation: SpeculationSection) -> int:
     """Slots past the committed ones that a round of this shape may write, in either cache."""
     if speculation.method == "none":
         return 1
-    assert speculation.num_steps is not None and speculation.num_draft_tokens is not None, "resolve() decides the shape"
+    shape = _shape(speculation)
     if speculation.method == "ngram":
-        return speculation.num_draft_tokens
-    shape = DraftShape(speculation.num_steps, speculation.topk, speculation.num_draft_tokens)
+        return shape.num_draft_tokens
     return num_lookahead(shape, ModelDraft.lead if speculation.method == "draft_model" else EagleDraft.lead)
+
+
+def _shape(speculation: SpeculationSection) -> DraftShape:
+    assert speculation.num_steps is not None, "resolve() decides the shape"
+    assert speculation.num_draft_tokens is not None, "resolve() decides the shape"
+    return DraftShape(speculation.num_steps, speculation.topk, speculation.num_draft_tokens)
 
 
 def _open_draft(
@@ -234,7 +265,7 @@ def _check_topk(topk: int, draft: Checkpoint | HeadCheckpoint | None) -> None:
 def _resolve_device(name: str, notes: list[str]) -> torch.device:
     if name == "auto":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        notes.append(f"engine.device: {device} ({'a CUDA device is there' if device.type == 'cuda' else 'no CUDA device is there'})")
+        notes.append(f"engine.device: {device} ({'a' if device.type == 'cuda' else 'no'} CUDA device is there)")
         return device
     try:
         device = torch.device(name)
@@ -243,7 +274,10 @@ def _resolve_device(name: str, notes: list[str]) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"engine.device: {name!r} is not supported", hint="use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device is cuda, but torch sees no CUDA device", hint="use engine.device: cpu, or install a CUDA build of torch")
+        raise ConfigError(
+            "engine.device is cuda, but torch sees no CUDA device",
+            hint="use engine.device: cpu, or install a CUDA build of torch",
+        )
     return device
 
 
@@ -251,42 +285,4 @@ def _resolve_dtype(name: str, device: torch.device, notes: list[str]) -> torch.d
     if name == "auto":
         name = "float32" if device.type == "cpu" else "bfloat16"
         notes.append(f"model.dtype: {name} (the default on {device.type})")
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), f"the config's schema let dtype {name!r} through"
-    return dtype
-
-
-def _auto_kv_tokens(
-    config: Config, target: ModelConfig, draft: Checkpoint | HeadCheckpoint | None, dtype: torch.dtype, lookahead: int, notes: list[str]
-) -> int:
-    """As many slots as memory_fraction of the available memory holds after the weights, and no more than can be used."""
-    models = [(target, target.num_layers)]
-    if isinstance(draft, HeadCheckpoint):
-        models.append((draft.head.decoder, 1))
-    elif draft is not None:
-        models.append((draft.config, draft.config.num_layers))
-    per_slot = sum(KVCache.bytes_per_slot(layers, m.num_kv_heads, m.head_dim, dtype) for m, layers in models)
-    weights = sum(_num_parameters(m, layers) for m, layers in models) * dtype.itemsize
-    available = _available_memory(config.engine.device)
-    budget = int((available - weights) * config.engine.memory_fraction)
-    page = config.engine.page_size
-    usable = config.engine.max_batch_size * (target.max_position_embeddings + lookahead + page)
-    tokens = max(0, min(budget // per_slot, usable)) // page * page
-    notes.append(
-        f"engine.kv_cache_tokens: {tokens} ({tokens * per_slot / 2**30:.2f} GiB; {available / 2**30:.1f} GiB available, "
-        f"{weights / 2**30:.2f} GiB of weights, memory_fraction {config.engine.memory_fraction})"
-    )
-    return tokens
-
-
-def _num_parameters(model: ModelConfig, num_layers: int) -> int:
-    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    embeddings = model.vocab_size * model.hidden_size * 2  # tied ones too: the LM head keeps a packed copy
-    return num_layers * (attention + 3 * model.hidden_size * model.intermediate_size) + embeddings
-
-
-def _available_memory(device: str) -> int:
-    """Bytes free for this process: of the GPU, or of the host."""
-    if device != "cpu" and torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0])
-    return int(psutil.virtual_memory().available)
+    return next(dtype for dtype, known in _DTYPE_NAMES.items() if known == name)

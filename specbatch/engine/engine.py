@@ -72,7 +72,9 @@ class Engine:
             raise ValueError(f"a prompt has 1 to {self.limits.max_prompt_tokens} tokens here, got {len(prompt)}")
         if not all(0 <= token < self.limits.vocab_size for token in prompt):
             raise ValueError(f"a token id is outside the vocabulary of {self.limits.vocab_size}")
-        self._scheduler.waiting.append(Sequence(request, prompt, min(len(prompt) + request.params.max_tokens, self._max_length)))
+        self._scheduler.waiting.append(
+            Sequence(request, prompt, min(len(prompt) + request.params.max_tokens, self._max_length))
+        )
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -146,14 +148,17 @@ class Engine:
         return [self._complete(seq, reason) for seq, reason in finished]
 
     def _verify_forward(self, sequences: list[Sequence], tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Target forward over all real nodes: node j of a tree lies at slot num_committed + j, at position + its depth."""
+        """Target forward over all real nodes: node j of a tree lies at slot num_committed + j, at position + its
+        depth."""
         spans, tokens = [], []
         for b, seq in enumerate(sequences):
             n = tree.num_nodes[b]
             positions = None if tree.is_chain else [seq.num_committed + depth for depth in tree.depths(b)]
             spans.append(Span(seq.pages, seq.num_committed, n, positions, tree.mask(b)))
             tokens.append(tree.tokens_BN[b, :n])
-        hidden, captured = self._target.forward(torch.cat(tokens), self._layout(spans), self._cache, self._proposer.capture)
+        hidden, captured = self._target.forward(
+            torch.cat(tokens), self._layout(spans), self._cache, self._proposer.capture
+        )
         return hidden, captured, self._target.logits(hidden)
 
     def _compact(self, sequences: list[Sequence], tree: DraftTree, accepted: list[Accepted]) -> None:
@@ -161,7 +166,8 @@ class Engine:
         if tree.is_chain:
             return
         size = self._page_size
-        source, target = [], []
+        source: list[int] = []
+        target: list[int] = []
         for seq, kept in zip(sequences, accepted, strict=True):
             for depth, node in enumerate(kept.path):
                 if node != depth:
@@ -192,14 +198,18 @@ class Engine:
         new = seq.tokens[before:]
         self._stats.generated_tokens += len(new)
         if params.logprobs is not None:
-            seq.logprobs += [token_logprob(logits, token, params.logprobs) for logits, token in zip(logits_RV, new, strict=False)]
+            seq.logprobs += [
+                token_logprob(logits, token, params.logprobs) for logits, token in zip(logits_RV, new, strict=False)
+            ]
         return reason
 
     def _extend(
         self, starts: list[tuple[Sequence, int]], hidden_TE: Tensor, captured: list[Tensor], finished: set[Sequence]
     ) -> None:
         """Draft-extend over what each sequence committed since `start`; sequences that are done need none."""
-        keep, rows, row = [], [], 0
+        keep: list[tuple[Sequence, int]] = []
+        rows: list[int] = []
+        row = 0
         for seq, start in starts:
             count = seq.num_committed - start
             if seq not in finished:

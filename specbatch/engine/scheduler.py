@@ -1,8 +1,8 @@
 """Who runs: admission, prompt chunks, pages for the next round, preemption. Pure Python over pages and token lists.
 
-Prompts are prefilled before rounds go on, as long as there is room for more requests: rounds of a fuller batch cost little
-more, and nobody waits for a first token. When pages run out, cached prefixes that nobody uses go first; then the youngest
-request gives all of its pages back and is recomputed later (its tokens are kept).
+Prompts are prefilled before rounds go on, as long as there is room for more requests: rounds of a fuller batch cost
+little more, and nobody waits for a first token. When pages run out, cached prefixes that nobody uses go first; then the
+youngest request gives all of its pages back and is recomputed later (its tokens are kept).
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ class Scheduler:
     """Owns the page lists of all sequences. `running` is in order of admission."""
 
     def __init__(
-        self, pool: PagePool, prefix: PrefixIndex | None, proposer: Proposer, max_batch_size: int, prefill_chunk_tokens: int
+        self,
+        pool: PagePool,
+        prefix: PrefixIndex | None,
+        proposer: Proposer,
+        max_batch_size: int,
+        prefill_chunk_tokens: int,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -43,7 +48,8 @@ class Scheduler:
         self._chunk_tokens = prefill_chunk_tokens
 
     def plan_prefill(self) -> list[PrefillSpan]:
-        """The next pieces of prompts, prefill_chunk_tokens in all at most; admits waiting requests into what is left."""
+        """The next pieces of prompts, prefill_chunk_tokens in all at most; admits waiting requests into what is
+        left."""
         budget = self._chunk_tokens
         plan: list[PrefillSpan] = []
         computing: set[tuple[int, ...]] = set()  # paths of first pages that this chunk computes
@@ -82,14 +88,17 @@ class Scheduler:
         return any(path == tuple(seq.tokens[: len(path)]) for path in computing if size <= len(path) < seq.prefill_end)
 
     def _admit(self, seq: Sequence) -> bool:
-        """Give a waiting sequence its cached prefix and pages for its prompt and the first round, if there are enough."""
+        """Give a waiting sequence its cached prefix and pages for its prompt and the first round, if there are
+        enough."""
         # At least one token must be computed: the first sample needs its logits.
         cached = self._prefix.match(seq.tokens, seq.prefill_end - 1) if self._prefix is not None else []
         wanted = self._pool.pages_for(seq.prefill_end + self._proposer.num_lookahead) - len(cached)
         # A page for each running sequence stays free, or the newcomer would be preempted by the next round.
         if not self._make_room(wanted + len(self.running)):
             self._pool.release(cached)
-            assert self.running, f"a request of {len(seq.tokens)} tokens does not fit an idle cache of {self._pool.num_pages} pages"
+            assert self.running, (
+                f"a request of {len(seq.tokens)} tokens does not fit an idle cache of {self._pool.num_pages} pages"
+            )
             return False
         seq.pages = cached + self._pool.allocate(wanted)
         seq.num_committed = len(cached) * self._pool.page_size

@@ -31,7 +31,8 @@ def loader(tensors: TensorReader, dtype: torch.dtype, device: torch.device, pref
 
 
 class Attention:
-    """Self-attention of one layer: fused QKV projection, optional per-head norms, rotary, cache write, backend, output."""
+    """Self-attention of one layer: fused QKV projection, optional per-head norms, rotary, cache write, backend,
+    output."""
 
     def __init__(self, config: ModelConfig, layer: int, load: Load, prefix: str) -> None:
         self._layer = layer
@@ -45,7 +46,13 @@ class Attention:
         self._k_norm = RMSNorm(load(f"{prefix}k_norm.weight"), config.rms_norm_eps) if config.qk_norm else None
 
     def __call__(
-        self, x_TE: Tensor, rotary: tuple[Tensor, Tensor], layout: BatchLayout, plan: Any, backend: AttentionBackend, cache: KVCache
+        self,
+        x_TE: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        layout: BatchLayout,
+        plan: Any,
+        backend: AttentionBackend,
+        cache: KVCache,
     ) -> Tensor:
         num_tokens = x_TE.shape[0]
         sizes = (self._heads, self._kv_heads, self._kv_heads)
@@ -83,7 +90,13 @@ class DecoderLayer:
         self.mlp = MLP(load, f"{prefix}mlp.", config.mlp_bias)
 
     def __call__(
-        self, x_TE: Tensor, rotary: tuple[Tensor, Tensor], layout: BatchLayout, plan: Any, backend: AttentionBackend, cache: KVCache
+        self,
+        x_TE: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        layout: BatchLayout,
+        plan: Any,
+        backend: AttentionBackend,
+        cache: KVCache,
     ) -> Tensor:
         x_TE = x_TE + self.attention(self.input_norm(x_TE), rotary, layout, plan, backend, cache)
         return x_TE + self.mlp(self.post_norm(x_TE))
@@ -96,7 +109,13 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, load: Load, backend: AttentionBackend, num_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        load: Load,
+        backend: AttentionBackend,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.config = config
         self.device = device
@@ -111,7 +130,8 @@ class Decoder:
     def forward(
         self, tokens_T: Tensor, layout: BatchLayout, cache: KVCache, capture: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states after the final norm, (T, E), and the inputs of the layers named in `capture` (EAGLE-3 features)."""
+        """Hidden states after the final norm, (T, E), and the inputs of the layers named in `capture` (EAGLE-3
+        features)."""
         plan = self._backend.plan(layout)
         rotary = self._rotary.at(layout.positions_T)
         x_TE = self.embedding_VE[tokens_T]

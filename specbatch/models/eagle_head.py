@@ -1,12 +1,12 @@
 """Draft heads of the EAGLE family: one decoder layer that continues the *target's* features.
 
 EAGLE-1/2 (Li et al. 2024; checkpoint names as in yuhuili/EAGLE-LLaMA3-Instruct-8B): the input of position i is
-fc([embedding(token i+1); feature i]), the feature being the target's hidden state after its final norm; the layer has no
-input norm, and the target's LM head is applied to its output.
+fc([embedding(token i+1); feature i]), the feature being the target's hidden state after its final norm; the layer
+has no input norm, and the target's LM head is applied to its output.
 
-EAGLE-3 (Li et al. 2025; names as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): the feature is fc([low; middle; high]) of three
-of the target's layers; attention takes [norm(embedding); norm(feature)], twice the hidden size; the head has its own final
-norm and LM head, over a reduced draft vocabulary: draft id d stands for target id d + d2t[d].
+EAGLE-3 (Li et al. 2025; names as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): the feature is fc([low; middle; high]) of
+three of the target's layers; attention takes [norm(embedding); norm(feature)], twice the hidden size; the head has
+its own final norm and LM head, over a reduced draft vocabulary: draft id d stands for target id d + d2t[d].
 
 Both feed their own output back as the next position's feature.
 
@@ -46,7 +46,7 @@ class EagleConfig:
     has_embedding: bool  # some checkpoints carry a copy of the target's embedding
 
 
-def capture_layers(num_layers: int) -> tuple[int, int, int]:
+def capture_layers(num_layers: int) -> tuple[int, ...]:
     """The layers whose inputs are EAGLE-3's low, middle and high features."""
     return 2, num_layers // 2, num_layers - 3
 
@@ -55,7 +55,9 @@ def open_head(path: Path, kind: EagleKind, target: ModelConfig) -> tuple[EagleCo
     """Open and validate a head's directory (config.json and weights); raises ModelError."""
     config_file = path / "config.json"
     if not config_file.is_file():
-        raise ModelError(f"{path} has no config.json", hint="a draft head is a directory with config.json and its weights")
+        raise ModelError(
+            f"{path} has no config.json", hint="a draft head is a directory with config.json and its weights"
+        )
     raw = read_json(config_file)
     tensors = open_tensors(path)
     config = parse_hf_config(raw)
@@ -63,28 +65,47 @@ def open_head(path: Path, kind: EagleKind, target: ModelConfig) -> tuple[EagleCo
     return eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target), tensors
 
 
-def eagle_config(kind: EagleKind, config: ModelConfig, draft_vocab_size: int, shapes: Mapping[str, tuple[int, ...]], target: ModelConfig) -> EagleConfig:
+def eagle_config(
+    kind: EagleKind,
+    config: ModelConfig,
+    draft_vocab_size: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    target: ModelConfig,
+) -> EagleConfig:
     """Check a head's tensors against its config and the target; raises ModelError naming every difference.
 
     `config` is the head's parsed config.json, `shapes` the checkpoint's tensors.
     """
-    head = EagleConfig(kind, config, target.hidden_size, draft_vocab_size, "fc.bias" in shapes, "embed_tokens.weight" in shapes)
+    head = EagleConfig(
+        kind, config, target.hidden_size, draft_vocab_size, "fc.bias" in shapes, "embed_tokens.weight" in shapes
+    )
     if kind == "eagle3" and target.num_layers < 7:
-        raise ModelError(f"EAGLE-3 taps three layers of the target, which has only {target.num_layers}", hint="use a target with at least 7 layers")
+        raise ModelError(
+            f"EAGLE-3 taps three layers of the target, which has only {target.num_layers}",
+            hint="use a target with at least 7 layers",
+        )
     if config.hidden_size != target.hidden_size:
         raise ModelError(
             f"the draft head's hidden size is {config.hidden_size}, the target's {target.hidden_size}",
             hint="a head works only with the target it was trained for",
         )
     if config.vocab_size != target.vocab_size:
-        raise ModelError(f"the draft head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
+        raise ModelError(
+            f"the draft head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
+        )
     expected = expected_tensors(head)
     problems = [f"{n}: missing" for n in expected if n not in shapes]
     problems += [f"{n}: unknown" for n in shapes if n not in expected]
-    problems += [f"{n}: shape {tuple(shapes[n])}, expected {s}" for n, s in expected.items() if n in shapes and tuple(shapes[n]) != s]
+    problems += [
+        f"{n}: shape {tuple(shapes[n])}, expected {s}"
+        for n, s in expected.items()
+        if n in shapes and tuple(shapes[n]) != s
+    ]
     if problems:
         raise ModelError(
-            f"the draft head is no {kind} checkpoint for this target: " + "; ".join(problems[:8]) + ("; ..." if len(problems) > 8 else ""),
+            f"the draft head is no {kind} checkpoint for this target: "
+            + "; ".join(problems[:8])
+            + ("; ..." if len(problems) > 8 else ""),
             hint="check speculation.method (eagle or eagle3) and that the head belongs to the target",
         )
     return head

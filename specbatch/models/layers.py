@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# oneDNN packs a float32 weight for a given number of rows. The layout for this many serves 1 to 64 rows well: on AVX-512
-# a product with 8 rows then costs 1.2x of one row, against 3x with an unpacked weight.
+# oneDNN packs a float32 weight for a given number of rows. The layout for this many serves 1 to 64 rows well: on
+# AVX-512 a product with 8 rows then costs 1.2x of one row, against 3x with an unpacked weight.
 _PACK_ROWS = 16
 
 
@@ -25,7 +25,9 @@ class Linear:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         self.bias = bias_O
-        self._packed = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+        self._packed = (
+            weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+        )
         if self._packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _PACK_ROWS)
         else:
@@ -43,7 +45,8 @@ class Linear:
 
 
 class RMSNorm:
-    """Root-mean-square layer norm (Zhang and Sennrich 2019), computed in float32 at least, as the reference models do."""
+    """Root-mean-square layer norm (Zhang and Sennrich 2019), computed in float32 at least, as the reference models
+    do."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
@@ -60,11 +63,15 @@ class RMSNorm:
 class Rotary:
     """Rotary position embedding (Su et al. 2021), rotate-half form, from tables of cos and sin for `num_positions`."""
 
-    def __init__(self, inv_freq: Tensor, attention_factor: float, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, inv_freq: Tensor, attention_factor: float, num_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq.float())
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
         self._cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)  # the sign of rotate-half is in the table
+        self._sin = torch.cat((-sin, sin), dim=-1).to(
+            device=device, dtype=dtype
+        )  # the sign of rotate-half is in the table
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin for packed tokens, each (T, 1, D): looked up once for all layers of a forward pass."""

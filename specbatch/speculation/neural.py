@@ -1,9 +1,10 @@
 """Drafting with a network, as a chain or as a dynamic tree; shared by `draft_model`, `eagle` and `eagle3`.
 
-The network's cache lives in the sequence's pages beside the target's. Slot i of it belongs to token i (draft model) or to
-the pair of token i + 1 and the target's feature of position i (EAGLE). Either way *draft-extend* has run over everything
-up to and including the root before a round starts, and has left the logits of the first draft step. Draft tokens of a
-tree go to slots in the order in which they are drafted, with an ancestor mask; the next draft-extend overwrites them.
+The network's cache lives in the sequence's pages beside the target's. Slot i of it belongs to token i (draft model)
+or to the pair of token i + 1 and the target's feature of position i (EAGLE). Either way *draft-extend* has run over
+everything up to and including the root before a round starts, and has left the logits of the first draft step. Draft
+tokens of a tree go to slots in the order in which they are drafted, with an ancestor mask; the next draft-extend
+overwrites them.
 
 Shape suffixes: B sequences, T packed tokens, K = topk, E hidden size, W draft vocabulary, V target vocabulary.
 """
@@ -63,7 +64,8 @@ class ModelDraft:
     def __init__(self, model: Decoder, cache: KVCache, target_vocab_size: int) -> None:
         self.cache = cache
         self._model = model
-        # Embeddings are padded to different sizes within one family; ids past the smaller vocabulary are never proposed.
+        # Embeddings are padded to different sizes within one family; ids past the smaller vocabulary are never
+        # proposed.
         self._width = min(target_vocab_size, model.config.vocab_size)
         self.target_ids: Tensor | None = None
 
@@ -84,7 +86,7 @@ class EagleDraft:
 
     def __init__(self, head: EagleHead, cache: KVCache, num_target_layers: int, eagle3: bool) -> None:
         self.cache = cache
-        self.capture = capture_layers(num_target_layers) if eagle3 else ()
+        self.capture: tuple[int, ...] = capture_layers(num_target_layers) if eagle3 else ()
         self._head = head
         self.target_ids = head.target_ids
 
@@ -112,7 +114,9 @@ class _State:
 class NeuralProposer:
     """Chain or tree drafting with a `DraftNet`."""
 
-    def __init__(self, net: DraftNet, shape: DraftShape, target_vocab_size: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, net: DraftNet, shape: DraftShape, target_vocab_size: int, page_size: int, device: torch.device
+    ) -> None:
         self._net = net
         self._shape = shape
         self._vocab_size = target_vocab_size
@@ -142,8 +146,8 @@ class NeuralProposer:
         spans, tokens, last_rows, ready, row = [], [], [], [], 0
         for seq, start in zip(sequences, output.starts, strict=True):
             state: _State = seq.draft
-            # A draft model's own chain filled the slots of accepted drafts with what they would be computed to again. EAGLE's
-            # were made from the draft's features and are always redone with the target's.
+            # A draft model's own chain filled the slots of accepted drafts with what they would be computed to
+            # again. EAGLE's were made from the draft's features and are always redone with the target's.
             state.length += min(state.num_kept, seq.num_committed - start - 1)
             state.num_kept = 0
             end = seq.num_committed + self._net.lead
@@ -172,14 +176,18 @@ class NeuralProposer:
             return self._chain(sequences, states, logits, hidden)
         return self._tree(sequences, states, logits, hidden)
 
-    def _chain(self, sequences: list[Sequence], states: list[_State], logits_BW: Tensor, hidden_BE: Tensor) -> DraftTree:
+    def _chain(
+        self, sequences: list[Sequence], states: list[_State], logits_BW: Tensor, hidden_BE: Tensor
+    ) -> DraftTree:
         chains = [[seq.tokens[-1]] for seq in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
         for step in range(self._shape.num_steps):
             if step > 0:
                 spans = [Span(seq.pages, s.length + step - 1, 1) for seq, s in zip(sequences, states, strict=True)]
                 layout = BatchLayout.build(spans, self._page_size, self._device)
-                hidden_BE = self._net.forward(torch.tensor([c[-1] for c in chains], device=self._device), hidden_BE, layout)
+                hidden_BE = self._net.forward(
+                    torch.tensor([c[-1] for c in chains], device=self._device), hidden_BE, layout
+                )
                 logits_BW = self._net.logits(hidden_BE)
             best = self._to_target(logits_BW.argmax(dim=-1)).tolist()
             for b, seq in enumerate(sequences):
@@ -238,5 +246,7 @@ class NeuralProposer:
         """A distribution over draft tokens as one over the target's vocabulary (V,)."""
         if self._net.target_ids is None and q_W.shape[0] == self._vocab_size:
             return q_W
-        ids = self._net.target_ids if self._net.target_ids is not None else torch.arange(q_W.shape[0], device=q_W.device)
+        ids = (
+            self._net.target_ids if self._net.target_ids is not None else torch.arange(q_W.shape[0], device=q_W.device)
+        )
         return torch.zeros(self._vocab_size, dtype=q_W.dtype, device=q_W.device).index_copy_(0, ids, q_W)

@@ -1,8 +1,8 @@
 """Random numbers that depend on nothing but what they are for: Philox4x32-10 (Salmon et al., SC 2011), counter based.
 
-Key: the 64-bit seed. Counter: (absolute token position, purpose and sample number, row number low, row number high). So a
-draw is the same whatever the batch, the schedule, a preemption or a restart did. Scalar Python is enough on the host: a
-token needs one to three draws.
+Key: the 64-bit seed. Counter: (absolute token position, purpose and sample number, row number low, row number high).
+So a draw is the same whatever the batch, the schedule, a preemption or a restart did. Scalar Python is enough on the
+host: a token needs one to three draws.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 def uniform(noise: NoiseKey, position: int, purpose: Purpose) -> float:
     """A draw from [0, 1) with 53 bits."""
-    counter = (position & _MASK, (noise.sample << 8 | purpose) & _MASK, noise.stream & _MASK, noise.stream >> 32 & _MASK)
+    counter = (
+        position & _MASK,
+        (noise.sample << 8 | purpose) & _MASK,
+        noise.stream & _MASK,
+        noise.stream >> 32 & _MASK,
+    )
     high, low, _, _ = philox4x32(counter, (noise.seed & _MASK, noise.seed >> 32 & _MASK))
     return ((high << 32 | low) >> 11) * 2.0**-53

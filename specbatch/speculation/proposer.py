@@ -50,7 +50,8 @@ class Proposer(Protocol):
         ...
 
     def start(self, seq: Sequence) -> None:
-        """A sequence was admitted: its first `num_committed` tokens came from the prefix cache. Also after a preemption."""
+        """A sequence was admitted: its first `num_committed` tokens came from the prefix cache. Also after a
+        preemption."""
         ...
 
     def extend(self, sequences: list[Sequence], output: TargetOutput) -> None:

@@ -15,7 +15,8 @@ def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities (V,), float64, after temperature, top-k, top-p and min-p, applied in this order (each on the
     distribution that the one before it left, as in transformers). `params.temperature` is positive.
 
-    Tokens that tie with the k-th of top-k stay; of top-p the smallest set whose mass reaches p stays, ties broken by id.
+    Tokens that tie with the k-th of top-k stay; of top-p the smallest set whose mass reaches p stays, ties broken by
+    id.
     """
     scaled = logits_V.double() / params.temperature
     if 0 < params.top_k < scaled.shape[0]:

@@ -34,7 +34,8 @@ class Sequence:
 
     @property
     def prefill_end(self) -> int:
-        """Tokens that a prefill must commit before rounds can go on: the prompt, or, after a preemption, all but the root."""
+        """Tokens that a prefill must commit before rounds can go on: the prompt, or, after a preemption, all but the
+        root."""
         return max(self.num_prompt, len(self.tokens) - 1)
 
     @property

@@ -18,7 +18,8 @@ from specbatch.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """(num_steps, topk, num_draft_tokens): depth of drafting, branches kept at each step, nodes verified (root included)."""
+    """(num_steps, topk, num_draft_tokens): depth of drafting, branches kept at each step, nodes verified (root
+    included)."""
 
     num_steps: int
     topk: int
@@ -39,16 +40,20 @@ class DraftShape:
     def check(self) -> None:
         """Raises ConfigError naming the parameter that is out of its legal range."""
         if self.num_steps < 1 or self.topk < 1:
-            raise ConfigError(f"speculation.num_steps and speculation.topk must be at least 1, got {self.num_steps} and {self.topk}")
+            raise ConfigError(
+                f"speculation.num_steps and speculation.topk must be at least 1, got {self.num_steps} and {self.topk}"
+            )
         if self.is_chain and self.num_draft_tokens != self.num_steps + 1:
             raise ConfigError(
-                f"speculation.num_draft_tokens must be num_steps + 1 = {self.num_steps + 1} for a chain (topk: 1), got {self.num_draft_tokens}",
+                f"speculation.num_draft_tokens must be num_steps + 1 = {self.num_steps + 1} for a chain (topk: 1),"
+                f" got {self.num_draft_tokens}",
                 hint="leave num_draft_tokens out, or raise topk to draft a tree",
             )
         if not 2 <= self.num_draft_tokens <= self.num_candidates + 1:
             raise ConfigError(
-                f"speculation.num_draft_tokens must be between 2 and {self.num_candidates + 1} for num_steps {self.num_steps} and topk {self.topk}"
-                f" (topk + (num_steps - 1) * topk^2 candidates and the root), got {self.num_draft_tokens}"
+                f"speculation.num_draft_tokens must be between 2 and {self.num_candidates + 1}"
+                f" for num_steps {self.num_steps} and topk {self.topk}, got {self.num_draft_tokens}",
+                hint="a tree has the root and topk + (num_steps - 1) * topk^2 candidates",
             )
 
 
@@ -60,8 +65,8 @@ class DraftTree:
     parents_BN: Tensor  # int64; -1 for the root
     num_nodes: list[int]
     is_chain: bool
-    # Chains of a sampling draft: for sequence b the distributions (num_nodes[b] - 1, V) its drafts were drawn from. None for a
-    # sequence whose drafts are a deterministic choice.
+    # Chains of a sampling draft: for sequence b the distributions (num_nodes[b] - 1, V) its drafts were drawn from.
+    # None for a sequence whose drafts are a deterministic choice.
     draft_probs: list[Tensor | None]
 
     def depths(self, b: int) -> list[int]:
@@ -90,11 +95,13 @@ class DraftTree:
         return DraftTree(padded, parents, [len(t) for t in tokens], True, draft_probs or [None] * len(tokens))
 
 
-def select_nodes(root_B: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor, num_draft_tokens: int) -> DraftTree:
+def select_nodes(
+    root_B: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor, num_draft_tokens: int
+) -> DraftTree:
     """Keep the root and the num_draft_tokens - 1 candidates of the highest cumulative score.
 
-    `parents_BC` is the candidate that a candidate hangs on, -1 for the root; it has a smaller index. A child scores at most
-    what its parent does, and of equals the earlier one is kept, so the parent of a kept candidate is kept.
+    `parents_BC` is the candidate that a candidate hangs on, -1 for the root; it has a smaller index. A child scores
+    at most what its parent does, and of equals the earlier one is kept, so the parent of a kept candidate is kept.
     """
     num_rows, keep = tokens_BC.shape[0], num_draft_tokens - 1
     chosen = torch.sort(scores_BC, dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values

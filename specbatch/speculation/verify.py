@@ -2,11 +2,11 @@
 target's own, and equals it token for token where the draft is a deterministic choice.
 
 - Greedy: the longest path of argmax matches.
-- Sampled, deterministic drafts (trees, n-grams): draw a token from the target's distribution at a node; if a child holds
-  it, go there, else it is the bonus token. That is what multi-branch rejection with the residual distribution
-  (SpecInfer, Miao et al. 2023; EAGLE) comes to when each branch is proposed with certainty: the child x is accepted with
-  probability p(x), and what is emitted otherwise follows p without the children. It draws the very numbers that plain
-  sampling draws, so the text is the same too.
+- Sampled, deterministic drafts (trees, n-grams): draw a token from the target's distribution at a node; if a child
+  holds it, go there, else it is the bonus token. That is what multi-branch rejection with the residual distribution
+  (SpecInfer, Miao et al. 2023; EAGLE) comes to when each branch is proposed with certainty: the child x is accepted
+  with probability p(x), and what is emitted otherwise follows p without the children. It draws the very numbers that
+  plain sampling draws, so the text is the same too.
 - Sampled, chain of a sampling draft (Leviathan et al. 2023; Chen et al. 2023): accept x ~ q with probability
   min(1, p(x) / q(x)); at the first rejection draw from max(p - q, 0), normalised.
 

@@ -1,0 +1,61 @@
+"""How many tokens of keys and values fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from specbatch.cache.pages import KVCache
+from specbatch.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model that shares the cache's pages: the target, a draft model, or the one layer of a draft head."""
+
+    config: ModelConfig
+    num_layers: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return KVCache.bytes_per_slot(self.num_layers, self.config.num_kv_heads, self.config.head_dim, dtype)
+
+    def num_parameters(self) -> int:
+        """Roughly, for what the weights will take: tied embeddings count twice, since the LM head keeps a packed
+        copy."""
+        c = self.config
+        attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+        return (
+            self.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + 2 * c.vocab_size * c.hidden_size
+        )
+
+
+def auto_kv_tokens(
+    models: Sequence[CachedModel],
+    dtype: torch.dtype,
+    device: torch.device,
+    memory_fraction: float,
+    usable: int,
+    page_size: int,
+) -> tuple[int, str]:
+    """Tokens that memory_fraction of the memory free after the weights holds, `usable` at most, in whole pages; and a
+    line that says so."""
+    per_token = sum(model.bytes_per_token(dtype) for model in models)
+    weights = sum(model.num_parameters() for model in models) * dtype.itemsize
+    available = _available_memory(device)
+    budget = int((available - weights) * memory_fraction)
+    tokens = max(0, min(budget // per_token, usable)) // page_size * page_size
+    gib = 2**30
+    return tokens, (
+        f"engine.kv_cache_tokens: {tokens} ({tokens * per_token / gib:.2f} GiB; {available / gib:.1f} GiB available,"
+        f" {weights / gib:.2f} GiB of weights, memory_fraction {memory_fraction})"
+    )
+
+
+def _available_memory(device: torch.device) -> int:
+    """Bytes free for this process, of the GPU or of the host."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
