@@ -116,7 +116,7 @@ def tiny_engine(
             head_config = tiny_config(1, hidden=hidden, vocab=vocab)
             kind = "eagle3" if method == "eagle3" else "eagle"
             width = draft_vocab or vocab
-            head = EagleConfig(kind, head_config, hidden, width, False, False)  # type: ignore[arg-type]
+            head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab)  # type: ignore[arg-type]
             tensors = RandomTensors(
                 {n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
             )

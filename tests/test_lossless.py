@@ -146,3 +146,18 @@ def test_a_perfect_draft_is_accepted(shape: DraftShape, prompts: list[list[int]]
         assert all(c.rounds == -(-(GREEDY.max_tokens - 1) // (shape.num_steps + 1)) for c in counts)
     else:
         assert sum(c.accepted_at[2] for c in counts) > 0.9 * sum(c.proposed_at[2] for c in counts)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
+def test_requests_of_one_token_leave_a_whole_prefix_behind(method: str) -> None:
+    """A request that ends in its prefill shares its pages: the draft's entries in them must be there too."""
+    prompt = random_prompts(1, seed=3, longest=1, shared=20)[0]
+    later = [[*prompt, 3, 4], [*prompt, 7]]
+    fresh = run(tiny_engine(method, SHAPES["chain-3"], prefix_cache=False), later, SAMPLED)
+    engine = tiny_engine(method, SHAPES["chain-3"])
+    run(engine, [prompt], SamplingParams(max_tokens=1))
+    run(engine, [[9] * 24], SamplingParams(max_tokens=8))  # scribbles over what was freed
+    shared = run(engine, later, SAMPLED)
+    assert engine.stats.cached_prompt_tokens > 0
+    assert texts(shared) == texts(fresh)
+    assert [c.speculation for c in shared] == [c.speculation for c in fresh]

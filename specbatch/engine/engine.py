@@ -107,15 +107,20 @@ class Engine:
         first_logits = iter(self._target.logits(hidden[last_rows]) if last_rows else ())
         finished = []
         for s in spans:
-            needs_root = s.end == len(s.seq.tokens)
-            self._scheduler.prefilled(s)
-            if needs_root:
+            s.seq.num_committed = s.end
+            if s.end == len(s.seq.tokens):
                 logits = next(first_logits)
                 token = sample_token(logits, s.seq, position=len(s.seq.tokens))
                 reason = self._append(s.seq, [token], logits[None])
                 if reason is not None:
                     finished.append((s.seq, reason))
-        self._extend([(s.seq, s.start) for s in spans], hidden, captured, {seq for seq, _ in finished})
+        # A request that ends with its first token is drafted for all the same: later rows may share its pages, and
+        # those hold the draft's entries too. Only if a stop string took that token away there is nothing to extend to.
+        whole = {s.seq for s in spans if len(s.seq.tokens) > s.end}
+        self._extend([(s.seq, s.start) for s in spans], hidden, captured, whole)
+        for s in spans:
+            if s.seq in whole or self._proposer.cache is None:
+                self._scheduler.share(s.seq)
         return [self._complete(seq, reason) for seq, reason in finished]
 
     def _round(self, sequences: list[Sequence]) -> list[Completion]:
@@ -144,7 +149,8 @@ class Engine:
             if reason is not None:
                 finished.append((seq, reason))
         self._stats.rounds += 1
-        self._extend(starts, hidden[rows], [c[rows] for c in captured], {seq for seq, _ in finished})
+        going_on = set(sequences) - {seq for seq, _ in finished}
+        self._extend(starts, hidden[rows], [c[rows] for c in captured], going_on)
         return [self._complete(seq, reason) for seq, reason in finished]
 
     def _verify_forward(self, sequences: list[Sequence], tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -204,15 +210,15 @@ class Engine:
         return reason
 
     def _extend(
-        self, starts: list[tuple[Sequence, int]], hidden_TE: Tensor, captured: list[Tensor], finished: set[Sequence]
+        self, starts: list[tuple[Sequence, int]], hidden_TE: Tensor, captured: list[Tensor], wanted: set[Sequence]
     ) -> None:
-        """Draft-extend over what each sequence committed since `start`; sequences that are done need none."""
+        """Draft-extend over what each sequence committed since its start, for those in `wanted`."""
         keep: list[tuple[Sequence, int]] = []
         rows: list[int] = []
         row = 0
         for seq, start in starts:
             count = seq.num_committed - start
-            if seq not in finished:
+            if seq in wanted:
                 keep.append((seq, start))
                 rows += range(row, row + count)
             row += count

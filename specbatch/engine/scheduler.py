@@ -114,11 +114,10 @@ class Scheduler:
         self._prefix.evict(missing)
         return self._pool.num_free >= num_pages
 
-    def prefilled(self, span: PrefillSpan) -> None:
-        """A piece was computed: share its full pages."""
-        span.seq.num_committed = span.end
+    def share(self, seq: Sequence) -> None:
+        """Offer a sequence's full pages to later rows. The target's and the draft's entries in them are complete."""
         if self._prefix is not None:
-            self._prefix.insert(span.seq.tokens, span.seq.pages, span.end)
+            self._prefix.insert(seq.tokens, seq.pages, seq.num_committed)
 
     def plan_round(self) -> list[Sequence]:
         """Sequences of the next round, each with pages for its tree and its drafts."""

@@ -16,7 +16,7 @@ Shape suffixes: T packed tokens, R selected rows, E hidden size, W draft vocabul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,11 +44,17 @@ class EagleConfig:
     draft_vocab_size: int
     has_fc_bias: bool
     has_embedding: bool  # some checkpoints carry a copy of the target's embedding
+    has_vocab_map: bool  # d2t and t2d; there even where the vocabulary is not reduced in some checkpoints
 
 
 def capture_layers(num_layers: int) -> tuple[int, ...]:
     """The layers whose inputs are EAGLE-3's low, middle and high features."""
     return 2, num_layers // 2, num_layers - 3
+
+
+def layer_prefix(kind: EagleKind) -> str:
+    """What the names of the layer's tensors start with."""
+    return "midlayer." if kind == "eagle3" else "layers.0."
 
 
 def open_head(path: Path, kind: EagleKind, target: ModelConfig) -> tuple[EagleConfig, TensorSource]:
@@ -76,8 +82,25 @@ def eagle_config(
 
     `config` is the head's parsed config.json, `shapes` the checkpoint's tensors.
     """
+    layer = layer_prefix(kind)
+    config = replace(
+        config,
+        # A head has one layer and the traits its tensors show, whatever family its config.json names.
+        num_layers=1,
+        sliding_windows=(None,),
+        qk_norm=False,
+        mlp_bias=False,
+        qkv_bias=f"{layer}self_attn.q_proj.bias" in shapes,
+        output_bias=f"{layer}self_attn.o_proj.bias" in shapes,
+    )
     head = EagleConfig(
-        kind, config, target.hidden_size, draft_vocab_size, "fc.bias" in shapes, "embed_tokens.weight" in shapes
+        kind,
+        config,
+        target.hidden_size,
+        draft_vocab_size,
+        has_fc_bias="fc.bias" in shapes,
+        has_embedding="embed_tokens.weight" in shapes,
+        has_vocab_map=kind == "eagle3" and (draft_vocab_size != config.vocab_size or "d2t" in shapes),
     )
     if kind == "eagle3" and target.num_layers < 7:
         raise ModelError(
@@ -116,7 +139,7 @@ def expected_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
     c = head.decoder
     eagle3 = head.kind == "eagle3"
     width = c.hidden_size * (2 if eagle3 else 1)
-    layer = "midlayer." if eagle3 else "layers.0."
+    layer = layer_prefix(head.kind)
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (c.hidden_size, head.feature_size * 3 if eagle3 else c.hidden_size * 2),
@@ -144,7 +167,7 @@ def expected_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
             "norm.weight": (c.hidden_size,),
             "lm_head.weight": (head.draft_vocab_size, c.hidden_size),
         }
-        if head.draft_vocab_size != c.vocab_size:
+        if head.has_vocab_map:
             shapes |= {"d2t": (head.draft_vocab_size,), "t2d": (c.vocab_size,)}
     return shapes
 
@@ -172,7 +195,7 @@ class EagleHead:
         self._fc = Linear(load("fc.weight"), load("fc.bias") if head.has_fc_bias else None)
         inv_freq, factor = c.rope.inverse_frequencies(c.head_dim)
         self._rotary = Rotary(inv_freq, factor, num_positions, dtype, device)
-        layer = "midlayer." if head.kind == "eagle3" else "layers.0."
+        layer = layer_prefix(head.kind)
         self._attention = Attention(c, 0, load, f"{layer}self_attn.")
         self._post_norm = RMSNorm(load(f"{layer}post_attention_layernorm.weight"), c.rms_norm_eps)
         self._mlp = MLP(load, f"{layer}mlp.", c.mlp_bias)
@@ -182,7 +205,7 @@ class EagleHead:
             self._input_norm = RMSNorm(load("midlayer.input_layernorm.weight"), c.rms_norm_eps)
             self._norm = RMSNorm(load("norm.weight"), c.rms_norm_eps)
             self._head = Linear(load("lm_head.weight"))
-            if head.draft_vocab_size != c.vocab_size:
+            if head.has_vocab_map:
                 offsets = load_raw("d2t").to(device=device, dtype=torch.int64)
                 self._target_ids = offsets + torch.arange(head.draft_vocab_size, device=device)
         else:

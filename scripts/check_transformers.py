@@ -1,0 +1,206 @@
+"""Greedy output against transformers, and every method and schedule against each other, on real text.
+
+    python scripts/check_transformers.py --hf DIR --data gsm8k_test.jsonl [--rows 50] [-o report.json]
+
+DIR is a Hugging Face directory (float32 on CPU here). The draft model is the target cut to its first layers, the EAGLE
+heads are random: the text must not depend on how good a draft is. Where the text differs from transformers', the report
+names the row, the position and the margin between the two most likely tokens there; the exit code is 1 if any margin is
+1e-4 or more, or if two of our own runs differ at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
+from specbatch.engine.build import build_engine, resolve
+from specbatch.models.config import parse_hf_config
+from specbatch.models.eagle_head import EagleConfig, expected_tensors
+from specbatch.models.tokenizer import load_tokenizer
+from specbatch.models.weights import open_checkpoint
+from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SamplingParams
+
+TIE_MARGIN = 1e-4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=50)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--draft-layers", type=int, default=20)
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(args.hf)
+    questions = [json.loads(line)["question"] for line in args.data.open()][: args.rows]
+    prompts = [
+        tokenizer(
+            tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True),
+            add_special_tokens=False,
+        )["input_ids"]
+        for q in questions
+    ]
+    params = SamplingParams(max_tokens=args.max_tokens, logprobs=2)
+    report: dict[str, object] = {"rows": len(prompts), "max_tokens": args.max_tokens, "torch": torch.__version__}
+    with tempfile.TemporaryDirectory() as folder:
+        configs = variants(args.hf, Path(folder), args.draft_layers)
+        ours: dict[str, list[Completion]] = {}
+        for name, config in configs.items():
+            began = time.perf_counter()
+            engine = build_engine(resolve(config))
+            ours[name] = run(engine, prompts, params)
+            length, stats = engine.stats.speculation.acceptance_length, engine.stats
+            report[name] = {
+                "seconds": round(time.perf_counter() - began, 1),
+                "acceptance_length": round(length, 3) if length else None,
+                "preemptions": stats.preemptions,
+                "cached_prompt_tokens": stats.cached_prompt_tokens,
+                "rows_with_other_tokens_than_none": sum(
+                    a.token_ids != b.token_ids for a, b in zip(ours[name], ours["none"], strict=True)
+                ),
+                "rows_with_other_logprobs_than_none": sum(
+                    a.logprobs != b.logprobs for a, b in zip(ours[name], ours["none"], strict=True)
+                ),
+            }
+            print(name, json.dumps(report[name]), flush=True)
+    own_differences = sum(r["rows_with_other_tokens_than_none"] for r in report.values() if isinstance(r, dict))
+    report["transformers"] = compare(args.hf, prompts, args.max_tokens, ours["none"])
+    print("transformers", json.dumps(report["transformers"]), flush=True)
+    bad = [d for d in report["transformers"]["differences"] if d["margin"] >= TIE_MARGIN]
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{own_differences} differences between our runs, {len(bad)} unexplained differences from transformers")
+    return 1 if bad or own_differences else 0
+
+
+def variants(target: Path, folder: Path, draft_layers: int) -> dict[str, Config]:
+    """One config for each method, shape and schedule to compare."""
+    base = Config(
+        model=ModelSection(target=str(target), dtype="float32"),
+        speculation=SpeculationSection(method="none"),
+        engine=EngineSection(kv_cache_tokens=16384),
+    )
+    draft = cut_model(target, folder / "draft", draft_layers)
+    heads = {kind: random_head(target, folder / kind, kind) for kind in ("eagle", "eagle3")}
+    speculations = {
+        "none": SpeculationSection(method="none"),
+        "ngram": SpeculationSection(method="ngram"),
+        "draft_model-3/1/4": SpeculationSection(method="draft_model", draft=str(draft), num_steps=3),
+        "draft_model-3/2/6": SpeculationSection(
+            method="draft_model", draft=str(draft), num_steps=3, topk=2, num_draft_tokens=6
+        ),
+        "eagle-3/1/4": SpeculationSection(method="eagle", draft=str(heads["eagle"]), num_steps=3),
+        "eagle-3/2/6": SpeculationSection(
+            method="eagle", draft=str(heads["eagle"]), num_steps=3, topk=2, num_draft_tokens=6
+        ),
+        "eagle3-3/1/4": SpeculationSection(method="eagle3", draft=str(heads["eagle3"]), num_steps=3),
+        "eagle3-5/4/8": SpeculationSection(
+            method="eagle3", draft=str(heads["eagle3"]), num_steps=5, topk=4, num_draft_tokens=8
+        ),
+    }
+    configs = {name: replace(base, speculation=s) for name, s in speculations.items()}
+    schedules = {
+        "batch-1": {"max_batch_size": 1},
+        "no-prefix-cache": {"prefix_cache": False},
+        "chunk-64": {"prefill_chunk_tokens": 64},
+        "preempted": {"kv_cache_tokens": 1024},
+    }
+    for name, change in schedules.items():
+        configs[f"ngram {name}"] = replace(configs["ngram"], engine=replace(base.engine, **change))  # type: ignore[arg-type]
+    tree = configs["draft_model-3/2/6"]
+    configs["draft_model-3/2/6 preempted"] = replace(tree, engine=replace(base.engine, kv_cache_tokens=1024))
+    return configs
+
+
+def cut_model(target: Path, folder: Path, num_layers: int) -> Path:
+    """The target without its upper layers, as a Hugging Face directory."""
+    folder.mkdir()
+    config = json.loads((target / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((target / name).read_bytes())
+    checkpoint = open_checkpoint(target)
+    layers = tuple(f"model.layers.{i}." for i in range(num_layers))
+    names = [n for n in checkpoint.tensors.shapes() if not n.startswith("model.layers.") or n.startswith(layers)]
+    save_file({name: checkpoint.tensors.load(name) for name in names}, folder / "model.safetensors")
+    return folder
+
+
+def random_head(target: Path, folder: Path, kind: str) -> Path:
+    """An EAGLE head with random weights, in the public checkpoint format."""
+    folder.mkdir()
+    raw = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    width = 4096 if kind == "eagle3" else raw["vocab_size"]
+    if kind == "eagle3":
+        raw |= {"draft_vocab_size": width, "architectures": ["LlamaForCausalLMEagle3"]}
+    config = parse_hf_config(raw)
+    head = EagleConfig(kind, config, config.hidden_size, width, False, False, kind == "eagle3")  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    tensors = {n: torch.randn(s, generator=generator) * 0.02 for n, s in expected_tensors(head).items()}
+    for name in tensors:
+        if "norm" in name:
+            tensors[name] += 1
+    if kind == "eagle3":
+        ids = torch.randperm(config.vocab_size, generator=generator)[:width].sort().values
+        tensors["d2t"] = ids - torch.arange(width)
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def run(engine: BatchEngine, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+    done: dict[int, Completion] = {}
+    while len(done) < len(prompts):
+        done |= {c.request_id: c for c in engine.step()}
+    return [done[i] for i in range(len(prompts))]
+
+
+def compare(folder: Path, prompts: list[list[int]], max_tokens: int, ours: list[Completion]) -> dict:
+    """transformers' greedy `generate`, one prompt at a time, against our tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    differences, tokens, began = [], 0, time.perf_counter()
+    for row, (prompt, completion) in enumerate(zip(prompts, ours, strict=True)):
+        with torch.inference_mode():
+            out = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        theirs = out.sequences[0, len(prompt) :].tolist()
+        tokens += len(theirs)
+        if theirs != completion.token_ids:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(theirs, completion.token_ids, strict=False)) if a != b),
+                min(len(theirs), len(completion.token_ids)),
+            )
+            margin = 1.0
+            if at < len(out.logits):
+                top = out.logits[at][0].topk(2).values
+                margin = float(top[0] - top[1])
+            differences.append({"row": row, "position": at, "margin": margin})
+    return {
+        "rows_equal": len(prompts) - len(differences),
+        "differences": differences,
+        "tokens_per_second": round(tokens / (time.perf_counter() - began), 1),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
