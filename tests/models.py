@@ -67,13 +67,15 @@ def tiny_config(num_layers: int = 2, hidden: int = 32, vocab: int = VOCAB, **cha
     return ModelConfig(**values)  # type: ignore[arg-type]
 
 
-def attention_of(config: ModelConfig) -> TorchAttention:
-    return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, CPU)
+def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttention:
+    return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
 
 
-def tiny_decoder(config: ModelConfig, dtype: torch.dtype, seed: int = 0, scale: float = 0.25) -> Decoder:
-    tensors = RandomTensors(decoder_tensors(config), seed, scale)
-    return Decoder(config, loader(tensors, dtype, CPU), attention_of(config), MAX_LENGTH + 128, dtype, CPU)
+def tiny_decoder(
+    config: ModelConfig, dtype: torch.dtype, seed: int = 0, scale: float = 0.25, device: torch.device = CPU
+) -> Decoder:
+    load = loader(RandomTensors(decoder_tensors(config), seed, scale), dtype, device)
+    return Decoder(config, load, attention_of(config, device), MAX_LENGTH + 128, dtype, device)
 
 
 def tiny_engine(
@@ -92,12 +94,13 @@ def tiny_engine(
     scale: float = 0.25,
     hidden: int = 32,
     eos: tuple[int, ...] = (),
+    device: torch.device = CPU,
 ) -> Engine:
     """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer
     less)."""
     layers = 7 if method == "eagle3" else 3
     config = tiny_config(layers, hidden=hidden, vocab=vocab)
-    target = tiny_decoder(config, dtype, scale=scale)
+    target = tiny_decoder(config, dtype, scale=scale, device=device)
     pool = PagePool(num_pages, page_size)
     num_slots = num_pages * page_size
     proposer: Proposer
@@ -110,7 +113,7 @@ def tiny_engine(
         assert shape is not None
         if method == "draft_model":
             draft_config = tiny_config(2, hidden=hidden, vocab=vocab)
-            draft = tiny_decoder(draft_config, dtype, seed=draft_seed, scale=scale)
+            draft = tiny_decoder(draft_config, dtype, seed=draft_seed, scale=scale, device=device)
             net: ModelDraft | EagleDraft = ModelDraft(draft, draft.new_cache(num_slots, dtype), vocab)
         else:
             head_config = tiny_config(1, hidden=hidden, vocab=vocab)
@@ -124,16 +127,16 @@ def tiny_engine(
             tensors._tensors["d2t"] = torch.tensor([min(2 * i, vocab - width + i) - i for i in range(width)])
             model = EagleHead(
                 head,
-                loader(tensors, dtype, CPU),
+                loader(tensors, dtype, device),
                 tensors.load,
                 target,
-                attention_of(head_config),
+                attention_of(head_config, device),
                 MAX_LENGTH + 128,
                 dtype,
-                CPU,
+                device,
             )
             net = EagleDraft(model, model.new_cache(num_slots, dtype), layers, kind == "eagle3")
-        proposer = NeuralProposer(net, shape, vocab, page_size, CPU)
+        proposer = NeuralProposer(net, shape, vocab, page_size, device)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
     return Engine(
         target,

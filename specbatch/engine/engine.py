@@ -163,7 +163,7 @@ class Engine:
             spans.append(Span(seq.pages, seq.num_committed, n, positions, tree.mask(b)))
             tokens.append(tree.tokens_BN[b, :n])
         hidden, captured = self._target.forward(
-            torch.cat(tokens), self._layout(spans), self._cache, self._proposer.capture
+            torch.cat(tokens).to(self._target.device), self._layout(spans), self._cache, self._proposer.capture
         )
         return hidden, captured, self._target.logits(hidden)
 

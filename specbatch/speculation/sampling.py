@@ -46,6 +46,6 @@ def token_logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
     logprobs = torch.log_softmax(logits_V, dim=-1)
     top: tuple[tuple[int, float], ...] = ()
     if num_top:
-        values, ids = torch.sort(logprobs, descending=True, stable=True)
-        top = tuple(zip(ids[:num_top].tolist(), values[:num_top].tolist(), strict=True))
+        values, ids = logprobs.topk(min(num_top, logprobs.shape[0]))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprob(token, float(logprobs[token]), top)
