@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,8 +22,10 @@ from specbatch.errors import SpecbatchError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import TaskID
 
     from specbatch.config import Config
+    from specbatch.engine.build import ResolvedRun
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 
@@ -89,7 +93,11 @@ def generate(
         # Imported here: --help, usage errors and `models` need no torch.
         from specbatch.engine.build import build_engine, resolve
 
-        runtime = Runtime(resolve, build_engine, _model_paths)
+        def resolve_showing(settings: Config) -> ResolvedRun:
+            with _download_bar(console) as show:
+                return resolve(settings, progress=show)
+
+        runtime = Runtime(resolve_showing, build_engine, _model_paths)
         code = generate_file(GenerateOptions(input, output, limit, overwrite), settings, runtime, console, began=began)
         raise typer.Exit(code)
 
@@ -104,7 +112,8 @@ def show_config(config: ConfigOption = None, set_: SetOption = None) -> None:
         _quiet_libraries()
         from specbatch.engine.build import resolve
 
-        run = resolve(settings)
+        with _download_bar(console) as show:
+            run = resolve(settings, progress=show)
         for note in run.notes:
             console.print(note, markup=False, soft_wrap=True)
         typer.echo(dump_config(run.config), nl=False)
@@ -126,17 +135,9 @@ def models_list() -> None:
 def models_pull(name: Annotated[str, typer.Argument(help="As `specbatch models list` shows it.")]) -> None:
     """Fetch a built-in model and print its path."""
     with _user_errors() as console:
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
         from specbatch.models.catalog import BUILTIN_PREFIX, pull
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(name, total=None)
-
-            def show(what: str, done: int, total: int) -> None:
-                bar.update(task, description=what, completed=done, total=total)
-
+        with _download_bar(console) as show:
             path = pull(name.removeprefix(BUILTIN_PREFIX), show)
         typer.echo(str(path))
 
@@ -155,13 +156,38 @@ def models_path(name: Annotated[str, typer.Argument(help="As `specbatch models l
 
 
 @contextlib.contextmanager
+def _download_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Gives the callback (what, bytes done, bytes in total) that shows a download: a bar on a terminal, elsewhere one
+    line for each step. Nothing is shown where nothing is called."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    tasks: dict[str, TaskID] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            if not console.is_terminal:
+                console.print(f"{what} ({total / 1e6:,.0f} MB)", markup=False, soft_wrap=True)
+            tasks[what] = bar.add_task(what, total=total)
+            bar.start()
+        bar.update(tasks[what], completed=done)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+@contextlib.contextmanager
 def _user_errors() -> Iterator[Console]:
     """The one place where mistakes of the user become `error:` and `hint:` lines; gives the console of stderr."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     try:
-        yield console
+        with _sigterm_as_interrupt():
+            yield console
     except SpecbatchError as exc:
         console.print("[bold red]error[/]: ", end="")
         console.print(exc.message, markup=False, soft_wrap=True)
@@ -169,9 +195,23 @@ def _user_errors() -> Iterator[Console]:
             console.print("[bold cyan]hint[/]: ", end="")
             console.print(exc.hint, markup=False, soft_wrap=True)
         raise typer.Exit(USAGE_ERROR) from exc
-    except KeyboardInterrupt as exc:  # outside the loop, which has a handler of its own: while loading
-        console.print("interrupted")
+    except KeyboardInterrupt as exc:  # outside the loop, which has handlers of its own: while loading or sorting
+        console.print("interrupted: run the same command again to go on")
         raise typer.Exit(INTERRUPTED) from exc
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C does: files are closed, a half-done download is removed."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _model_paths(config: Config) -> Mapping[str, Path]:

@@ -157,8 +157,11 @@ class EngineStats:
 class BatchEngine(Protocol):
     """What the file job needs of an engine. `engine.engine.Engine` is the real one; tests use stubs."""
 
-    limits: EngineLimits
-    stats: EngineStats
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
 
     @property
     def num_running(self) -> int: ...

@@ -124,7 +124,9 @@ def tiny_engine(
                 {n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
             )
             # every other token, so that the offsets are not constant
-            tensors._tensors["d2t"] = torch.tensor([min(2 * i, vocab - width + i) - i for i in range(width)])
+            ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
+            tensors._tensors["d2t"] = ids - torch.arange(width)
+            tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
             model = EagleHead(
                 head,
                 loader(tensors, dtype, device),

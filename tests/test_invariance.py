@@ -12,7 +12,7 @@ import torch
 from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
-from specbatch.models.layers import Linear, RMSNorm, silu_mul
+from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import SamplingParams
 from tests.models import CPU, random_prompts, run, tiny_engine
@@ -44,7 +44,27 @@ def test_elementwise() -> None:
     norm = RMSNorm(torch.randn(1152, generator=generator), 1e-5)
     for rows in ROWS:
         assert torch.equal(norm(x[:rows]), norm(x)[:rows])
-        assert torch.equal(silu_mul(x[:rows]), silu_mul(x)[:rows])
+        assert torch.equal(torch.exp(x[7 : 7 + rows]), torch.exp(x)[7 : 7 + rows])  # merges of attention chunks
+    rotary = Rotary(torch.rand(32, generator=generator), 1.0, 300, torch.float32, CPU)
+    heads = x.view(300, 18, 64)
+    whole = Rotary.apply(heads, *rotary.at(torch.arange(300)))
+    for rows in ROWS:
+        assert torch.equal(
+            Rotary.apply(heads[9 : 9 + rows], *rotary.at(torch.arange(9, 9 + rows))), whole[9 : 9 + rows]
+        )
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 48), (576, 1536), (896, 4864)])
+def test_gated_linear(inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(outputs, inputs, generator=generator) * 0.02 for _ in range(2))
+    gated = GatedLinear(gate, up, None, None)
+    x = torch.randn(400, inputs, generator=generator)
+    whole = gated(x)
+    torch.testing.assert_close(whole, torch.nn.functional.silu(x @ gate.T) * (x @ up.T), atol=1e-5, rtol=1e-4)
+    for rows in ROWS:
+        assert torch.equal(gated(x[:rows]), whole[:rows])
+        assert torch.equal(gated(x[100 : 100 + rows]), whole[100 : 100 + rows])
 
 
 @pytest.mark.parametrize(

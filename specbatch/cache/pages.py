@@ -9,9 +9,11 @@ Shape suffixes: S slots, H key/value heads, D head dimension, T packed tokens.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,7 +95,13 @@ class KVCache:
         self.num_slots = num_slots
         # Zeros, not empty: slots past a sequence's end are masked, but a NaN left there would survive the mask (0 *
         # NaN).
-        self._kv = torch.zeros((num_layers, 2, num_kv_heads, num_slots, head_dim), dtype=dtype, device=device)
+        shape = (num_layers, 2, num_kv_heads, num_slots, head_dim)
+        if device.type == "cpu":
+            # numpy asks the system for zero pages, which take memory only once they are written to; torch.zeros
+            # fills them.
+            self._kv = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+        else:
+            self._kv = torch.zeros(shape, dtype=dtype, device=device)
 
     @staticmethod
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

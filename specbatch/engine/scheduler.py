@@ -15,6 +15,9 @@ from specbatch.cache.prefix import PrefixIndex
 from specbatch.speculation.proposer import Proposer
 from specbatch.speculation.sequence import Sequence
 
+# Evicted at once, at least: finding the oldest pages walks the whole index.
+EVICT_PAGES = 64
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
@@ -111,7 +114,7 @@ class Scheduler:
             return True
         if self._prefix is None or self._prefix.num_evictable() < missing:
             return False
-        self._prefix.evict(missing)
+        self._prefix.evict(max(missing, EVICT_PAGES))
         return self._pool.num_free >= num_pages
 
     def share(self, seq: Sequence) -> None:

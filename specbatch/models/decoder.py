@@ -15,7 +15,7 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend, BatchLayout
 from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers import Linear, RMSNorm, Rotary, silu_mul
+from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
 
 # Gives a checkpoint's tensor by its canonical (Hugging Face) name, in the dtype and on the device of the model.
 Load = Callable[[str], Tensor]
@@ -69,17 +69,18 @@ class Attention:
 
 
 class MLP:
-    """SwiGLU feed-forward with gate and up projections fused."""
+    """SwiGLU feed-forward (Shazeer 2020)."""
 
     def __init__(self, load: Load, prefix: str, bias: bool) -> None:
-        self._gate_up = Linear(
-            torch.cat([load(f"{prefix}gate_proj.weight"), load(f"{prefix}up_proj.weight")]),
-            torch.cat([load(f"{prefix}gate_proj.bias"), load(f"{prefix}up_proj.bias")]) if bias else None,
+        gate, up, down = (
+            (load(f"{prefix}{name}_proj.weight"), load(f"{prefix}{name}_proj.bias") if bias else None)
+            for name in ("gate", "up", "down")
         )
-        self._down = Linear(load(f"{prefix}down_proj.weight"), load(f"{prefix}down_proj.bias") if bias else None)
+        self._gated = GatedLinear(gate[0], up[0], gate[1], up[1])
+        self._down = Linear(*down)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        return self._down(silu_mul(self._gate_up(x_TE)))
+        return self._down(self._gated(x_TE))
 
 
 class DecoderLayer:

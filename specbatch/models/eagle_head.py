@@ -172,6 +172,17 @@ def expected_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _target_ids(d2t_W: Tensor, t2d_V: Tensor, vocab_size: int) -> Tensor:
+    """(W,) target token of each draft token. Raises ModelError where the checkpoint's two maps are no one-to-one
+    map."""
+    ids = d2t_W.to(torch.int64) + torch.arange(d2t_W.shape[0])
+    if not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size and ids.unique().numel() == ids.numel()):
+        raise ModelError("d2t of the draft head does not map draft tokens to distinct target tokens")
+    if not torch.equal(t2d_V.bool().nonzero().view(-1), ids.sort().values):
+        raise ModelError("d2t and t2d of the draft head do not fit each other")
+    return ids
+
+
 class EagleHead:
     """The head as a model: features and tokens in, draft hidden states and draft logits out."""
 
@@ -206,8 +217,7 @@ class EagleHead:
             self._norm = RMSNorm(load("norm.weight"), c.rms_norm_eps)
             self._head = Linear(load("lm_head.weight"))
             if head.has_vocab_map:
-                offsets = load_raw("d2t").to(device=device, dtype=torch.int64)
-                self._target_ids = offsets + torch.arange(head.draft_vocab_size, device=device)
+                self._target_ids = _target_ids(load_raw("d2t"), load_raw("t2d"), c.vocab_size).to(device)
         else:
             self._target = target
 

@@ -5,43 +5,105 @@ Shape suffixes: T packed tokens, I input features, O output features, H heads, D
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# oneDNN packs a float32 weight for a given number of rows. The layout for this many serves 1 to 64 rows well: on
-# AVX-512 a product with 8 rows then costs 1.2x of one row, against 3x with an unpacked weight.
-_PACK_ROWS = 16
+# Rows of every product on CPU in float32. oneDNN picks its algorithm, and with it the order of summation, by the
+# number of rows and threads; in calls of one fixed shape a row's bits cannot depend on the batch around it. Weights are
+# streamed from memory, so up to this many rows cost little more than one.
+BLOCK_ROWS = 16
+# For long prompts, where a check at load finds that this many rows at once give the same bits.
+LARGE_BLOCK_ROWS = 128
+
+
+def _is_packable(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 class Linear:
     """y = x W^T + b.
 
-    On CPU in float32 the weight is packed once by oneDNN. That is faster for the few rows of decoding and verification,
-    and a row's result does not depend on how many rows there are (from two rows on; one row is computed as two), which
-    the bitwise invariance of the CPU path rests on; tests/test_invariance.py watches it.
+    On CPU in float32 the weight is packed once by oneDNN, which is faster for the few rows of decoding and verification
+    (8 rows cost 1.2x of one, against 3x with an unpacked weight), and rows are computed in blocks of a fixed size: the
+    bitwise invariance of the CPU path rests on that; tests/test_invariance.py watches it.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         self.bias = bias_O
-        self._packed = (
-            weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-        )
+        self._packed = _is_packable(weight_OI)
+        self._weight = weight_OI
+        self._large_block = BLOCK_ROWS
         if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _PACK_ROWS)
-        else:
-            self._weight = weight_OI
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), BLOCK_ROWS)
+            if self._agrees_on_large_blocks():
+                self._large_block = LARGE_BLOCK_ROWS
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         if not self._packed:
             return F.linear(x_TI, self._weight, self.bias)
-        if x_TI.shape[0] == 1:
-            return self._multiply(x_TI.expand(2, -1).contiguous())[:1]
-        return self._multiply(x_TI.contiguous())
+        return in_blocks(self.multiply, x_TI, self._large_block)
 
-    def _multiply(self, x_TI: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x_TI, self._weight, self.bias, "none", [], "")
+    def multiply(self, x_RI: Tensor, activation: str = "none") -> Tensor:
+        """One product of a packed weight, with oneDNN's activation fused behind it."""
+        return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self.bias, activation, [], "")
+
+    def multiply_by(self, x_RI: Tensor, factor_RO: Tensor) -> Tensor:
+        """One product of a packed weight, multiplied elementwise by `factor_RO`."""
+        return torch.ops.mkldnn._linear_pointwise.binary(x_RI, factor_RO, self._weight, self.bias, "mul")
+
+    def _agrees_on_large_blocks(self) -> bool:
+        x = torch.randn(LARGE_BLOCK_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
+        small = torch.cat([self.multiply(part) for part in x.split(BLOCK_ROWS)])
+        return torch.equal(self.multiply(x), small)
+
+    @property
+    def is_packed(self) -> bool:
+        return self._packed
+
+    @property
+    def large_block(self) -> int:
+        return self._large_block
+
+
+def in_blocks(function: Callable[[Tensor], Tensor], x_TI: Tensor, large_block: int) -> Tensor:
+    """Apply a function of rows in blocks of `large_block` and BLOCK_ROWS rows, the last one padded with zeros."""
+    num_rows = x_TI.shape[0]
+    padding = -num_rows % BLOCK_ROWS
+    x_TI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI.contiguous()
+    if x_TI.shape[0] == BLOCK_ROWS:
+        return function(x_TI)[:num_rows]
+    split = num_rows // large_block * large_block
+    parts = [*x_TI[:split].split(large_block), *x_TI[split:].split(BLOCK_ROWS)]
+    return torch.cat([function(part) for part in parts if part.shape[0]])[:num_rows]
+
+
+class GatedLinear:
+    """silu(x G^T) * (x U^T): the first half of a SwiGLU feed-forward.
+
+    On CPU in float32 the activation is fused into the products, where it is computed alike for every element.
+    Torch's own computes the elements at the end of a thread's share by another formula.
+    """
+
+    def __init__(self, gate_OI: Tensor, up_OI: Tensor, gate_bias_O: Tensor | None, up_bias_O: Tensor | None) -> None:
+        self._fused = _is_packable(gate_OI)
+        if self._fused:
+            self._gate, self._up = Linear(gate_OI, gate_bias_O), Linear(up_OI, up_bias_O)
+        else:
+            bias = None if gate_bias_O is None or up_bias_O is None else torch.cat((gate_bias_O, up_bias_O))
+            self._gate_up = Linear(torch.cat((gate_OI, up_OI)), bias)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        if not self._fused:
+            gate, up = self._gate_up(x_TI).chunk(2, dim=-1)
+            return F.silu(gate) * up
+        return in_blocks(self._multiply, x_TI, min(self._gate.large_block, self._up.large_block))
+
+    def _multiply(self, x_RI: Tensor) -> Tensor:
+        return self._up.multiply_by(x_RI, self._gate.multiply(x_RI, "swish"))
 
 
 class RMSNorm:
@@ -80,10 +142,4 @@ class Rotary:
     @staticmethod
     def apply(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         swapped = x_THD.roll(x_THD.shape[-1] // 2, dims=-1)
-        return (x_THD * cos).addcmul_(swapped, sin)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU's elementwise part: silu(gate) * up of a (T, 2 * F) product."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+        return x_THD * cos + swapped * sin  # not addcmul: it rounds some elements once and some twice

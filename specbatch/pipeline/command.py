@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,12 +93,17 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
             console.print(note, markup=False, soft_wrap=True)
         total = source.total if options.limit is None or source.total is None else min(source.total, options.limit)
         progress = JobProgress(total, console)
+
+        def load() -> BatchEngine:
+            with console.status(f"loading {run.config.model.target}") if console.is_terminal else nullcontext():
+                return runtime.build_engine(run)
+
         file_job = FileJob(
             source,
             parser,
             texts,
             results,
-            lambda: runtime.build_engine(run),
+            load,
             model_name=run.config.model.target,
             seed=run.config.engine.seed,
             look_ahead=_LOOK_AHEAD_BATCHES * run.config.engine.max_batch_size,

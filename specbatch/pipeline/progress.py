@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 _LIVE_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0
@@ -50,9 +50,9 @@ class JobProgress:
     def _start(self) -> None:
         self._began = time.monotonic()
         if self._console.is_terminal:
-            self._live = Progress(
-                BarColumn(bar_width=24), TextColumn("{task.description}"), console=self._console, transient=True
-            )
+            # Cut on a narrow terminal: a line that wraps would make the display jump.
+            text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+            self._live = Progress(BarColumn(bar_width=24), text, console=self._console, transient=True)
             self._task = self._live.add_task("", total=self._total)
             self._live.start()
         else:

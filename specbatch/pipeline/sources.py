@@ -59,6 +59,7 @@ def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> S
     if path.is_file():
         return _file_source(path)
     if path.is_dir():
+        _refuse_folder_of_lines(path)
         return _dataset_source(ref, data, local=True)
     if _looks_like_a_file(ref):
         raise InputError(f"the input {ref} does not exist", _near_hint(path))
@@ -72,6 +73,16 @@ def input_stem(ref: str) -> str:
         if name.lower().endswith(suffix) and len(name) > len(suffix):
             return name[: -len(suffix)]
     return name or "data"
+
+
+def _refuse_folder_of_lines(folder: Path) -> None:
+    """`datasets` would take the files' rows for one table and fail at the first row that has other fields."""
+    lines = sorted(p.name for p in folder.iterdir() if p.name.lower().endswith(_JSONL))
+    if lines:
+        raise InputError(
+            f"the input {folder} is a folder with JSON lines ({', '.join(lines[:3])}{', ...' * (len(lines) > 3)})",
+            f"name one file; or: cat {folder}/*.jsonl | specbatch generate - -o results.jsonl",
+        )
 
 
 def _stdin_source(stdin: BinaryIO) -> Source:

@@ -73,7 +73,9 @@ class ModelDraft:
         return None
 
     def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout) -> Tensor:
-        return self._model.forward(tokens_T, layout, self.cache)[0]
+        # A token past a smaller embedding is read as the last one: a worse guess, nothing more.
+        known = tokens_T.clamp(max=self._model.config.vocab_size - 1)
+        return self._model.forward(known, layout, self.cache)[0]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         return self._model.logits(hidden_RE)[:, : self._width]
@@ -249,4 +251,4 @@ class NeuralProposer:
         ids = (
             self._net.target_ids if self._net.target_ids is not None else torch.arange(q_W.shape[0], device=q_W.device)
         )
-        return torch.zeros(self._vocab_size, dtype=q_W.dtype, device=q_W.device).index_copy_(0, ids, q_W)
+        return torch.zeros(self._vocab_size, dtype=q_W.dtype, device=q_W.device).index_add_(0, ids, q_W)

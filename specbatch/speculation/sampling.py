@@ -18,7 +18,9 @@ def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
     Tokens that tie with the k-th of top-k stay; of top-p the smallest set whose mass reaches p stays, ties broken by
     id.
     """
-    scaled = logits_V.double() / params.temperature
+    # The peak is taken off first: divided by a tiny temperature it would overflow.
+    wide = logits_V.double()
+    scaled = (wide - wide.max()) / params.temperature
     if 0 < params.top_k < scaled.shape[0]:
         scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
     p = torch.softmax(scaled, dim=-1)
