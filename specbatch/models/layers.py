@@ -5,7 +5,8 @@ Shape suffixes: T packed tokens, I input features, O output features, H heads, D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -36,37 +37,56 @@ class Linear:
         self.bias = bias_O
         self._packed = _is_packable(weight_OI)
         self._weight = weight_OI
-        self._large_block = BLOCK_ROWS
+        self._num_threads = 0  # 0: as many as torch has
+        self.large_block = BLOCK_ROWS
         if self._packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), BLOCK_ROWS)
-            if self._agrees_on_large_blocks():
-                self._large_block = LARGE_BLOCK_ROWS
+            self._settle()
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         if not self._packed:
             return F.linear(x_TI, self._weight, self.bias)
-        return in_blocks(self.multiply, x_TI, self._large_block)
+        return in_blocks(self.multiply, x_TI, self.large_block)
 
     def multiply(self, x_RI: Tensor, activation: str = "none") -> Tensor:
         """One product of a packed weight, with oneDNN's activation fused behind it."""
-        return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self.bias, activation, [], "")
+        with _threads(self._num_threads):
+            return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self.bias, activation, [], "")
 
     def multiply_by(self, x_RI: Tensor, factor_RO: Tensor) -> Tensor:
         """One product of a packed weight, multiplied elementwise by `factor_RO`."""
-        return torch.ops.mkldnn._linear_pointwise.binary(x_RI, factor_RO, self._weight, self.bias, "mul")
+        with _threads(self._num_threads):
+            return torch.ops.mkldnn._linear_pointwise.binary(x_RI, factor_RO, self._weight, self.bias, "mul")
 
-    def _agrees_on_large_blocks(self) -> bool:
+    def _settle(self) -> None:
+        """Find settings with which a row's bits do not depend on its place: more threads than there are blocks of
+        output features make oneDNN split the rows too, each part by another kernel."""
         x = torch.randn(LARGE_BLOCK_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
+        block = x[:BLOCK_ROWS]
+        threads = torch.get_num_threads()
+        while threads > 1 and any(
+            not torch.equal(self.multiply(block.roll(shift, 0)), self.multiply(block).roll(shift, 0))
+            for shift in (1, 5, 8)
+        ):
+            threads //= 2
+            self._num_threads = threads
         small = torch.cat([self.multiply(part) for part in x.split(BLOCK_ROWS)])
-        return torch.equal(self.multiply(x), small)
+        if torch.equal(self.multiply(x), small):
+            self.large_block = LARGE_BLOCK_ROWS
 
-    @property
-    def is_packed(self) -> bool:
-        return self._packed
 
-    @property
-    def large_block(self) -> int:
-        return self._large_block
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Run with `count` threads; 0 leaves torch's setting alone."""
+    before = torch.get_num_threads()
+    if count in (0, before):
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def in_blocks(function: Callable[[Tensor], Tensor], x_TI: Tensor, large_block: int) -> Tensor:
