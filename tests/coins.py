@@ -77,7 +77,7 @@ class Coin:
 
     def __lt__(self, bound: float) -> bool:
         if self.scale == 0.0:
-            return 0.0 < bound
+            return bound > 0.0
         low, high = self.coins.split(self.name, [bound / self.scale])
         return (low + high) / 2 * self.scale < bound
 

@@ -145,7 +145,7 @@ class StubRun:
     notes: list[str] = field(default_factory=list)
 
 
-def resolve(config: Config) -> StubRun:
+def resolve(config: Config, progress: object = None) -> StubRun:
     model = replace(config.model, dtype="float32")
     return StubRun(replace(config, model=model, engine=replace(config.engine, device="cpu")))
 

@@ -7,7 +7,7 @@ import torch
 
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import SamplingParams
-from tests.models import random_prompts, run, tiny_engine
+from tests.models import random_prompts, run, tiny_config, tiny_decoder, tiny_engine
 
 SHAPES = {
     "chain-3": DraftShape(3, 1, 4),
@@ -161,3 +161,12 @@ def test_requests_of_one_token_leave_a_whole_prefix_behind(method: str) -> None:
     assert engine.stats.cached_prompt_tokens > 0
     assert texts(shared) == texts(fresh)
     assert [c.speculation for c in shared] == [c.speculation for c in fresh]
+
+
+def test_a_draft_model_with_a_smaller_embedding() -> None:
+    """Embeddings of one family are padded to different sizes: a token past the draft's must not abort the run."""
+    engine = tiny_engine("draft_model", SHAPES["chain-3"])
+    net = engine._proposer._net  # type: ignore[attr-defined]
+    net._model, net._width = tiny_decoder(tiny_config(2, vocab=50), torch.float64), 50
+    prompts = [[1, 2, 55, 3]]
+    assert texts(run(engine, prompts, GREEDY)) == texts(run(tiny_engine("none"), prompts, GREEDY))

@@ -152,3 +152,9 @@ def test_token_logprob() -> None:
     assert [x for _, x in found.top] == pytest.approx([expected[i] for i in (1, 3, 0)])
     assert token_logprob(logits, 1, 0).top == ()
     assert all(a >= b for (_, a), (_, b) in itertools.pairwise(token_logprob(torch.randn(64), 0, 20).top))
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    """Divided by it, logits overflow: no NaN, no last token."""
+    p = distribution(torch.tensor([3.0, 1.0, 2.0]), SamplingParams(temperature=1e-310))
+    assert p.tolist() == [1.0, 0.0, 0.0]

@@ -1,7 +1,7 @@
 """Sampled output with the real, keyed noise: counts of whole outputs against exact probabilities, by chi-square.
 
-Each test rejects a correct engine with probability ALPHA = 1e-4 over random seeds (the 9 fast ones together: 9e-4). The seeds
-are fixed, so a test that passes once passes always, until the code changes.
+Each test rejects a correct engine with probability ALPHA = 1e-4 over random seeds (the 8 fast ones together: 8e-4). The
+seeds are fixed, so a test that passes once passes always, until the code changes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CASES = {
     "eagle-chain": ("eagle", CHAIN, None),
     "eagle-tree": ("eagle", TREE, None),
     "eagle3-chain": ("eagle3", CHAIN, None),
-    "eagle3-chain-reduced": ("eagle3", CHAIN, 4),
+    "eagle3-chain-reduced": ("eagle3", CHAIN, 3),
 }
 PARAMS = SamplingParams(max_tokens=3, temperature=1.3, top_p=0.97, seed=11)
-VOCAB = 6
+VOCAB, ROWS = 5, 500
 
 
 def sample(engine: Engine, prompt: list[int], params: SamplingParams, rows: int) -> Counter[tuple[int, ...]]:
@@ -78,7 +78,7 @@ def run_case(case: str, rows: int, params: SamplingParams) -> tuple[float, Engin
 
 @pytest.mark.parametrize("case", CASES)
 def test_counts_fit_the_target(case: str) -> None:
-    p, engine = run_case(case, 1500, PARAMS)
+    p, engine = run_case(case, ROWS, PARAMS)
     assert p > ALPHA
     if case != "none":
         counts = engine.stats.speculation
@@ -86,17 +86,16 @@ def test_counts_fit_the_target(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", CASES)
-def test_many_counts_fit_the_target(case: str, seed: int) -> None:
-    params = SamplingParams(max_tokens=4, temperature=1.3, top_k=5, min_p=0.01, seed=seed)
-    assert run_case(case, 20_000, params)[0] > ALPHA
+def test_many_counts_fit_the_target(case: str) -> None:
+    params = SamplingParams(max_tokens=4, temperature=1.3, top_k=4, min_p=0.01, seed=1)
+    assert run_case(case, 8000, params)[0] > ALPHA
 
 
 @pytest.mark.parametrize("rule", [broken_residual, broken_accept])
 def test_a_broken_rule_is_noticed(rule: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "_accept_chain", rule)
-    assert run_case("eagle-chain", 1500, PARAMS)[0] < 1e-9
+    assert run_case("eagle-chain", ROWS, PARAMS)[0] < 1e-9
 
 
 def test_noise_that_is_used_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +106,4 @@ def test_noise_that_is_used_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
         "uniform",
         lambda noise, position, purpose: real(noise, position, type(purpose)(1) if purpose == 2 else purpose),
     )
-    assert run_case("draft_model-chain", 1500, PARAMS)[0] < 1e-9
+    assert run_case("draft_model-chain", ROWS, PARAMS)[0] < 1e-9

@@ -53,6 +53,9 @@ class RandomModel:
     def p(self, prefix: Tokens, params: SamplingParams) -> list[float]:
         return reference_distribution(self.logits(prefix).tolist(), params)
 
+    def q_of(self, params: SamplingParams) -> Callable[[Tokens], Tensor]:
+        return lambda prefix: torch.tensor(self.p(prefix, params), dtype=torch.float64)
+
     def sequences(self, length: int, params: SamplingParams) -> dict[Tokens, float]:
         return self.continuations({(): 1.0}, length, params)
 
@@ -105,9 +108,7 @@ def test_chain(vocab: int, params: SamplingParams) -> None:
     steps = 2 if vocab == 5 else 3
     for seed in range(3):
         target, draft = RandomModel(vocab, seed), RandomModel(vocab, 100 + seed)
-        outcomes = chain_outcomes(
-            target, lambda t, d=draft: torch.tensor(d.p(t, params), dtype=torch.float64), steps, params
-        )
+        outcomes = chain_outcomes(target, draft.q_of(params), steps, params)
         assert sum(outcomes.values()) == pytest.approx(1.0, abs=1e-12)
         assert {len(tokens) for tokens in outcomes} == set(range(1, steps + 2)), "not every branch was taken"
         found = target.continuations(outcomes, steps + 1, params)
@@ -239,7 +240,7 @@ def test_a_broken_rule_is_noticed(rule: Callable[..., Accepted], monkeypatch: py
     monkeypatch.setattr(verify_module, "_accept_chain", rule)
     params = SamplingParams(temperature=1.0)
     target, draft = RandomModel(3, 0), RandomModel(3, 100)
-    outcomes = chain_outcomes(target, lambda t: torch.tensor(draft.p(t, params), dtype=torch.float64), 2, params)
+    outcomes = chain_outcomes(target, draft.q_of(params), 2, params)
     found = target.continuations(outcomes, 3, params)
     assert largest_difference(found, target.sequences(3, params)) > 1e-2
 
@@ -288,7 +289,7 @@ def check_engine(case: str, params: SamplingParams, vocab: int, eos: tuple[int, 
 
 @pytest.mark.parametrize("case", ENGINES)
 def test_engine(case: str) -> None:
-    """All coins of whole requests: prefill, drafting, acceptance, residual, bonus, the next round, the cut at the end."""
+    """All coins of whole requests: prefill, drafting, acceptance, residual, bonus, next rounds, the cut at the end."""
     if case in ("draft_model-chain", "eagle3-chain", "eagle3-reduced"):  # they have the most coins
         check_engine(case, SamplingParams(max_tokens=3, temperature=1.5, top_p=0.9, min_p=0.05), 3, eos=())
     else:

@@ -139,3 +139,11 @@ def test_damaged_table(tmp_path: Path) -> None:
 )
 def test_input_stem(ref: str, stem: str) -> None:
     assert input_stem(ref) == stem
+
+
+def test_folder_of_json_lines_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(InputError, match=r"JSON lines \(a\.jsonl\)") as caught:
+        open_source(str(tmp_path), DATA)
+    assert "generate -" in (caught.value.hint or "")

@@ -1,0 +1,164 @@
+"""EAGLE heads once more, in a few lines of plain torch: full attention, no cache, no batch; and checkpoints to load.
+
+It follows the public inference code (the authors' `cnets1.py` for EAGLE-1/2 and `cnets.py` with the tapped layers of
+`modeling_llama_kv.py` for EAGLE-3, and the two Llama EAGLE models of SGLang).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specbatch.models.eagle_head import EagleKind
+from specbatch.models.weights import Checkpoint
+from specbatch.speculation.tree import DraftShape
+
+E, VOCAB, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 32, 61, 8, 4, 2, 8, 1e-5, 500.0
+MLP = 40
+
+
+def head_tensors(
+    kind: EagleKind,
+    draft_vocab: int | None = None,
+    vocab_map: bool = False,
+    fc_bias: bool = False,
+    qkv_bias: bool = False,
+    embedding: bool = False,
+) -> dict[str, Tensor]:
+    """A random checkpoint under its public names."""
+    generator = torch.Generator().manual_seed(5)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * 0.25
+
+    eagle3 = kind == "eagle3"
+    prefix, width = ("midlayer.", 2 * E) if eagle3 else ("layers.0.", E)
+    tensors = {"fc.weight": rand(E, 3 * E if eagle3 else 2 * E)}
+    for name, rows in (("q", HEADS * DIM), ("k", KV_HEADS * DIM), ("v", KV_HEADS * DIM)):
+        tensors[f"{prefix}self_attn.{name}_proj.weight"] = rand(rows, width)
+        if qkv_bias:
+            tensors[f"{prefix}self_attn.{name}_proj.bias"] = rand(rows)
+    tensors[f"{prefix}self_attn.o_proj.weight"] = rand(E, HEADS * DIM)
+    for name, shape in (("gate", (MLP, E)), ("up", (MLP, E)), ("down", (E, MLP))):
+        tensors[f"{prefix}mlp.{name}_proj.weight"] = rand(*shape)
+    tensors[f"{prefix}post_attention_layernorm.weight"] = 1 + rand(E)
+    if fc_bias:
+        tensors["fc.bias"] = rand(E)
+    if embedding:
+        tensors["embed_tokens.weight"] = rand(VOCAB, E)
+    if eagle3:
+        tensors["midlayer.hidden_norm.weight"] = 1 + rand(E)
+        tensors["midlayer.input_layernorm.weight"] = 1 + rand(E)
+        tensors["norm.weight"] = 1 + rand(E)
+        tensors["lm_head.weight"] = rand(draft_vocab or VOCAB, E) * 3
+        if draft_vocab and (draft_vocab != VOCAB or vocab_map):
+            ids = torch.randperm(VOCAB, generator=generator)[:draft_vocab].sort().values
+            tensors["d2t"] = ids - torch.arange(draft_vocab)
+            tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+def write_head(path: Path, tensors: dict[str, Tensor], draft_vocab: int | None = None, **changes: Any) -> Path:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": VOCAB,
+        "hidden_size": E,
+        "intermediate_size": MLP,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "max_position_embeddings": 32,  # as published heads have it, shorter than the target's
+    } | changes
+    if draft_vocab:
+        config["draft_vocab_size"] = draft_vocab
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+class Reference:
+    """The head in a few lines of plain torch, float64."""
+
+    def __init__(self, kind: EagleKind, tensors: dict[str, Tensor], target: Checkpoint) -> None:
+        self.eagle3 = kind == "eagle3"
+        self.w = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+        self.prefix = "midlayer." if self.eagle3 else "layers.0."
+        self.embedding = self.w.get("embed_tokens.weight", target.tensors.load("model.embed_tokens.weight").double())
+        self.head = self.w["lm_head.weight"] if self.eagle3 else target.tensors.load("lm_head.weight").double()
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * self.w[name]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def attention(self, x: Tensor) -> Tensor:
+        prefix, length = self.prefix + "self_attn.", len(x)
+        angles = torch.outer(torch.arange(length).double(), THETA ** -(torch.arange(0, DIM, 2).double() / DIM))
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+        def heads(name: str, rotate: bool) -> Tensor:
+            y = self.linear(x, prefix + name).view(length, -1, DIM)
+            if rotate:  # pairs (i, i + DIM / 2) as complex numbers
+                z = torch.complex(y[..., : DIM // 2], y[..., DIM // 2 :]) * turn
+                y = torch.cat((z.real, z.imag), -1)
+            return y.repeat_interleave(HEADS * DIM // (y.shape[1] * DIM), 1).transpose(0, 1)
+
+        q, k, v = heads("q_proj", True), heads("k_proj", True), heads("v_proj", False)
+        scores = q @ k.transpose(1, 2) / DIM**0.5
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        return self.linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(length, -1), prefix + "o_proj")
+
+    def forward(self, tokens: list[int], features: Tensor) -> Tensor:
+        """Hidden states; row i sees the pairs (tokens[j], features[j]) for j <= i."""
+        embedded = self.embedding[torch.tensor(tokens)]
+        if self.eagle3:
+            residual = features
+            p = self.prefix
+            x = torch.cat(
+                (self.norm(embedded, p + "input_layernorm.weight"), self.norm(features, p + "hidden_norm.weight")), -1
+            )
+        else:
+            residual = x = self.linear(torch.cat((embedded, features), -1), "fc")
+        h = residual + self.attention(x)
+        y = self.norm(h, self.prefix + "post_attention_layernorm.weight")
+        m = self.prefix + "mlp."
+        return h + self.linear(F.silu(self.linear(y, m + "gate_proj")) * self.linear(y, m + "up_proj"), m + "down_proj")
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        return F.log_softmax(F.linear(self.norm(hidden, "norm.weight") if self.eagle3 else hidden, self.head), -1)
+
+    def to_target(self, draft_id: int) -> int:
+        return draft_id + int(self.w["d2t"][draft_id]) if "d2t" in self.w else draft_id
+
+    def children(self, tokens: list[int], features: Tensor, k: int) -> tuple[list[tuple[int, float]], Tensor]:
+        """The k most likely tokens behind a path with their log-probabilities, and the feature they continue from."""
+        hidden = self.forward(tokens, features)[-1]
+        values, ids = self.log_probs(hidden).topk(k)
+        return [(self.to_target(i), v) for i, v in zip(ids.tolist(), values.tolist(), strict=True)], hidden
+
+    def tree(self, tokens: list[int], features: Tensor, shape: DraftShape) -> dict[tuple[int, ...], float]:
+        """EAGLE-2's choice: paths (tokens behind the root) of the nodes to verify, with their scores."""
+        candidates: dict[tuple[int, ...], float] = {}
+        beam: dict[tuple[int, ...], tuple[float, Tensor]] = {(): (0.0, features)}
+        for _ in range(shape.num_steps):
+            found: dict[tuple[int, ...], tuple[float, Tensor]] = {}
+            for path, (score, fed) in beam.items():
+                children, hidden = self.children([*tokens, *path], fed, shape.topk)
+                for token, value in children:
+                    found[*path, token] = score + value, torch.cat((fed, hidden[None]))
+            candidates |= {path: score for path, (score, _) in found.items()}
+            best = sorted(found, key=lambda path: -found[path][0])[: shape.topk]
+            beam = {path: found[path] for path in best}
+        kept = sorted(candidates, key=lambda path: -candidates[path])[: shape.num_draft_tokens - 1]
+        return {path: candidates[path] for path in kept}

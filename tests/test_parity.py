@@ -1,0 +1,158 @@
+"""Logits of the decoder against transformers: tiny random models of each family, and real ones where they are there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from specbatch.attention.interface import BatchLayout, Span
+from specbatch.engine.build import build_decoder
+from specbatch.models.decoder import Decoder
+from specbatch.models.weights import open_checkpoint
+
+CPU = torch.device("cpu")
+MODELS = Path(os.environ.get("SPECBATCH_TEST_MODELS", Path.home() / ".cache" / "specbatch-dev"))
+LENGTH, PAGE = 70, 8
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # far from uniform outputs, so that differences show
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama-linear": LlamaConfig(**SIZES, rope_parameters=LINEAR),
+    "llama-llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "llama-yarn": LlamaConfig(**SIZES, rope_parameters=YARN),
+    "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama-head-dim": LlamaConfig(**SIZES, head_dim=20),
+    "llama-no-gqa": LlamaConfig(**{**SIZES, "num_key_value_heads": 6}),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral-window": MistralConfig(**SIZES, sliding_window=19),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=13, max_window_layers=1),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "qwen3-bias-tied": Qwen3Config(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=True),
+}
+
+
+def piecewise_logits(decoder: Decoder, tokens: list[int], pieces: list[int], dtype: torch.dtype) -> Tensor:
+    """Logits (T, V), computed piece by piece over a paged cache whose pages lie out of order."""
+    num_pages = -(-len(tokens) // PAGE)
+    cache = decoder.new_cache(num_pages * PAGE, dtype)
+    pages = list(range(num_pages))[::-1]
+    out, start = [], 0
+    for size in pieces:
+        layout = BatchLayout.build([Span(pages, start, size)], PAGE, CPU)
+        hidden, _ = decoder.forward(torch.tensor(tokens[start : start + size]), layout, cache)
+        out.append(decoder.logits(hidden))
+        start += size
+    assert start == len(tokens)
+    return torch.cat(out)
+
+
+PIECES = {"whole": [LENGTH], "chunks": [1, 30, 7, 32], "decode": [40] + [1] * 30}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_families(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key or key.endswith(
+                "bias"
+            ):  # as initialised they are ones and zeros, which would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 97, (LENGTH,)).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+        checkpoint = open_checkpoint(tmp_path)
+        decoder = build_decoder(checkpoint.config, checkpoint.tensors, LENGTH, torch.float32, CPU)
+        assert expected.std() > 0.3, "logits too flat to compare"
+        for pieces in PIECES.values():
+            found = piecewise_logits(decoder, tokens, pieces, torch.float32)
+            assert float((found - expected).abs().max()) < 1e-4  # seen: 5e-5 at most, logits up to 15
+    if "window" in name:
+        full = build_decoder(
+            type(checkpoint.config)(**{**vars(checkpoint.config), "sliding_windows": (None,) * 3}),
+            checkpoint.tensors,
+            LENGTH,
+            torch.float32,
+            CPU,
+        )
+        with torch.inference_mode():
+            assert not torch.allclose(piecewise_logits(full, tokens, [LENGTH], torch.float32), expected, atol=1e-2)
+
+
+PROMPTS = [
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many in all?",
+    "def quicksort(values: list[int]) -> list[int]:\n    if len(values) < 2:\n        return values\n    pivot = ",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reference", "ours"),
+    [
+        ("smollm2-135m-hf", "smollm2-135m-hf"),
+        ("smollm2-135m-hf", "smollm2-135m.gguf"),
+        ("qwen2.5-coder-0.5b-hf", "qwen2.5-coder-0.5b-hf"),
+        ("qwen2.5-coder-0.5b-hf", "qwen2.5-coder-0.5b.gguf"),
+    ],
+)
+def test_real_models(reference: str, ours: str) -> None:
+    """float32. The folders hold the GGUFs' values, the Qwen one rounded to bfloat16, so there the GGUF differs more."""
+    from specbatch.models.tokenizer import load_tokenizer
+
+    for name in (reference, ours):
+        if not (MODELS / name).exists():
+            pytest.skip(f"{MODELS / name} is not there (SPECBATCH_TEST_MODELS)")
+    model = AutoModelForCausalLM.from_pretrained(MODELS / reference, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(MODELS / reference)
+    checkpoint = open_checkpoint(MODELS / ours)
+    decoder = build_decoder(checkpoint.config, checkpoint.tensors, 512, torch.float32, CPU)
+    for text in PROMPTS:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        with torch.inference_mode():
+            expected = model(torch.tensor([tokens])).logits[0]
+            found = piecewise_logits(decoder, tokens, [10, len(tokens) - 15, 1, 1, 1, 1, 1], torch.float32)
+        difference = (found - expected).abs().max()
+        rounded = reference.startswith("qwen") and ours.endswith(".gguf")
+        print(f"\n{ours}: max abs diff {float(difference):.2e} over {len(tokens)} tokens")
+        assert difference < (1.0 if rounded else 1e-3)
+        if not rounded:
+            assert torch.equal(found.argmax(-1), expected.argmax(-1))
+        else:
+            assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
