@@ -84,7 +84,7 @@ def pair(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -
             **generate(engine, prompts, params),
         )
         del engine
-    few = prompts[:2]
+    few, params = prompts[:2], replace(params, max_tokens=max_tokens // 2)
     for speculation in (
         SpeculationSection(method="none"),
         SpeculationSection(method="ngram"),
@@ -98,7 +98,7 @@ def pair(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -
         tokens, seconds = 0, 0.0
         for prompt in few:
             ids, mask = left_padded([prompt])
-            new, took = reference(model, ids, mask, max_tokens, assistant, exact=False)
+            new, took = reference(model, ids, mask, params.max_tokens, assistant, exact=False)
             tokens, seconds = tokens + new, seconds + took
         show(engine="transformers", method=name, batch=1, tokens_per_second=round(tokens / seconds, 2))
 

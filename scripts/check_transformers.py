@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--draft-layers", type=int, default=8)
-    parser.add_argument("--batch-1-rows", type=int, default=16, help="rows of the run at batch 1, which is slow")
+    parser.add_argument("--few-rows", type=int, default=20, help="rows of the slow runs: batch 1 and random heads")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.hf)
@@ -60,7 +60,7 @@ def main() -> int:
         for name, config in configs.items():
             began = time.perf_counter()
             engine = build_engine(resolve(config))
-            rows = args.batch_1_rows if name.endswith("batch 1") else len(prompts)
+            rows = args.few_rows if name.endswith("batch 1") or name.startswith("eagle") else len(prompts)
             ours[name] = run(engine, prompts[:rows], params)
             length, stats = engine.stats.speculation.acceptance_length, engine.stats
             report[name] = {
@@ -160,31 +160,33 @@ def run(engine: BatchEngine, prompts: list[list[int]], params: SamplingParams) -
 
 
 def compare(folder: Path, prompts: list[list[int]], max_tokens: int, ours: list[Completion]) -> dict:
-    """transformers' greedy `generate`, one prompt at a time, against our tokens."""
+    """transformers' greedy `generate`, left-padded batches of 10, against our tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     differences, tokens, began = [], 0, time.perf_counter()
-    for row, (prompt, completion) in enumerate(zip(prompts, ours, strict=True)):
+    for first in range(0, len(prompts), 10):
+        batch = prompts[first : first + 10]
+        width = max(map(len, batch))
         with torch.inference_mode():
             out = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                torch.tensor([[0] * (width - len(p)) + p for p in batch]),
+                attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch]),
                 max_new_tokens=max_tokens,
                 do_sample=False,
+                pad_token_id=0,
                 return_dict_in_generate=True,
                 output_logits=True,
             )
-        theirs = out.sequences[0, len(prompt) :].tolist()
-        tokens += len(theirs)
-        if theirs != completion.token_ids:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(theirs, completion.token_ids, strict=False)) if a != b),
-                min(len(theirs), len(completion.token_ids)),
-            )
-            margin = 1.0
-            if at < len(out.logits):
-                top = out.logits[at][0].topk(2).values
-                margin = float(top[0] - top[1])
-            differences.append({"row": row, "position": at, "margin": margin})
+        for b in range(len(batch)):
+            mine = ours[first + b].token_ids
+            theirs = out.sequences[b, width:].tolist()[: len(mine)]
+            tokens += len(mine)
+            if theirs != mine:
+                pairs = zip(theirs, mine, strict=False)
+                at = next((i for i, (their, my) in enumerate(pairs) if their != my), len(theirs) - 1)
+                top = out.logits[at][b].topk(2).values
+                differences.append({"row": first + b, "position": at, "margin": float(top[0] - top[1])})
+            elif len(mine) < min(max_tokens, len(out.logits)) and int(out.sequences[b, width + len(mine)]) != 0:
+                differences.append({"row": first + b, "position": len(mine), "margin": 1.0})  # we stopped, they went on
     return {
         "rows_equal": len(prompts) - len(differences),
         "differences": differences,
