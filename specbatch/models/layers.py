@@ -5,100 +5,26 @@ Shape suffixes: T packed tokens, I input features, O output features, H heads, D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows of every product on CPU in float32. oneDNN picks its algorithm, and with it the order of summation, by the
-# number of rows and threads; in calls of one fixed shape a row's bits cannot depend on the batch around it. Weights are
-# streamed from memory, so up to this many rows cost little more than one.
-BLOCK_ROWS = 16
-# For long prompts, where a check at load finds that this many rows at once give the same bits.
-LARGE_BLOCK_ROWS = 128
-
-
-def _is_packable(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+from specbatch.models.packed import PackedLinear, in_blocks, is_packable
 
 
 class Linear:
-    """y = x W^T + b.
-
-    On CPU in float32 the weight is packed once by oneDNN, which is faster for the few rows of decoding and verification
-    (8 rows cost 1.2x of one, against 3x with an unpacked weight), and rows are computed in blocks of a fixed size: the
-    bitwise invariance of the CPU path rests on that; tests/test_invariance.py watches it.
-    """
+    """y = x W^T + b. On CPU in float32 the weight is packed, and a row's bits do not depend on the other rows."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
-        self.bias = bias_O
-        self._packed = _is_packable(weight_OI)
-        self._weight = weight_OI
-        self._num_threads = 0  # 0: as many as torch has
-        self.large_block = BLOCK_ROWS
-        if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), BLOCK_ROWS)
-            self._settle()
+        self._packed = PackedLinear(weight_OI, bias_O) if is_packable(weight_OI) else None
+        if self._packed is None:
+            self._weight, self._bias = weight_OI, bias_O
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        if not self._packed:
-            return F.linear(x_TI, self._weight, self.bias)
-        return in_blocks(self.multiply, x_TI, self.large_block)
-
-    def multiply(self, x_RI: Tensor, activation: str = "none") -> Tensor:
-        """One product of a packed weight, with oneDNN's activation fused behind it."""
-        with _threads(self._num_threads):
-            return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self.bias, activation, [], "")
-
-    def multiply_by(self, x_RI: Tensor, factor_RO: Tensor) -> Tensor:
-        """One product of a packed weight, multiplied elementwise by `factor_RO`."""
-        with _threads(self._num_threads):
-            return torch.ops.mkldnn._linear_pointwise.binary(x_RI, factor_RO, self._weight, self.bias, "mul")
-
-    def _settle(self) -> None:
-        """Find settings with which a row's bits do not depend on its place: more threads than there are blocks of
-        output features make oneDNN split the rows too, each part by another kernel."""
-        x = torch.randn(LARGE_BLOCK_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
-        block = x[:BLOCK_ROWS]
-        threads = torch.get_num_threads()
-        while threads > 1 and any(
-            not torch.equal(self.multiply(block.roll(shift, 0)), self.multiply(block).roll(shift, 0))
-            for shift in (1, 5, 8)
-        ):
-            threads //= 2
-            self._num_threads = threads
-        small = torch.cat([self.multiply(part) for part in x.split(BLOCK_ROWS)])
-        if torch.equal(self.multiply(x), small):
-            self.large_block = LARGE_BLOCK_ROWS
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Run with `count` threads; 0 leaves torch's setting alone."""
-    before = torch.get_num_threads()
-    if count in (0, before):
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def in_blocks(function: Callable[[Tensor], Tensor], x_TI: Tensor, large_block: int) -> Tensor:
-    """Apply a function of rows in blocks of `large_block` and BLOCK_ROWS rows, the last one padded with zeros."""
-    num_rows = x_TI.shape[0]
-    padding = -num_rows % BLOCK_ROWS
-    x_TI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI.contiguous()
-    if x_TI.shape[0] == BLOCK_ROWS:
-        return function(x_TI)[:num_rows]
-    split = num_rows // large_block * large_block
-    parts = [*x_TI[:split].split(large_block), *x_TI[split:].split(BLOCK_ROWS)]
-    return torch.cat([function(part) for part in parts if part.shape[0]])[:num_rows]
+        if self._packed is None:
+            return F.linear(x_TI, self._weight, self._bias)
+        return in_blocks(self._packed.multiply, x_TI, self._packed.settings.blocks)
 
 
 class GatedLinear:
@@ -109,18 +35,18 @@ class GatedLinear:
     """
 
     def __init__(self, gate_OI: Tensor, up_OI: Tensor, gate_bias_O: Tensor | None, up_bias_O: Tensor | None) -> None:
-        self._fused = _is_packable(gate_OI)
-        if self._fused:
-            self._gate, self._up = Linear(gate_OI, gate_bias_O), Linear(up_OI, up_bias_O)
+        self._is_packed = is_packable(gate_OI)
+        if self._is_packed:
+            self._gate, self._up = PackedLinear(gate_OI, gate_bias_O), PackedLinear(up_OI, up_bias_O)
         else:
             bias = None if gate_bias_O is None or up_bias_O is None else torch.cat((gate_bias_O, up_bias_O))
             self._gate_up = Linear(torch.cat((gate_OI, up_OI)), bias)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        if not self._fused:
+        if not self._is_packed:
             gate, up = self._gate_up(x_TI).chunk(2, dim=-1)
             return F.silu(gate) * up
-        return in_blocks(self._multiply, x_TI, min(self._gate.large_block, self._up.large_block))
+        return in_blocks(self._multiply, x_TI, self._gate.settings.blocks)  # gate and up are of one size
 
     def _multiply(self, x_RI: Tensor) -> Tensor:
         return self._up.multiply_by(x_RI, self._gate.multiply(x_RI, "swish"))
