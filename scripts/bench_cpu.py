@@ -84,7 +84,7 @@ def pair(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -
             **generate(engine, prompts, params),
         )
         del engine
-    few, params = prompts[:2], replace(params, max_tokens=max_tokens // 2)
+    few, params = prompts[:1], replace(params, max_tokens=max_tokens // 2)
     for speculation in (
         SpeculationSection(method="none"),
         SpeculationSection(method="ngram"),

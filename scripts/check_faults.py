@@ -1,4 +1,4 @@
-"""What a job survives: kill -9, signals, bad rows. The real command, engine and model; about 15 minutes on 2 cores.
+"""What a job survives: kill -9, signals, bad rows. The real command, engine and model; 15 to 30 minutes.
 
     python scripts/check_faults.py [kill] [bad] [signals] [--model REF] [--set A.B=VALUE ...]
 

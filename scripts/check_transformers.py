@@ -31,6 +31,7 @@ from specbatch.models.weights import open_checkpoint
 from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SamplingParams
 
 TIE_MARGIN = 1e-4
+IN_FULL = ("none", "ngram", "draft_model chain 2/1/3", "eagle3 tree 2/2/4")  # on all rows; the others on --few-rows
 
 
 def main() -> int:
@@ -40,7 +41,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--draft-layers", type=int, default=8)
-    parser.add_argument("--few-rows", type=int, default=20, help="rows of the slow runs: batch 1 and random heads")
+    parser.add_argument("--few-rows", type=int, default=20, help="rows of the runs that are not IN_FULL")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.hf)
@@ -60,7 +61,7 @@ def main() -> int:
         for name, config in configs.items():
             began = time.perf_counter()
             engine = build_engine(resolve(config))
-            rows = args.few_rows if name.endswith("batch 1") or name.startswith("eagle") else len(prompts)
+            rows = len(prompts) if name in IN_FULL else args.few_rows
             ours[name] = run(engine, prompts[:rows], params)
             length, stats = engine.stats.speculation.acceptance_length, engine.stats
             report[name] = {
