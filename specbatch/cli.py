@@ -1,6 +1,7 @@
 """The command line: parse, load the configuration, call one function. Data goes to stdout, everything else to stderr.
 
-Exit codes: 0 all fine, 1 some rows failed, 2 a mistake found before any model is loaded, 130 interrupted.
+Exit codes: 0 all fine, 1 some rows failed, 2 a mistake found before any model is loaded, 3 an error inside specbatch
+(with a traceback; finished rows are kept), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from specbatch.config import Config
     from specbatch.engine.build import ResolvedRun
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+USAGE_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
 
 app = typer.Typer(
     name="specbatch",
@@ -198,6 +200,12 @@ def _user_errors() -> Iterator[Console]:
     except KeyboardInterrupt as exc:  # outside the loop, which has handlers of its own: while loading or sorting
         console.print("interrupted: run the same command again to go on")
         raise typer.Exit(INTERRUPTED) from exc
+    except typer.Exit:
+        raise
+    except Exception as exc:  # not the user's mistake: shown whole, and told apart from "some rows failed"
+        console.print(traceback.format_exc(), markup=False, highlight=False)
+        console.print("this is an error in specbatch; finished rows are kept, the same command goes on from there")
+        raise typer.Exit(INTERNAL_ERROR) from exc
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import time
 import types
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,19 @@ class StubTokenizer:
         return b"".join(names.get(i, bytes([i % 256])) for i in ids).decode("utf-8", "replace")
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], chat_template: str | None, tokenize: bool, add_generation_prompt: bool
+        self,
+        messages: list[dict[str, Any]],
+        chat_template: str | None,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        strftime_now: Callable[[str], str],
     ) -> str:
         assert tokenize is False
         assert add_generation_prompt is True
         if any(m["role"] == "refused" for m in messages):
             raise ValueError("no such role")
+        if chat_template == "date":
+            return strftime_now("%d %b %Y")
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 

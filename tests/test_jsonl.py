@@ -11,7 +11,7 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, RowError
 from specbatch.pipeline.jsonl import decode_line, encode_line, numbered_lines
-from specbatch.pipeline.rows import Job, RowHead, RowParser, template_fields
+from specbatch.pipeline.rows import UNSUPPORTED, Job, RowHead, RowParser, template_fields
 from specbatch.pipeline.sources import RawRow
 from specbatch.types import SamplingParams
 
@@ -51,6 +51,7 @@ BAD_LINES: list[tuple[bytes, str]] = [
     (b'{"prompt": NaN}', "invalid_json"),
     (b'{"prompt": ' + b"9" * 5000 + b"}", "invalid_json"),
     (b"[" * 100_000, "invalid_json"),
+    (b'{"prompt": "x", "deep": ' + b"[" * 990 + b"]" * 990 + b"}", "invalid_json"),  # readable, but not writable again
     (b'"text"', "invalid_json"),
     (b"[1]", "invalid_json"),
     (b'{"prompt": "\x00"}', "invalid_json"),
@@ -120,6 +121,19 @@ def test_bad_rows_are_errors_of_their_own(row: dict[str, Any], type: str) -> Non
     assert head.index == 5
     assert head.metadata is not None
     assert head.metadata["note"] == 1
+
+
+def test_deep_rows_within_the_bound_come_back() -> None:
+    row = decode_line(b'{"deep": ' + b"[" * 99 + b"1e999" + b"]" * 99 + b', "flat": ' + b"[[]," * 0 + b'"[[[["}')
+    assert encode_line(row).endswith(b"\n")
+
+
+def test_the_first_of_several_unsupported_parameters_is_named() -> None:
+    """Not the first of a set, whose order differs from process to process: error rows are part of the file's bytes."""
+    _, error = parse({"suffix": "a", "prompt": "x", "echo": True, "best_of": 3, "tools": [1], "logit_bias": {"1": 2}})
+    assert isinstance(error, RowError)
+    names = [name for name in UNSUPPORTED if name in ("suffix", "echo", "best_of", "tools", "logit_bias")]
+    assert names[0] in error.message
 
 
 def test_infinite_and_nan_overrides_are_refused() -> None:

@@ -96,6 +96,7 @@ def test_native_rows_are_no_batch_lines() -> None:
     assert parse({"prompt": "x", "custom_id": "c"})[0].envelope is None
     assert parse({"prompt": "x", "body": "c"})[0].envelope is None
     assert parse({"prompt": "x", "url": "c"})[0].envelope is None
+    assert parse({"prompt": "x", "url": "https://example.org/a", "body": "a page"})[0].envelope is None
 
 
 def result(url: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:

@@ -139,6 +139,16 @@ def test_special_tokens_are_added_once() -> None:
     assert encode(DataSection(prompts_as_chat=True), job("prompt", "hi", raw=True)) == "<s>hi"
 
 
+def test_templates_that_print_the_date_print_the_same_one_every_day() -> None:
+    assert encode(DataSection(chat_template="date"), job("messages", [])) == "26 Jul 2024"
+
+
+def test_text_with_tokens_past_the_embedding_is_an_error_of_its_row() -> None:
+    with pytest.raises(RowError) as caught:
+        TextProcessor(StubTokenizer(), DataSection()).encode(job("prompt", "hi"), EngineLimits(100, 90))
+    assert caught.value.type == "invalid_type"
+
+
 def test_system_prompt_goes_before_messages_without_one() -> None:
     data = DataSection(system_prompt="S", prompts_as_chat=True)
     own = [{"role": "system", "content": "T"}, {"role": "user", "content": "hi"}]

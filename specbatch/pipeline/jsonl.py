@@ -80,6 +80,7 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
+MAX_DEPTH = 100  # of nested containers in a row; the encoder, which is recursive, must be able to write it back
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
@@ -95,9 +96,18 @@ def decode_line(line: bytes) -> dict[str, Any]:
         raise RowError("invalid_json", "the line is not usable JSON: nested too deeply") from exc
     except ValueError as exc:  # JSONDecodeError, and numbers too long to convert
         raise RowError("invalid_json", f"the line is not valid JSON: {exc}") from exc
+    # Only a line with that many brackets can be that deep: the rest are not walked.
+    if text.count("{") + text.count("[") > MAX_DEPTH and _is_deeper(row, MAX_DEPTH):
+        raise RowError("invalid_json", "the line is not usable JSON: nested too deeply")
     if not isinstance(row, dict):
         raise RowError("invalid_json", f"the line must hold a JSON object, not {type(row).__name__}")
     return row
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return depth == 0 or any(_is_deeper(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
 def _foreign(value: Any) -> Any:

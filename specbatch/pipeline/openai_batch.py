@@ -64,9 +64,10 @@ class Envelope:
 
 def is_openai_line(row: dict[str, Any]) -> bool:
     """Whether a row is a Batch line (perhaps a broken one) and no native row."""
-    if "body" in row:
-        return any(name in row for name in ("custom_id", "method", "url"))
-    return "custom_id" in row and ("url" in row or "method" in row)
+    if "custom_id" in row:
+        return any(name in row for name in ("body", "method", "url"))
+    # Tables of web pages have a `url` and a `body` too: theirs is no object, and no endpoint of this API.
+    return isinstance(row.get("body"), dict) and str(row.get("url")).startswith("/v1/")
 
 
 def read_envelope(row: dict[str, Any]) -> Envelope:

@@ -201,10 +201,10 @@ def override(defaults: SamplingParams, row: Mapping[str, Any]) -> SamplingParams
 
 def refuse_unsupported(row: Mapping[str, Any]) -> None:
     """Raises RowError for a parameter that would change the output and that no engine here has."""
-    for name in row.keys() & UNSUPPORTED.keys():
-        value = row[name]
+    for name, neutral_values in UNSUPPORTED.items():
+        value = row.get(name)
         # Strict about type, for False == 0 and a bool is no penalty.
-        neutral = any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in UNSUPPORTED[name])
+        neutral = any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral_values)
         if value is not None and not neutral:
             raise RowError("unsupported_parameter", f"{name} is not supported")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,10 @@ def with_chat_template_text(config: Config) -> Config:
     return replace(config, data=replace(config.data, chat_template=text))
 
 
+# What templates that print today's date get instead (Llama 3.2's own fallback): a row must not depend on the day.
+_TEMPLATE_DATE = datetime.date(2024, 7, 26)
+
+
 class TextProcessor:
     """The tokenizer of a run with the `data` options on top. `tokenizer` is a transformers tokenizer.
 
@@ -51,9 +56,6 @@ class TextProcessor:
         """The job's prompt as token ids within `limits`. Raises RowError."""
         if job.kind == "token_ids":
             ids = list(job.content)
-            if not ids:
-                raise RowError("empty_prompt", "the prompt has no tokens")
-            self._check_vocabulary("the prompt", ids, limits)
         elif job.kind == "messages":
             ids = self._encode_chat(job.content)
         elif not job.content:
@@ -64,6 +66,8 @@ class TextProcessor:
             ids = self._encode_text(job.content, add_special_tokens=True)
         if not ids:
             raise RowError("empty_prompt", "the prompt has no tokens")
+        # Text too: a tokenizer may know tokens that were added without growing the embedding.
+        self._check_vocabulary("the prompt", ids, limits)
         if len(ids) > limits.max_prompt_tokens:
             raise RowError(
                 "prompt_too_long",
@@ -105,7 +109,11 @@ class TextProcessor:
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
+                messages,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                strftime_now=_TEMPLATE_DATE.strftime,
             )
         except Exception as exc:  # templates refuse what they do not know (roles, their order) in ways of their own
             raise RowError("chat_template_error", f"the chat template refuses these messages: {exc}") from exc
