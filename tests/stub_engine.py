@@ -14,7 +14,7 @@ import time
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,14 @@ class StubTokenizer:
         chat_template: str | None,
         tokenize: bool,
         add_generation_prompt: bool,
-        strftime_now: Callable[[str], str],
+        date_string: str,
     ) -> str:
         assert tokenize is False
         assert add_generation_prompt is True
         if any(m["role"] == "refused" for m in messages):
             raise ValueError("no such role")
         if chat_template == "date":
-            return strftime_now("%d %b %Y")
+            return date_string
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 
@@ -148,13 +148,16 @@ class StubRun:
     config: Config
     tokenizer: StubTokenizer = field(default_factory=StubTokenizer)
     model_max_tokens: int = 512
+    cache_limits_rows: bool = False
     description: dict[str, str] = field(default_factory=lambda: {"target": "stub"})
     notes: list[str] = field(default_factory=list)
 
 
 def resolve(config: Config, progress: object = None) -> StubRun:
     model = replace(config.model, dtype="float32")
-    return StubRun(replace(config, model=model, engine=replace(config.engine, device="cpu")))
+    longest = min(512, config.engine.kv_cache_tokens or 512)
+    resolved = replace(config, model=model, engine=replace(config.engine, device="cpu"))
+    return StubRun(resolved, model_max_tokens=longest, cache_limits_rows=longest < 512)
 
 
 def build_engine(run: StubRun) -> StubEngine:

@@ -207,7 +207,7 @@ def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
 def test_engine_bugs_are_seen_and_lose_no_row(tmp_path: Path) -> None:
     write_rows(tmp_path, 100)
     done = cli(tmp_path, "generate", "d.jsonl", STUB_FAIL_AT="5")
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "RuntimeError: the stub engine broke" in done.stderr
     assert (tmp_path / "d.results.jsonl.partial").read_bytes().count(b"\n") > 8
     assert cli(tmp_path, "generate", "d.jsonl").returncode == 0

@@ -56,14 +56,14 @@ class ResolvedRun:
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
-    max_length: int  # longest sequence, prompt and output
+    model_max_tokens: int  # longest sequence, prompt and output, that model and cache hold
     num_kv_tokens: int  # slots of the cache
     description: dict[str, str]  # what the models are, for the statistics
     notes: list[str] = field(default_factory=list)  # how each `auto` was decided
 
     @property
-    def model_max_tokens(self) -> int:
-        return self.max_length
+    def cache_limits_rows(self) -> bool:
+        return self.model_max_tokens < self.target.config.max_position_embeddings
 
 
 def resolve(config: Config, progress: Callable[[str, int, int], None] | None = None) -> ResolvedRun:
@@ -122,7 +122,7 @@ def build_engine(run: ResolvedRun) -> Engine:
     """Read the weights and put the engine together."""
     engine = run.config.engine
     speculation = run.config.speculation
-    num_positions = run.max_length + _lookahead(speculation) + 1
+    num_positions = run.model_max_tokens + _lookahead(speculation) + 1
     target = build_decoder(run.target.config, run.target.tensors, num_positions, run.dtype, run.device)
     pool = PagePool(run.num_kv_tokens // engine.page_size, engine.page_size)
     num_slots = pool.num_pages * pool.page_size
@@ -132,7 +132,7 @@ def build_engine(run: ResolvedRun) -> Engine:
         proposer,
         target.new_cache(num_slots, run.dtype),
         pool,
-        max_length=run.max_length,
+        max_length=run.model_max_tokens,
         max_batch_size=engine.max_batch_size,
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache=engine.prefix_cache,
@@ -196,11 +196,6 @@ def _resolve_speculation(section: SpeculationSection) -> SpeculationSection:
     if section.method == "ngram":
         if section.topk != 1:
             raise ConfigError(f"speculation.topk must be 1 for ngram, which drafts chains, got {section.topk}")
-        if section.ngram.min_match > section.ngram.max_match:
-            raise ConfigError(
-                f"speculation.ngram.min_match ({section.ngram.min_match}) must not exceed"
-                f" max_match ({section.ngram.max_match})"
-            )
         if steps is None and tokens is None:
             tokens = DEFAULT_NGRAM_TOKENS
     if steps is None:
@@ -273,6 +268,8 @@ def _resolve_device(name: str, notes: list[str]) -> torch.device:
         raise ConfigError(f"engine.device: {name!r} is no device", hint="use auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"engine.device: {name!r} is not supported", hint="use auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count() > 0:
+        raise ConfigError(f"engine.device is {name}, but there are {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "engine.device is cuda, but torch sees no CUDA device",

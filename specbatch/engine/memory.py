@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -46,7 +47,12 @@ def auto_kv_tokens(
     weights = sum(model.num_parameters() for model in models) * dtype.itemsize
     available = _available_memory(device)
     budget = int((available - weights) * memory_fraction)
-    tokens = max(0, min(budget // per_token, usable)) // page_size * page_size
+    tokens = max(0, min(budget // per_token, usable))
+    if tokens < usable:
+        # A power of two, so that what fits does not change with every few megabytes that other programs take: where the
+        # cache limits the length of a row, a job can be resumed only under the same limit.
+        tokens = 1 << (tokens.bit_length() - 1) if tokens else 0
+    tokens = tokens // page_size * page_size
     gib = 2**30
     return tokens, (
         f"engine.kv_cache_tokens: {tokens} ({tokens * per_token / gib:.2f} GiB; {available / gib:.1f} GiB available,"
@@ -58,4 +64,14 @@ def _available_memory(device: torch.device) -> int:
     """Bytes free for this process, of the GPU or of the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return min(int(psutil.virtual_memory().available), _container_limit())
+
+
+def _container_limit() -> int:
+    """Bytes that this process's control group leaves (cgroup v2); a very large number without one."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text().strip()
+        return max(0, int(limit) - int(used))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return 1 << 62

@@ -68,7 +68,12 @@ def open_head(path: Path, kind: EagleKind, target: ModelConfig) -> tuple[EagleCo
     tensors = open_tensors(path)
     config = parse_hf_config(raw)
     draft_vocab_size = raw.get("draft_vocab_size") or config.vocab_size
-    return eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target), tensors
+    head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target)
+    if head.has_vocab_map:
+        _target_ids(
+            tensors.load("d2t"), tensors.load("t2d"), config.vocab_size
+        )  # small; refused before weights are read
+    return head, tensors
 
 
 def eagle_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
@@ -28,7 +30,6 @@ from specbatch.types import BatchEngine
 
 OK, SOME_FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 _LOOK_AHEAD_BATCHES = 2
-_MOST_LOOKAHEAD = 256  # slots of the cache that rounds keep free behind the longest row, at most
 
 
 class Resolved(Protocol):
@@ -37,6 +38,7 @@ class Resolved(Protocol):
     config: Config
     tokenizer: Any
     model_max_tokens: int  # longest row, prompt and output, that model and cache hold
+    cache_limits_rows: bool  # it is the cache, and not the model, that sets that length
     description: dict[str, str]
     notes: list[str]
 
@@ -78,9 +80,11 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
         run.config,
         source.identity,
         options.limit,
-        row_tokens=_binding_cache_limit(config, run),
+        row_tokens=run.model_max_tokens if run.cache_limits_rows else None,
         models=runtime.model_paths(run.config),
     )
+    if texts.prints_today:
+        job["date (printed by the chat template)"] = datetime.date.today().isoformat()
     if not options.overwrite and output.exists() and not partial_path(output).exists():
         return _already_finished(output, stats_path, job, source, console)
 
@@ -94,7 +98,7 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
         progress = JobProgress(total, console)
 
         def load() -> BatchEngine:
-            with console.status(f"loading {run.config.model.target}") if console.is_terminal else nullcontext():
+            with console.status(f"loading {escape(run.config.model.target)}") if console.is_terminal else nullcontext():
                 return runtime.build_engine(run)
 
         file_job = FileJob(
@@ -158,15 +162,6 @@ def _check_output(output: Path, source: Source) -> None:
         raise InputError(f"the folder of the output, {output.parent}, does not exist", "make it, or use -o PATH")
     if source.path is not None and output.exists() and output.samefile(source.path):
         raise InputError("the output is the input", "-o PATH writes elsewhere")
-
-
-def _binding_cache_limit(asked: Config, run: Resolved) -> int | None:
-    """The longest row where the user's own kv_cache_tokens, and not the model, limits it; a size found by measuring
-    memory differs from run to run and is no part of what the user asked for."""
-    tokens = asked.engine.kv_cache_tokens
-    if tokens is None or run.model_max_tokens < tokens - asked.engine.page_size - _MOST_LOOKAHEAD:
-        return None
-    return run.model_max_tokens
 
 
 def _already_finished(output: Path, stats_path: Path, job: dict[str, Any], source: Source, console: Console) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 
@@ -117,5 +118,5 @@ def closing_table(report: dict[str, Any]) -> Table:
         table.add_row("prefix cache", f"{session['cache_hit_rate']:.0%} of prompt tokens")
     if session["preemptions"]:
         table.add_row("preemptions", f"{session['preemptions']:,}")
-    table.add_row("output", report["output"])
+    table.add_row("output", escape(report["output"]))
     return table

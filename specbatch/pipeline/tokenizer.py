@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +28,8 @@ def with_chat_template_text(config: Config) -> Config:
     return replace(config, data=replace(config.data, chat_template=text))
 
 
-# What templates that print today's date get instead (Llama 3.2's own fallback): a row must not depend on the day.
-_TEMPLATE_DATE = datetime.date(2024, 7, 26)
+# For templates that take the date they print as a variable, Llama 3.2's own fallback: a row must not depend on the day.
+_DATE_STRING = "26 Jul 2024"
 
 
 class TextProcessor:
@@ -51,6 +50,12 @@ class TextProcessor:
                 "--set data.prompts_as_chat=false runs prompts as text to continue; or give data.chat_template",
             )
         self._token_texts: dict[int, str] = {}
+
+    @property
+    def prints_today(self) -> bool:
+        """Whether the chat template writes the current date and takes none from us: then a job belongs to its day."""
+        template = str(self._template or getattr(self._tokenizer, "chat_template", None) or "")
+        return "strftime_now" in template and "date_string" not in template
 
     def encode(self, job: Job, limits: EngineLimits) -> list[int]:
         """The job's prompt as token ids within `limits`. Raises RowError."""
@@ -113,7 +118,7 @@ class TextProcessor:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=True,
-                strftime_now=_TEMPLATE_DATE.strftime,
+                date_string=_DATE_STRING,
             )
         except Exception as exc:  # templates refuse what they do not know (roles, their order) in ways of their own
             raise RowError("chat_template_error", f"the chat template refuses these messages: {exc}") from exc
