@@ -1,10 +1,11 @@
 """CPU measurements against transformers: same weights, same threads, same dtype (float32), one process.
 
     python scripts/bench_cpu.py plain --target DIR --data gsm8k_test.jsonl            # batch 1 and 8, plain and n-gram
-    python scripts/bench_cpu.py pair --target DIR --draft DIR --data gsm8k_test.jsonl # acceptance; assisted generation
+    python scripts/bench_cpu.py pair --target DIR --draft DIR --data gsm8k_test.jsonl # acceptance lengths
+    python scripts/bench_cpu.py assisted --target DIR --draft DIR --data ... --rows 1 # speed at batch 1
 
-Prints one JSON line a measurement. `plain` generates exactly --max-tokens tokens a row (end of sequence is
-ignored), so that the batch stays full; `pair` lets rows end.
+Prints one JSON line a measurement. `plain` generates exactly --max-tokens tokens a row (end of sequence is ignored), so
+that the batch stays full; the others let rows end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from specbatch.types import BatchEngine, NoiseKey, Request, SamplingParams
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["plain", "pair"])
+    parser.add_argument("what", choices=["plain", "pair", "assisted"])
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--data", type=Path, required=True)
@@ -46,8 +47,10 @@ def main() -> None:
     ]
     if args.what == "plain":
         plain(args.target, tokenizer, prompts, args.max_tokens)
-    else:
+    elif args.what == "pair":
         pair(args.target, args.draft, prompts[: args.rows], args.max_tokens)
+    else:
+        assisted(args.target, args.draft, prompts[: args.rows], args.max_tokens)
 
 
 def plain(target: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_tokens: int) -> None:
@@ -70,7 +73,7 @@ def plain(target: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[list[i
 
 
 def pair(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -> None:
-    """Acceptance length of the draft model for three chains, then speed at batch 1 beside assisted generation."""
+    """Acceptance length of the draft model for three chains."""
     params = SamplingParams(max_tokens=max_tokens)
     base = SpeculationSection(method="draft_model", draft=str(draft))
     for num_draft_tokens in (4, 5, 9):
@@ -84,21 +87,26 @@ def pair(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -
             **generate(engine, prompts, params),
         )
         del engine
-    few, params = prompts[:1], replace(params, max_tokens=max_tokens // 2)
+
+
+def assisted(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -> None:
+    """Speed at batch 1: plain, n-gram and draft model, beside transformers' plain and assisted generation."""
+    params = SamplingParams(max_tokens=max_tokens)
+    base = SpeculationSection(method="draft_model", draft=str(draft))
     for speculation in (
         SpeculationSection(method="none"),
         SpeculationSection(method="ngram"),
         replace(base, num_steps=4),
     ):
         engine = build_engine(resolve(config_for(target, speculation, 1)))
-        show(engine="specbatch", method=speculation.method, batch=1, **generate(engine, few, params))
+        show(engine="specbatch", method=speculation.method, batch=1, **generate(engine, prompts, params))
         del engine
     model = load_reference(target)
     for name, assistant in (("none", None), ("assisted", load_reference(draft))):
         tokens, seconds = 0, 0.0
-        for prompt in few:
+        for prompt in prompts:
             ids, mask = left_padded([prompt])
-            new, took = reference(model, ids, mask, params.max_tokens, assistant, exact=False)
+            new, took = reference(model, ids, mask, max_tokens, assistant, exact=False)
             tokens, seconds = tokens + new, seconds + took
         show(engine="transformers", method=name, batch=1, tokens_per_second=round(tokens / seconds, 2))
 
