@@ -11,7 +11,6 @@ from typing import Protocol
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens, or the end of the model's context or of the KV cache
-    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from specbatch.pipeline.rows import Job, RowHead, RowParser
 from specbatch.pipeline.sources import RawRow, Source
 from specbatch.pipeline.stats import Session
 from specbatch.pipeline.tokenizer import TextProcessor
-from specbatch.types import BatchEngine, Completion, FinishReason, NoiseKey, Request
+from specbatch.types import BatchEngine, Completion, NoiseKey, Request
 
 _MESSAGE_CHARS = 500  # error messages quote the row; a line of the output must not grow with what was wrong in it
 
@@ -143,9 +143,6 @@ class FileJob:
         row.choices[sample] = completion
         done = [c for c in row.choices if c is not None]
         if len(done) < len(row.choices):
-            return
-        if any(c.finish_reason == FinishReason.ERROR for c in done):
-            self._fail(row.head, RowError("engine_error", "the engine could not complete this row"))
             return
         choices = [self._choice(completion, row.job) for completion in done]
         head = row.head

@@ -67,7 +67,7 @@ def native_error(index: int, id: Any, metadata: Any, error: RowError) -> dict[st
         "id": id,
         "index": index,
         "text": None,
-        "finish_reason": str(FinishReason.ERROR),
+        "finish_reason": "error",
         "error": {"type": error.type, "message": error.message},
     }
     if metadata is not None:
