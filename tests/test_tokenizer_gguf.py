@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from specbatch.errors import ModelError
-from specbatch.models.tokenizer import describe_tokenizer_difference, load_tokenizer, tokenizer_fingerprint
+from specbatch.models.tokenizer import describe_tokenizer_difference, load_tokenizer
 
 MODELS = Path(os.environ.get("SPECBATCH_TEST_MODELS", Path.home() / ".cache" / "specbatch-dev"))
 TEXTS = [
@@ -140,17 +140,16 @@ def test_unknown_pre_tokenizers_are_refused(tmp_path: Path) -> None:
     assert "smollm" in str(caught.value.hint)
 
 
-def test_fingerprint_and_difference(tmp_path: Path) -> None:
+def test_difference(tmp_path: Path) -> None:
     theirs = original("qwen2")
     directory = tmp_path / "hf"
     PreTrainedTokenizerFast(tokenizer_object=theirs).save_pretrained(directory)
     from_directory = load_tokenizer(directory)
     from_gguf = load_tokenizer(write(tmp_path / "t.gguf", theirs, "qwen2", add_bos_token=False))
     padded = load_tokenizer(write(tmp_path / "p.gguf", theirs, "qwen2", padding=9, add_bos_token=False))
-    assert tokenizer_fingerprint(from_directory) == tokenizer_fingerprint(from_gguf) == tokenizer_fingerprint(padded)
-    assert describe_tokenizer_difference(from_directory, from_gguf) is None
+    for same in (from_gguf, padded):
+        assert describe_tokenizer_difference(from_directory, same) is None
     other = load_tokenizer(write(tmp_path / "o.gguf", original("smollm"), "smollm"))
-    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(from_gguf)
     text = describe_tokenizer_difference(from_gguf, other)
     assert text is not None
     assert "token 0 is '!' in one, '<|endoftext|>' in the other" in text
@@ -233,5 +232,4 @@ def test_real_tokenizers_equal_their_tokenizer_json(name: str) -> None:
         expected = theirs.encode(text).ids
         assert ours.encode(text) == expected == loaded.encode(text), text
         assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=False)
-    assert tokenizer_fingerprint(ours) == tokenizer_fingerprint(loaded)
     assert describe_tokenizer_difference(ours, loaded) is None

@@ -7,8 +7,6 @@ pipeline gives fluent, different answers.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,20 +218,6 @@ def _surrounding(backend: Tokenizer, before: Sequence[str], after: Sequence[str]
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of the content: id -> token, merges and added tokens. Equal for two files of one tokenizer."""
-    state = json.loads(_backend(tokenizer).to_str())
-    digest = hashlib.sha256()
-    for i, text in sorted(_tokens_by_id(tokenizer).items()):
-        digest.update(f"{i}\t{text}\n".encode())
-    for merge in state["model"].get("merges", ()):
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        digest.update(f"{left}\t{right}\n".encode())
-    for added in sorted(state.get("added_tokens", ()), key=lambda entry: entry["id"]):
-        digest.update(f"{added['id']}\t{added['content']}\t{added['special']}\n".encode())
-    return digest.hexdigest()
-
-
 def describe_tokenizer_difference(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
     """None where every id that both tokenizers have stands for the same token; else what differs, in one sentence.
 
@@ -258,12 +242,3 @@ def describe_tokenizer_difference(a: PreTrainedTokenizerBase, b: PreTrainedToken
 
 def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {i: text for text, i in tokenizer.get_vocab().items()}
-
-
-def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ModelError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer", hint="the model's directory needs tokenizer.json"
-        )
-    return backend
