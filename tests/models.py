@@ -61,8 +61,6 @@ def tiny_config(num_layers: int = 2, hidden: int = 32, vocab: int = VOCAB, **cha
         "qk_norm": False,
         "sliding_windows": (None,) * num_layers,
         "eos_token_ids": (0,),
-        "bos_token_id": 1,
-        "torch_dtype": None,
     } | changes
     return ModelConfig(**values)  # type: ignore[arg-type]
 

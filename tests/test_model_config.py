@@ -146,9 +146,8 @@ def test_sliding_windows() -> None:
 
 
 def test_end_of_sequence_ids_are_united() -> None:
-    config = parse_hf_config({**LLAMA, "eos_token_id": 5, "bos_token_id": 3}, {"eos_token_id": [7, 5]})
+    config = parse_hf_config({**LLAMA, "eos_token_id": 5}, {"eos_token_id": [7, 5]})
     assert config.eos_token_ids == (5, 7)
-    assert config.bos_token_id == 3
     assert parse_hf_config({**LLAMA, "eos_token_id": None}).eos_token_ids == ()
 
 

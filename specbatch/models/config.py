@@ -123,17 +123,15 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over head_dim on queries and keys, before RoPE
     sliding_windows: tuple[int | None, ...]  # per layer; w: position p sees (p - w, p]; None: all of [0, p]
     eos_token_ids: tuple[int, ...]  # any of them ends a generation
-    bos_token_id: int | None
-    torch_dtype: str | None  # as the checkpoint says, e.g. "bfloat16"; None: it does not say
 
 
 # Defaults of transformers' config classes where they differ between model types.
 # head_dim None: hidden_size / num_heads; num_kv_heads None: num_heads.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"num_kv_heads": None, "head_dim": None, "max_position": 2048, "bos": 1, "eos": 2},
-    "mistral": {"num_kv_heads": 8, "head_dim": None, "max_position": 4096 * 32, "bos": 1, "eos": 2},
-    "qwen2": {"num_kv_heads": None, "head_dim": None, "max_position": 32768, "bos": None, "eos": None},
-    "qwen3": {"num_kv_heads": None, "head_dim": 128, "max_position": 32768, "bos": None, "eos": None},
+    "llama": {"num_kv_heads": None, "head_dim": None, "max_position": 2048, "eos": 2},
+    "mistral": {"num_kv_heads": 8, "head_dim": None, "max_position": 4096 * 32, "eos": 2},
+    "qwen2": {"num_kv_heads": None, "head_dim": None, "max_position": 32768, "eos": None},
+    "qwen3": {"num_kv_heads": None, "head_dim": 128, "max_position": 32768, "eos": None},
 }
 SUPPORTED_MODEL_TYPES = tuple(_DEFAULTS)
 
@@ -178,7 +176,6 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
     attention_bias = bool(config.get("attention_bias", False)) and model_type in ("llama", "qwen3")
     eos = _token_ids(config.get("eos_token_id", defaults["eos"]))
     eos += _token_ids((generation_config or {}).get("eos_token_id"))
-    bos = _token_ids(config.get("bos_token_id", defaults["bos"]))
     return ModelConfig(
         model_type=model_type,
         vocab_size=_size(config, "vocab_size"),
@@ -198,8 +195,6 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
         qk_norm=model_type == "qwen3",
         sliding_windows=_parse_windows(config, model_type, num_layers),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=bos[0] if bos else None,
-        torch_dtype=config.get("dtype") or config.get("torch_dtype"),
     )
 
 

@@ -193,8 +193,6 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         if meta.get(key, head_dim) != head_dim:
             raise ModelError(f"{file.path}: {key} {meta.get(key)} differs from the head size {head_dim}")
     window = meta.get("attention.sliding_window", 0) or None
-    first_float = file.tensors["token_embd.weight"].type
-    dtype = {_Q.F32: "float32", _Q.F16: "float16", _Q.BF16: "bfloat16"}.get(first_float)
     return ModelConfig(
         model_type=architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
@@ -214,8 +212,6 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_windows=(window,) * num_layers,
         eos_token_ids=_eos_token_ids(file.metadata),
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        torch_dtype=dtype,
     )
 
 

@@ -27,10 +27,6 @@ class RowTotals:
     def rows(self) -> int:
         return self.ok + self.failed
 
-    @property
-    def acceptance_length(self) -> float | None:
-        return self.committed / self.rounds if self.rounds else None
-
     def add(self, row: dict[str, Any]) -> None:
         """Count one result line, native or OpenAI. Raises KeyError or TypeError for what is neither."""
         # Everything is looked up before anything is counted: a damaged line must leave no half of itself behind.
