@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbatch.errors import RowError
-from specbatch.pipeline.results_format import Choice, TokenTexts, speculation_dict, sum_speculation
+from specbatch.pipeline.results_format import LOWEST_LOGPROB, Choice, TokenTexts, speculation_dict, sum_speculation
 from specbatch.types import TokenLogprob
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -51,7 +51,6 @@ KNOWN_BODY = frozenset(
         "parallel_tool_calls",
     )
 )
-_LOWEST_LOGPROB = -9999.0  # OpenAI's word for minus infinity, which JSON lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,7 @@ def _choice(i: int, choice: Choice, chat: bool, texts: TokenTexts) -> dict[str, 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         token = texts.token_text(token_id)
-        return {"token": token, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(token.encode("utf-8"))}
+        return {"token": token, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(token.encode("utf-8"))}
 
     content = [
         {**entry(lp.token_id, lp.logprob), "top_logprobs": [entry(token, value) for token, value in lp.top]}
@@ -188,9 +187,9 @@ def _completion_logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) ->
         length += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [max(lp.logprob, _LOWEST_LOGPROB) for lp in logprobs],
+        "token_logprobs": [max(lp.logprob, LOWEST_LOGPROB) for lp in logprobs],
         "top_logprobs": [
-            {texts.token_text(token): max(value, _LOWEST_LOGPROB) for token, value in lp.top} for lp in logprobs
+            {texts.token_text(token): max(value, LOWEST_LOGPROB) for token, value in lp.top} for lp in logprobs
         ],
         "text_offset": offsets,
     }

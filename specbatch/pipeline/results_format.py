@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from specbatch.errors import RowError
 from specbatch.types import FinishReason, SpeculationCounts, TokenLogprob
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; the value is OpenAI's
 
 
 class TokenTexts(Protocol):
@@ -115,4 +115,4 @@ def _logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> list[dict[
 
 
 def _logprob(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
-    return {"token": texts.token_text(token_id), "token_id": token_id, "logprob": max(logprob, _LOWEST_LOGPROB)}
+    return {"token": texts.token_text(token_id), "token_id": token_id, "logprob": max(logprob, LOWEST_LOGPROB)}
