@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from prompts import question_prompts
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
 from specbatch.engine.build import build_engine, resolve
@@ -36,24 +37,16 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     args = parser.parse_args()
     show(what="machine", processor=platform.processor(), threads=torch.get_num_threads(), torch=torch.__version__)
-    tokenizer = load_tokenizer(args.target)
-    questions = [json.loads(line)["question"] for line in args.data.open()]
-    prompts = [
-        tokenizer(
-            tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True),
-            add_special_tokens=False,
-        )["input_ids"]
-        for q in questions
-    ]
+    prompts = question_prompts(args.data, load_tokenizer(args.target), None if args.what == "plain" else args.rows)
     if args.what == "plain":
-        plain(args.target, tokenizer, prompts, args.max_tokens)
+        plain(args.target, prompts, args.max_tokens)
     elif args.what == "pair":
-        pair(args.target, args.draft, prompts[: args.rows], args.max_tokens)
+        pair(args.target, args.draft, prompts, args.max_tokens)
     else:
-        assisted(args.target, args.draft, prompts[: args.rows], args.max_tokens)
+        assisted(args.target, args.draft, prompts, args.max_tokens)
 
 
-def plain(target: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_tokens: int) -> None:
+def plain(target: Path, prompts: list[list[int]], max_tokens: int) -> None:
     """Output tokens per second, prefill included, of full batches."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     for batch in (1, 8):

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from prompts import question_prompts
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -45,15 +46,7 @@ def main() -> int:
     parser.add_argument("--skip", action="append", default=[], help="a run to leave out; may be repeated")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
-    tokenizer = load_tokenizer(args.hf)
-    questions = [json.loads(line)["question"] for line in args.data.open()][: args.rows]
-    prompts = [
-        tokenizer(
-            tokenizer.apply_chat_template([{"role": "user", "content": q}], tokenize=False, add_generation_prompt=True),
-            add_special_tokens=False,
-        )["input_ids"]
-        for q in questions
-    ]
+    prompts = question_prompts(args.data, load_tokenizer(args.hf), args.rows)
     params = SamplingParams(max_tokens=args.max_tokens, logprobs=2)
     report: dict[str, object] = {"rows": len(prompts), "max_tokens": args.max_tokens, "torch": torch.__version__}
     with tempfile.TemporaryDirectory() as folder:
