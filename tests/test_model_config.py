@@ -165,6 +165,9 @@ def test_end_of_sequence_ids_are_united() -> None:
         ({"num_key_value_heads": 3}, ("num_key_value_heads",)),
         ({"vocab_size": None}, ("vocab_size",)),
         ({"head_dim": 7}, ("head_dim 7",)),
+        ({"rms_norm_eps": [1]}, ("wrong type",)),
+        ({"rope_scaling": "linear"}, ("wrong type",)),
+        ({"quantization_config": "awq"}, ("wrong type",)),
     ],
 )
 def test_refusals_name_the_culprit(change: dict[str, Any], words: tuple[str, ...]) -> None:

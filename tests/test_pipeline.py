@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import json
@@ -200,7 +201,9 @@ def test_resume_after_an_engine_failure_keeps_what_was_done(run: Run) -> None:
     assert run.engines[-1].stats.generated_tokens < stats["tokens"]["completion"]
 
 
-@pytest.mark.parametrize("damage", ["torn", "torn in a character", "blank", "not json", "half a row", "header only"])
+@pytest.mark.parametrize(
+    "damage", ["torn", "torn in a character", "blank", "not json", "foreign", "half a row", "header only"]
+)
 def test_damaged_partial_files(run: Run, damage: str) -> None:
     run.write([{"prompt": f"p{i}", "note": "é" * 20} for i in range(60)])
     run()
@@ -219,6 +222,8 @@ def test_damaged_partial_files(run: Run, damage: str) -> None:
         lines.append(b"\0" * 40 + b"\n")
     elif damage == "not json":
         lines.insert(1, b"{]\n")
+    elif damage == "foreign":
+        lines[1:1] = [b'{"id": 5}\n', b'{"index": 0, "response": {"body": {"choices": []}}}\n', b"7\n"]
     elif damage == "half a row":
         lines.insert(0, b'{"index": 0, "id": null, "usage": {}}\n')
         lines = [line for line in lines if b'"index": 0,' not in line or b"{}" in line]
@@ -316,6 +321,22 @@ def test_impossible_outputs(run: Run) -> None:
     with pytest.raises(InputError, match="is a folder"):
         run(output=run.folder)
     assert not run.engines
+
+
+def test_a_full_disk_at_the_end_is_no_internal_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write([{"prompt": f"p{i}"} for i in range(5)])
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", refuse)
+        with pytest.raises(InputError, match="No space left") as caught:
+            run()
+    assert "run the same command again" in (caught.value.hint or "")
+    assert run() == 0
+    assert len(run.engines) == 1
+    assert len(run.results()) == 5
 
 
 def test_two_processes_on_one_output(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,23 @@ def test_missing_files_and_unknown_formats(tmp_path: Path) -> None:
     (tmp_path / "d.docx").write_bytes(b"")
     with pytest.raises(InputError, match="no known format"):
         open_source(str(tmp_path / "d.docx"), DATA)
+    with pytest.raises(InputError, match="cannot be read: File name too long"):
+        open_source('{"prompt": "a row in place of a file"}' * 20, DATA)
+
+
+def test_pipes_are_sent_to_standard_input(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no regular file") as caught:
+        open_source(str(tmp_path / "pipe"), DATA)
+    assert "generate -" in (caught.value.hint or "")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_files(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(LINES)
+    (tmp_path / "d.jsonl").chmod(0)
+    with pytest.raises(InputError, match="cannot be read: Permission denied"):
+        open_source(str(tmp_path / "d.jsonl"), DATA)
 
 
 @pytest.mark.parametrize("name", ["d.jsonl.gz", "d.jsonl.zst"])

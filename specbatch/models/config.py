@@ -142,6 +142,13 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
     Raises ModelError for model types, activations, rope types and quantisations that the decoder does not have, and for
     missing or inconsistent sizes.
     """
+    try:
+        return _parse(config, generation_config or {})
+    except (TypeError, ValueError, AttributeError) as error:  # text where a number or a mapping belongs
+        raise ModelError(f"config.json holds a value of a wrong type: {error}") from error
+
+
+def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> ModelConfig:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _DEFAULTS:
         raise ModelError(
@@ -175,7 +182,7 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
     max_position = _optional_size(config, "max_position_embeddings") or defaults["max_position"]
     attention_bias = bool(config.get("attention_bias", False)) and model_type in ("llama", "qwen3")
     eos = _token_ids(config.get("eos_token_id", defaults["eos"]))
-    eos += _token_ids((generation_config or {}).get("eos_token_id"))
+    eos += _token_ids(generation_config.get("eos_token_id"))
     return ModelConfig(
         model_type=model_type,
         vocab_size=_size(config, "vocab_size"),

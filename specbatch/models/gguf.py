@@ -62,7 +62,7 @@ class GgufFile:
             raise ModelError(f"cannot open {path}: {error}") from error
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, RecursionError) as error:
             raise self._damaged(f"its header ends early or is malformed ({error})") from error
 
     def _damaged(self, why: str) -> ModelError:

@@ -77,11 +77,50 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int] = ()) -> PreTrainedTokenizerBase:
+    """A tokenizer for a model without files: every byte of UTF-8 is a token, nothing is merged.
+
+    The bytes have the first 256 ids that end no text. Every other id has a text too, such as `<5321>`, so that what a
+    random model writes can be shown; encoding gives none of these. The chat template writes `role: content` lines.
+    Raises ModelError where the vocabulary has no room for the bytes.
+    """
+    special = {i: f"<|end-{i}|>" for i in eos_token_ids}
+    if vocab_size < 256 + len(special):
+        raise ModelError(f"a vocabulary of {vocab_size} tokens has no room for the 256 bytes")
+    letters = iter(_byte_letters())
+    vocab = {special.get(i) or next(letters, f"<{i}>"): i for i in range(vocab_size)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in special.values()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=next(iter(special.values()), None),
+        chat_template=_ROLE_LINES,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+_ROLE_LINES = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def _byte_letters() -> list[str]:
+    """The visible letter that byte-level tokenizers write for each byte (GPT-2): itself where it is visible."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
 def _from_metadata(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise ModelError(f"{path} has no tokenizer (tokenizer.ggml.tokens)")
     kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise ModelError(f"{path}: {len(tokens)} tokens, but {len(kinds)} token types", hint="download the file again")
     model = metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         backend, adds_bos = _byte_level(path, metadata, tokens, kinds)

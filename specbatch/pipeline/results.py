@@ -15,7 +15,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -73,20 +73,22 @@ class ResultFile:
 
     def sync(self) -> None:
         """Force what is written to the disk."""
-        os.fsync(self._file.fileno())
+        with disk_errors(self._path):
+            os.fsync(self._file.fileno())
         self._synced_at = time.monotonic()
 
     def finish(self) -> None:
         """Put the lines in input order into the output file. The partial file stays until `discard_partial`."""
         self.sync()
         sorted_path = self.output.with_name(self.output.name + ".sorted")
-        with self._path.open("rb", buffering=_COPY_BUFFER) as lines, sorted_path.open("wb", _COPY_BUFFER) as out:
-            for index in np.flatnonzero(self._offsets >= 0):
-                lines.seek(self._offsets[index])
-                out.write(lines.readline())
-            out.flush()
-            os.fsync(out.fileno())
-        replace_durably(sorted_path, self.output)
+        with disk_errors(self.output):
+            with self._path.open("rb", buffering=_COPY_BUFFER) as lines, sorted_path.open("wb", _COPY_BUFFER) as out:
+                for index in np.flatnonzero(self._offsets >= 0):
+                    lines.seek(self._offsets[index])
+                    out.write(lines.readline())
+                out.flush()
+                os.fsync(out.fileno())
+            replace_durably(sorted_path, self.output)
 
     def discard_partial(self) -> None:
         """The job is whole and its output and statistics are in place."""
@@ -100,7 +102,7 @@ class ResultFile:
         if self.totals.rows == 0:
             self._path.unlink(missing_ok=True)
         else:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(InputError):
                 self.sync()
         self._file.close()
 
@@ -117,6 +119,9 @@ class ResultFile:
                 raise InputError(
                     f"another process is writing {self.output}", "wait for it, or write elsewhere with -o PATH"
                 ) from exc
+            except OSError as exc:  # some network file systems have no locks
+                file.close()
+                raise InputError(f"cannot lock {self._path}: {exc.strerror}", "-o PATH writes elsewhere") from exc
             # The former owner may have removed the file between our open and our lock.
             with contextlib.suppress(FileNotFoundError):
                 if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:
@@ -165,7 +170,7 @@ class ResultFile:
             if not isinstance(index, int) or index < 0 or self.is_done(index):
                 return
             self._record(index, offset, row)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, LookupError, TypeError, AttributeError):
             return  # damaged: the row is not finished, and its line is not copied to the output
 
     def _record(self, index: int, offset: int, row: dict[str, Any]) -> None:
@@ -178,14 +183,20 @@ class ResultFile:
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
-        try:
+        with disk_errors(self._path):
             while view:
                 view = view[os.write(self._file.fileno(), view) :]
-        except OSError as exc:
-            raise InputError(
-                f"cannot write {self._path}: {exc.strerror}",
-                "finished rows are kept; run the same command again to go on",
-            ) from exc
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A full disk, for one, is no error of this program: OSErrors become InputErrors."""
+    try:
+        yield
+    except OSError as exc:
+        raise InputError(
+            f"cannot write {path}: {exc.strerror or exc}", "finished rows are kept; run the same command again to go on"
+        ) from exc
 
 
 def replace_durably(source: Path, target: Path) -> None:

@@ -56,13 +56,18 @@ def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> S
     if ref == "-":
         return _stdin_source(stdin or sys.stdin.buffer)
     path = Path(ref)
-    if path.is_file():
-        return _file_source(path)
-    if path.is_dir():
-        _refuse_folder_of_lines(path)
-        return _dataset_source(ref, data, local=True)
-    if _looks_like_a_file(ref):
-        raise InputError(f"the input {ref} does not exist", _near_hint(path))
+    try:
+        if path.is_file():
+            return _file_source(path)
+        if path.is_dir():
+            _refuse_folder_of_lines(path)
+            return _dataset_source(ref, data, local=True)
+        if path.exists():  # a pipe or a device: it could not be read twice, and has no size
+            raise InputError(f"the input {ref} is no regular file", f"specbatch generate - -o results.jsonl < {ref}")
+        if _looks_like_a_file(ref):
+            raise InputError(f"the input {ref} does not exist", _near_hint(path))
+    except OSError as exc:  # not readable, a name that is too long
+        raise InputError(f"the input {ref[:200]} cannot be read: {exc.strerror or exc}") from exc
     return _dataset_source(ref, data, local=False)
 
 

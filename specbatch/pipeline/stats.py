@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import specbatch
-from specbatch.pipeline.results import replace_durably
+from specbatch.pipeline.results import disk_errors, replace_durably
 from specbatch.pipeline.totals import RowTotals
-from specbatch.types import EngineStats
+from specbatch.types import EngineStats, SpeculationCounts
 
 
 @dataclass(slots=True)
@@ -107,14 +107,15 @@ def build_report(
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Atomically: a reader sees the old report or the new one."""
+    """Atomically: a reader sees the old report or the new one. Raises InputError where the disk refuses."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(report, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    replace_durably(temporary, path)
+    with disk_errors(path):
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        replace_durably(temporary, path)
 
 
 def versions() -> dict[str, str]:
@@ -163,7 +164,8 @@ def device_name(device: str) -> str:
     return f"cpu ({name}, {os.cpu_count()} logical cores)"
 
 
-def _padded(counts: Any) -> list[int]:
+def _padded(counts: SpeculationCounts) -> list[int]:
+    """`accepted_at`, as long as `proposed_at`."""
     return counts.accepted_at + [0] * (len(counts.proposed_at) - len(counts.accepted_at))
 
 
