@@ -223,11 +223,16 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def _model_paths(config: Config) -> Mapping[str, Path]:
-    """Where the models of a resolved config lie; resolving has fetched them."""
-    from specbatch.models.catalog import resolve_model
+    """Where the models of a resolved config lie; resolving has fetched them. Those of random weights have no files:
+    name, dtype and device, all in the config, make them."""
+    from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
 
     refs = {"model.target": config.model.target, "speculation.draft": config.speculation.draft}
-    return {option: resolve_model(ref, allow_download=False) for option, ref in refs.items() if ref is not None}
+    return {
+        option: resolve_model(ref, allow_download=False)
+        for option, ref in refs.items()
+        if ref is not None and not ref.startswith(SHAPE_PREFIX)
+    }
 
 
 def _quiet_libraries() -> None:

@@ -15,11 +15,12 @@ from specbatch.config import Config, DtypeName, SpeculationSection
 from specbatch.engine.engine import Engine
 from specbatch.engine.memory import CachedModel, auto_kv_tokens
 from specbatch.errors import ConfigError, ModelError
-from specbatch.models.catalog import resolve_model
+from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleConfig, EagleHead, EagleKind, open_head
-from specbatch.models.tokenizer import describe_tokenizer_difference, load_tokenizer
+from specbatch.models.shapes import RANDOM_WEIGHTS, open_shape, open_shape_head
+from specbatch.models.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.weights import Checkpoint, TensorSource, open_checkpoint
 from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer, num_lookahead
 from specbatch.speculation.ngram import NgramProposer, NoProposer
@@ -75,9 +76,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     speculation = _resolve_speculation(config.speculation)
     device = _resolve_device(config.engine.device, notes)
     dtype = _resolve_dtype(config.model.dtype, device, notes)
-    target = open_checkpoint(resolve_model(config.model.target, progress=progress))
-    tokenizer = load_tokenizer(target.path)
-    draft = _open_draft(speculation, target, tokenizer, progress)
+    target, tokenizer = _open_model(config.model.target, dtype, device, progress)
+    draft = _open_draft(speculation, target, tokenizer, dtype, device, progress)
     if speculation.topk > 1 and speculation.method in NEURAL:
         _check_topk(speculation.topk, draft)
     if config.engine.attention == "auto":
@@ -114,7 +114,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     )
     description = {"target": f"{config.model.target} ({target.config.model_type}, {target.description})"}
     if draft is not None:
-        description["draft"] = f"{speculation.draft} ({speculation.method})"
+        description["draft"] = f"{speculation.draft} ({speculation.method}{_random_weights(speculation.draft)})"
     return ResolvedRun(resolved, target, draft, tokenizer, device, dtype, max_length, num_kv_tokens, description, notes)
 
 
@@ -227,19 +227,34 @@ def _shape(speculation: SpeculationSection) -> DraftShape:
     return DraftShape(speculation.num_steps, speculation.topk, speculation.num_draft_tokens)
 
 
+def _open_model(
+    ref: str, dtype: torch.dtype, device: torch.device, progress: Callable[[str, int, int], None] | None
+) -> tuple[Checkpoint, PreTrainedTokenizerBase]:
+    if ref.startswith(SHAPE_PREFIX):
+        shape = open_shape(ref, dtype, device)
+        return shape, byte_tokenizer(shape.config.vocab_size, shape.config.eos_token_ids)
+    path = resolve_model(ref, progress=progress)
+    return open_checkpoint(path), load_tokenizer(path)
+
+
+def _random_weights(ref: str | None) -> str:
+    return f", {RANDOM_WEIGHTS}" if ref is not None and ref.startswith(SHAPE_PREFIX) else ""
+
+
 def _open_draft(
     speculation: SpeculationSection,
     target: Checkpoint,
     tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    device: torch.device,
     progress: Callable[[str, int, int], None] | None,
 ) -> Checkpoint | HeadCheckpoint | None:
     if speculation.method not in NEURAL:
         return None
     assert speculation.draft is not None
-    path = resolve_model(speculation.draft, progress=progress)
     if speculation.method == "draft_model":
-        draft = open_checkpoint(path)
-        difference = describe_tokenizer_difference(tokenizer, load_tokenizer(path))
+        draft, own_tokenizer = _open_model(speculation.draft, dtype, device, progress)
+        difference = describe_tokenizer_difference(tokenizer, own_tokenizer)
         if difference is not None:
             raise ModelError(
                 f"the draft model's tokenizer is not the target's: {difference}",
@@ -247,7 +262,9 @@ def _open_draft(
             )
         return draft
     kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
-    return HeadCheckpoint(*open_head(path, kind, target.config))
+    if speculation.draft.startswith(SHAPE_PREFIX):
+        return HeadCheckpoint(*open_shape_head(speculation.draft, kind, target.config, dtype, device))
+    return HeadCheckpoint(*open_head(resolve_model(speculation.draft, progress=progress), kind, target.config))
 
 
 def _check_topk(topk: int, draft: Checkpoint | HeadCheckpoint | None) -> None:

@@ -26,6 +26,7 @@ from specbatch.errors import ModelError
 Progress = Callable[[str, int, int], None]
 
 BUILTIN_PREFIX = "builtin:"
+SHAPE_PREFIX = "shape:"  # random weights, without files: `shapes.py`
 _POLL_SECONDS = 0.2
 _STALE_SECONDS = 24 * 3600
 

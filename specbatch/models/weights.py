@@ -24,7 +24,8 @@ class TensorSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def load(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, in its stored dtype (GGUF: dequantised float32). Raises KeyError for unknown names."""
+        """The tensor on the CPU, in its stored dtype (GGUF: dequantised float32; random weights: as they will be used,
+        on their device). Raises KeyError for unknown names."""
         ...
 
     def close(self) -> None: ...
@@ -99,10 +100,10 @@ class TorchBinSource:
 class Checkpoint:
     """A validated model: `tensors` holds every tensor of `expected_tensors(config)` in the expected shape."""
 
-    path: Path
+    path: Path | None  # None: random weights, which have no files
     config: ModelConfig
     tensors: TensorSource
-    description: str  # for logs and results, such as "safetensors bfloat16" or "Q4_K_M dequantised"
+    description: str  # for logs and results, such as "safetensors bfloat16", "Q4_K_M dequantised" or "random weights"
 
 
 def open_tensors(directory: Path) -> TensorSource:
