@@ -34,6 +34,7 @@ class SpeculationSection:
     num_steps: int | None = None  # depth of drafting; None: decided with num_draft_tokens
     topk: int = 1  # branches kept at each step; 1 = chain
     num_draft_tokens: int | None = None  # nodes verified in a round, root included
+    simulate_acceptance: float | None = None  # for measurements: tokens committed in a round on average; None: off
     ngram: NgramSection = field(default_factory=NgramSection)
 
 

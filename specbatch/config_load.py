@@ -30,6 +30,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "speculation.num_steps": _AT_LEAST_1,
     "speculation.topk": _AT_LEAST_1,
     "speculation.num_draft_tokens": _AT_LEAST_1,
+    "speculation.simulate_acceptance": _AT_LEAST_1,
     "speculation.ngram.min_match": _AT_LEAST_1,
     "speculation.ngram.max_match": _AT_LEAST_1,
     "engine.max_batch_size": _AT_LEAST_1,

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from specbatch.config import Config, DataSection, EngineSection
+from specbatch.config import Config, DataSection, EngineSection, SpeculationSection
 from specbatch.errors import InputError
 from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
 from specbatch.pipeline.results import ResultFile, partial_path
@@ -359,6 +359,25 @@ def test_limit_and_empty_inputs(run: Run) -> None:
     assert run(overwrite=True) == 0
     assert run.results() == []
     assert len(run.engines) == 1
+
+
+def test_simulated_results_are_marked_everywhere(run: Run) -> None:
+    batch_line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    run.write([{"prompt": "p", "n": 2}, batch_line])
+    assert run() == 0
+    assert run.stats()["simulated"] is run.stats()["random_weights"] is False
+    assert "simulated" not in run.output.read_text()
+    assert "SIMULATED" not in run.log
+    simulated = replace(CONFIG, speculation=SpeculationSection(simulate_acceptance=2.5))
+    with pytest.raises(InputError, match=r"simulate_acceptance: none -> 2\.5"):
+        run(simulated)
+    assert run(simulated, overwrite=True) == 0
+    native, batch = run.results()
+    assert native["speculation"]["simulated"] is True
+    assert [choice["speculation"]["simulated"] for choice in native["choices"]] == [True, True]
+    assert batch["response"]["body"]["speculation"]["simulated"] is True
+    assert run.stats()["simulated"] is True
+    assert "SIMULATED acceptance of 2.5 tokens per round: the texts are no answers" in run.log
 
 
 def measure_growth(run: Run, rows: int) -> float:

@@ -76,7 +76,12 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     speculation = _resolve_speculation(config.speculation)
     device = _resolve_device(config.engine.device, notes)
     dtype = _resolve_dtype(config.model.dtype, device, notes)
+    _check_simulation(speculation, device)
+    if speculation.simulate_acceptance is not None:
+        notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
+    if target.path is None:
+        notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
     draft = _open_draft(speculation, target, tokenizer, dtype, device, progress)
     if speculation.topk > 1 and speculation.method in NEURAL:
         _check_topk(speculation.topk, draft)
@@ -209,6 +214,29 @@ def _resolve_speculation(section: SpeculationSection) -> SpeculationSection:
     DraftShape(steps, section.topk, tokens).check()
     draft = section.draft if section.method in NEURAL else None
     return replace(section, num_steps=steps, num_draft_tokens=tokens, draft=draft)
+
+
+def _check_simulation(speculation: SpeculationSection, device: torch.device) -> None:
+    simulated = speculation.simulate_acceptance
+    if simulated is None:
+        return
+    option = "speculation.simulate_acceptance"
+    if speculation.method == "none":
+        raise ConfigError(
+            f"{option} needs drafts to accept, and speculation.method is none",
+            hint=f"set speculation.method, or {option} to null",
+        )
+    longest = _shape(speculation).num_steps + 1
+    if simulated > longest:
+        raise ConfigError(
+            f"{option} is {simulated:g}, but a round of {longest - 1} steps commits at most {longest} tokens",
+            hint="raise speculation.num_steps",
+        )
+    if device.type != "cuda":
+        raise ConfigError(
+            f"{option} needs engine.device cuda, not {device}",
+            hint="on a CPU, acceptance is what the drafts are worth; set it to null",
+        )
 
 
 def _lookahead(speculation: SpeculationSection) -> int:

@@ -111,6 +111,7 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
             seed=run.config.engine.seed,
             look_ahead=_LOOK_AHEAD_BATCHES * run.config.engine.max_batch_size,
             limit=options.limit,
+            simulated=run.config.speculation.simulate_acceptance is not None,
             progress=progress,
         )
         try:

@@ -57,6 +57,7 @@ class FileJob:
         seed: int,
         look_ahead: int,
         limit: int | None = None,
+        simulated: bool = False,
         progress: ProgressSink | None = None,
     ) -> None:
         assert look_ahead >= 1, look_ahead
@@ -70,6 +71,7 @@ class FileJob:
         self._seed = seed
         self._look_ahead = look_ahead
         self._limit = limit
+        self._simulated = simulated
         self._progress = progress
         self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, which of its n completions)
         self._request_ids = itertools.count()
@@ -147,9 +149,25 @@ class FileJob:
         choices = [self._choice(completion, row.job) for completion in done]
         head = row.head
         if head.envelope is None:
-            line = native_result(head.index, head.id, head.metadata, row.prompt_tokens, choices, self._texts)
+            line = native_result(
+                head.index,
+                head.id,
+                head.metadata,
+                row.prompt_tokens,
+                choices,
+                self._texts,
+                simulated=self._simulated,
+            )
         else:
-            line = openai_result(head.index, head.envelope, self._model_name, row.prompt_tokens, choices, self._texts)
+            line = openai_result(
+                head.index,
+                head.envelope,
+                self._model_name,
+                row.prompt_tokens,
+                choices,
+                self._texts,
+                simulated=self._simulated,
+            )
         self._write(head.index, line)
 
     def _choice(self, completion: Completion, job: Job) -> Choice:

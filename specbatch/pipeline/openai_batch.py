@@ -122,9 +122,16 @@ def openai_error(index: int, envelope: Envelope, error: RowError) -> dict[str, A
 
 
 def openai_result(
-    index: int, envelope: Envelope, model: str, prompt_tokens: int, choices: Sequence[Choice], texts: TokenTexts
+    index: int,
+    envelope: Envelope,
+    model: str,
+    prompt_tokens: int,
+    choices: Sequence[Choice],
+    texts: TokenTexts,
+    *,
+    simulated: bool = False,
 ) -> dict[str, Any]:
-    """The output line of a request that ran."""
+    """The output line of a request that ran. `simulated`: see `results_format.native_result`."""
     completion_tokens = sum(len(c.token_ids) for c in choices)
     body = {
         "id": f"{'chatcmpl' if envelope.chat else 'cmpl'}-{index:012d}",
@@ -137,7 +144,7 @@ def openai_result(
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         },
-        "speculation": speculation_dict(sum_speculation(choices)),
+        "speculation": speculation_dict(sum_speculation(choices), simulated),
     }
     return {
         "id": _batch_id(index),

@@ -100,7 +100,7 @@ def closing_table(report: dict[str, Any]) -> Table:
     """The main figures of stats.json for the reader at the terminal."""
     rows, session = report["rows"], report["session"]
     seconds, speculation = session["seconds"], report["speculation"]
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = Table(title=_warning(report), show_header=False, box=None, pad_edge=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
     done = f"{rows['ok']:,} ok, {rows['failed']:,} failed"
@@ -120,3 +120,12 @@ def closing_table(report: dict[str, Any]) -> Table:
         table.add_row("preemptions", f"{session['preemptions']:,}")
     table.add_row("output", escape(report["output"]))
     return table
+
+
+def _warning(report: dict[str, Any]) -> str | None:
+    """The title of the closing table where the texts are no answers."""
+    whys = ["random weights"] if report["random_weights"] else []
+    if report["simulated"]:
+        length = report["config"]["speculation"]["simulate_acceptance"]
+        whys.insert(0, f"SIMULATED acceptance of {length:g} tokens per round")
+    return f"{', '.join(whys)}: the texts are no answers" if whys else None

@@ -37,9 +37,17 @@ class Choice:
 
 
 def native_result(
-    index: int, id: Any, metadata: Any, prompt_tokens: int, choices: Sequence[Choice], texts: TokenTexts
+    index: int,
+    id: Any,
+    metadata: Any,
+    prompt_tokens: int,
+    choices: Sequence[Choice],
+    texts: TokenTexts,
+    *,
+    simulated: bool = False,
 ) -> dict[str, Any]:
-    """The result line of a row that ran."""
+    """The result line of a row that ran. `simulated`: with speculation.simulate_acceptance, its drafts were accepted by
+    lot."""
     first = choices[0]
     row: dict[str, Any] = {
         "id": id,
@@ -50,12 +58,12 @@ def native_result(
             "prompt_tokens": prompt_tokens,
             "completion_tokens": sum(len(c.token_ids) for c in choices),
         },
-        "speculation": speculation_dict(sum_speculation(choices)),
+        "speculation": speculation_dict(sum_speculation(choices), simulated),
     }
     if first.logprobs is not None:
         row["logprobs"] = _logprobs(first.logprobs, texts)
     if len(choices) > 1:
-        row["choices"] = [_choice(i, choice, texts) for i, choice in enumerate(choices)]
+        row["choices"] = [_choice(i, choice, texts, simulated) for i, choice in enumerate(choices)]
     if metadata is not None:
         row["metadata"] = metadata
     return row
@@ -82,10 +90,13 @@ def sum_speculation(choices: Sequence[Choice]) -> SpeculationCounts:
     return total
 
 
-def speculation_dict(counts: SpeculationCounts) -> dict[str, Any]:
-    """acceptance_length = tokens committed per round; accept_histogram[a] = rounds that kept `a` draft tokens."""
+def speculation_dict(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
+    """acceptance_length = tokens committed per round; accept_histogram[a] = rounds that kept `a` draft tokens.
+    `simulated` is there only where it is true: the text is no answer of the model then."""
     length = counts.acceptance_length
+    mark = {"simulated": True} if simulated else {}
     return {
+        **mark,
         "rounds": counts.rounds,
         "drafted": counts.drafted,
         "accepted": counts.accepted,
@@ -94,13 +105,13 @@ def speculation_dict(counts: SpeculationCounts) -> dict[str, Any]:
     }
 
 
-def _choice(i: int, choice: Choice, texts: TokenTexts) -> dict[str, Any]:
+def _choice(i: int, choice: Choice, texts: TokenTexts, simulated: bool) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "index": i,
         "text": choice.text,
         "finish_reason": str(choice.finish_reason),
         "usage": {"completion_tokens": len(choice.token_ids)},
-        "speculation": speculation_dict(choice.speculation),
+        "speculation": speculation_dict(choice.speculation, simulated),
     }
     if choice.logprobs is not None:
         entry["logprobs"] = _logprobs(choice.logprobs, texts)

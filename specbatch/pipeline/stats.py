@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import specbatch
+from specbatch.models.catalog import SHAPE_PREFIX
 from specbatch.pipeline.results import disk_errors, replace_durably
 from specbatch.pipeline.totals import RowTotals
 from specbatch.types import EngineStats, SpeculationCounts
@@ -55,7 +56,11 @@ def build_report(
         round(kept / proposed, 4) if proposed else None
         for kept, proposed in zip(_padded(engine.speculation), engine.speculation.proposed_at, strict=False)
     ]
+    refs = (made_by.config["model"]["target"], made_by.config["speculation"]["draft"])
     return {
+        # Either makes the texts no answers: for measurements only.
+        "simulated": made_by.config["speculation"]["simulate_acceptance"] is not None,
+        "random_weights": any(str(ref).startswith(SHAPE_PREFIX) for ref in refs),
         "input": input_name,
         "output": str(output),
         "rows": {
