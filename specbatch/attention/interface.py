@@ -57,8 +57,9 @@ class BatchLayout:
 class AttentionBackend(Protocol):
     """One backend instance serves one model (its head counts are fixed)."""
 
-    def plan(self, layout: BatchLayout) -> Any:
-        """Prepare one forward pass. The result is passed to `attend` for every layer."""
+    def plan(self, layout: Any) -> Any:
+        """Prepare one forward pass: a `BatchLayout`, or a `PagedBatch` for backends that read the device's own
+        lengths. The result is passed to `attend` for every layer."""
         ...
 
     def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from specbatch.attention.interface import AttentionBackend, BatchLayout
 from specbatch.cache.pages import KVCache
+from specbatch.kernels import ops_for
+from specbatch.kernels.paged import PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
 
@@ -30,6 +32,19 @@ def loader(tensors: TensorReader, dtype: torch.dtype, device: torch.device, pref
     return lambda name: tensors.load(prefix + name).to(device=device, dtype=dtype)
 
 
+class ForwardPass:
+    """What every layer of one forward pass needs to know about its tokens."""
+
+    def __init__(self, layout: BatchLayout | PagedBatch, backend: AttentionBackend, cache: KVCache, rotary: Rotary):
+        self.layout = layout
+        self.backend = backend
+        self.cache = cache
+        self.rotary = rotary
+        self.plan: Any = backend.plan(layout)
+        # Looked up once for all layers; the fused kernel reads the tables itself.
+        self.angles = rotary.at(layout.positions_T) if isinstance(layout, BatchLayout) else None
+
+
 class Attention:
     """Self-attention of one layer: fused QKV projection, optional per-head norms, rotary, cache write, backend,
     output."""
@@ -44,28 +59,43 @@ class Attention:
         self._out = Linear(load(f"{prefix}o_proj.weight"), load(f"{prefix}o_proj.bias") if config.output_bias else None)
         self._q_norm = RMSNorm(load(f"{prefix}q_norm.weight"), config.rms_norm_eps) if config.qk_norm else None
         self._k_norm = RMSNorm(load(f"{prefix}k_norm.weight"), config.rms_norm_eps) if config.qk_norm else None
+        self._rotary_write = ops_for(weight.device, weight.dtype).rotary_write
 
-    def __call__(
-        self,
-        x_TE: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        layout: BatchLayout,
-        plan: Any,
-        backend: AttentionBackend,
-        cache: KVCache,
-    ) -> Tensor:
-        num_tokens = x_TE.shape[0]
+    def __call__(self, x_TI: Tensor, step: ForwardPass, *, norm: RMSNorm | None, residual_TE: Tensor) -> Tensor:
+        """residual + attention(norm(x))."""
+        qkv = self._qkv(x_TI, norm=norm)
+        write = self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused
+        out = step.backend.attend(step.plan, write(qkv, step), step.cache, self._layer, self._window)
+        return self._out(out.view(x_TI.shape[0], -1), residual_TO=residual_TE)
+
+    def _rotate_and_write(self, qkv: Tensor, step: ForwardPass) -> Tensor:
+        assert step.angles is not None
         sizes = (self._heads, self._kv_heads, self._kv_heads)
-        qkv = self._qkv(x_TE).view(num_tokens, sum(sizes), self._head_dim)
+        qkv = qkv.view(qkv.shape[0], sum(sizes), self._head_dim)
         if self._q_norm is not None and self._k_norm is not None:
             q, k, v = qkv.split(sizes, dim=1)
             qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
         else:
             qk, v = qkv.split((sizes[0] + sizes[1], sizes[2]), dim=1)
-        q, k = Rotary.apply(qk, *rotary).split(sizes[:2], dim=1)
-        cache.write(self._layer, layout.slots_T, k, v)
-        out = backend.attend(plan, q, cache, self._layer, self._window)
-        return self._out(out.view(num_tokens, -1))
+        q, k = Rotary.apply(qk, *step.angles).split(sizes[:2], dim=1)
+        step.cache.write(self._layer, step.layout.slots_T, k, v)
+        return q
+
+    def _rotate_and_write_fused(self, qkv: Tensor, step: ForwardPass) -> Tensor:
+        q: Tensor = self._rotary_write(
+            qkv,
+            self._heads,
+            self._kv_heads,
+            step.rotary.cos_PD,
+            step.rotary.sin_PD,
+            step.layout.positions_T,
+            step.layout.slots_T,
+            step.cache.layer(self._layer),
+            self._q_norm.weight if self._q_norm is not None else None,
+            self._k_norm.weight if self._k_norm is not None else None,
+            self._q_norm.eps if self._q_norm is not None else 0.0,
+        )
+        return q
 
 
 class MLP:
@@ -79,8 +109,9 @@ class MLP:
         self._gated = GatedLinear(gate[0], up[0], gate[1], up[1])
         self._down = Linear(*down)
 
-    def __call__(self, x_TE: Tensor) -> Tensor:
-        return self._down(self._gated(x_TE))
+    def __call__(self, x_TE: Tensor, *, norm: RMSNorm, residual_TE: Tensor) -> Tensor:
+        """residual + mlp(norm(x))."""
+        return self._down(self._gated(x_TE, norm=norm), residual_TO=residual_TE)
 
 
 class DecoderLayer:
@@ -90,17 +121,9 @@ class DecoderLayer:
         self.post_norm = RMSNorm(load(f"{prefix}post_attention_layernorm.weight"), config.rms_norm_eps)
         self.mlp = MLP(load, f"{prefix}mlp.", config.mlp_bias)
 
-    def __call__(
-        self,
-        x_TE: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        layout: BatchLayout,
-        plan: Any,
-        backend: AttentionBackend,
-        cache: KVCache,
-    ) -> Tensor:
-        x_TE = x_TE + self.attention(self.input_norm(x_TE), rotary, layout, plan, backend, cache)
-        return x_TE + self.mlp(self.post_norm(x_TE))
+    def __call__(self, x_TE: Tensor, step: ForwardPass) -> Tensor:
+        x_TE = self.attention(x_TE, step, norm=self.input_norm, residual_TE=x_TE)
+        return self.mlp(x_TE, norm=self.post_norm, residual_TE=x_TE)
 
 
 class Decoder:
@@ -129,24 +152,27 @@ class Decoder:
         self._head = Linear(self.embedding_VE if config.tie_word_embeddings else load("lm_head.weight"))
 
     def forward(
-        self, tokens_T: Tensor, layout: BatchLayout, cache: KVCache, capture: Sequence[int] = ()
+        self, tokens_T: Tensor, layout: BatchLayout | PagedBatch, cache: KVCache, capture: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states after the final norm, (T, E), and the inputs of the layers named in `capture` (EAGLE-3
         features)."""
-        plan = self._backend.plan(layout)
-        rotary = self._rotary.at(layout.positions_T)
+        step = ForwardPass(layout, self._backend, cache, self._rotary)
         x_TE = self.embedding_VE[tokens_T]
         captured: list[Tensor] = []
         for i, layer in enumerate(self._layers):
             if i in capture:
                 captured.append(x_TE)
-            x_TE = layer(x_TE, rotary, layout, plan, self._backend, cache)
+            x_TE = layer(x_TE, step)
         return self._norm(x_TE), captured
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits (R, V) of selected rows, float32 (float64 where the model is)."""
-        out = self._head(hidden_RE)
+        out = self.raw_logits(hidden_RE)
         return out if out.dtype == torch.float64 else out.float()
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        """Logits (R, V) in the model's dtype."""
+        return self._head(hidden_RE)
 
     def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
         c = self.config

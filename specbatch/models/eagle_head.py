@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend, BatchLayout
 from specbatch.cache.pages import KVCache
 from specbatch.errors import ModelError
+from specbatch.kernels.paged import PagedBatch
 from specbatch.models.config import ModelConfig, parse_hf_config
-from specbatch.models.decoder import MLP, Attention, Decoder, Load
+from specbatch.models.decoder import MLP, Attention, Decoder, ForwardPass, Load
 from specbatch.models.layers import Linear, RMSNorm, Rotary
 from specbatch.models.weights import TensorSource, open_tensors, read_json
 
@@ -230,25 +231,30 @@ class EagleHead:
         """The target's features (T, E), from what its forward pass returned."""
         return self._fc(torch.cat(captured, dim=-1)) if self._kind == "eagle3" else hidden_TE
 
-    def forward(self, tokens_T: Tensor, features_TE: Tensor, layout: BatchLayout, cache: KVCache) -> Tensor:
+    def forward(
+        self, tokens_T: Tensor, features_TE: Tensor, layout: BatchLayout | PagedBatch, cache: KVCache
+    ) -> Tensor:
         """Hidden states (T, E): the next position's features, and what `logits` takes."""
-        plan: Any = self._backend.plan(layout)
-        rotary = self._rotary.at(layout.positions_T)
+        step = ForwardPass(layout, self._backend, cache, self._rotary)
         embedded = self._embedding[tokens_T]
         if self._kind == "eagle3":
             residual = features_TE
             x = torch.cat((self._input_norm(embedded), self._hidden_norm(features_TE)), dim=-1)
         else:
             residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
-        x = residual + self._attention(x, rotary, layout, plan, self._backend, cache)
-        return x + self._mlp(self._post_norm(x))
+        x = self._attention(x, step, norm=None, residual_TE=residual)
+        return self._mlp(x, norm=self._post_norm, residual_TE=x)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W), float32 (float64 where the model is)."""
-        if self._kind == "eagle":
-            return self._target.logits(hidden_RE)
-        out = self._head(self._norm(hidden_RE))
+        out = self.raw_logits(hidden_RE)
         return out if out.dtype == torch.float64 else out.float()
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        """Draft logits (R, W) in the model's dtype."""
+        if self._kind == "eagle":
+            return self._target.raw_logits(hidden_RE)
+        return self._head(hidden_RE, norm=self._norm)
 
     @property
     def target_ids(self) -> Tensor | None:

@@ -9,11 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specbatch.kernels import ops_for
 from specbatch.models.packed import PackedLinear, in_blocks, is_packable
 
 
+class RMSNorm:
+    """Root-mean-square layer norm (Zhang and Sennrich 2019)."""
+
+    def __init__(self, weight_E: Tensor, eps: float) -> None:
+        self.weight = weight_E
+        self.eps = eps
+        self._rms_norm = ops_for(weight_E.device, weight_E.dtype).rms_norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._rms_norm(x, self.weight, self.eps)
+        return y
+
+
 class Linear:
-    """y = x W^T + b. On CPU in float32 the weight is packed, and a row's bits do not depend on the other rows."""
+    """y = x W^T + b, with the input's norm in front and the sum with a residual behind, where these are asked for.
+
+    On CPU in float32 the weight is packed, and a row's bits do not depend on the other rows.
+    """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
@@ -21,10 +38,16 @@ class Linear:
         if self._packed is None:
             self._weight, self._bias = weight_OI, bias_O
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        if self._packed is None:
-            return F.linear(x_TI, self._weight, self._bias)
-        return in_blocks(self._packed.multiply, x_TI, self._packed.settings.blocks)
+    def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None, residual_TO: Tensor | None = None) -> Tensor:
+        if norm is not None:
+            x_TI = norm(x_TI)
+        if self._packed is not None:
+            y = in_blocks(self._packed.multiply, x_TI, self._packed.settings.blocks)
+        elif residual_TO is not None and x_TI.is_cuda and self._bias is None:
+            return torch.addmm(residual_TO, x_TI, self._weight.T)
+        else:
+            y = F.linear(x_TI, self._weight, self._bias)
+        return y if residual_TO is None else residual_TO + y
 
 
 class GatedLinear:
@@ -41,31 +64,17 @@ class GatedLinear:
         else:
             bias = None if gate_bias_O is None or up_bias_O is None else torch.cat((gate_bias_O, up_bias_O))
             self._gate_up = Linear(torch.cat((gate_OI, up_OI)), bias)
+            self._silu_mul = ops_for(gate_OI.device, gate_OI.dtype).silu_mul
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
+    def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None) -> Tensor:
         if not self._is_packed:
-            gate, up = self._gate_up(x_TI).chunk(2, dim=-1)
-            return F.silu(gate) * up
+            y: Tensor = self._silu_mul(self._gate_up(x_TI, norm=norm))
+            return y
+        x_TI = x_TI if norm is None else norm(x_TI)
         return in_blocks(self._multiply, x_TI, self._gate.settings.blocks)  # gate and up are of one size
 
     def _multiply(self, x_RI: Tensor) -> Tensor:
         return self._up.multiply_by(x_RI, self._gate.multiply(x_RI, "swish"))
-
-
-class RMSNorm:
-    """Root-mean-square layer norm (Zhang and Sennrich 2019), computed in float32 at least, as the reference models
-    do."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
-        self._eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
-        return self.weight * wide.to(x.dtype)
 
 
 class Rotary:
@@ -76,14 +85,14 @@ class Rotary:
     ) -> None:
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq.float())
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-        self._cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(
+        self.cos_PD = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
+        self.sin_PD = torch.cat((-sin, sin), dim=-1).to(
             device=device, dtype=dtype
         )  # the sign of rotate-half is in the table
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin for packed tokens, each (T, 1, D): looked up once for all layers of a forward pass."""
-        return self._cos[positions_T].unsqueeze(1), self._sin[positions_T].unsqueeze(1)
+        return self.cos_PD[positions_T].unsqueeze(1), self.sin_PD[positions_T].unsqueeze(1)
 
     @staticmethod
     def apply(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,265 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Attention over a paged cache in one stage (Triton): decode, verification of chains and trees, and prefill.
+
+Old and new tokens are not told apart: a program walks over a sequence's slots in blocks that start at multiples of
+BLOCK_N and merges them in order (online softmax, Milakov and Gimelshein 2018). A block that a query does not see
+changes nothing, to the last bit. So a token's output does not depend on how its sequence was cut into prefix and new
+tokens. (The unified kernel of SGLang's pull request 11536 has the same aim.)
+
+With splits, split s takes blocks s, s + NUM_SPLITS, ...: a fixed number, whatever the lengths, and nothing for the host
+to plan. The last split to finish merges all of them, in order, so that no second launch is needed.
+
+Lengths, page tables and masks are read on the device, so that a captured graph follows them.
+
+Shape suffixes as in `torch_model.py`; rows of a tile are (new token, query head of the group) pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specbatch.kernels.paged import PagedBatch
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    out_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    starts_ptr,
+    query_starts_ptr,
+    positions_ptr,
+    mask_ptr,
+    mask_starts_ptr,
+    partial_ptr,
+    sums_ptr,
+    counter_ptr,
+    scale_log2,
+    window,
+    stride_kv_head,
+    stride_table,
+    mask_words,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    split = tl.program_id(0) % NUM_SPLITS
+    kv_head = tl.program_id(0) // NUM_SPLITS
+    row_block, seq = tl.program_id(1), tl.program_id(2)
+
+    first = tl.load(query_starts_ptr + seq)
+    num_queries = tl.load(query_starts_ptr + seq + 1) - first
+    if row_block * BLOCK_M >= num_queries * GROUP:
+        return
+    start = tl.load(starts_ptr + seq)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = rows // GROUP
+    row_ok = query < num_queries
+    token = first + tl.minimum(query, num_queries - 1)
+    head = kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    dim_ok = dims < D
+    q_offsets = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * D + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
+
+    if HAS_MASK:
+        mask_start = tl.load(mask_starts_ptr + seq)
+        end = start + num_queries
+    else:
+        mask_start = 0
+        # Causal: the block's last row sees the most.
+        end = start + tl.minimum(num_queries, (row_block * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+    begin_block = 0
+    if HAS_WINDOW:
+        position = tl.load(positions_ptr + token)
+        oldest = tl.min(position, 0).to(tl.int32) - window + 1
+        begin_block = tl.maximum(oldest, 0) // BLOCK_N
+    else:
+        position = token.to(tl.int64)
+    # Whole rounds of splits, so that a split's blocks do not depend on where the window begins.
+    begin_block = begin_block // NUM_SPLITS * NUM_SPLITS + split
+
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
+    v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
+    table = table_ptr + seq.to(tl.int64) * stride_table
+
+    for block in range(begin_block, tl.cdiv(end, BLOCK_N), NUM_SPLITS):
+        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_ok = keys < end
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table + block * BLOCK_N // PAGE).to(tl.int64)
+            slots = page * PAGE + (block * BLOCK_N) % PAGE + tl.arange(0, BLOCK_N)
+        else:
+            page = tl.load(table + keys // PAGE, mask=key_ok, other=0).to(tl.int64)
+            slots = page * PAGE + keys % PAGE
+        k = tl.load(k_base + slots[None, :] * D + dims[:, None], mask=key_ok[None, :] & dim_ok[:, None], other=0.0).to(
+            q.dtype
+        )
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+        if HAS_MASK:
+            bit = keys - mask_start
+            word = tl.load(
+                mask_ptr + token[:, None] * mask_words + (bit // 32)[None, :],
+                mask=((bit >= 0) & (bit < mask_words * 32))[None, :] & row_ok[:, None],
+                other=0,
+            )
+            visible = (bit < 0)[None, :] | (((word >> (bit & 31)[None, :]) & 1) != 0)
+            visible = visible & key_ok[None, :]
+        else:
+            visible = keys[None, :] <= (start + query)[:, None]
+        if HAS_WINDOW:
+            visible = visible & (keys[None, :] > (position - window)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # Nothing seen yet: any finite reference makes every weight an exact zero.
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - reference[:, None])
+        decay = tl.exp2(maximum - reference)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(v_base + slots[:, None] * D + dims[None, :], mask=key_ok[:, None] & dim_ok[None, :], other=0.0).to(
+            q.dtype
+        )
+        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
+        maximum = new_maximum
+
+    out_ok = row_ok[:, None] & dim_ok[None, :]
+    if NUM_SPLITS == 1:
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=out_ok)
+    else:
+        tile = (seq * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head
+        local = tl.arange(0, BLOCK_M)
+        base = tile.to(tl.int64) * NUM_SPLITS
+        cell = (local[:, None] * BLOCK_D + dims[None, :]).to(tl.int64)
+        tl.store(partial_ptr + (base + split) * BLOCK_M * BLOCK_D + cell, acc)
+        tl.store(sums_ptr + (base + split) * 2 * BLOCK_M + local, maximum)
+        tl.store(sums_ptr + (base + split) * 2 * BLOCK_M + BLOCK_M + local, total)
+        tl.debug_barrier()  # every thread's part is stored before the counter says so
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == NUM_SPLITS - 1:
+            tl.debug_barrier()
+            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            for s in range(NUM_SPLITS):
+                peak = tl.maximum(peak, tl.load(sums_ptr + (base + s) * 2 * BLOCK_M + local, cache_modifier=".cg"))
+            peak = tl.where(peak == float("-inf"), 0.0, peak)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for s in range(NUM_SPLITS):
+                share = tl.exp2(tl.load(sums_ptr + (base + s) * 2 * BLOCK_M + local, cache_modifier=".cg") - peak)
+                total += share * tl.load(sums_ptr + (base + s) * 2 * BLOCK_M + BLOCK_M + local, cache_modifier=".cg")
+                acc += share[:, None] * tl.load(
+                    partial_ptr + (base + s) * BLOCK_M * BLOCK_D + cell, cache_modifier=".cg"
+                )
+            out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=out_ok)
+            tl.store(counter_ptr + tile, 0)  # ready for the next launch
+
+
+class Workspace:
+    """Partial results of splits. One for each stream that runs attention: launches in order share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._floats = torch.empty(0, device=device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def reserve(self, tiles: int, splits: int, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(partials, sums, counters), grown where too small: call with the largest size before graphs are captured."""
+        size = tiles * splits * rows * width
+        if self._floats.numel() < size + tiles * splits * 2 * rows:
+            self._floats = torch.empty(size + tiles * splits * 2 * rows, device=self._device)
+        if self._counters.numel() < tiles:
+            self._counters = torch.zeros(tiles, dtype=torch.int32, device=self._device)
+        return self._floats, self._floats[size:], self._counters
+
+
+def attend(
+    q_THD: Tensor,
+    kv_2KSD: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    num_splits: int = 1,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """See the twin in `torch_model.py`. `num_splits` > 1 needs a `workspace`.
+
+    The tile's shape follows the number of rows, and bits are comparable only between calls with equal tiles and splits.
+    """
+    _, num_heads, head_dim = q_THD.shape
+    num_kv_heads = kv_2KSD.shape[1]
+    group = num_heads // num_kv_heads
+    block_m, block_n, num_warps, num_stages = tile_for(batch.max_queries * group, head_dim, q_THD.element_size())
+    row_blocks = triton.cdiv(batch.max_queries * group, block_m)
+    num_seqs = batch.starts_B.shape[0]
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    out = torch.empty_like(q_THD)
+    partial = sums = counters = q_THD
+    if num_splits > 1:
+        assert workspace is not None, "splits need a workspace"
+        partial, sums, counters = workspace.reserve(num_seqs * row_blocks * num_kv_heads, num_splits, block_m, block_d)
+    has_mask = batch.mask_TW is not None
+    _attend[(num_splits * num_kv_heads, row_blocks, num_seqs)](
+        q_THD,
+        out,
+        kv_2KSD[0],
+        kv_2KSD[1],
+        batch.page_table_BP,
+        batch.starts_B,
+        batch.query_starts,
+        batch.positions_T,
+        batch.mask_TW if has_mask else batch.starts_B,
+        batch.mask_starts_B if has_mask else batch.starts_B,
+        partial,
+        sums,
+        counters,
+        scale * _LOG2E,
+        window or 0,
+        kv_2KSD.stride(1),
+        batch.page_table_BP.stride(0),
+        batch.mask_TW.shape[1] if batch.mask_TW is not None else 0,
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        D=head_dim,
+        BLOCK_D=block_d,
+        PAGE=batch.page_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        NUM_SPLITS=num_splits,
+        HAS_MASK=has_mask,
+        HAS_WINDOW=window is not None,
+        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out
+
+
+def tile_for(num_rows: int, head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps, num_stages) for so many rows of one sequence and key/value head."""
+    if itemsize == 4:
+        return 16, 32, 4, 2
+    if num_rows <= 16:
+        return 16, 64, 4, 3
+    if num_rows <= 64:
+        return (32 if num_rows <= 32 else 64), 64, 4, 3
+    return 128, 64, 8, (3 if head_dim <= 128 else 2)

@@ -1,0 +1,208 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""The model's memory-bound kernels (Triton): norm, activation, rotary embedding with the cache write, moves of slots.
+
+Shape suffixes as in `torch_model.py`, which says what each of them computes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm(x_ptr, weight_ptr, y_ptr, eps, E: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    ok = columns < E
+    x = tl.load(x_ptr + row * E + columns, mask=ok, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / E + eps)
+    weight = tl.load(weight_ptr + columns, mask=ok, other=0.0)
+    # Rounded before it is scaled, as the reference models do.
+    y = (x * scale).to(y_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)
+    tl.store(y_ptr + row * E + columns, y.to(y_ptr.dtype.element_ty), mask=ok)
+
+
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    size = x_TE.shape[-1]
+    x_TE = x_TE.contiguous()
+    y = torch.empty_like(x_TE)
+    num_rows = x_TE.numel() // size
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        _rms_norm[(num_rows,)](x_TE, weight_E, y, eps, E=size, BLOCK=block, num_warps=min(8, max(1, block // 512)))
+    return y
+
+
+@triton.jit
+def _silu_mul(x_ptr, y_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = columns < size
+    dtype = y_ptr.dtype.element_ty
+    gate = tl.load(x_ptr + row * 2 * size + columns, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * size + size + columns, mask=ok, other=0.0).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(y_ptr + row * size + columns, (activated * up).to(dtype), mask=ok)
+
+
+def silu_mul(gate_up_T2I: Tensor) -> Tensor:
+    num_rows, width = gate_up_T2I.shape
+    y = torch.empty(num_rows, width // 2, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
+    if num_rows:
+        block = min(2048, triton.next_power_of_2(width // 2))
+        _silu_mul[(num_rows, triton.cdiv(width // 2, block))](gate_up_T2I, y, width // 2, BLOCK=block, num_warps=4)
+    return y
+
+
+@triton.jit
+def _rotary_write(
+    qkv_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    stride_kv_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    low = tl.arange(0, HALF)
+    half: tl.constexpr = D // 2
+    all_heads: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    ok = (heads < all_heads)[:, None] & (low < half)[None, :]
+    offsets = (token * all_heads + heads)[:, None] * D + low[None, :]
+    x1 = tl.load(qkv_ptr + offsets, mask=ok, other=0.0)
+    x2 = tl.load(qkv_ptr + offsets + half, mask=ok, other=0.0)
+    dtype = qkv_ptr.dtype.element_ty
+    is_query = (heads < NUM_HEADS)[:, None]
+    is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+
+    y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
+    low_ok = low < half
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt_rn((tl.sum(y1 * y1, 1) + tl.sum(y2 * y2, 1)) / D + eps)
+        wq1 = tl.load(q_norm_ptr + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
+        wq2 = tl.load(q_norm_ptr + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
+        wk1 = tl.load(k_norm_ptr + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
+        wk2 = tl.load(k_norm_ptr + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
+        y1 = ((y1 * scale[:, None]).to(dtype).to(tl.float32) * tl.where(is_query, wq1, wk1)).to(dtype).to(tl.float32)
+        y2 = ((y2 * scale[:, None]).to(dtype).to(tl.float32) * tl.where(is_query, wq2, wk2)).to(dtype).to(tl.float32)
+    position = tl.load(positions_ptr + token)
+    cos1 = tl.load(cos_ptr + position * D + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
+    cos2 = tl.load(cos_ptr + position * D + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
+    sin1 = tl.load(sin_ptr + position * D + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
+    sin2 = tl.load(sin_ptr + position * D + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
+    # The table of sines carries the sign of rotate-half.
+    rotated1 = (y1 * cos1 + y2 * sin1).to(dtype)
+    rotated2 = (y2 * cos2 + y1 * sin2).to(dtype)
+    out1 = tl.where(is_value, x1, rotated1)
+    out2 = tl.where(is_value, x2, rotated2)
+
+    q_offsets = (token * NUM_HEADS + heads)[:, None] * D + low[None, :]
+    tl.store(q_ptr + q_offsets, out1, mask=ok & is_query)
+    tl.store(q_ptr + q_offsets + half, out2, mask=ok & is_query)
+    slot = tl.load(slots_ptr + token)
+    written = ok & (slot + low * 0 >= 0)[None, :]  # a block: the interpreter knows no scalar mask
+    k_head, v_head = heads - NUM_HEADS, heads - NUM_HEADS - NUM_KV_HEADS
+    k_offsets = k_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
+    v_offsets = v_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
+    is_key = (heads >= NUM_HEADS)[:, None] & (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
+    cache = k_ptr.dtype.element_ty
+    tl.store(k_ptr + k_offsets, out1.to(cache), mask=written & is_key)
+    tl.store(k_ptr + k_offsets + half, out2.to(cache), mask=written & is_key)
+    tl.store(v_ptr + v_offsets, out1.to(cache), mask=written & is_value)
+    tl.store(v_ptr + v_offsets + half, out2.to(cache), mask=written & is_value)
+
+
+def rotary_write(
+    qkv_TZ: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos_PD: Tensor,
+    sin_PD: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    kv_2KSD: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    eps: float,
+) -> Tensor:
+    num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
+    q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv_TZ.dtype, device=qkv_TZ.device)
+    if num_tokens == 0:
+        return q
+    block_h = 8 if num_tokens <= 64 else 16
+    has_norm = q_norm_D is not None and k_norm_D is not None
+    _rotary_write[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_h))](
+        qkv_TZ,
+        q,
+        kv_2KSD[0],
+        kv_2KSD[1],
+        cos_PD,
+        sin_PD,
+        positions_T,
+        slots_T,
+        q_norm_D if has_norm else cos_PD,
+        k_norm_D if has_norm else cos_PD,
+        eps,
+        kv_2KSD.stride(1),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        D=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_H=block_h,
+        HAS_NORM=has_norm,
+        num_warps=4 if num_tokens > 64 else 2,
+    )
+    return q
+
+
+@triton.jit
+def _read_slots(
+    kv_ptr, scratch_ptr, source_ptr, target_ptr, num_rows, stride_plane, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(target_ptr + row) < 0:
+        return
+    dims = tl.arange(0, BLOCK)
+    slot = tl.load(source_ptr + row)
+    value = tl.load(kv_ptr + plane * stride_plane + slot * D + dims, mask=dims < D)
+    tl.store(scratch_ptr + (plane * num_rows + row) * D + dims, value, mask=dims < D)
+
+
+@triton.jit
+def _write_slots(kv_ptr, scratch_ptr, target_ptr, num_rows, stride_plane, D: tl.constexpr, BLOCK: tl.constexpr):
+    row, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(target_ptr + row)
+    if slot < 0:
+        return
+    dims = tl.arange(0, BLOCK)
+    value = tl.load(scratch_ptr + (plane * num_rows + row) * D + dims, mask=dims < D)
+    tl.store(kv_ptr + plane * stride_plane + slot * D + dims, value, mask=dims < D)
+
+
+def move_slots(kv_L2KSD: Tensor, source_R: Tensor, target_R: Tensor) -> None:
+    # Two launches over all layers: sources and targets overlap, so everything is read before anything is written.
+    *planes, num_slots, head_dim = kv_L2KSD.shape
+    num_planes = planes[0] * planes[1] * planes[2]
+    num_rows = source_R.shape[0]
+    scratch = torch.empty(num_planes, num_rows, head_dim, dtype=kv_L2KSD.dtype, device=kv_L2KSD.device)
+    grid = (num_rows, num_planes)
+    block = triton.next_power_of_2(head_dim)
+    stride = num_slots * head_dim
+    _read_slots[grid](kv_L2KSD, scratch, source_R, target_R, num_rows, stride, D=head_dim, BLOCK=block, num_warps=1)
+    _write_slots[grid](kv_L2KSD, scratch, target_R, num_rows, stride, D=head_dim, BLOCK=block, num_warps=1)

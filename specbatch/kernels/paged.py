@@ -1,0 +1,44 @@
+"""Where the new tokens of a batch lie, as device tensors: what attention without host planning reads.
+
+Shape suffixes: B sequences, T packed new tokens, P pages of a table, W words of a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """T new tokens of B sequences, the same for every layer of a forward pass.
+
+    Sequence b has new tokens [query_starts[b], query_starts[b + 1]) of the packed batch. They lie behind `starts[b]`
+    slots of its pages, and token i sees slots [0, starts[b] + i]: the case without a mask. With a mask, slots in front
+    of `mask_starts[b]` are visible and slot mask_starts[b] + j is where bit j % 32 of word j // 32 of the token's row
+    is set. Nothing here is read by the host, so lengths may change under a captured graph.
+    """
+
+    slots_T: Tensor  # int64; where keys and values are written; -1: nowhere
+    positions_T: Tensor  # int64, rotary positions
+    page_table_BP: Tensor  # int32
+    page_size: int
+    starts_B: Tensor  # int32
+    query_starts: Tensor  # (B + 1,) int32
+    max_queries: int  # bound of the new tokens of one sequence
+    mask_TW: Tensor | None = None  # int32 words
+    mask_starts_B: Tensor | None = None  # int32
+
+    @property
+    def is_uniform(self) -> bool:
+        """Every sequence has `max_queries` new tokens."""
+        return self.slots_T.shape[0] == self.max_queries * self.starts_B.shape[0]
+
+
+def slots_of(page_table_BP: Tensor, page_size: int, index_BQ: Tensor) -> Tensor:
+    """Cache slots (B, Q) of positions `index_BQ` within each sequence's pages; positions past the table give its last
+    page (a caller masks those)."""
+    page_index = (index_BQ // page_size).clamp_(max=page_table_BP.shape[1] - 1)
+    return page_table_BP.gather(1, page_index).to(torch.int64) * page_size + index_BQ % page_size

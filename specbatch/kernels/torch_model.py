@@ -1,0 +1,119 @@
+"""Twins of the model's kernels in plain torch: fixed shapes, no synchronisation, any device and dtype.
+
+The last slot of a cache is spare: what a kernel leaves unwritten, a twin writes there. No sequence owns it.
+
+Shape suffixes: T packed tokens, E hidden size, I intermediate size, H query heads, K key/value heads, D head dimension,
+S slots, B sequences, L slots of the longest page table.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specbatch.kernels.paged import PagedBatch, slots_of
+
+
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019): computed in float32 at least, rounded to
+    the input's dtype, then scaled, as the reference models do."""
+    if x_TE.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
+    wide = x_TE.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_E * wide.to(x_TE.dtype)
+
+
+def silu_mul(gate_up_T2I: Tensor) -> Tensor:
+    """silu(gate) * up, (T, I): the activation of a SwiGLU feed-forward (Shazeer 2020)."""
+    gate, up = gate_up_T2I.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotary_write(
+    qkv_TZ: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos_PD: Tensor,
+    sin_PD: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    kv_2KSD: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Split a fused projection, norm each head where the model does (Qwen3), rotate queries and keys (rotate-half; the
+    sign is in `sin_PD`), write keys and values to the cache at `slots_T` (nowhere for -1). Returns queries (T, H, D).
+    """
+    num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
+    heads = qkv_TZ.view(num_tokens, -1, head_dim)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_norm_D is not None and k_norm_D is not None:
+        q, k = rms_norm(q, q_norm_D, eps), rms_norm(k, k_norm_D, eps)
+    cos, sin = cos_PD[positions_T].unsqueeze(1), sin_PD[positions_T].unsqueeze(1)
+    q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
+    slots = torch.where(slots_T >= 0, slots_T, kv_2KSD.shape[2] - 1)
+    kv_2KSD[0].index_copy_(1, slots, k.transpose(0, 1).to(kv_2KSD.dtype))
+    kv_2KSD[1].index_copy_(1, slots, v.transpose(0, 1).to(kv_2KSD.dtype))
+    return q
+
+
+class Workspace:
+    """What the kernel of `attend` needs between launches; the twin needs nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+
+def attend(
+    q_THD: Tensor,
+    kv_2KSD: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    num_splits: int = 1,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """Attention output (T, H, D) of new tokens over their sequences' pages; see `PagedBatch` for what is visible.
+
+    `window`: a query at position p sees keys at positions > p - window; a key's position is its slot's index, which is
+    wrong for nodes of a draft tree, all of which lie in the window of any real model.
+    `num_splits` and `workspace` are for the kernel.
+    """
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv_heads = kv_2KSD.shape[1]
+    tokens = torch.arange(num_tokens, device=q_THD.device)
+    seq_T = torch.searchsorted(batch.query_starts[1:].contiguous(), tokens, right=True)
+    seq_T = seq_T.clamp_(max=batch.starts_B.shape[0] - 1)
+    start_T = batch.starts_B[seq_T].to(torch.int64)
+    own_T = tokens - batch.query_starts[seq_T]
+    keys_L = torch.arange(batch.page_table_BP.shape[1] * batch.page_size, device=q_THD.device)
+    visible = keys_L[None] <= (start_T + own_T)[:, None]
+    if batch.mask_TW is not None:
+        assert batch.mask_starts_B is not None
+        bit = keys_L[None] - batch.mask_starts_B[seq_T][:, None]  # (T, L)
+        width = batch.mask_TW.shape[1] * 32
+        word = batch.mask_TW.gather(1, (bit.clamp(0, width - 1) // 32))
+        visible = (bit < 0) | ((bit < width) & ((word >> (bit % 32)) & 1).bool())
+    if window is not None:
+        visible &= keys_L[None] > (batch.positions_T - window)[:, None]
+    slots = slots_of(batch.page_table_BP, batch.page_size, keys_L.expand(batch.starts_B.shape[0], -1))
+    group = num_heads // num_kv_heads
+    wide = q_THD.dtype if q_THD.dtype == torch.float64 else torch.float32
+    k, v = (kv_2KSD[i][:, slots].to(wide)[:, seq_T] for i in (0, 1))  # (K, T, L, D)
+    q = q_THD.to(wide).view(num_tokens, num_kv_heads, group, head_dim).transpose(0, 1)
+    scores = torch.einsum("ktgd,ktld->ktgl", q, k) * scale
+    weights = torch.softmax(scores.masked_fill(~visible[None, :, None], -torch.inf), dim=-1)
+    out = torch.einsum("ktgl,ktld->ktgd", weights, v)
+    return out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim).to(q_THD.dtype)
+
+
+def move_slots(kv_L2KSD: Tensor, source_R: Tensor, target_R: Tensor) -> None:
+    """Copy slots `source_R` onto slots `target_R` in all layers at once; the two may overlap, targets are distinct;
+    -1 in `target_R`: nothing is copied."""
+    spare = kv_L2KSD.shape[3] - 1
+    moves = target_R >= 0
+    source, target = torch.where(moves, source_R, spare), torch.where(moves, target_R, spare)
+    kv_L2KSD.index_copy_(3, target, kv_L2KSD.index_select(3, source))

@@ -1,0 +1,34 @@
+"""All operations as plain torch: see `kernels.ops_for`."""
+
+from specbatch.kernels.torch_model import Workspace, attend, move_slots, rms_norm, rotary_write, silu_mul
+from specbatch.kernels.torch_round import (
+    accept_chain,
+    accept_path,
+    argmax,
+    beam_step,
+    distribution,
+    draft_topk,
+    ngram_lookup,
+    sample,
+    select_nodes,
+    uniform,
+)
+
+__all__ = [
+    "Workspace",
+    "accept_chain",
+    "accept_path",
+    "argmax",
+    "attend",
+    "beam_step",
+    "distribution",
+    "draft_topk",
+    "move_slots",
+    "ngram_lookup",
+    "rms_norm",
+    "rotary_write",
+    "sample",
+    "select_nodes",
+    "silu_mul",
+    "uniform",
+]
