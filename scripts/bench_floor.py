@@ -1,0 +1,158 @@
+"""The least time that a round can take: what must be read over the measured copy bandwidth, or what must be computed
+over the measured matrix rate, whichever is longer.
+
+Counted are the weights of the target once a round and those of the draft once a pass (without embeddings, of which a
+round reads a few rows), the keys and values of all running sequences, and the multiplications of all drafted rows.
+Activations are not: on a GPU they stay in caches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from specbatch.engine.build import HeadCheckpoint, ResolvedRun
+from specbatch.models import config as decoder
+from specbatch.models import eagle_head
+from specbatch.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What the device was measured to do."""
+
+    copy_bytes_per_second: float  # read and written
+    matmul_flops_per_second: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of a network: `parameters` are read once and multiplied with each row."""
+
+    parameters: int
+    rows: float  # of one sequence
+    kv_parameters: int  # read for each token of the context
+    attention_width: int  # heads * head_dim * layers
+
+
+def measure_device(device: torch.device) -> DeviceRates:
+    """Medians of a 4 GB copy and of an 8192^3 bf16 product (on a CPU: 64 MB, 1024^3 float32)."""
+    rates = DeviceRates(_copy_rate(device), _matmul_rate(device))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the engine sizes itself by what is free
+    return rates
+
+
+def _copy_rate(device: torch.device) -> float:
+    size = 4 << 30 if device.type == "cuda" else 64 << 20
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _median_seconds(lambda: target.copy_(source), device)
+
+
+def _matmul_rate(device: torch.device) -> float:
+    width, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.empty(width, width, dtype=dtype, device=device).normal_() for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * width**3 / _median_seconds(lambda: torch.mm(a, b, out=out), device)
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    for _ in range(3):
+        work()
+    if device.type != "cuda":
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(31)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
+
+
+def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
+    """The passes of one round: verify, draft-extend, and a draft pass for each further step. `committed`: tokens that a
+    round commits on average, which is what draft-extend has to run over."""
+    section = run.config.speculation
+    nodes = 1 if section.method == "none" else section.num_draft_tokens or 1
+    passes = [_decoder_pass(run.target.config, nodes)]
+    steps, topk = section.num_steps or 0, section.topk
+    if isinstance(run.draft, HeadCheckpoint):
+        extend = _head_pass(run.draft, run.target.config, committed, takes_target_features=True)
+        step = _head_pass(run.draft, run.target.config, topk, takes_target_features=False)
+        passes += [extend] + [step] * (steps - 1)
+    elif run.draft is not None:
+        passes.append(_decoder_pass(run.draft.config, committed))
+        passes += [_decoder_pass(run.draft.config, topk)] * (steps - 1)
+    return passes
+
+
+def round_floor(run: ResolvedRun, rates: DeviceRates, batch: float, context: float, committed: float) -> float:
+    """Seconds of a round over `batch` sequences with `context` tokens each, on average."""
+    read, flops = 0.0, 0.0
+    for p in round_passes(run, committed):
+        read += (p.parameters + batch * context * p.kv_parameters) * run.dtype.itemsize
+        flops += batch * p.rows * (2 * p.parameters + 4 * context * p.attention_width)
+    return max(read / rates.copy_bytes_per_second, flops / rates.matmul_flops_per_second)
+
+
+def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> float:
+    """Seconds to compute prompts of these lengths, by target and draft; only last tokens need the LM head."""
+    tokens, squares = sum(lengths), sum(n * n for n in lengths)
+    target = run.target.config
+    heads = len(lengths) * target.vocab_size * target.hidden_size
+    body = _decoder_pass(target, 1).parameters - target.vocab_size * target.hidden_size
+    width = target.num_heads * target.head_dim * target.num_layers
+    if isinstance(run.draft, HeadCheckpoint):
+        head = run.draft.head
+        last = target.vocab_size if head.kind == "eagle" else head.draft_vocab_size
+        heads += len(lengths) * last * target.hidden_size
+        body += _head_pass(run.draft, target, 1, takes_target_features=True).parameters - last * target.hidden_size
+        width += head.decoder.num_heads * head.decoder.head_dim
+    elif run.draft is not None:
+        c = run.draft.config
+        heads += len(lengths) * c.vocab_size * c.hidden_size
+        body += _decoder_pass(c, 1).parameters - c.vocab_size * c.hidden_size
+        width += c.num_heads * c.head_dim * c.num_layers
+    flops = 2 * tokens * body + 2 * heads + 2 * squares * width  # causal: half of 4 * n^2
+    return max(flops / rates.matmul_flops_per_second, body * run.dtype.itemsize / rates.copy_bytes_per_second)
+
+
+def _decoder_pass(config: ModelConfig, rows: float) -> Pass:
+    shapes = decoder.expected_tensors(config)
+    matrices = _num_matrix_parameters(shapes)
+    if not config.tie_word_embeddings:  # a tied embedding is read as the LM head
+        matrices -= config.vocab_size * config.hidden_size
+    return Pass(
+        matrices,
+        rows,
+        2 * config.num_layers * config.num_kv_heads * config.head_dim,
+        config.num_heads * config.head_dim * config.num_layers,
+    )
+
+
+def _head_pass(draft: HeadCheckpoint, target: ModelConfig, rows: float, takes_target_features: bool) -> Pass:
+    head = draft.head
+    c = head.decoder
+    shapes = {name: s for name, s in eagle_head.expected_tensors(head).items() if name != "embed_tokens.weight"}
+    if head.kind == "eagle3" and not takes_target_features:
+        del shapes["fc.weight"]  # further steps go on from the head's own features
+    matrices = _num_matrix_parameters(shapes)
+    if head.kind == "eagle":  # it has no LM head of its own
+        matrices += target.vocab_size * target.hidden_size
+    return Pass(matrices, rows, 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim)
+
+
+def _num_matrix_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
