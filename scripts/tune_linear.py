@@ -1,0 +1,492 @@
+"""Times the skinny matrix products of `specbatch.kernels.linear` on a GPU and finds their best configurations.
+
+    python scripts/tune_linear.py -o tune_linear.json [--budget 230]
+
+For the products of a Llama-3-8B layer, its head and an EAGLE draft's, and 1 to 64 rows: every candidate's error
+against float64, its time in CUDA-graph replay over copies of the weight that together exceed L2 (so that weights come
+from memory), and the library's time. Then a chain of 32 layers' products with their norms, residuals and gates, every
+layer with its own weights, in one graph: the candidates that did best alone are tried there one product at a time, with
+programmatic dependent launch and prefetch. Candidates are compiled beforehand by other processes without a GPU.
+
+Stops by itself when the budget (seconds) is used up; what was measured until then is in the table and the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from specbatch.kernels import linear as ops
+from specbatch.kernels import torch_linear as twin
+from specbatch.kernels.linear_config import Config
+
+DTYPE = torch.bfloat16
+EPS = 1e-5
+SMS = 132
+ROWS = (1, 4, 8, 16, 32, 64)
+CHAIN_ROWS = (1, 4, 8, 16)
+NUM_LAYERS = 32
+MIN_ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
+MAX_ERROR = 1e-2
+KEPT = 4  # candidates of each product that the chain tries
+PREFETCHES = (0, 512, 1024, 2048)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One fused operation at one size. num_out counts the outputs: a gated product has twice as many weight rows."""
+
+    name: str
+    op: str  # "linear", "residual", "norm", "norm_gated"
+    num_out: int
+    num_in: int
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return (self.num_out * (2 if self.op == "norm_gated" else 1), self.num_in)
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 * math.prod(self.weight_shape)
+
+
+LAYER = {
+    "qkv": Product("qkv", "norm", 6144, 4096),
+    "o": Product("o", "residual", 4096, 4096),
+    "gate_up": Product("gate_up", "norm_gated", 14336, 4096),
+    "down": Product("down", "residual", 4096, 14336),
+}
+OTHERS = (
+    Product("lm_head", "linear", 128256, 4096),
+    Product("draft_fc", "linear", 4096, 12288),
+    Product("draft_qkv", "linear", 6144, 8192),
+    Product("draft_head", "norm", 32000, 4096),
+)
+
+
+def apply(
+    product: Product, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor, config: Config | None = None
+) -> Tensor:
+    """The fused operation; by torch and the library's products if no configuration is given."""
+    if config is None:
+        if product.op == "norm":
+            return twin.norm_linear(x, norm, EPS, weight)
+        if product.op == "norm_gated":
+            return twin.norm_gated_linear(x, norm, EPS, weight)
+        return twin.linear(x, weight, None, residual if product.op == "residual" else None)
+    if product.op == "norm":
+        return ops.norm_linear(x, norm, EPS, weight, config=config)
+    if product.op == "norm_gated":
+        return ops.norm_gated_linear(x, norm, EPS, weight, config=config)
+    return ops.linear(x, weight, None, residual if product.op == "residual" else None, config=config)
+
+
+def exact(product: Product, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    x = x.double()
+    if product.op.startswith("norm"):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * norm.double()
+    parts = [x @ part.double().t() for part in weight.split(16384)]  # in parts: float64 copies are large
+    y = torch.cat(parts, dim=-1)
+    if product.op == "norm_gated":
+        gate, up = y.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return y + residual.double() if product.op == "residual" else y
+
+
+def candidates(product: Product, M: int) -> list[Config]:
+    """Configurations worth trying, in all a few hundred: each takes seconds to compile."""
+    found: list[Config] = []
+    gated = product.op == "norm_gated"
+    narrow = product.num_out <= 8192
+
+    def fma(block_o: int, block_i: int, stages: int, warps: int, programs: int = 0) -> None:
+        block_m = 1 if M == 1 else 4
+        found.append(Config("fma", block_m, block_o, block_i, stages, warps, num_programs=programs))
+
+    def dot(
+        block_o: int, block_i: int, stages: int, warps: int, splits: int = 1, tma: bool = False, programs: int = 0
+    ) -> None:
+        block_m = max(8, M)
+        if gated:
+            block_o //= 2
+        if programs > triton.cdiv(product.num_out, block_o) * splits:
+            return
+        bytes_in_flight = (stages if stages > 1 else 1) * block_i * 2 * (block_o * (2 if gated else 1) + block_m)
+        if bytes_in_flight > 220e3:
+            return
+        fused = (True, False) if product.op.startswith("norm") and M <= 8 else (False,)
+        for fuse_norm in fused:
+            found.append(
+                Config("dot", block_m, block_o, block_i, stages, warps, splits, programs, tma, fuse_norm=fuse_norm)
+            )
+
+    if M <= 4:
+        half = 2 if gated else 1
+        fma(8 // half, 1024, 1, 4)
+        fma(8 // half, 1024, 3, 4)
+        fma(4 // half, 1024, 1, 4)
+        fma(4 // half, 2048, 1, 8)
+        fma(8 // half, 512, 4, 2)
+        fma(8 // half, 512, 1, 2)
+        fma(8 // half, 1024, 4, 4, SMS * 2)
+        if M == 1:
+            fma(16 // half, 1024, 3, 4)
+            fma(8 // half, 2048, 1, 8)
+            fma(4 // half, 1024, 4, 4)
+            fma(8 // half, 1024, 3, 4, SMS * 3)
+            fma(2 if gated else 4, 4096, 1, 8)
+    if M <= 8:
+        dot(16, 256, 5, 1)
+        dot(16, 512, 4, 1)
+        dot(16, 256, 6, 1, tma=True)
+        dot(32, 256, 4, 2)
+        dot(32, 256, 5, 2, tma=True)
+        dot(64, 128, 6, 4, tma=True)
+        dot(64, 256, 4, 4, splits=2 if narrow else 1)
+        if not narrow:
+            dot(128, 128, 5, 4, tma=True)
+            dot(32, 256, 5, 2, tma=True, programs=SMS * 2)
+    elif M == 16:
+        dot(32, 256, 4, 2)
+        dot(32, 256, 5, 2, tma=True)
+        dot(32, 128, 8, 2, tma=True)
+        for splits in (1, 2, 4) if narrow else (1,):
+            dot(64, 128, 6, 4, splits, tma=True)
+            dot(64, 256, 4, 4, splits)
+        if not narrow:
+            dot(128, 128, 5, 4, tma=True)
+            dot(128, 128, 4, 4)
+    else:
+        for splits in (2, 4, 8) if narrow else (1, 2):
+            dot(64, 128, 5, 4, splits, tma=True)
+            dot(128, 128, 4, 4, splits, tma=True)
+        if gated:
+            dot(256, 64, 5, 8, tma=True)
+    return list(dict.fromkeys(found))
+
+
+class NoGpu:
+    """Stands for the GPU's driver in processes that only compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def only_compile() -> None:
+    """In a worker: from here on a launch compiles into the cache on disk and does not run."""
+    torch.set_num_threads(1)
+    driver.set_active(NoGpu())
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+
+
+def compile_task(product: Product, M: int, config: Config) -> str | None:
+    """Compiles one candidate. Returns what went wrong, or None."""
+    try:
+        # Only types, sizes and alignments matter; untouched memory costs nothing.
+        x = torch.empty((M, product.num_in), dtype=DTYPE)
+        norm = torch.empty(product.num_in, dtype=DTYPE)
+        weight = torch.empty(product.weight_shape, dtype=DTYPE)
+        residual = torch.empty((M, product.num_out), dtype=DTYPE)
+        apply(product, x, norm, weight, residual, config)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+class Compiler:
+    """A pool of processes that compile. Forked before CUDA starts here."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._pool = multiprocessing.get_context("fork").Pool(num_workers, only_compile)
+        self._results: dict[tuple[Product, int, Config], multiprocessing.pool.AsyncResult[str | None]] = {}
+
+    def submit(self, product: Product, M: int, config: Config) -> None:
+        key = (product, M, config)
+        if key not in self._results:
+            self._results[key] = self._pool.apply_async(compile_task, key)
+
+    def is_ready(self, product: Product, M: int, config: Config, deadline: float) -> bool:
+        """Whether the candidate was compiled in time and without an error; waits for it until the deadline."""
+        self.submit(product, M, config)
+        try:
+            error = self._results[product, M, config].get(max(deadline - time.monotonic(), 0.01))
+        except multiprocessing.TimeoutError:
+            say(f"  not compiled in time: {product.name} M={M} {brief(config)}")
+            return False
+        if error is not None:
+            say(f"  {product.name} M={M} {brief(config)}: {error}")
+        return error is None
+
+    def close(self) -> None:
+        self._pool.terminate()
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def brief(config: Config) -> str:
+    parts = [config.kind, f"m{config.block_m}", f"o{config.block_o}", f"i{config.block_i}", f"s{config.num_stages}"]
+    parts.append(f"w{config.num_warps}")
+    parts += [f"split{config.splits}"] * (config.splits > 1) + [f"p{config.num_programs}"] * (config.num_programs > 0)
+    parts += ["tma"] * config.tma + ["apart"] * (not config.fuse_norm) + ["pdl"] * config.pdl
+    parts += [f"pre{config.prefetch}"] * (config.prefetch > 0)
+    return " ".join(parts)
+
+
+def replay_time(launch: Callable[[], object], num_replays: int = 7) -> float:
+    """Seconds of one replay of what `launch` launches, the median of a few."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            launch()
+        graph.replay()
+        graph.replay()
+        times = []
+        for _ in range(num_replays):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+    graph.reset()
+    return sorted(times)[len(times) // 2]
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.empty(shape, dtype=DTYPE, device="cuda").normal_(0.0, scale)
+
+
+@dataclass
+class Timed:
+    product: str
+    M: int
+    config: Config | None  # None: the library
+    microseconds: float
+    tb_per_s: float
+    error: float
+
+
+class Tuner:
+    def __init__(self, compiler: Compiler, deadline: float) -> None:
+        self._compiler = compiler
+        self._deadline = deadline
+        self.timed: list[Timed] = []
+        self.chains: list[dict[str, object]] = []
+
+    def tune(self, product: Product, rows: tuple[int, ...], deadline: float) -> None:
+        """Times every candidate of one product."""
+        num_copies = max(4, math.ceil(MIN_ROTATION_BYTES / product.weight_bytes))
+        weights = [normal(*product.weight_shape, scale=product.num_in**-0.5)]
+        weights += [weights[0].clone() for _ in range(num_copies - 1)]
+        norm = (1 + 0.1 * torch.randn(product.num_in, device="cuda")).to(DTYPE)
+        num_calls = num_copies * max(1, math.ceil(12 / num_copies))
+        for M in rows:
+            x, residual = normal(M, product.num_in), normal(M, product.num_out)
+            reference = exact(product, x, norm, weights[0], residual)
+
+            def measure(config: Config | None) -> Timed:
+                y = apply(product, x, norm, weights[0], residual, config)  # noqa: B023
+                error = float((y.double() - reference).norm() / reference.norm())  # noqa: B023
+                if config is not None:
+                    first = apply(product, x[:1], norm, weights[0], residual[:1], config)  # noqa: B023
+                    if not torch.equal(first[0], y[0]):
+                        say(f"  {product.name} M={M} {brief(config)}: row 0 depends on the other rows")  # noqa: B023
+
+                def launch() -> None:
+                    for call in range(num_calls):
+                        apply(product, x, norm, weights[call % num_copies], residual, config)  # noqa: B023
+
+                seconds = replay_time(launch) / num_calls
+                rate = product.weight_bytes / seconds / 1e12
+                return Timed(product.name, M, config, seconds * 1e6, rate, error)  # noqa: B023
+
+            results = [measure(None)]
+            for config in candidates(product, M):
+                if time.monotonic() > deadline:
+                    say(f"  out of time at {product.name} M={M}")
+                    break
+                if not self._compiler.is_ready(product, M, config, deadline):
+                    continue
+                try:
+                    result = measure(config)
+                except Exception as error:
+                    say(f"  {product.name} M={M} {brief(config)}: {type(error).__name__}: {str(error)[:200]}")
+                    continue
+                if not result.error < MAX_ERROR:
+                    say(f"  {product.name} M={M} {brief(config)}: WRONG, error {result.error:.2e}")
+                    continue
+                results.append(result)
+            self.timed += results
+            library = results[0]
+            ranked = sorted(results[1:], key=lambda r: r.microseconds)
+            for result in ranked[:3]:
+                say(
+                    f"{product.name:10} M={M:<2} {result.microseconds:7.1f} us {result.tb_per_s:.2f} TB/s  library "
+                    f"{library.microseconds:7.1f} us  x{library.microseconds / result.microseconds:.2f}  "
+                    f"err {result.error:.1e}  {brief(result.config)}"  # type: ignore[arg-type]
+                )
+
+    def best(self, name: str, M: int, count: int) -> list[Config]:
+        results = [r for r in self.timed if r.product == name and r.M == M and r.config is not None]
+        return [r.config for r in sorted(results, key=lambda r: r.microseconds)[:count] if r.config is not None]
+
+    def chain(self, layers: list[dict[str, Tensor]], M: int, deadline: float) -> None:
+        """Times all layers' products in one graph and picks, one product at a time, what is best there."""
+        num_bytes = sum(p.weight_bytes for p in LAYER.values()) * len(layers)
+        x0 = normal(M, 4096)
+
+        def forward(configs: dict[str, Config | None]) -> Tensor:
+            x = x0
+            for w in layers:
+                qkv = apply(LAYER["qkv"], x, w["norm"], w["qkv"], x, configs["qkv"])
+                x = apply(LAYER["o"], qkv[:, :4096], w["norm"], w["o"], x, configs["o"])
+                h = apply(LAYER["gate_up"], x, w["norm"], w["gate_up"], x, configs["gate_up"])
+                x = apply(LAYER["down"], h, w["norm"], w["down"], x, configs["down"])
+            return x
+
+        def measure(configs: dict[str, Config | None]) -> float:
+            return replay_time(lambda: forward(configs), num_replays=5)
+
+        def report(label: str, seconds: float, configs: dict[str, Config | None]) -> None:
+            say(f"chain M={M:<2} {label:22} {seconds * 1e3:.3f} ms  {num_bytes / seconds / 1e12:.2f} TB/s")
+            named = {name: asdict(c) if c else None for name, c in configs.items()}
+            self.chains.append({"M": M, "label": label, "milliseconds": seconds * 1e3, "configs": named})
+
+        none: dict[str, Config | None] = dict.fromkeys(LAYER)
+        report("torch and library", measure(none), none)
+        kept = {name: self.best(name, M, KEPT) for name in LAYER}
+        if not all(kept.values()):
+            say(f"chain M={M}: no candidates")
+            return
+        configs: dict[str, Config | None] = {name: found[0] for name, found in kept.items()}
+        report("fused", measure(configs), configs)
+        expected, actual = forward(none).double(), forward(configs).double()
+        say(f"chain M={M:<2} fused against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
+
+        for name, product in LAYER.items():  # compiled while others are timed
+            for config in kept[name]:
+                for prefetch in PREFETCHES:
+                    self._compiler.submit(product, M, replace(config, pdl=True, prefetch=prefetch))
+        current: dict[str, Config | None] = {}
+        for name, product in LAYER.items():
+            config = replace(kept[name][0], pdl=True)
+            if not self._compiler.is_ready(product, M, config, deadline):
+                return
+            current[name] = config
+        best_time = measure(current)
+        report("fused, pdl", best_time, current)
+        for name, product in LAYER.items():
+            for config in kept[name]:
+                for prefetch in PREFETCHES:
+                    trial = replace(config, pdl=True, prefetch=prefetch)
+                    if time.monotonic() > deadline:
+                        break
+                    if trial == current[name] or not self._compiler.is_ready(product, M, trial, deadline):
+                        continue
+                    try:
+                        seconds = measure({**current, name: trial})
+                    except Exception as error:
+                        say(f"  chain {name} {brief(trial)}: {type(error).__name__}: {str(error)[:200]}")
+                        continue
+                    if seconds < best_time:
+                        best_time, current[name] = seconds, trial
+        report("fused, pdl, tuned", measure(current), current)
+        for name, config in current.items():
+            say(f"    {name:8} {brief(config)}")  # type: ignore[arg-type]
+        actual = forward(current).double()
+        say(f"chain M={M:<2} tuned against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
+        plain = {name: replace(c, pdl=False, prefetch=0) if c else None for name, c in current.items()}
+        if all(c and self._compiler.is_ready(LAYER[n], M, c, deadline) for n, c in plain.items()):
+            report("the same without pdl", measure(plain), plain)
+
+    def save(self, path: Path) -> None:
+        timed = [{**asdict(r), "config": asdict(r.config) if r.config else None} for r in self.timed]
+        device = torch.cuda.get_device_name()
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        path.write_text(json.dumps({"device": device, **versions, "timed": timed, "chains": self.chains}, indent=1))
+
+
+def make_layers() -> list[dict[str, Tensor]]:
+    layers = []
+    for _ in range(NUM_LAYERS):
+        layer = {name: normal(*p.weight_shape, scale=p.num_in**-0.5) for name, p in LAYER.items()}
+        layer["norm"] = (1 + 0.1 * torch.randn(4096, device="cuda")).to(DTYPE)
+        layers.append(layer)
+    return layers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=230.0, help="seconds in all")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--chain-rows", type=int, nargs="+", default=CHAIN_ROWS)
+    args = parser.parse_args()
+    start = time.monotonic()
+    deadline = start + args.budget
+    compiler = Compiler(max((os.cpu_count() or 2) - 1, 1))
+    rows = tuple(args.rows)
+    # In the order of use: what is wanted first is compiled first.
+    for products in (tuple(LAYER.values()), OTHERS):
+        for product in products:
+            for M in rows:
+                for config in candidates(product, M):
+                    compiler.submit(product, M, config)
+    tuner = Tuner(compiler, deadline)
+    try:
+        with torch.no_grad():
+            for product in LAYER.values():
+                tuner.tune(product, rows, start + 0.5 * args.budget)
+                say(f"[{time.monotonic() - start:.0f} s]")
+                tuner.save(args.output)
+            layers = make_layers()
+            for M in args.chain_rows:
+                tuner.chain(layers, M, min(deadline, start + 0.8 * args.budget))
+                say(f"[{time.monotonic() - start:.0f} s]")
+                tuner.save(args.output)
+            layers.clear()
+            for product in OTHERS:
+                tuner.tune(product, rows, deadline)
+                say(f"[{time.monotonic() - start:.0f} s]")
+                tuner.save(args.output)
+    finally:
+        tuner.save(args.output)
+        compiler.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,540 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Matrix products of few rows, bound by reading the weights, with what surrounds them: norm, bias, residual, gate.
+
+A program owns `block_o` rows of the weight and streams them once, in steps of `block_i` input features and in that
+order, so that a row's bits depend on the configuration (`linear_config.Config`) and never on the other rows. Sums over
+parts of the input features (`splits`) are added in fixed order by a second kernel; there are no atomics.
+
+Programmatic dependent launch (`Config.pdl`): the programs start while the kernel before them drains, ask for their
+first weights and wait only then (`gdc_wait`) for what that kernel wrote. Every kernel here waits before it lets its
+own successor start, so that a kernel's start implies that all but the last before it are complete.
+
+The operations of the same names in `kernels.torch_linear` say what is computed. Each falls back to them where the
+product is not a skinny one (`linear_config.is_skinny`) and no configuration is given.
+
+Shape suffixes: M rows, E hidden size (input of a norm), I input features, O output features, S splits.
+In kernels, where sizes are names by themselves: OUT and IN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from specbatch.kernels import torch_linear
+from specbatch.kernels.linear_config import Config, config_for, is_skinny
+
+_COMBINE_BLOCK = 512  # output features of one program that sums splits
+
+
+@triton.jit
+def _await_former(PDL: tl.constexpr):
+    """Waits for the kernel before this one, then lets the next one start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _prefetch_rows(
+    weight, row, OUT, IN: tl.constexpr, i0, BLOCK_O: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr
+):
+    """Asks PREFETCH elements of each of BLOCK_O rows of the weight, from column i0 on, into L2: a run per thread."""
+    LANES: tl.constexpr = THREADS if THREADS > BLOCK_O else BLOCK_O
+    RUN: tl.constexpr = PREFETCH * BLOCK_O // LANES
+    lane = tl.arange(0, LANES)
+    rows = tl.minimum(row + lane % BLOCK_O, OUT - 1).to(tl.int64)
+    ptrs = weight + rows * IN + i0 + (lane // BLOCK_O) * RUN
+    num_bytes = tl.full((LANES,), RUN * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [ptrs, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _normalised(x, scale, weight):
+    """x * scale rounded to x's dtype, times the norm's weight, rounded again. Both scale and weight broadcast."""
+    dtype = x.dtype
+    x = (x.to(tl.float32) * scale).to(dtype).to(tl.float32)
+    return (x * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _row_scale(x_row, IN: tl.constexpr, eps, BLOCK: tl.constexpr):
+    """1 / root mean square of one row, a scalar."""
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for i0 in tl.static_range(0, IN, BLOCK):
+        offs = i0 + tl.arange(0, BLOCK)
+        v = tl.load(x_row + offs, mask=offs < IN, other=0.0).to(tl.float32)
+        squares += v * v
+    return tl.rsqrt(tl.sum(squares, 0) / IN + eps)
+
+
+@triton.jit
+def _rounded(acc, bias, residual, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, dtype: tl.constexpr):
+    """A sum as stored: + bias, rounded, + residual, rounded."""
+    if HAS_BIAS:
+        acc += bias.to(tl.float32)
+    y = acc.to(dtype)
+    if HAS_RESIDUAL:
+        y = (residual.to(tl.float32) + y.to(tl.float32)).to(dtype)
+    return y
+
+
+@triton.jit
+def _gate(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up with every step rounded."""
+    g = gate.to(dtype).to(tl.float32)
+    silu = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
+    return (silu * up.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _x_part(x_row, norm_weight, scale, offs, IN: tl.constexpr, NORM: tl.constexpr, EVEN_I: tl.constexpr):
+    """A part of one row of x at `offs`, normalised if asked for, in float32."""
+    v = tl.load(x_row + offs) if EVEN_I else tl.load(x_row + offs, mask=offs < IN, other=0.0)
+    if NORM:
+        n = tl.load(norm_weight + offs) if EVEN_I else tl.load(norm_weight + offs, mask=offs < IN, other=0.0)
+        v = _normalised(v, scale, n)
+    return v.to(tl.float32)
+
+
+@triton.jit
+def _finish_row(
+    m, acc, acc_up, y, bias, residual, offs_o, M, OUT: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Reduces and stores one row of a tile of `_fma_kernel`."""
+    mask = offs_o < tl.where(m < M, OUT, 0)
+    dtype: tl.constexpr = y.dtype.element_ty
+    total = tl.sum(acc, 1)
+    if GATED:
+        out = _gate(total, tl.sum(acc_up, 1), dtype)
+    else:
+        b = total
+        r = total
+        if HAS_BIAS:
+            b = tl.load(bias + offs_o, mask=offs_o < OUT, other=0.0)
+        if HAS_RESIDUAL:
+            r = tl.load(residual + m * OUT + offs_o, mask=mask, other=0.0)
+        out = _rounded(total, b, r, HAS_BIAS, HAS_RESIDUAL, dtype)
+    tl.store(y + m * OUT + offs_o, out, mask=mask)
+
+
+@triton.jit
+def _fma_tile(
+    tile, s0, s1, s2, s3, y, x, weight, norm_weight, bias, residual, M, stride_x,
+    OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    EVEN_O: tl.constexpr, EVEN_I: tl.constexpr,
+):  # fmt: skip
+    # The last axis is what a thread loads at once (16 bytes of bf16) and sums by itself.
+    offs_o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    cols = tl.arange(0, BLOCK_I // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    rows = offs_o if EVEN_O else tl.minimum(offs_o, OUT - 1)
+    w_ptrs = weight + rows.to(tl.int64)[:, None, None] * IN + cols[None, :, :]
+    # Rows past M are the last one again, and not stored.
+    x0 = x
+    x1 = x + tl.minimum(1, M - 1) * stride_x
+    x2 = x + tl.minimum(2, M - 1) * stride_x
+    x3 = x + tl.minimum(3, M - 1) * stride_x
+    a0 = tl.zeros((BLOCK_O, BLOCK_I // 8), tl.float32)
+    a1 = a0
+    a2 = a0
+    a3 = a0
+    u0 = a0
+    u1 = a0
+    u2 = a0
+    u3 = a0
+    for i0 in tl.range(0, IN, BLOCK_I, num_stages=STAGES):
+        offs = i0 + cols
+        up = a0
+        if EVEN_I:
+            w = tl.load(w_ptrs + i0, eviction_policy="evict_first").to(tl.float32)
+            if GATED:
+                up = tl.load(w_ptrs + OUT * IN + i0, eviction_policy="evict_first").to(tl.float32)
+        else:
+            mask = (offs < IN)[None, :, :]
+            w = tl.load(w_ptrs + i0, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            if GATED:
+                up = tl.load(w_ptrs + OUT * IN + i0, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        v = _x_part(x0, norm_weight, s0, offs, IN, NORM, EVEN_I)[None, :, :]
+        a0 += tl.sum(w * v, 2)
+        if GATED:
+            u0 += tl.sum(up * v, 2)
+        if BLOCK_M > 1:
+            v = _x_part(x1, norm_weight, s1, offs, IN, NORM, EVEN_I)[None, :, :]
+            a1 += tl.sum(w * v, 2)
+            if GATED:
+                u1 += tl.sum(up * v, 2)
+        if BLOCK_M > 2:
+            v = _x_part(x2, norm_weight, s2, offs, IN, NORM, EVEN_I)[None, :, :]
+            a2 += tl.sum(w * v, 2)
+            if GATED:
+                u2 += tl.sum(up * v, 2)
+            v = _x_part(x3, norm_weight, s3, offs, IN, NORM, EVEN_I)[None, :, :]
+            a3 += tl.sum(w * v, 2)
+            if GATED:
+                u3 += tl.sum(up * v, 2)
+    _finish_row(0, a0, u0, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
+    if BLOCK_M > 1:
+        _finish_row(1, a1, u1, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
+    if BLOCK_M > 2:
+        _finish_row(2, a2, u2, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
+        _finish_row(3, a3, u3, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _fma_kernel(
+    y, x, weight, norm_weight, bias, residual, M, stride_x, eps,
+    OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    NORM_BLOCK: tl.constexpr, TILES: tl.constexpr, PROGRAMS: tl.constexpr, PREFETCH: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y (M, OUT) from x (M, IN) and weights (OUT, IN), or (2 OUT, IN) if GATED, on the ordinary units.
+    Grid: PROGRAMS."""
+    first = tl.program_id(0)
+    EVEN_O: tl.constexpr = OUT % BLOCK_O == 0
+    EVEN_I: tl.constexpr = IN % BLOCK_I == 0
+    if PREFETCH > 0:
+        _prefetch_rows(weight, first * BLOCK_O, OUT, IN, 0, BLOCK_O, PREFETCH, THREADS)
+        if GATED:
+            _prefetch_rows(weight + OUT * IN, first * BLOCK_O, OUT, IN, 0, BLOCK_O, PREFETCH, THREADS)
+    _await_former(PDL)
+    s0 = 1.0
+    s1 = 1.0
+    s2 = 1.0
+    s3 = 1.0
+    if NORM:
+        s0 = _row_scale(x, IN, eps, NORM_BLOCK)
+        if BLOCK_M > 1:
+            s1 = _row_scale(x + tl.minimum(1, M - 1) * stride_x, IN, eps, NORM_BLOCK)
+        if BLOCK_M > 2:
+            s2 = _row_scale(x + tl.minimum(2, M - 1) * stride_x, IN, eps, NORM_BLOCK)
+            s3 = _row_scale(x + tl.minimum(3, M - 1) * stride_x, IN, eps, NORM_BLOCK)
+    if PROGRAMS == TILES:
+        _fma_tile(
+            first, s0, s1, s2, s3, y, x, weight, norm_weight, bias, residual, M, stride_x, OUT, IN,
+            BLOCK_M, BLOCK_O, BLOCK_I, STAGES, NORM, GATED, HAS_BIAS, HAS_RESIDUAL, EVEN_O, EVEN_I,
+        )  # fmt: skip
+    else:
+        for tile in tl.range(first, TILES, PROGRAMS):
+            _fma_tile(
+                tile, s0, s1, s2, s3, y, x, weight, norm_weight, bias, residual, M, stride_x, OUT, IN,
+                BLOCK_M, BLOCK_O, BLOCK_I, STAGES, NORM, GATED, HAS_BIAS, HAS_RESIDUAL, EVEN_O, EVEN_I,
+            )  # fmt: skip
+
+
+@triton.jit
+def _row_scales(x, M, stride_x, IN: tl.constexpr, eps, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """1 / root mean square of each row, (BLOCK_M,)."""
+    offs_m = tl.arange(0, BLOCK_M)
+    squares = tl.zeros((BLOCK_M, BLOCK), tl.float32)
+    for i0 in tl.range(0, IN, BLOCK, num_stages=2):
+        offs = i0 + tl.arange(0, BLOCK)
+        mask = (offs_m < M)[:, None] & (offs < IN)[None, :]
+        v = tl.load(x + offs_m[:, None] * stride_x + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+        squares += v * v
+    return tl.rsqrt(tl.sum(squares, 1) / IN + eps)
+
+
+@triton.jit
+def _dot_tile(
+    item, scale, y, x, weight, norm_weight, bias, residual, partial, M, stride_x,
+    OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, EVEN_O: tl.constexpr, EVEN_I: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = y.dtype.element_ty
+    tile = item // SPLITS
+    split = item % SPLITS
+    STEPS: tl.constexpr = (IN + BLOCK_I - 1) // BLOCK_I
+    STEPS_PER_SPLIT: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    begin = split * STEPS_PER_SPLIT
+    end = tl.minimum(begin + STEPS_PER_SPLIT, STEPS)
+    if SPLITS == 1:
+        begin = 0
+        end = STEPS
+    offs_o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    offs_m = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_I)
+    mask_m = (offs_m < M)[None, :]
+    rows = offs_o if EVEN_O else tl.minimum(offs_o, OUT - 1)
+    x_ptrs = x + offs_m[None, :] * stride_x + cols[:, None]
+    acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
+    acc_up = acc
+    for step in tl.range(begin, end, num_stages=STAGES):
+        i0 = step * BLOCK_I
+        offs = i0 + cols
+        if TMA:
+            w = weight.load([tile * BLOCK_O, i0])
+        else:
+            w_ptrs = weight + rows.to(tl.int64)[:, None] * IN + offs[None, :]
+            if EVEN_I:
+                w = tl.load(w_ptrs, eviction_policy="evict_first")
+            else:
+                w = tl.load(w_ptrs, mask=(offs < IN)[None, :], other=0.0, eviction_policy="evict_first")
+        if EVEN_I:
+            v = tl.load(x_ptrs + i0, mask=mask_m, other=0.0)
+        else:
+            v = tl.load(x_ptrs + i0, mask=mask_m & (offs < IN)[:, None], other=0.0)
+        if NORM:
+            n = tl.load(norm_weight + offs) if EVEN_I else tl.load(norm_weight + offs, mask=offs < IN, other=0.0)
+            v = _normalised(v, scale[None, :], n[:, None])
+        acc = tl.dot(w, v, acc, input_precision="ieee")
+        if GATED:
+            if TMA:
+                up = weight.load([OUT + tile * BLOCK_O, i0])
+            else:
+                if EVEN_I:
+                    up = tl.load(w_ptrs + OUT * IN, eviction_policy="evict_first")
+                else:
+                    up = tl.load(w_ptrs + OUT * IN, mask=(offs < IN)[None, :], other=0.0, eviction_policy="evict_first")
+            acc_up = tl.dot(up, v, acc_up, input_precision="ieee")
+    at = offs_m[None, :] * OUT + offs_o[:, None]
+    mask = mask_m & (offs_o < OUT)[:, None]
+    if SPLITS > 1:
+        # (S, M, OUT), or (S, M, 2, OUT) if gated
+        PARTS: tl.constexpr = 2 if GATED else 1
+        at = (split * M + offs_m[None, :]) * (PARTS * OUT) + offs_o[:, None]
+        tl.store(partial + at, acc, mask=mask)
+        if GATED:
+            tl.store(partial + at + OUT, acc_up, mask=mask)
+    elif GATED:
+        tl.store(y + at, _gate(acc, acc_up, dtype), mask=mask)
+    else:
+        b = acc
+        r = acc
+        if HAS_BIAS:
+            b = tl.load(bias + offs_o, mask=offs_o < OUT, other=0.0)[:, None]
+        if HAS_RESIDUAL:
+            r = tl.load(residual + at, mask=mask, other=0.0)
+        tl.store(y + at, _rounded(acc, b, r, HAS_BIAS, HAS_RESIDUAL, dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _dot_kernel(
+    y, x, weight, weight_ptr, norm_weight, bias, residual, partial, M, stride_x, eps,
+    OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, NORM_BLOCK: tl.constexpr, TILES: tl.constexpr,
+    PROGRAMS: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1, on the tensor cores: the tile of weights is the
+    first operand, x transposed the second. `weight` is a tensor descriptor if TMA. Grid: PROGRAMS; an item is one
+    split of one tile, and neighbours share a tile."""
+    first = tl.program_id(0)
+    EVEN_O: tl.constexpr = OUT % BLOCK_O == 0
+    EVEN_I: tl.constexpr = IN % BLOCK_I == 0
+    ITEMS: tl.constexpr = TILES * SPLITS
+    if PREFETCH > 0:
+        STEPS_PER_SPLIT: tl.constexpr = ((IN + BLOCK_I - 1) // BLOCK_I + SPLITS - 1) // SPLITS
+        row = (first // SPLITS) * BLOCK_O
+        i0 = (first % SPLITS) * (STEPS_PER_SPLIT * BLOCK_I)
+        _prefetch_rows(weight_ptr, row, OUT, IN, i0, BLOCK_O, PREFETCH, THREADS)
+        if GATED:
+            _prefetch_rows(weight_ptr + OUT * IN, row, OUT, IN, i0, BLOCK_O, PREFETCH, THREADS)
+    _await_former(PDL)
+    scale = tl.zeros((BLOCK_M,), tl.float32)
+    if NORM:
+        scale = _row_scales(x, M, stride_x, IN, eps, BLOCK_M, NORM_BLOCK)
+    if PROGRAMS == ITEMS:
+        _dot_tile(
+            first, scale, y, x, weight, norm_weight, bias, residual, partial, M, stride_x, OUT, IN, BLOCK_M, BLOCK_O,
+            BLOCK_I, STAGES, SPLITS, NORM, GATED, HAS_BIAS, HAS_RESIDUAL, TMA, EVEN_O, EVEN_I,
+        )  # fmt: skip
+    else:
+        for item in tl.range(first, ITEMS, PROGRAMS):
+            _dot_tile(
+                item, scale, y, x, weight, norm_weight, bias, residual, partial, M, stride_x, OUT, IN, BLOCK_M, BLOCK_O,
+                BLOCK_I, STAGES, SPLITS, NORM, GATED, HAS_BIAS, HAS_RESIDUAL, TMA, EVEN_O, EVEN_I,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _combine_kernel(
+    y, partial, bias, residual, M, OUT: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sums `partial` (S, M, OUT), or (S, M, 2, OUT) if GATED, over its splits in order. Grid: (M, OUT / BLOCK)."""
+    m = tl.program_id(0)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < OUT
+    PARTS: tl.constexpr = 2 if GATED else 1
+    dtype: tl.constexpr = y.dtype.element_ty
+    _await_former(PDL)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    up = acc
+    for s in tl.static_range(SPLITS):
+        at = (s * M + m) * (PARTS * OUT) + offs
+        acc += tl.load(partial + at, mask=mask, other=0.0)
+        if GATED:
+            up += tl.load(partial + at + OUT, mask=mask, other=0.0)
+    if GATED:
+        out = _gate(acc, up, dtype)
+    else:
+        b = acc
+        r = acc
+        if HAS_BIAS:
+            b = tl.load(bias + offs, mask=mask, other=0.0)
+        if HAS_RESIDUAL:
+            r = tl.load(residual + m * OUT + offs, mask=mask, other=0.0)
+        out = _rounded(acc, b, r, HAS_BIAS, HAS_RESIDUAL, dtype)
+    tl.store(y + m * OUT + offs, out, mask=mask)
+
+
+@triton.jit
+def _norm_kernel(y, x, weight, stride_x, eps, IN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Root-mean-square norm of one row of x (M, IN). Grid: M."""
+    m = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < IN
+    n = tl.load(weight + offs, mask=mask, other=0.0)
+    _await_former(PDL)
+    v = tl.load(x + m * stride_x + offs, mask=mask, other=0.0)
+    wide = v.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / IN + eps)
+    tl.store(y + m * IN + offs, _normalised(v, scale, n), mask=mask)
+
+
+def rms_norm(x_ME: Tensor, weight_E: Tensor, eps: float, pdl: bool = False) -> Tensor:
+    """Root-mean-square norm of any number of rows, as `torch_linear.rms_norm`. Returns (M, E)."""
+    num_rows, size = x_ME.shape
+    y_ME = torch.empty((num_rows, size), dtype=x_ME.dtype, device=x_ME.device)
+    block = triton.next_power_of_2(size)
+    _norm_kernel[(num_rows,)](
+        y_ME, x_ME, weight_E, x_ME.stride(0), eps, IN=size, BLOCK=block, PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16), **_launch_options(pdl),
+    )  # fmt: skip
+    return y_ME
+
+
+def linear(
+    x_MI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    residual_MO: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """x W^T + bias, rounded to x's dtype, then + residual, rounded again. Returns (M, O)."""
+    if config is None:
+        config = _config(x_MI, weight_OI)
+        if config is None:
+            return torch_linear.linear(x_MI, weight_OI, bias_O, residual_MO)
+    return _product(x_MI, None, 0.0, weight_OI, bias_O, residual_MO, False, config)
+
+
+def norm_linear(
+    x_ME: Tensor,
+    norm_weight_E: Tensor,
+    eps: float,
+    weight_OE: Tensor,
+    bias_O: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """linear(rms_norm(x)). Returns (M, O)."""
+    if config is None:
+        config = _config(x_ME, weight_OE)
+        if config is None:
+            return torch_linear.linear(rms_norm(x_ME, norm_weight_E, eps), weight_OE, bias_O)
+    return _product(x_ME, norm_weight_E, eps, weight_OE, bias_O, None, False, config)
+
+
+def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor, config: Config | None = None) -> Tensor:
+    """silu(x G^T) * (x U^T), each step rounded to x's dtype; rows [0, I) of the weight are the gate. Returns (M, I)."""
+    if config is None:
+        config = _config(x_ME, gate_up_2IE)
+        if config is None:
+            return torch_linear.gated_linear(x_ME, gate_up_2IE)
+    return _product(x_ME, None, 0.0, gate_up_2IE, None, None, True, config)
+
+
+def norm_gated_linear(
+    x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2IE: Tensor, config: Config | None = None
+) -> Tensor:
+    """gated_linear(rms_norm(x)). Returns (M, I)."""
+    if config is None:
+        config = _config(x_ME, gate_up_2IE)
+        if config is None:
+            return torch_linear.gated_linear(rms_norm(x_ME, norm_weight_E, eps), gate_up_2IE)
+    return _product(x_ME, norm_weight_E, eps, gate_up_2IE, None, None, True, config)
+
+
+def _config(x_MI: Tensor, weight_OI: Tensor) -> Config | None:
+    num_rows, num_out, size = x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1]
+    return config_for(num_rows, num_out, size, x_MI.dtype) if is_skinny(num_rows, num_out, size, x_MI.dtype) else None
+
+
+def _launch_options(pdl: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if pdl else {}  # the interpreter does not know the option
+
+
+def _product(
+    x_MI: Tensor,
+    norm_weight_I: Tensor | None,
+    eps: float,
+    weight: Tensor,  # (O, I), or (2 O, I) if gated
+    bias_O: Tensor | None,
+    residual_MO: Tensor | None,
+    gated: bool,
+    config: Config,
+) -> Tensor:
+    num_rows, size = x_MI.shape
+    assert num_rows <= config.block_m, (num_rows, config)
+    assert weight.shape[1] == size, (x_MI.shape, weight.shape)
+    assert x_MI.stride(1) == 1, x_MI.stride()
+    assert weight.is_contiguous(), weight.stride()
+    assert residual_MO is None or residual_MO.is_contiguous()
+    num_out = weight.shape[0] // 2 if gated else weight.shape[0]
+    if norm_weight_I is not None and not config.fuse_norm:
+        x_MI, norm_weight_I = rms_norm(x_MI, norm_weight_I, eps, config.pdl), None
+    y_MO = torch.empty((num_rows, num_out), dtype=x_MI.dtype, device=x_MI.device)
+    block_i = min(config.block_i, triton.next_power_of_2(size))
+    tiles = triton.cdiv(num_out, config.block_o)
+    items = tiles * config.splits
+    programs = min(config.num_programs or items, items)
+    threads = 32 * config.num_warps
+    prefetch = config.prefetch
+    run_bytes = prefetch * config.block_o // max(threads, config.block_o) * weight.element_size()
+    if prefetch * config.splits > size or run_bytes % 16 != 0:  # past the last row, or more threads than 16-byte runs
+        prefetch = 0
+    norm_block = min(triton.next_power_of_2(size), 64 * threads // config.block_m if config.kind == "dot" else 4096)
+    options = _launch_options(config.pdl)
+    if config.kind == "fma":
+        _fma_kernel[(programs,)](
+            y_MO, x_MI, weight, norm_weight_I, bias_O, residual_MO, num_rows, x_MI.stride(0), eps,
+            OUT=num_out, IN=size, BLOCK_M=config.block_m, BLOCK_O=config.block_o, BLOCK_I=block_i,
+            STAGES=config.num_stages, NORM=norm_weight_I is not None, GATED=gated, HAS_BIAS=bias_O is not None,
+            HAS_RESIDUAL=residual_MO is not None, NORM_BLOCK=norm_block, TILES=tiles, PROGRAMS=programs,
+            PREFETCH=prefetch, THREADS=threads, PDL=config.pdl, num_warps=config.num_warps, **options,
+        )  # fmt: skip
+        return y_MO
+    parts = 2 if gated else 1
+    partial = None
+    if config.splits > 1:
+        partial = torch.empty((config.splits, num_rows, parts * num_out), dtype=torch.float32, device=x_MI.device)
+    operand = TensorDescriptor.from_tensor(weight, [config.block_o, block_i]) if config.tma else weight
+    _dot_kernel[(programs,)](
+        y_MO, x_MI, operand, weight, norm_weight_I, bias_O, residual_MO, partial, num_rows, x_MI.stride(0), eps,
+        OUT=num_out, IN=size, BLOCK_M=config.block_m, BLOCK_O=config.block_o, BLOCK_I=block_i,
+        STAGES=config.num_stages, SPLITS=config.splits, NORM=norm_weight_I is not None, GATED=gated,
+        HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, TMA=config.tma, NORM_BLOCK=norm_block,
+        TILES=tiles, PROGRAMS=programs, PREFETCH=prefetch, THREADS=threads, PDL=config.pdl,
+        num_warps=config.num_warps, **options,
+    )  # fmt: skip
+    if partial is not None:
+        _combine_kernel[(num_rows, triton.cdiv(num_out, _COMBINE_BLOCK))](
+            y_MO, partial, bias_O, residual_MO, num_rows, OUT=num_out, SPLITS=config.splits, GATED=gated,
+            HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, BLOCK=_COMBINE_BLOCK, PDL=config.pdl,
+            num_warps=4, **options,
+        )  # fmt: skip
+    return y_MO

@@ -1,0 +1,79 @@
+"""How the skinny matrix products of `kernels.linear` are cut into programs, and when they are used at all.
+
+Pure functions of the shape, so that a model's bits are reproducible from its shapes alone; the table comes from
+`scripts/tune_linear.py` on one H200. Free of Triton: whoever only asks whether a product is skinny need not have it.
+
+Shape letters: M rows of activations, O output features, I input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+MAX_ROWS = 64  # above this a product has enough arithmetic for the library's kernels
+_FMA_MAX_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
+
+    kind: "fma" multiplies on the ordinary units (block_m 1, 2 or 4), "dot" on the tensor cores (block_m 8 to 64).
+    block_m: rows of x in one program; M <= block_m. block_o, block_i: the tile of weights read in one step.
+    num_stages: tiles in flight of one program. num_warps: 32 threads each.
+    splits: parts of the input features, summed afterwards in fixed order ("dot" only).
+    num_programs: programs that stay and walk over the tiles in steps of this number; 0: one program for each tile.
+    tma: weights are read by the tensor memory accelerator ("dot" only).
+    fuse_norm: every program computes the norm of x itself; otherwise one small kernel does beforehand.
+    prefetch: elements of every weight row that a program asks into L2 before it waits for x.
+    pdl: programmatic dependent launch: the programs start while the kernel before them drains.
+    """
+
+    kind: Literal["fma", "dot"]
+    block_m: int
+    block_o: int
+    block_i: int
+    num_stages: int
+    num_warps: int
+    splits: int = 1
+    num_programs: int = 0
+    tma: bool = False
+    fuse_norm: bool = True
+    prefetch: int = 0
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.kind == "dot" or (self.splits == 1 and not self.tma and self.block_m <= _FMA_MAX_ROWS), self
+        for size in (self.block_m, self.block_o, self.block_i, self.num_warps):
+            assert size.bit_count() == 1, self  # a power of two
+        assert self.num_stages >= 1, self
+        assert self.splits >= 1, self
+
+
+def is_skinny(M: int, O: int, I: int, dtype: torch.dtype) -> bool:  # noqa: E741
+    """Whether `kernels.linear` is used for M x I times I x O, or the library's product (F.linear)."""
+    return 0 < M <= MAX_ROWS and O % 8 == 0 and I % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
+
+
+def config_for(M: int, O: int, I: int, dtype: torch.dtype) -> Config:  # noqa: E741
+    """The configuration for x (M, I) and weights (O, I); for a gated product O counts the rows of gate and up.
+
+    Raises AssertionError for more than MAX_ROWS rows.
+    """
+    assert 0 < M <= MAX_ROWS, M
+    if M <= _FMA_MAX_ROWS:
+        block_m = 1 if M == 1 else 2 if M == 2 else 4
+        return Config("fma", block_m, block_o=8, block_i=1024, num_stages=3, num_warps=4)
+    block_m = max(8, 1 << (M - 1).bit_length())
+    if block_m <= 8:
+        config = Config("dot", 8, block_o=16 if O <= 8192 else 32, block_i=256, num_stages=5, num_warps=1)
+    elif block_m == 16:
+        config = Config("dot", 16, block_o=32 if O <= 8192 else 64, block_i=256, num_stages=4, num_warps=2)
+    else:
+        config = Config("dot", block_m, block_o=64, block_i=128, num_stages=5, num_warps=4, fuse_norm=False)
+        if O <= 8192:
+            config = replace(config, splits=4)
+    return replace(config, fuse_norm=block_m <= 8)

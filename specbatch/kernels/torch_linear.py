@@ -1,0 +1,44 @@
+"""Matrix products of few rows with what surrounds them, in torch: the oracle of `kernels.linear`.
+
+Shape suffixes: M rows, E hidden size (input of a norm), I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm (Zhang and Sennrich 2019), rounded as the reference models do: the normalised value in
+    x's dtype, then times the weight."""
+    if x_ME.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x_ME, weight_E.shape, weight_E, eps)
+    wide = x_ME.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_E * wide.to(x_ME.dtype)
+
+
+def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None) -> Tensor:
+    """x W^T + bias, rounded to x's dtype, then + residual, rounded again. Returns (M, O)."""
+    y_MO = F.linear(x_MI, weight_OI, bias_O)
+    return y_MO if residual_MO is None else residual_MO + y_MO
+
+
+def norm_linear(
+    x_ME: Tensor, norm_weight_E: Tensor, eps: float, weight_OE: Tensor, bias_O: Tensor | None = None
+) -> Tensor:
+    """linear(rms_norm(x)). Returns (M, O)."""
+    return F.linear(rms_norm(x_ME, norm_weight_E, eps), weight_OE, bias_O)
+
+
+def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor) -> Tensor:
+    """silu(x G^T) * (x U^T), each step rounded to x's dtype; rows [0, I) of the weight are the gate. Returns (M, I)."""
+    gate_MI, up_MI = F.linear(x_ME, gate_up_2IE).chunk(2, dim=-1)
+    return F.silu(gate_MI) * up_MI
+
+
+def norm_gated_linear(x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2IE: Tensor) -> Tensor:
+    """gated_linear(rms_norm(x)). Returns (M, I)."""
+    return gated_linear(rms_norm(x_ME, norm_weight_E, eps), gate_up_2IE)

@@ -1,0 +1,121 @@
+"""The skinny matrix products in Triton against their torch twins: in the interpreter on CPU, for real on CUDA."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+pytest.importorskip("triton")
+
+from specbatch.kernels import linear as ops
+from specbatch.kernels import torch_linear as twin
+from specbatch.kernels.linear_config import Config, config_for, is_skinny
+
+EPS = 1e-5
+FMA = Config("fma", block_m=1, block_o=8, block_i=64, num_stages=2, num_warps=1)
+DOT = Config("dot", block_m=8, block_o=16, block_i=32, num_stages=2, num_warps=1)
+CONFIGS = {
+    "fma1": FMA,
+    "fma2-persistent": Config("fma", 2, 4, 128, 1, 1, num_programs=3),
+    "fma4": Config("fma", 4, 8, 32, 3, 1),
+    "fma4-norm-apart": Config("fma", 4, 8, 32, 3, 1, fuse_norm=False),
+    "dot8": DOT,
+    "dot16-persistent": Config("dot", 16, 32, 64, 3, 1, num_programs=2),
+    "dot16-split": Config("dot", 16, 16, 16, 2, 1, splits=3),
+    "dot64-split-norm-apart": Config("dot", 64, 32, 32, 2, 1, splits=2, fuse_norm=False),
+    "dot8-tma": Config("dot", 8, 16, 32, 2, 1, tma=True),
+}
+SHAPES = [(24, 40), (64, 64), (72, 136), (8, 200)]  # output, input features: multiples of 8, odd to most tiles
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not interpreted")),
+    pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu]),
+]
+DTYPES = {"cpu": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[actual.dtype], atol=TOLERANCE[actual.dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_match_twin(device: str, name: str, shape: tuple[int, int]) -> None:
+    config = CONFIGS[name]
+    O, I = shape  # noqa: E741
+    for dtype in DTYPES[device]:
+        for M in {1, max(config.block_m - 1, 1), config.block_m}:
+            x = normal(M, I, seed=1, dtype=dtype, device=device)
+            w = normal(O, I, seed=2, dtype=dtype, device=device) / I**0.5
+            bias, residual = (
+                normal(O, seed=3, dtype=dtype, device=device),
+                normal(M, O, seed=4, dtype=dtype, device=device),
+            )
+            norm = 1 + 0.1 * normal(I, seed=5, dtype=dtype, device=device)
+            gate_up = normal(2 * O, I, seed=6, dtype=dtype, device=device) / I**0.5
+            assert_close(ops.linear(x, w, config=config), twin.linear(x, w))
+            assert_close(ops.linear(x, w, bias, residual, config=config), twin.linear(x, w, bias, residual))
+            assert_close(ops.norm_linear(x, norm, EPS, w, bias, config=config), twin.norm_linear(x, norm, EPS, w, bias))
+            assert_close(ops.gated_linear(x, gate_up, config=config), twin.gated_linear(x, gate_up))
+            assert_close(
+                ops.norm_gated_linear(x, norm, EPS, gate_up, config=config),
+                twin.norm_gated_linear(x, norm, EPS, gate_up),
+            )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rows_bits_do_not_depend_on_the_others(device: str, name: str) -> None:
+    config = CONFIGS[name]
+    x = normal(config.block_m, 136, seed=1, dtype=torch.float16, device=device)
+    w = normal(48, 136, seed=2, dtype=torch.float16, device=device)
+    norm = normal(136, seed=3, dtype=torch.float16, device=device)
+    every = ops.norm_gated_linear(x, norm, EPS, w, config=config)
+    for m in range(config.block_m):
+        alone = ops.norm_gated_linear(x[m : m + 1], norm, EPS, w, config=config)
+        assert torch.equal(alone[0], every[m])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_a_wider_buffer(device: str) -> None:
+    x = normal(3, 128, seed=1, dtype=torch.float32, device=device)[:, :64]
+    w = normal(24, 64, seed=2, dtype=torch.float32, device=device)
+    for config in (CONFIGS["fma4"], DOT):
+        assert_close(ops.linear(x, w, config=config), twin.linear(x, w))
+    assert_close(ops.rms_norm(x, w[0], EPS), twin.rms_norm(x, w[0], EPS))
+
+
+@pytest.mark.parametrize("M", range(1, 65))
+def test_every_skinny_product_has_a_configuration(M: int) -> None:
+    for O, I in [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (576, 1536), (960, 576)]:  # noqa: E741
+        assert is_skinny(M, O, I, torch.bfloat16)
+        assert config_for(M, O, I, torch.bfloat16).block_m >= M
+
+
+def test_what_is_not_skinny() -> None:
+    assert not is_skinny(65, 4096, 4096, torch.bfloat16)
+    assert not is_skinny(4, 4096, 4096, torch.float32)
+    assert not is_skinny(4, 4100, 4096, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_default_configurations(device: str) -> None:
+    for M in (1, 3, 8, 11, 70):
+        x = normal(M, 128, seed=1, dtype=torch.float16, device=device)
+        w = normal(64, 128, seed=2, dtype=torch.float16, device=device) / 10
+        norm = normal(128, seed=3, dtype=torch.float16, device=device)
+        assert_close(ops.norm_linear(x, norm, EPS, w), twin.norm_linear(x, norm, EPS, w))
+        assert_close(ops.norm_gated_linear(x, norm, EPS, w), twin.norm_gated_linear(x, norm, EPS, w))
