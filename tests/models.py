@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from specbatch.attention.backend_paged import PagedAttention
 from specbatch.attention.backend_torch import TorchAttention
+from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import PagePool
+from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
+from specbatch.engine.executor import GraphMode, RoundExecutor
+from specbatch.engine.round import Round
+from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig, RopeConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleConfig, EagleHead
 from specbatch.models.eagle_head import expected_tensors as head_tensors
-from specbatch.speculation.neural import EagleDraft, ModelDraft, NeuralProposer
+from specbatch.speculation.drafters import Drafter, NeuralDrafter, NgramDrafter, NoDrafter
+from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer
 from specbatch.speculation.ngram import NgramProposer, NoProposer
 from specbatch.speculation.proposer import Proposer
+from specbatch.speculation.slots import SlotState
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import Completion, NoiseKey, Request, SamplingParams
 
@@ -69,11 +78,54 @@ def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttent
     return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
 
 
+AttentionOf = Callable[[ModelConfig, torch.device], AttentionBackend]
+
+
 def tiny_decoder(
-    config: ModelConfig, dtype: torch.dtype, seed: int = 0, scale: float = 0.25, device: torch.device = CPU
+    config: ModelConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    scale: float = 0.25,
+    device: torch.device = CPU,
+    attention: AttentionOf = attention_of,
 ) -> Decoder:
     load = loader(RandomTensors(decoder_tensors(config), seed, scale), dtype, device)
-    return Decoder(config, load, attention_of(config, device), MAX_LENGTH + 128, dtype, device)
+    return Decoder(config, load, attention(config, device), MAX_LENGTH + 128, dtype, device)
+
+
+def tiny_draft_net(
+    method: str,
+    target: Decoder,
+    num_slots: int,
+    dtype: torch.dtype,
+    *,
+    hidden: int,
+    vocab: int,
+    draft_vocab: int | None,
+    draft_seed: int,
+    scale: float,
+    attention: AttentionOf,
+    device: torch.device,
+) -> DraftNet:
+    if method == "draft_model":
+        draft_config = tiny_config(2, hidden=hidden, vocab=vocab)
+        draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention)
+        return ModelDraft(draft, draft.new_cache(num_slots, dtype), vocab)
+    head_config = tiny_config(1, hidden=hidden, vocab=vocab)
+    kind = "eagle3" if method == "eagle3" else "eagle"
+    width = draft_vocab or vocab
+    head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab)  # type: ignore[arg-type]
+    tensors = RandomTensors(
+        {n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
+    )
+    # every other token, so that the offsets are not constant
+    ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
+    tensors._tensors["d2t"] = ids - torch.arange(width)
+    tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    load = loader(tensors, dtype, device)
+    backend = attention(head_config, device)
+    model = EagleHead(head, load, tensors.load, target, backend, MAX_LENGTH + 128, dtype, device)
+    return EagleDraft(model, model.new_cache(num_slots, dtype), target.config.num_layers, kind == "eagle3")
 
 
 def tiny_engine(
@@ -96,8 +148,7 @@ def tiny_engine(
 ) -> Engine:
     """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer
     less)."""
-    layers = 7 if method == "eagle3" else 3
-    config = tiny_config(layers, hidden=hidden, vocab=vocab)
+    config = tiny_config(7 if method == "eagle3" else 3, hidden=hidden, vocab=vocab)
     target = tiny_decoder(config, dtype, scale=scale, device=device)
     pool = PagePool(num_pages, page_size)
     num_slots = num_pages * page_size
@@ -109,33 +160,10 @@ def tiny_engine(
         proposer = NgramProposer(shape.num_draft_tokens, 1, 3)
     else:
         assert shape is not None
-        if method == "draft_model":
-            draft_config = tiny_config(2, hidden=hidden, vocab=vocab)
-            draft = tiny_decoder(draft_config, dtype, seed=draft_seed, scale=scale, device=device)
-            net: ModelDraft | EagleDraft = ModelDraft(draft, draft.new_cache(num_slots, dtype), vocab)
-        else:
-            head_config = tiny_config(1, hidden=hidden, vocab=vocab)
-            kind = "eagle3" if method == "eagle3" else "eagle"
-            width = draft_vocab or vocab
-            head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab)  # type: ignore[arg-type]
-            tensors = RandomTensors(
-                {n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
-            )
-            # every other token, so that the offsets are not constant
-            ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
-            tensors._tensors["d2t"] = ids - torch.arange(width)
-            tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-            model = EagleHead(
-                head,
-                loader(tensors, dtype, device),
-                tensors.load,
-                target,
-                attention_of(head_config, device),
-                MAX_LENGTH + 128,
-                dtype,
-                device,
-            )
-            net = EagleDraft(model, model.new_cache(num_slots, dtype), layers, kind == "eagle3")
+        net = tiny_draft_net(
+            method, target, num_slots, dtype, hidden=hidden, vocab=vocab, draft_vocab=draft_vocab,
+            draft_seed=draft_seed, scale=scale, attention=attention_of, device=device,
+        )  # fmt: skip
         proposer = NeuralProposer(net, shape, vocab, page_size, device)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
     return Engine(
@@ -151,7 +179,71 @@ def tiny_engine(
     )
 
 
-def run(engine: Engine, prompts: list[list[int]], params: SamplingParams, check: bool = True) -> list[Completion]:
+def tiny_device_engine(
+    method: str = "none",
+    shape: DraftShape | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_batch_size: int = 4,
+    prefill_chunk_tokens: int = 32,
+    prefix_cache: bool = True,
+    vocab: int = VOCAB,
+    draft_vocab: int | None = None,
+    draft_seed: int = 0,
+    scale: float = 0.25,
+    hidden: int = 32,
+    eos: tuple[int, ...] = (),
+    device: torch.device = CPU,
+    graphs: GraphMode = "off",
+    simulate: float | None = None,
+) -> DeviceEngine:
+    """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins."""
+
+    def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
+        return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+
+    config = tiny_config(7 if method == "eagle3" else 3, hidden=hidden, vocab=vocab)
+    target = tiny_decoder(config, dtype, 0, scale, device, paged)
+    pool = PagePool(num_pages, page_size)
+    num_slots = (num_pages + 1) * page_size  # the last page is spare
+    ops = ops_for(device, dtype)
+    drafter: Drafter
+    if method == "none":
+        drafter = NoDrafter()
+    elif method == "ngram":
+        assert shape is not None
+        drafter = NgramDrafter(shape.num_draft_tokens, 1, 3, ops)
+    else:
+        assert shape is not None
+        net = tiny_draft_net(
+            method, target, num_slots, dtype, hidden=hidden, vocab=vocab, draft_vocab=draft_vocab,
+            draft_seed=draft_seed, scale=scale, attention=paged, device=device,
+        )  # fmt: skip
+        drafter = NeuralDrafter(net, shape, ops)
+    max_length = min(MAX_LENGTH, num_pages * page_size - drafter.num_lookahead)
+    pages_per_slot = pool.pages_for(max_length + drafter.num_lookahead)
+    state = SlotState(max_batch_size, pages_per_slot, max_length, hidden, method == "ngram", dtype, device)
+    round_ = Round(target, target.new_cache(num_slots, dtype), drafter, state, page_size, eos, ops, simulate)
+    executor = RoundExecutor(round_, max_batch_size, device, graphs)
+    return DeviceEngine(
+        round_,
+        executor,
+        pool,
+        device,
+        vocab_size=vocab,
+        max_length=max_length,
+        max_batch_size=max_batch_size,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        prefix_cache=prefix_cache,
+        eos_token_ids=eos,
+    )
+
+
+def run(
+    engine: Engine | DeviceEngine, prompts: list[list[int]], params: SamplingParams, check: bool = True
+) -> list[Completion]:
     """All prompts to the end, in their order, with page accounting checked after every step."""
     for i, prompt in enumerate(prompts):
         engine.submit(Request(i, prompt, params, NoiseKey(params.seed or 0, i, 0)))

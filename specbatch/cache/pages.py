@@ -111,6 +111,11 @@ class KVCache:
         """Keys and values of a layer, a view (2, H, S, D)."""
         return self._kv[layer]
 
+    @property
+    def all_layers(self) -> Tensor:
+        """(L, 2, H, S, D)"""
+        return self._kv
+
     def write(self, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
         """Store new keys and values. Slots are distinct."""
         self._kv[layer, 0].index_copy_(1, slots_T, k_THD.transpose(0, 1))

@@ -13,6 +13,7 @@ from torch import Tensor
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache, PagePool
 from specbatch.cache.prefix import PrefixIndex
+from specbatch.engine.append import append_tokens, new_sequence
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.models.decoder import Decoder
 from specbatch.speculation.proposer import Proposer, TargetOutput
@@ -49,7 +50,9 @@ class Engine:
         self._max_length = max_length
         self._eos = frozenset(eos_token_ids)
         prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
-        self._scheduler = Scheduler(pool, prefix, proposer, max_batch_size, prefill_chunk_tokens)
+        self._scheduler = Scheduler(
+            pool, prefix, proposer.num_lookahead, proposer.start, max_batch_size, prefill_chunk_tokens
+        )
         self.limits = EngineLimits(max_length - 1, target.config.vocab_size)
         self._stats = EngineStats()
 
@@ -67,14 +70,7 @@ class Engine:
         return len(self._scheduler.waiting)
 
     def submit(self, request: Request) -> None:
-        prompt = list(request.prompt_token_ids)
-        if not 1 <= len(prompt) <= self.limits.max_prompt_tokens:
-            raise ValueError(f"a prompt has 1 to {self.limits.max_prompt_tokens} tokens here, got {len(prompt)}")
-        if not all(0 <= token < self.limits.vocab_size for token in prompt):
-            raise ValueError(f"a token id is outside the vocabulary of {self.limits.vocab_size}")
-        self._scheduler.waiting.append(
-            Sequence(request, prompt, min(len(prompt) + request.params.max_tokens, self._max_length))
-        )
+        self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -183,26 +179,12 @@ class Engine:
             self._cache.move(self._tensor(source), self._tensor(target))
 
     def _append(self, seq: Sequence, tokens: list[int], logits_RV: Tensor) -> FinishReason | None:
-        """Append new tokens up to where the request ends; `logits_RV` are those that each was drawn from.
-
-        End-of-sequence and stop are looked for before the length is: a last token that is both counts as a stop.
-        """
-        params = seq.request.params
-        kept = tokens[: seq.max_length - len(seq.tokens)]
-        reason = FinishReason.LENGTH if len(seq.tokens) + len(kept) == seq.max_length else None
-        for i, token in enumerate(kept):
-            if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
-                kept, reason = kept[: i + 1], FinishReason.STOP
-                break
+        """Append new tokens up to where the request ends; `logits_RV` are those that each was drawn from."""
         before = len(seq.tokens)
-        seq.tokens += kept
-        if seq.request.check_stop is not None:
-            keep = seq.request.check_stop(seq.generated, len(kept))
-            if keep is not None:
-                del seq.tokens[seq.num_prompt + keep :]
-                reason = FinishReason.STOP
+        reason = append_tokens(seq, tokens, self._eos)
         new = seq.tokens[before:]
         self._stats.generated_tokens += len(new)
+        params = seq.request.params
         if params.logprobs is not None:
             seq.logprobs += [
                 token_logprob(logits, token, params.logprobs) for logits, token in zip(logits_RV, new, strict=False)

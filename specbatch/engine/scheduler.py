@@ -8,11 +8,11 @@ youngest request gives all of its pages back and is recomputed later (its tokens
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
-from specbatch.speculation.proposer import Proposer
 from specbatch.speculation.sequence import Sequence
 
 # Evicted at once, at least: finding the oldest pages walks the whole index.
@@ -31,13 +31,18 @@ class PrefillSpan:
 
 
 class Scheduler:
-    """Owns the page lists of all sequences. `running` is in order of admission."""
+    """Owns the page lists of all sequences. `running` is in order of admission.
+
+    `num_lookahead`: slots past the committed ones that a round may write. `on_start` is told of each admission: the
+    sequence's first `num_committed` tokens came from the prefix cache.
+    """
 
     def __init__(
         self,
         pool: PagePool,
         prefix: PrefixIndex | None,
-        proposer: Proposer,
+        num_lookahead: int,
+        on_start: Callable[[Sequence], None],
         max_batch_size: int,
         prefill_chunk_tokens: int,
     ) -> None:
@@ -46,7 +51,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._pool = pool
         self._prefix = prefix
-        self._proposer = proposer
+        self._num_lookahead = num_lookahead
+        self._on_start = on_start
         self._max_batch_size = max_batch_size
         self._chunk_tokens = prefill_chunk_tokens
 
@@ -57,7 +63,7 @@ class Scheduler:
         plan: list[PrefillSpan] = []
         computing: set[tuple[int, ...]] = set()  # paths of first pages that this chunk computes
         for seq in self.running:
-            if budget and not seq.is_prefilled:
+            if budget and not seq.is_computed:
                 budget -= self._take(plan, seq, budget, is_new=False, num_cached=0)
                 computing.update(self._prefix_paths(seq, plan[-1]))
         while budget and self.waiting and len(self.running) < self._max_batch_size:
@@ -95,7 +101,7 @@ class Scheduler:
         enough."""
         # At least one token must be computed: the first sample needs its logits.
         cached = self._prefix.match(seq.tokens, seq.prefill_end - 1) if self._prefix is not None else []
-        wanted = self._pool.pages_for(seq.prefill_end + self._proposer.num_lookahead) - len(cached)
+        wanted = self._pool.pages_for(seq.prefill_end + self._num_lookahead) - len(cached)
         # A page for each running sequence stays free, or the newcomer would be preempted by the next round.
         if not self._make_room(wanted + len(self.running)):
             self._pool.release(cached)
@@ -105,7 +111,7 @@ class Scheduler:
             return False
         seq.pages = cached + self._pool.allocate(wanted)
         seq.num_committed = len(cached) * self._pool.page_size
-        self._proposer.start(seq)
+        self._on_start(seq)
         return True
 
     def _make_room(self, num_pages: int) -> bool:
@@ -122,12 +128,22 @@ class Scheduler:
         if self._prefix is not None:
             self._prefix.insert(seq.tokens, seq.pages, seq.num_committed)
 
+    def _missing_pages(self, seq: Sequence) -> int:
+        """Pages to add for the next round, the worst case of rounds under way counted in."""
+        slots = seq.num_committed + seq.num_in_flight + self._num_lookahead
+        return self._pool.pages_for(slots) - len(seq.pages)
+
+    def would_preempt(self) -> bool:
+        """Whether `plan_round` would have to take pages from a running request."""
+        missing = sum(max(0, self._missing_pages(seq)) for seq in self.running)
+        return not self._make_room(missing)
+
     def plan_round(self) -> list[Sequence]:
         """Sequences of the next round, each with pages for its tree and its drafts."""
         for seq in list(self.running):
             if seq not in self.running:
                 continue  # preempted for an older one
-            wanted = self._pool.pages_for(seq.num_committed + self._proposer.num_lookahead) - len(seq.pages)
+            wanted = self._missing_pages(seq)
             if wanted <= 0:
                 continue
             while not self._make_room(wanted):

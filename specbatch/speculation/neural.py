@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
+from specbatch.kernels.paged import PagedBatch
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead, capture_layers
 from specbatch.speculation.noise import Purpose, uniform
@@ -40,12 +41,16 @@ class DraftNet(Protocol):
         """(T, E) inputs taken from the target, None for a network that needs none."""
         ...
 
-    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout) -> Tensor:
+    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout | PagedBatch) -> Tensor:
         """Hidden states (T, E)."""
         ...
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """(R, W)."""
+        """(R, W), float32 (float64 where the model is)."""
+        ...
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        """(R, W) in the network's dtype."""
         ...
 
 
@@ -66,19 +71,24 @@ class ModelDraft:
         self._model = model
         # Embeddings are padded to different sizes within one family; ids past the smaller vocabulary are never
         # proposed.
+        self._target_vocab_size = target_vocab_size
         self._width = min(target_vocab_size, model.config.vocab_size)
         self.target_ids: Tensor | None = None
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return None
 
-    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout) -> Tensor:
+    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout | PagedBatch) -> Tensor:
         # A token past a smaller embedding is read as the last one: a worse guess, nothing more.
-        known = tokens_T.clamp(max=self._model.config.vocab_size - 1)
-        return self._model.forward(known, layout, self.cache)[0]
+        if self._model.config.vocab_size < self._target_vocab_size:
+            tokens_T = tokens_T.clamp(max=self._model.config.vocab_size - 1)
+        return self._model.forward(tokens_T, layout, self.cache)[0]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         return self._model.logits(hidden_RE)[:, : self._width]
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._model.raw_logits(hidden_RE)[:, : self._width]
 
 
 class EagleDraft:
@@ -95,12 +105,15 @@ class EagleDraft:
     def features(self, output: TargetOutput) -> Tensor | None:
         return self._head.features(output.hidden_TE, output.captured)
 
-    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout) -> Tensor:
+    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout | PagedBatch) -> Tensor:
         assert features_TE is not None
         return self._head.forward(tokens_T, features_TE, layout, self.cache)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         return self._head.logits(hidden_RE)
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._head.raw_logits(hidden_RE)
 
 
 @dataclass(slots=True)

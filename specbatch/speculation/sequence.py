@@ -19,6 +19,12 @@ class Sequence:
     tokens: list[int]
     max_length: int  # of `tokens`: max_tokens, or where the context or the cache ends
     num_committed: int = 0
+    # Of rounds that are under way on the device: slots that they commit at most, and how many rounds. 0 on the host's
+    # own engine.
+    num_in_flight: int = 0
+    rounds_in_flight: int = 0
+    slot: int = -1  # the device engine's row of buffers, while running
+    is_finished: bool = False
     pages: list[int] = field(default_factory=list)
     draft: Any = None  # the proposer's own state
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -37,6 +43,11 @@ class Sequence:
         """Tokens that a prefill must commit before rounds can go on: the prompt, or, after a preemption, all but the
         root."""
         return max(self.num_prompt, len(self.tokens) - 1)
+
+    @property
+    def is_computed(self) -> bool:
+        """Nothing of the prompt is left to prefill; its first token may still be under way."""
+        return self.num_committed >= self.prefill_end
 
     @property
     def is_prefilled(self) -> bool:

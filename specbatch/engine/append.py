@@ -1,0 +1,39 @@
+"""How a request begins, and how tokens are added to it until it ends: the same in both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from specbatch.speculation.sequence import Sequence
+from specbatch.types import EngineLimits, FinishReason, Request
+
+
+def new_sequence(request: Request, limits: EngineLimits, max_length: int) -> Sequence:
+    """Raises ValueError for a prompt that does not fit `limits`. `max_length` bounds prompt and output together."""
+    prompt = list(request.prompt_token_ids)
+    if not 1 <= len(prompt) <= limits.max_prompt_tokens:
+        raise ValueError(f"a prompt has 1 to {limits.max_prompt_tokens} tokens here, got {len(prompt)}")
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        raise ValueError(f"a token id is outside the vocabulary of {limits.vocab_size}")
+    return Sequence(request, prompt, min(len(prompt) + request.params.max_tokens, max_length))
+
+
+def append_tokens(seq: Sequence, tokens: list[int], eos: Container[int]) -> FinishReason | None:
+    """Append new tokens up to where the request ends; the reason if it does.
+
+    End-of-sequence and stop are looked for before the length is: a last token that is both counts as a stop.
+    """
+    params = seq.request.params
+    kept = tokens[: seq.max_length - len(seq.tokens)]
+    reason = FinishReason.LENGTH if len(seq.tokens) + len(kept) == seq.max_length else None
+    for i, token in enumerate(kept):
+        if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
+            kept, reason = kept[: i + 1], FinishReason.STOP
+            break
+    seq.tokens += kept
+    if seq.request.check_stop is not None:
+        keep = seq.request.check_stop(seq.generated, len(kept))
+        if keep is not None:
+            del seq.tokens[seq.num_prompt + keep :]
+            reason = FinishReason.STOP
+    return reason

@@ -1,0 +1,297 @@
+"""The engine for a GPU: the host stays a round ahead of what it has read, and never makes the device wait.
+
+Rounds read and advance buffers on the device. The host launches the next one, and only then reads what the one before
+it decided, out of a copy that is there by then. So it plans with what it knows: pages for the worst case of rounds
+under way; and a request that ended is noticed a round late, while its row, marked done on the device, writes nothing.
+
+`engine.Engine` is the oracle: the same requests give the same tokens, up to the arithmetic of the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specbatch.cache.pages import PagePool
+from specbatch.cache.prefix import PrefixIndex
+from specbatch.engine.append import append_tokens, new_sequence
+from specbatch.engine.executor import RoundExecutor
+from specbatch.engine.prompts import PromptPacker
+from specbatch.engine.round import REPORT_COUNT, REPORT_DEPTH, REPORT_DRAFTED, REPORT_TOKENS, Logprobs, Round
+from specbatch.engine.scheduler import PrefillSpan, Scheduler
+from specbatch.engine.transfers import Download, Transfers
+from specbatch.speculation.sequence import Sequence
+from specbatch.speculation.slots import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
+from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request, TokenLogprob
+
+# Reports that may be unread when the next step is launched.
+_READ_BEHIND = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a launch will have decided."""
+
+    sequences: Seq[Sequence | None]  # None: nothing to read
+    rows: Download  # (B, Z) int32 of a round, (R, 1) of a prompt chunk
+    logprobs: tuple[Download, Download, Download] | None
+    is_prompt: bool
+
+
+class DeviceEngine:
+    """Runs requests to completion. See `types.BatchEngine` for what each method promises.
+
+    `max_length` is the longest sequence, prompt and output, that the model and the cache can hold.
+    """
+
+    def __init__(
+        self,
+        round_: Round,
+        executor: RoundExecutor,
+        pool: PagePool,
+        device: torch.device,
+        *,
+        vocab_size: int,
+        max_length: int,
+        max_batch_size: int,
+        prefill_chunk_tokens: int,
+        prefix_cache: bool,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._round = round_
+        self._executor = executor
+        self._state: SlotState = round_.state
+        self._max_length = max_length
+        self._eos = frozenset(eos_token_ids)
+        self._page_size = pool.page_size
+        net = round_.drafter.net
+        prefix = PrefixIndex(pool, 1 - net.lead if net is not None else 0) if prefix_cache else None
+        self._scheduler = Scheduler(
+            pool, prefix, round_.drafter.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens
+        )
+        self._transfers = Transfers(device)
+        self._packer = PromptPacker(self._transfers, pool.page_size, None if net is None else net.lead)
+        self._page_table = np.zeros(self._state.page_table_SP.shape, dtype=np.int32)
+        self._num_pages_of = [0] * max_batch_size  # of each slot, in the table
+        self._started: list[Sequence] = []  # admitted, not yet told to the device
+        self._reports: deque[_Report] = deque()
+        self._last_read = time.perf_counter()
+        self.limits = EngineLimits(max_length - 1, vocab_size)
+        self.start_seconds: dict[str, float] = {}
+        self._stats = EngineStats()
+
+    @property
+    def stats(self) -> EngineStats:
+        self._stats.preemptions = self._scheduler.num_preemptions
+        return self._stats
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    def submit(self, request: Request) -> None:
+        self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        if not self._reports:
+            self._last_read = time.perf_counter()
+        finished: list[Completion] = []
+        launched = self._launch(finished)
+        while len(self._reports) > (_READ_BEHIND if launched else 0):
+            finished += self._read()
+            if not launched:
+                break  # what was read may have made room: launch before reading on
+        return finished
+
+    def _launch(self, finished: list[Completion]) -> bool:
+        """Launch a prompt chunk or a round, if there is anything to run."""
+        spans = self._scheduler.plan_prefill()
+        if spans:
+            self._prefill(spans)
+            return True
+        if self._reports and self._scheduler.would_preempt():
+            while self._reports:  # who gives way is decided with everything known
+                finished += self._read()
+        rows = [seq for seq in self._scheduler.plan_round() if not _surely_ends(seq)]
+        if not rows:
+            return False
+        self._upload_pages(rows)
+        params = [seq.request.params for seq in rows]
+        wants_logprobs = any(p.logprobs is not None for p in params)
+        verified = self._executor.run(
+            [seq.slot for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs
+        )
+        for seq in rows:
+            seq.num_in_flight += self._round.drafter.max_path
+            seq.rounds_in_flight += 1
+        self._reports.append(
+            _Report(rows, self._transfers.download(verified.report_BZ), self._download(verified.logprobs), False)
+        )
+        self._stats.rounds += 1
+        return True
+
+    def _prefill(self, spans: list[PrefillSpan]) -> None:
+        self._upload_started()
+        self._upload_pages([s.seq for s in spans])
+        chunk = self._packer.pack(spans, self._state.page_table_SP)
+        ready = [s.seq for s in spans if s.end == s.seq.prefill_end]
+        params = [seq.request.params for seq in ready]
+        tokens, logprobs = self._round.prefill(
+            chunk, any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
+        )
+        for s in spans:
+            self._stats.prefill_tokens += s.end - s.start
+            if s.is_new:
+                self._stats.prompt_tokens += s.seq.num_prompt
+                self._stats.cached_prompt_tokens += s.num_cached
+            s.seq.num_committed = s.end
+            # Whoever is given these pages reads them behind this chunk.
+            self._scheduler.share(s.seq)
+        first_tokens: list[Sequence | None] = []
+        for seq in ready:
+            # A request that is computed again after a preemption has its root already.
+            first_tokens.append(seq if len(seq.tokens) == seq.num_committed else None)
+            seq.rounds_in_flight += first_tokens[-1] is not None
+        self._reports.append(_Report(first_tokens, self._transfers.download(tokens), self._download(logprobs), True))
+
+    def _download(self, logprobs: Logprobs | None) -> tuple[Download, Download, Download] | None:
+        if logprobs is None:
+            return None
+        download = self._transfers.download
+        return download(logprobs.chosen), download(logprobs.top_values), download(logprobs.top_ids)
+
+    def _read(self) -> list[Completion]:
+        """Wait for the oldest report and do what it says."""
+        report = self._reports.popleft()
+        rows = report.rows.wait()
+        logprobs = None if report.logprobs is None else tuple(d.wait() for d in report.logprobs)
+        now = time.perf_counter()
+        if report.is_prompt:
+            self._stats.prefill_seconds += now - self._last_read
+        else:
+            self._stats.decode_seconds += now - self._last_read
+        self._last_read = now
+        finished = []
+        for row, seq in enumerate(report.sequences):
+            if seq is None or seq.is_finished:
+                continue
+            read = self._read_prompt if report.is_prompt else self._read_round
+            before = len(seq.tokens)
+            reason = read(seq, rows[row].tolist())
+            count = len(seq.tokens) - before
+            self._stats.generated_tokens += count
+            if seq.request.params.logprobs is not None and logprobs is not None:
+                chosen, values, ids = (part[row] for part in logprobs)
+                for i, token in enumerate(seq.tokens[before:]):
+                    seq.logprobs.append(_token_logprob(token, chosen[i], values[i], ids[i], seq))
+            if reason is not None:
+                finished.append(self._complete(seq, reason))
+        return finished
+
+    def _read_prompt(self, seq: Sequence, report: list[int]) -> FinishReason | None:
+        seq.rounds_in_flight -= 1
+        return append_tokens(seq, report, self._eos)
+
+    def _read_round(self, seq: Sequence, report: list[int]) -> FinishReason | None:
+        count = report[REPORT_COUNT]
+        assert count >= 1, f"request {seq.request.request_id} ended on the device only"
+        seq.rounds_in_flight -= 1
+        seq.num_in_flight -= self._round.drafter.max_path
+        seq.num_committed += count
+        before = len(seq.tokens)
+        reason = append_tokens(seq, report[REPORT_TOKENS : REPORT_TOKENS + count], self._eos)
+        committed = len(seq.tokens) - before
+        seq.counts.record(
+            drafted=report[REPORT_DRAFTED],
+            depth=report[REPORT_DEPTH],
+            accepted=min(count - 1, committed),
+            committed=committed,
+        )
+        return reason
+
+    def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
+        seq.is_finished = True
+        self._scheduler.finish(seq)
+        self._stats.speculation.add(seq.counts)
+        logprobs = seq.logprobs if seq.request.params.logprobs is not None else None
+        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts)
+
+    def _start(self, seq: Sequence) -> None:
+        """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
+        launched for the new request comes behind that round."""
+        taken = {other.slot for other in self._scheduler.running}
+        seq.slot = next(slot for slot in range(len(self._num_pages_of)) if slot not in taken)
+        seq.draft = seq.num_committed
+        seq.num_in_flight = seq.rounds_in_flight = 0
+        self._num_pages_of[seq.slot] = 0
+        self._started.append(seq)
+
+    def _upload_started(self) -> None:
+        if not self._started:
+            return
+        ints = np.zeros((len(self._started), NUM_FIELDS), dtype=np.int64)
+        floats = np.ones((len(self._started), 3), dtype=np.float32)
+        for i, seq in enumerate(self._started):
+            params, noise = seq.request.params, seq.request.noise
+            ints[i, Field.LIMIT], ints[i, Field.DONE] = seq.max_length, 1
+            ints[i, Field.IGNORE_EOS], ints[i, Field.TOP_K] = params.ignore_eos, params.top_k
+            ints[i, Field.SEED], ints[i, Field.STREAM] = _signed64(noise.seed), _signed64(noise.stream)
+            ints[i, Field.SAMPLE] = noise.sample
+            stops = params.stop_token_ids[:MAX_STOP_IDS]
+            ints[i, Field.STOP :] = [*stops, *[-1] * (MAX_STOP_IDS - len(stops))]
+            floats[i] = params.temperature, params.top_p, params.min_p
+            if self._state.tokens_SL.shape[1]:
+                tokens = self._transfers.upload(np.array(seq.tokens, dtype=np.int32))
+                self._state.tokens_SL[seq.slot, : len(seq.tokens)].copy_(tokens)
+        slots = self._transfers.upload(np.array([seq.slot for seq in self._started], dtype=np.int64))
+        self._state.ints_SF.index_copy_(0, slots, self._transfers.upload(ints))
+        self._state.floats_S3.index_copy_(0, slots, self._transfers.upload(floats))
+        self._started.clear()
+
+    def _upload_pages(self, sequences: list[Sequence]) -> None:
+        """Tell the device the page tables that changed."""
+        changed = []
+        for seq in sequences:
+            known, count = self._num_pages_of[seq.slot], len(seq.pages)
+            if known != count:
+                self._page_table[seq.slot, known:count] = seq.pages[known:]
+                self._num_pages_of[seq.slot] = count
+                changed.append(seq.slot)
+        if changed:
+            slots = self._transfers.upload(np.array(changed, dtype=np.int64))
+            self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
+
+    def check_integrity(self) -> None:
+        """Assert that every page is accounted for, and that the device knows the pages. For tests, between steps."""
+        self._scheduler.check_integrity()
+        slots = [seq.slot for seq in self._scheduler.running]
+        assert len(set(slots)) == len(slots), "two requests share a slot"
+
+
+def _surely_ends(seq: Sequence) -> bool:
+    """Every round under way commits a token at least: with so many the request is at its end."""
+    return len(seq.tokens) + seq.rounds_in_flight >= seq.max_length or not seq.is_computed
+
+
+def _signed64(value: int) -> int:
+    """A 64-bit word as int64 holds it."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _token_logprob(
+    token: int, chosen: np.float32, top_values: np.ndarray, top_ids: np.ndarray, seq: Sequence
+) -> TokenLogprob:
+    count = seq.request.params.logprobs or 0
+    top = tuple(zip(top_ids[:count].tolist(), top_values[:count].tolist(), strict=True))
+    return TokenLogprob(token, float(chosen), top)

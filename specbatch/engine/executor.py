@@ -1,0 +1,124 @@
+"""Launches rounds: pads the batch to a captured size and replays its graph, or runs the round eagerly.
+
+With `graphs: round` one graph is a whole round; with `phases` draft, verify and draft-extend are graphs of their own,
+as in other engines; with `off` every kernel is launched by the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from specbatch.engine.round import Round, Verified
+from specbatch.engine.transfers import Transfers
+from specbatch.graphs.runner import GraphRunner, ladder
+
+GraphMode = Literal["round", "phases", "off"]
+PHASES = ("draft", "verify", "extend")
+
+
+class RoundExecutor:
+    """Runs `Round` on lists of slots."""
+
+    def __init__(
+        self,
+        round_: Round,
+        max_batch_size: int,
+        device: torch.device,
+        mode: GraphMode,
+        *,
+        eager_phases: frozenset[str] = frozenset(),
+    ) -> None:
+        """`eager_phases`: with `phases`, those to leave uncaptured, for measurements."""
+        self._round = round_
+        self._sizes = ladder(max_batch_size)
+        self._mode = mode if device.type == "cuda" else "off"
+        self._eager_phases = eager_phases
+        self._transfers = Transfers(device)
+        self._padding = round_.state.padding
+        self._rows_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
+        self._uploaded: list[int] = []
+        self.runner = GraphRunner(device) if self._mode != "off" else None
+
+    @property
+    def sizes(self) -> list[int]:
+        return self._sizes
+
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self.runner is None else len(self.runner)
+
+    def capture(self, sampled: bool, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture all sizes for batches that hold sampled requests, or none. The rows must be padding."""
+        for number, size in enumerate(reversed(self._sizes)):
+            if progress is not None:
+                progress(number, len(self._sizes))
+            self._capture(size, sampled)
+
+    def _capture(self, size: int, sampled: bool) -> None:
+        assert self.runner is not None
+        rows_B, saved = self._rows_B[:size], self._uploaded
+        rows_B.fill_(self._padding)
+        if self._mode == "round":
+            self.runner.capture(("round", size, sampled), lambda: self._round(rows_B, sampled))
+        else:
+            capture = self.runner.capture
+            rows, draft = capture(("draft", size, sampled), lambda: self._round.draft(rows_B, sampled))
+            verified = capture(("verify", size, sampled), lambda: self._round.verify(rows, draft, sampled))
+            capture(("extend", size, sampled), lambda: self._round.extend(verified))
+        self._uploaded = []
+        if saved:
+            self._upload(saved)
+
+    def _upload(self, padded: list[int]) -> None:
+        if padded != self._uploaded:
+            self._rows_B[: len(padded)].copy_(self._transfers.upload(np.array(padded, dtype=np.int64)))
+            self._uploaded = padded
+
+    def run(self, slots: list[int], sampled: bool, logprobs: bool) -> Verified:
+        """Launch a round of these slots. The output is valid until the next launch."""
+        size = next(s for s in self._sizes if s >= len(slots))
+        self._upload(slots + [self._padding] * (size - len(slots)))
+        rows_B = self._rows_B[:size]
+        if self.runner is None or logprobs:
+            return self._round(rows_B, sampled, logprobs)
+        if self._mode == "round":
+            if ("round", size, sampled) not in self.runner:  # the first sampled batch of its size
+                self._capture(size, sampled)
+            verified: Verified = self.runner.replay(("round", size, sampled))
+            return verified
+        return self._run_phases(rows_B, size, sampled)
+
+    def _run_phases(self, rows_B: torch.Tensor, size: int, sampled: bool) -> Verified:
+        assert self.runner is not None
+        if ("draft", size, sampled) not in self.runner:
+            self._capture(size, sampled)
+        rows, draft = self._phase("draft", size, sampled, lambda: self._round.draft(rows_B, sampled))
+        verified: Verified = self._phase("verify", size, sampled, lambda: self._round.verify(rows, draft, sampled))
+        self._phase("extend", size, sampled, lambda: self._round.extend(verified))
+        return verified
+
+    def _phase(self, name: str, size: int, sampled: bool, function: Callable[[], Any]) -> Any:
+        """Replay a phase; an eager one writes its output where the captured phases behind it look for it."""
+        assert self.runner is not None
+        if name not in self._eager_phases:
+            return self.runner.replay((name, size, sampled))
+        output = self.runner.output((name, size, sampled))
+        _copy_into(output, function())
+        return output
+
+
+def _copy_into(target: Any, source: Any) -> None:
+    """Copy every tensor of a nest of dataclasses, tuples and lists onto its counterpart."""
+    if isinstance(target, torch.Tensor):
+        target.copy_(source)
+    elif isinstance(target, tuple | list):
+        for mine, theirs in zip(target, source, strict=True):
+            _copy_into(mine, theirs)
+    elif dataclasses.is_dataclass(target):
+        for field in dataclasses.fields(target):
+            _copy_into(getattr(target, field.name), getattr(source, field.name))

@@ -1,0 +1,320 @@
+"""The round on the device: draft -> verify -> accept -> commit -> draft-extend, for a batch of slots.
+
+Tensors in, tensors out, with fixed shapes; nothing is read by the host, so all of it can be one CUDA graph. The rules
+are those of `engine.Engine`, the oracle.
+
+Shape suffixes: B rows, N tree nodes, M longest path (root counted), T packed tokens, E hidden size, V vocabulary, W
+words of a mask or draft vocabulary, R selected rows, Z report columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from specbatch.cache.pages import KVCache
+from specbatch.kernels.paged import PagedBatch, slots_of
+from specbatch.models.decoder import Decoder
+from specbatch.speculation.drafters import Draft, Drafter
+from specbatch.speculation.noise import Purpose
+from specbatch.speculation.proposer import TargetOutput
+from specbatch.speculation.slots import Field, Rows, SlotState
+
+# Columns of a report in front of the tokens: how many are new, drafts verified, depth of the tree.
+REPORT_COUNT, REPORT_DRAFTED, REPORT_DEPTH, REPORT_TOKENS = range(4)
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the tokens of a report: each token's own, and the most likely ones behind it."""
+
+    chosen: Tensor  # (B, M) float32
+    top_values: Tensor  # (B, M, 20) float32
+    top_ids: Tensor  # (B, M, 20) int64
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What draft-extend needs of a verification."""
+
+    rows: Rows
+    num_path_B: Tensor  # int64, 1 .. M; counts nodes, so it is the number of new tokens too
+    path_BM: Tensor
+    tokens_BM: Tensor  # the new tokens: accepted drafts, then the target's own
+    hidden_TE: Tensor
+    captured: list[Tensor]
+    report_BZ: Tensor  # int32
+    logprobs: Logprobs | None
+
+
+class Round:
+    """`simulate`: tokens per round to commit on average, whatever the target says; None: the real acceptance."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        cache: KVCache,
+        drafter: Drafter,
+        state: SlotState,
+        page_size: int,
+        eos_token_ids: tuple[int, ...],
+        ops: ModuleType,
+        simulate: float | None = None,
+    ) -> None:
+        self.drafter = drafter
+        self.state = state
+        self._target = target
+        self._cache = cache
+        self._page_size = page_size
+        self._eos = torch.tensor(eos_token_ids or (-2,), device=target.device)
+        self._ops = ops
+        self._simulate = simulate
+        self._capture = drafter.net.capture if drafter.net is not None else ()
+
+    def __call__(self, rows_B: Tensor, sampled: bool, logprobs: bool = False) -> Verified:
+        """One round of the slots `rows_B` (int64; the padding slot may repeat). `sampled`: some row may have a positive
+        temperature."""
+        rows, draft = self.draft(rows_B, sampled)
+        verified = self.verify(rows, draft, sampled, logprobs)
+        self.extend(verified)
+        return verified
+
+    def draft(self, rows_B: Tensor, sampled: bool) -> tuple[Rows, Draft]:
+        rows = Rows.gather(self.state, rows_B, self._page_size)
+        return rows, self.drafter.draft(rows, self.state, sampled)
+
+    def verify(self, rows: Rows, draft: Draft, sampled: bool, logprobs: bool = False) -> Verified:
+        """The target's forward pass over all nodes, acceptance, and the commit of what was accepted."""
+        batch, num_nodes = draft.tokens_BN.shape
+        length_B = rows.length_B
+        positions = None if draft.depths_BN is None else length_B[:, None] + draft.depths_BN
+        mask = None if draft.mask_BNW is None else draft.mask_BNW.view(batch * num_nodes, -1)
+        layout = rows.layout(length_B, num_nodes, positions_BQ=positions, mask_TW=mask, mask_starts_B=length_B)
+        hidden, captured = self._target.forward(draft.tokens_BN.reshape(-1), layout, self._cache, self._capture)
+        logits = self._target.raw_logits(hidden)
+        path_BM, num_path_B, next_B = self._accept(rows, draft, logits, sampled)
+        if draft.parents_BN is not None:
+            self._compact(rows, path_BM, num_path_B)
+        tokens_BM = self._commit(rows, draft, path_BM, num_path_B, next_B)
+        count_B = torch.where(rows.live_B, num_path_B, 0)
+        drafted_B = torch.full_like(count_B, num_nodes - 1) if draft.num_nodes_B is None else draft.num_nodes_B - 1
+        depth_B = drafted_B if draft.depths_BN is None else draft.depths_BN.amax(dim=1)
+        report = torch.cat((torch.stack((count_B, drafted_B, depth_B), dim=1), tokens_BM), dim=1).int()
+        chosen = self._logprobs(logits.view(batch, num_nodes, -1), path_BM, tokens_BM) if logprobs else None
+        return Verified(rows, num_path_B, path_BM, tokens_BM, hidden, captured, report, chosen)
+
+    def _accept(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(path_BM, num_path_B, next_B)."""
+        batch, num_nodes = draft.tokens_BN.shape
+        max_path = self.drafter.max_path
+        nodes = torch.arange(num_nodes, device=logits_TV.device)
+        if sampled and draft.probs_BDW is not None:
+            num_path, next_token = self._accept_drawn(rows, draft, logits_TV)
+            path = nodes.expand(batch, -1)
+            if self._simulate is not None:
+                path, num_path = self._simulated(rows, draft, path)
+        else:
+            choice = self._choose(rows, draft, logits_TV, sampled).view(batch, num_nodes)
+            if draft.parents_BN is None:
+                matches = draft.tokens_BN[:, 1:] == choice[:, :-1]
+                if draft.num_nodes_B is not None:
+                    matches = matches & (nodes[1:] < draft.num_nodes_B[:, None])
+                num_path = 1 + matches.long().cumprod(dim=1).sum(dim=1)
+                path = nodes.expand(batch, -1)
+            else:
+                path, num_path = self._ops.accept_path(draft.tokens_BN, draft.parents_BN, choice)
+            if self._simulate is not None:
+                path, num_path = self._simulated(rows, draft, path)
+            path = path[:, :max_path]
+            last = path.gather(1, (num_path - 1)[:, None])
+            next_token = choice.gather(1, last)[:, 0]
+        return path[:, :max_path], num_path, next_token
+
+    def _choose(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> Tensor:
+        """(T,) the target's own token behind each node."""
+        if not sampled:
+            best: Tensor = self._ops.argmax(logits_TV)
+            return best
+        num_nodes = draft.tokens_BN.shape[1]
+        depth = torch.arange(num_nodes, device=logits_TV.device) if draft.depths_BN is None else draft.depths_BN
+        position = (rows.length_B[:, None] + depth + 1).reshape(-1)
+        u = self._ops.uniform(*(x.repeat_interleave(num_nodes) for x in rows.noise), position, Purpose.SAMPLE)
+        chosen: Tensor = self._ops.sample(logits_TV, *(x.repeat_interleave(num_nodes) for x in rows.sampling), u)
+        return chosen
+
+    def _accept_drawn(self, rows: Rows, draft: Draft, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+        assert draft.probs_BDW is not None
+        assert self.drafter.net is not None
+        batch, num_nodes = draft.tokens_BN.shape
+        p = self._ops.distribution(logits_TV, *(x.repeat_interleave(num_nodes) for x in rows.sampling))
+        position = rows.length_B[:, None] + torch.arange(1, num_nodes + 1, device=logits_TV.device)
+        noise = tuple(x[:, None] for x in rows.noise)
+        u = {
+            purpose: self._ops.uniform(*noise, position, purpose)
+            for purpose in (Purpose.ACCEPT, Purpose.RESIDUAL, Purpose.SAMPLE)
+        }
+        num_drafts = torch.full_like(rows.length_B, num_nodes - 1)
+        num_path, next_token = self._ops.accept_chain(
+            draft.tokens_BN[:, 1:],
+            draft.probs_BDW,
+            self.drafter.net.target_ids,
+            p.view(batch, num_nodes, -1),
+            num_drafts,
+            rows.floats_B3[:, 0],
+            u[Purpose.ACCEPT][:, :-1],
+            u[Purpose.RESIDUAL][:, :-1],
+            u[Purpose.SAMPLE],
+        )
+        return num_path, next_token
+
+    def _simulated(self, rows: Rows, draft: Draft, path_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """A path of random length with the wanted mean: along the chain, or down to a tree's first node of that
+        depth."""
+        assert self._simulate is not None
+        batch, num_nodes = draft.tokens_BN.shape
+        u = self._ops.uniform(*rows.noise, rows.length_B, Purpose.ACCEPT)
+        whole = int(self._simulate)
+        wanted = torch.where(u < self._simulate - whole, whole + 1, whole)
+        nodes = torch.arange(num_nodes, device=path_BN.device)
+        if draft.parents_BN is None:
+            most = num_nodes if draft.num_nodes_B is None else draft.num_nodes_B
+            return nodes.expand(batch, -1), torch.clamp(wanted, max=most)
+        assert draft.depths_BN is not None
+        assert draft.mask_BNW is not None
+        num_path = torch.minimum(wanted, draft.depths_BN.amax(dim=1) + 1)
+        end = (draft.depths_BN == (num_path - 1)[:, None]).int().argmax(dim=1)
+        words = draft.mask_BNW.gather(1, end[:, None, None].expand(-1, 1, draft.mask_BNW.shape[2]))[:, 0]
+        on_path = (words[:, nodes >> 5] >> (nodes & 31)) & 1
+        path = torch.where(on_path.bool(), nodes, num_nodes).sort(dim=1).values
+        return torch.where(path < num_nodes, path, 0), num_path
+
+    def _compact(self, rows: Rows, path_BM: Tensor, num_path_B: Tensor) -> None:
+        """Make the target KV of accepted paths contiguous."""
+        place = torch.arange(path_BM.shape[1], device=path_BM.device)
+        moves = rows.live_B[:, None] & (place < num_path_B[:, None]) & (path_BM != place)
+        length = rows.length_B[:, None]
+        source = slots_of(rows.page_table_BP, self._page_size, length + path_BM)
+        target = slots_of(rows.page_table_BP, self._page_size, length + place)
+        self._ops.move_slots(self._cache.all_layers, source.view(-1), torch.where(moves, target, -1).view(-1))
+
+    def _commit(self, rows: Rows, draft: Draft, path_BM: Tensor, num_path_B: Tensor, next_B: Tensor) -> Tensor:
+        """Advance the slots; returns the new tokens (B, M), of which the first num_path count.
+
+        End-of-sequence and stop tokens are looked for before the length is. What lies behind them is cut by the host,
+        which decides the same way again; here it only matters who goes on.
+        """
+        place = torch.arange(path_BM.shape[1], device=path_BM.device)
+        accepted = draft.tokens_BN.gather(1, path_BM).roll(-1, dims=1)
+        tokens = torch.where(place == (num_path_B - 1)[:, None], next_B[:, None], accepted)
+        length = rows.length_B
+        room = rows.field(Field.LIMIT) - length - 1
+        counted = place < torch.minimum(num_path_B, room)[:, None]
+        done = self._ends(rows, tokens, counted) | (num_path_B >= room) | ~rows.live_B
+        ints = rows.ints_BF.clone()
+        ints[:, Field.LENGTH] = length + torch.where(rows.live_B, num_path_B, 0)
+        ints[:, Field.ROOT] = next_B
+        ints[:, Field.DONE] = done.long()
+        self.state.ints_SF.index_copy_(0, rows.rows_B, ints)
+        if self.state.tokens_SL.shape[1]:
+            kept = (place < num_path_B[:, None]) & rows.live_B[:, None]
+            self._remember(rows.rows_B, length[:, None] + 1 + place, tokens, kept)
+        return tokens
+
+    def _ends(self, rows: Rows, tokens_BM: Tensor, counted_BM: Tensor) -> Tensor:
+        """(B,) bool: an end-of-sequence or stop token is among the counted ones."""
+        ends = (tokens_BM[:, :, None] == self._eos).any(dim=2) & (rows.field(Field.IGNORE_EOS) == 0)[:, None]
+        stops = (tokens_BM[:, :, None] == rows.ints_BF[:, None, Field.STOP :]).any(dim=2)
+        return ((ends | stops) & counted_BM).any(dim=1)
+
+    def _remember(self, rows_B: Tensor, index_BM: Tensor, tokens_BM: Tensor, kept_BM: Tensor) -> None:
+        """Write tokens to the slots' histories; what is not kept goes to padding's."""
+        row = torch.where(kept_BM, rows_B[:, None], self.state.padding)
+        index = index_BM.clamp(max=self.state.tokens_SL.shape[1] - 1)
+        self.state.tokens_SL.index_put_((row, index), tokens_BM.int())
+
+    def _logprobs(self, logits_BNV: Tensor, path_BM: Tensor, tokens_BM: Tensor) -> Logprobs:
+        at_path = logits_BNV.gather(1, path_BM[:, :, None].expand(-1, -1, logits_BNV.shape[2]))
+        return logprobs_of(at_path, tokens_BM)
+
+    def extend(self, verified: Verified) -> None:
+        """Draft-extend: the draft network follows what was committed, M rows for each request, of which those past the
+        accepted ones write nothing."""
+        net = self.drafter.net
+        if net is None:
+            return
+        rows, path = verified.rows, verified.path_BM
+        batch, width = path.shape
+        place = torch.arange(width, device=path.device)
+        written = (place < verified.num_path_B[:, None]) & rows.live_B[:, None]
+        starts = rows.length_B + net.lead
+        layout = rows.layout(starts, width, written_BQ=written)
+        num_nodes = verified.hidden_TE.shape[0] // batch
+        picked = (torch.arange(batch, device=path.device)[:, None] * num_nodes + path).view(-1)
+        hidden = verified.hidden_TE[picked] if not verified.captured else verified.hidden_TE
+        features = net.features(TargetOutput([], hidden, [c[picked] for c in verified.captured]))
+        hidden = net.forward(verified.tokens_BM.reshape(-1), features, layout).view(batch, width, -1)
+        last = (verified.num_path_B - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        self.state.features_SE.index_copy_(0, rows.rows_B, hidden.gather(1, last)[:, 0])
+
+    def prefill(self, chunk: PromptChunk, sampled: bool, logprobs: bool = False) -> tuple[Tensor, Logprobs | None]:
+        """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
+
+        Returns the tokens (R, 1) int32 of the prompts that end here, with logprobs (R, 1) where asked.
+        """
+        hidden, captured = self._target.forward(chunk.tokens_T, chunk.layout, self._cache, self._capture)
+        if chunk.ready_R.shape[0] == 0:
+            self._extend_prompt(chunk, chunk.ready_R, hidden, captured)
+            return chunk.ready_R[:, None].int(), None
+        rows = Rows.gather(self.state, chunk.ready_R, self._page_size)
+        logits = self._target.raw_logits(hidden[chunk.last_rows_R])
+        draft = Draft(chunk.roots_R[:, None])
+        # The first token's position is the prompt's length: one past the position of its last token.
+        rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
+        chosen = self._choose(rows, draft, logits, sampled)
+        tokens = torch.where(chunk.roots_R < 0, chosen, chunk.roots_R)  # recomputed requests have theirs already
+        limit = rows.field(Field.LIMIT)
+        done = self._ends(rows, tokens[:, None], (chunk.roots_R < 0)[:, None]) | (chunk.lengths_R + 1 >= limit)
+        ints = rows.ints_BF.clone()
+        ints[:, Field.LENGTH], ints[:, Field.ROOT], ints[:, Field.DONE] = chunk.lengths_R, tokens, done.long()
+        self.state.ints_SF.index_copy_(0, chunk.ready_R, ints)
+        if self.state.tokens_SL.shape[1]:
+            everything = torch.ones_like(tokens, dtype=torch.bool)[:, None]
+            self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
+        self._extend_prompt(chunk, tokens, hidden, captured)
+        return tokens[:, None].int(), logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None
+
+    def _extend_prompt(self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, captured: list[Tensor]) -> None:
+        net = self.drafter.net
+        if net is None:
+            return
+        assert chunk.draft_layout is not None
+        tokens = chunk.draft_tokens_T.index_copy(0, chunk.draft_last_rows_R, first_R)
+        features = net.features(TargetOutput([], hidden_TE, captured))
+        hidden = net.forward(tokens, features, chunk.draft_layout)
+        self.state.features_SE.index_copy_(0, chunk.ready_R, hidden[chunk.draft_last_rows_R])
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Pieces of prompts, packed. R of them end in this chunk."""
+
+    tokens_T: Tensor
+    layout: PagedBatch
+    ready_R: Tensor  # int64, slots of the prompts that end here
+    last_rows_R: Tensor  # int64, their last tokens in the packed batch
+    lengths_R: Tensor  # int64, committed once this is done
+    roots_R: Tensor  # int64, the root of a request that is computed again; -1: to be chosen
+    draft_tokens_T: Tensor  # what the draft network reads; the rows of roots yet to be chosen hold anything
+    draft_layout: PagedBatch | None
+    draft_last_rows_R: Tensor
+
+
+def logprobs_of(logits_BMV: Tensor, tokens_BM: Tensor) -> Logprobs:
+    """Before temperature and filters, in float32."""
+    values = torch.log_softmax(logits_BMV.float(), dim=-1)
+    top, ids = values.topk(min(MAX_TOP_LOGPROBS, values.shape[-1]), dim=-1)
+    return Logprobs(values.gather(2, tokens_BM[:, :, None])[:, :, 0], top, ids)

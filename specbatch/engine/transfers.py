@@ -1,0 +1,46 @@
+"""Copies between host and device that nobody waits for."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Transfers:
+    """On CUDA through pinned memory, whose allocator hands a block out again only when its copies are done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        """A copy on the device, ordered before what is launched next."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if not self._is_cuda:
+            return tensor.clone()
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Download:
+        """Start a copy to the host, ordered behind what was launched last."""
+        if not self._is_cuda:
+            return Download(tensor.clone(), None)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return Download(host, event)
+
+
+class Download:
+    """A copy under way."""
+
+    def __init__(self, host: Tensor, event: torch.cuda.Event | None) -> None:
+        self._host = host
+        self._event = event
+
+    def wait(self) -> np.ndarray:
+        if self._event is not None:
+            self._event.synchronize()
+        array: np.ndarray = self._host.numpy()
+        return array

@@ -1,0 +1,78 @@
+"""CUDA graphs: a function captured once for each of a ladder of batch sizes, then replayed.
+
+A captured function reads and writes fixed addresses: buffers that live as long as the engine, and the outputs, which
+stay valid until the next replay of any graph of the same runner (all graphs share one memory pool, and are captured
+largest first, so that the pool is as large as the largest needs).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def ladder(largest: int) -> list[int]:
+    """Batch sizes to capture, ascending: 1, 2, 4, then multiples of 8, of 16 from 32 on, of 32 from 128 on; and the
+    largest itself."""
+    sizes = {1, 2, 4, largest}
+    sizes |= set(range(8, 32, 8)) | set(range(32, 128, 16)) | set(range(128, largest + 1, 32))
+    return sorted(size for size in sizes if size <= largest)
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    output: Any
+
+
+class GraphRunner:
+    """Captured functions by key. One instance for one stream of execution.
+
+    `seconds` and `bytes` say what capturing took.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple[Any, ...], _Captured] = {}
+        self.seconds = 0.0
+        self.bytes = 0
+
+    def __contains__(self, key: tuple[Any, ...]) -> bool:
+        return key in self._captured
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def capture(self, key: tuple[Any, ...], function: Callable[[], Any], *, warm_up: bool = True) -> Any:
+        """Capture `function` under `key`; returns its output, which is valid after a replay. It must not touch the
+        host, and running it in vain must do no harm: it is run once beforehand, so that what is loaded and compiled on
+        first use is, before the capture."""
+        assert key not in self._captured, f"{key} is captured already"
+        began = time.perf_counter()
+        if warm_up:
+            function()
+        torch.cuda.synchronize(self._device)
+        free = torch.cuda.mem_get_info(self._device)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = function()
+        torch.cuda.synchronize(self._device)
+        self._captured[key] = _Captured(graph, output)
+        self.bytes += free - torch.cuda.mem_get_info(self._device)[0]
+        self.seconds += time.perf_counter() - began
+        return output
+
+    def output(self, key: tuple[Any, ...]) -> Any:
+        """What a captured function returned."""
+        return self._captured[key].output
+
+    def replay(self, key: tuple[Any, ...]) -> Any:
+        """Launch a captured function on the current stream; returns its output."""
+        captured = self._captured[key]
+        captured.graph.replay()
+        return captured.output

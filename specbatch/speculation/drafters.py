@@ -1,0 +1,169 @@
+"""Drafting on the device: the methods of `neural.py` and `ngram.py` for a whole batch, with fixed shapes and nothing
+for the host to read. The drafts are the same.
+
+Shape suffixes: B rows, N tree nodes, M longest path, D = N - 1 drafts, K = topk, C candidates, E hidden size, W draft
+vocabulary or words of a mask, V target vocabulary, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specbatch.speculation.neural import DraftNet, num_lookahead
+from specbatch.speculation.noise import Purpose
+from specbatch.speculation.slots import Field, Rows, SlotState
+from specbatch.speculation.tree import DraftShape
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Trees of N nodes, the root first. Chains have no parents, depths and mask: they are what chains always are."""
+
+    tokens_BN: Tensor  # int64
+    num_nodes_B: Tensor | None = None  # int64, for chains of different lengths; None: all N
+    parents_BN: Tensor | None = None
+    depths_BN: Tensor | None = None
+    mask_BNW: Tensor | None = None
+    probs_BDW: Tensor | None = None  # what the drafts of a chain were drawn from; None: a deterministic choice
+
+
+class Drafter(Protocol):
+    """A draft method of the device engine."""
+
+    num_nodes: int  # N
+    max_path: int  # M: nodes of the longest path, the root counted
+    num_lookahead: int  # slots past the committed ones that a round may write
+    net: DraftNet | None  # what draft-extend runs; None: nothing
+
+    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+        """`sampled`: some row may have a positive temperature."""
+        ...
+
+
+class NoDrafter:
+    """Plain decoding: roots alone."""
+
+    num_nodes = max_path = num_lookahead = 1
+    net: DraftNet | None = None
+
+    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+        return Draft(rows.field(Field.ROOT)[:, None])
+
+
+class NgramDrafter:
+    """Prompt lookup (see `NgramProposer`)."""
+
+    net: DraftNet | None = None
+
+    def __init__(self, num_draft_tokens: int, min_match: int, max_match: int, ops: ModuleType) -> None:
+        self.num_nodes = self.max_path = self.num_lookahead = num_draft_tokens
+        self._min_match, self._max_match = min_match, max_match
+        self._lookup = ops.ngram_lookup
+
+    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+        drafts, count = self._lookup(
+            state.tokens_SL,
+            rows.rows_B,
+            state.ints_SF[:, Field.LENGTH] + 1,
+            state.ints_SF[:, Field.LIMIT],
+            self._min_match,
+            self._max_match,
+            self.num_nodes - 1,
+        )
+        return Draft(torch.cat((rows.field(Field.ROOT)[:, None], drafts), dim=1), count + 1)
+
+
+class NeuralDrafter:
+    """Chain or tree drafting with a `DraftNet` (see `NeuralProposer`)."""
+
+    def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType) -> None:
+        self.net: DraftNet | None = net
+        self._net = net
+        self._shape = shape
+        self._ops = ops
+        self.num_nodes = shape.num_draft_tokens
+        self.max_path = shape.num_steps + 1
+        self.num_lookahead = num_lookahead(shape, net.lead)
+
+    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+        hidden = state.features_SE[rows.rows_B]
+        # Slots of the draft's cache that hold committed tokens, the root's among them where it has one.
+        length = rows.length_B + self._net.lead
+        return self._chain(rows, hidden, length, sampled) if self._shape.is_chain else self._tree(rows, hidden, length)
+
+    def _chain(self, rows: Rows, hidden_BE: Tensor, length_B: Tensor, sampled: bool) -> Draft:
+        tokens, probs = [rows.field(Field.ROOT)], []
+        for step in range(self._shape.num_steps):
+            if step > 0:
+                layout = rows.layout(length_B + (step - 1), 1)
+                hidden_BE = self._net.forward(tokens[-1], hidden_BE, layout)
+            logits = self._net.raw_logits(hidden_BE)
+            if sampled:
+                u = self._ops.uniform(*rows.noise, rows.length_B + (step + 1), Purpose.DRAFT)
+                probs.append(self._ops.distribution(logits, *rows.sampling))
+                ids = self._ops.sample(logits, *rows.sampling, u)
+            else:
+                ids = self._ops.argmax(logits)
+            tokens.append(self._to_target(ids))
+        return Draft(torch.stack(tokens, dim=1), probs_BDW=torch.stack(probs, dim=1) if probs else None)
+
+    def _tree(self, rows: Rows, hidden_BE: Tensor, length_B: Tensor) -> Draft:
+        batch, k, device = hidden_BE.shape[0], self._shape.topk, hidden_BE.device
+        scores_BK, ids = self._ops.draft_topk(self._net.raw_logits(hidden_BE), k)
+        beam_BK = self._to_target(ids)
+        tokens, scores, parents = [beam_BK], [scores_BK], [torch.full_like(beam_BK, -1)]
+        beam_index_BK = torch.arange(k, device=device).expand(batch, k)
+        features = hidden_BE[:, None].expand(-1, k, -1)
+        # Bit (step - 1) * k + j of a branch's mask: it sees what was drafted as branch j of that step.
+        words = -(-k * (self._shape.num_steps - 1) // 32)
+        seen = torch.zeros(batch, k, words, dtype=torch.int64, device=device)
+        first = k
+        for step in range(1, self._shape.num_steps):
+            seen = seen | _own_bits(k, (step - 1) * k, words, device)
+            layout = rows.layout(
+                length_B + (step - 1) * k,
+                k,
+                positions_BQ=(length_B + (step - 1))[:, None].expand(-1, k),
+                mask_TW=_signed(seen).view(batch * k, words),
+                mask_starts_B=length_B,
+            )
+            out = self._net.forward(beam_BK.reshape(-1), features.reshape(batch * k, -1), layout)
+            step_scores, ids = self._ops.draft_topk(self._net.raw_logits(out), k)
+            cand_scores, cand_tokens, chosen, scores_BK, beam_BK, parent = self._ops.beam_step(
+                scores_BK, step_scores.view(batch, k, k), self._to_target(ids).view(batch, k, k)
+            )
+            tokens.append(cand_tokens)
+            scores.append(cand_scores)
+            parents.append(beam_index_BK.repeat_interleave(k, dim=1))
+            beam_index_BK = first + chosen
+            first += k * k
+            features = out.view(batch, k, -1).gather(1, parent[:, :, None].expand(-1, -1, out.shape[-1]))
+            seen = seen.gather(1, parent[:, :, None].expand(-1, -1, words))
+        nodes = self._ops.select_nodes(
+            rows.field(Field.ROOT),
+            torch.cat(tokens, 1),
+            torch.cat(scores, 1),
+            torch.cat(parents, 1),
+            self.num_nodes,
+            self._shape.num_steps,
+        )
+        return Draft(nodes[0], None, *nodes[1:])
+
+    def _to_target(self, ids: Tensor) -> Tensor:
+        return ids if self._net.target_ids is None else self._net.target_ids[ids]
+
+
+def _own_bits(k: int, first: int, words: int, device: torch.device) -> Tensor:
+    """(K, words) int64: bit `first` + j in row j."""
+    bit = torch.arange(first, first + k, device=device)
+    return torch.where((bit >> 5)[:, None] == torch.arange(words, device=device), 1 << (bit & 31)[:, None], 0)
+
+
+def _signed(words: Tensor) -> Tensor:
+    """Words of 32 bits as int32: bit 31 is the sign."""
+    return torch.where(words >= 2**31, words - 2**32, words).int()

@@ -1,0 +1,102 @@
+"""The device engine against the oracle, on CPU over the torch twins in float64: the same tokens, counts and log-
+probabilities, for every method, shape, schedule and sampling mode."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbatch.speculation.tree import DraftShape
+from specbatch.types import Completion, SamplingParams
+from tests.models import VOCAB, random_prompts, run, tiny_device_engine, tiny_engine
+
+CHAIN, SHORT, TREE, WIDE = DraftShape(3, 1, 4), DraftShape(1, 1, 2), DraftShape(5, 4, 8), DraftShape(7, 10, 60)
+CASES = [
+    ("none", None),
+    ("ngram", CHAIN),
+    ("draft_model", SHORT),
+    ("draft_model", CHAIN),
+    ("draft_model", TREE),
+    ("eagle", CHAIN),
+    ("eagle", TREE),
+    ("eagle3", SHORT),
+    ("eagle3", CHAIN),
+    ("eagle3", TREE),
+    ("eagle3", WIDE),
+]
+GREEDY = SamplingParams(max_tokens=20)
+SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
+
+
+def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
+    assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+    assert [c.finish_reason for c in actual] == [c.finish_reason for c in expected]
+    assert [c.speculation for c in actual] == [c.speculation for c in expected]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_equals_the_oracle(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
+    prompts = random_prompts(7, shared=10)
+    settings = {"num_pages": 256, "eos": (5,)}
+    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    assert_same(run(tiny_device_engine(method, shape, **settings), prompts, params), expected)
+
+
+@pytest.mark.parametrize(("method", "shape"), [("none", None), ("draft_model", TREE), ("eagle3", CHAIN)])
+def test_preemption_and_small_chunks(method: str, shape: DraftShape | None) -> None:
+    """Pages run out again and again, and prompts come in pieces; the text is the one of a roomy cache."""
+    prompts = random_prompts(8, seed=1, longest=30)
+    params = SamplingParams(max_tokens=30)
+    expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)
+    lookahead = 24 if shape is TREE else 4
+    engine = tiny_device_engine(method, shape, num_pages=24 + lookahead // 2, prefill_chunk_tokens=7)
+    actual = run(engine, prompts, params)
+    assert engine.stats.preemptions > 0
+    assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+
+
+def test_draft_vocabulary_of_its_own() -> None:
+    prompts = random_prompts(5)
+    settings = {"num_pages": 256, "draft_vocab": 30}
+    for params in (GREEDY, SAMPLED):
+        expected = run(tiny_engine("eagle3", CHAIN, **settings), prompts, params)
+        assert_same(run(tiny_device_engine("eagle3", CHAIN, **settings), prompts, params), expected)
+
+
+@pytest.mark.parametrize(("method", "shape"), [("none", None), ("eagle", TREE), ("ngram", CHAIN)])
+def test_logprobs(method: str, shape: DraftShape | None) -> None:
+    prompts = random_prompts(5)
+    params = SamplingParams(max_tokens=12, logprobs=3)
+    expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)
+    actual = run(tiny_device_engine(method, shape, num_pages=256), prompts, params)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.logprobs is not None
+        assert theirs.logprobs is not None
+        assert [t.token_id for t in mine.logprobs] == [t.token_id for t in theirs.logprobs]
+        for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
+            assert [i for i, _ in a.top] == [i for i, _ in b.top]
+
+
+def test_stop_tokens_and_stop_strings() -> None:
+    """A stop token is seen on the device, a stop string by the host a round later; neither leaves anything behind."""
+    prompts = random_prompts(6)
+    plain = run(tiny_engine(num_pages=256), prompts, SamplingParams(max_tokens=30))
+    stops = tuple(sorted({c.token_ids[7] for c in plain}))[:9]  # more than the device looks for
+    params = SamplingParams(max_tokens=30, stop_token_ids=stops)
+    expected = run(tiny_engine("eagle3", CHAIN, num_pages=256), prompts, params)
+    assert_same(run(tiny_device_engine("eagle3", CHAIN, num_pages=256), prompts, params), expected)
+
+
+@pytest.mark.parametrize(("shape", "length"), [(CHAIN, 2.5), (CHAIN, 4.0), (CHAIN, 1.0), (TREE, 2.3), (TREE, 1.5)])
+def test_simulated_acceptance(shape: DraftShape, length: float) -> None:
+    engine = tiny_device_engine("eagle3", shape, num_pages=512, max_batch_size=8, simulate=length)
+    done = run(engine, random_prompts(8), SamplingParams(max_tokens=200))
+    assert all(len(c.token_ids) == 200 for c in done)
+    assert engine.stats.speculation.acceptance_length == pytest.approx(length, abs=0.12)
+
+
+def test_vocabulary_is_checked() -> None:
+    engine = tiny_device_engine()
+    with pytest.raises(ValueError, match="vocabulary"):
+        run(engine, [[VOCAB]], GREEDY)
