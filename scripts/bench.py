@@ -255,7 +255,7 @@ class Bench:
 
     def _uniform(self, method: Method, run: ResolvedRun, engine: BatchEngine, entry: dict[str, Any]) -> None:
         rows = UniformRows(*self._args.tokens, vocab_size=run.target.config.vocab_size)
-        generate(engine, rows.draw(4, tokens_out=32))
+        generate(engine, rows.draw(4, tokens_out=min(32, self._args.tokens[1])))
         for concurrency in self._args.concurrency:
             if self._out_of_time(f"uniform {concurrency}"):
                 entry["cells"].append({"workload": "uniform", "concurrency": concurrency, "skipped": "time limit"})
