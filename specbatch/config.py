@@ -41,13 +41,14 @@ class SpeculationSection:
 @dataclass(frozen=True)
 class EngineSection:
     device: str = "auto"
-    attention: Literal["auto", "torch"] = "auto"
-    max_batch_size: int = 16
-    page_size: int = 16  # tokens in a KV page
+    attention: Literal["auto", "torch", "triton"] = "auto"
+    cuda_graphs: Literal["auto", "round", "phases", "off"] = "auto"
+    max_batch_size: int | None = None  # None: decided by the device, like the others here
+    page_size: int | None = None  # tokens in a KV page
     kv_cache_tokens: int | None = None  # None: from memory_fraction
-    memory_fraction: float = 0.5  # of the free memory, for the KV cache, where kv_cache_tokens is not given
+    memory_fraction: float | None = None  # CPU: of the free memory, for the KV cache; CUDA: of all, for everything
     prefix_cache: bool = True
-    prefill_chunk_tokens: int = 512
+    prefill_chunk_tokens: int | None = None
     seed: int = 0
 
 

@@ -92,16 +92,35 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_slots = num_slots
+        self._shape = (num_layers, 2, num_kv_heads, num_slots, head_dim)
+        self._dtype, self._device = dtype, device
+        self._kv = self._allocate()
+
+    def _allocate(self) -> Tensor:
         # Zeros, not empty: slots past a sequence's end are masked, but a NaN left there would survive the mask (0 *
         # NaN).
-        shape = (num_layers, 2, num_kv_heads, num_slots, head_dim)
-        if device.type == "cpu":
+        if self._device.type == "cpu":
             # numpy asks the system for zero pages, which take memory only once they are written to; torch.zeros
             # fills them.
-            self._kv = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-        else:
-            self._kv = torch.zeros(shape, dtype=dtype, device=device)
+            zeros = np.zeros(math.prod(self._shape) * self._dtype.itemsize, np.uint8)
+            return torch.from_numpy(zeros).view(self._dtype).view(self._shape)
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+
+    @property
+    def num_slots(self) -> int:
+        return self._shape[3]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token."""
+        num_layers, _, num_kv_heads, _, head_dim = self._shape
+        return self.bytes_per_slot(num_layers, num_kv_heads, head_dim, self._dtype)
+
+    def resize(self, num_slots: int) -> None:
+        """Start over with so many slots: for sizing the cache by what a trial with a small one has left free."""
+        self._shape = (*self._shape[:3], num_slots, self._shape[4])
+        del self._kv  # the old one first: there may be no room for both
+        self._kv = self._allocate()
 
     @staticmethod
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specbatch.attention.backend_paged import PagedAttention
 from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import PagePool
-from specbatch.config import Config, DtypeName, SpeculationSection
+from specbatch.config import Config, DtypeName, EngineSection, SpeculationSection
+from specbatch.engine.build_device import build_device_engine
 from specbatch.engine.engine import Engine
+from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, auto_kv_tokens
 from specbatch.errors import ConfigError, ModelError
+from specbatch.kernels import ops_for
 from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
@@ -22,10 +28,12 @@ from specbatch.models.eagle_head import EagleConfig, EagleHead, EagleKind, open_
 from specbatch.models.shapes import RANDOM_WEIGHTS, open_shape, open_shape_head
 from specbatch.models.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.weights import Checkpoint, TensorSource, open_checkpoint
+from specbatch.speculation.drafters import Drafter, NeuralDrafter, NgramDrafter, NoDrafter
 from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer, num_lookahead
 from specbatch.speculation.ngram import NgramProposer, NoProposer
 from specbatch.speculation.proposer import Proposer
 from specbatch.speculation.tree import DraftShape
+from specbatch.types import BatchEngine
 
 _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float32: "float32",
@@ -48,6 +56,23 @@ class HeadCheckpoint:
 
 
 @dataclass(frozen=True)
+class EngineSettings:
+    """What is decided for the options of `engine` that may be left open."""
+
+    attention: Literal["torch", "triton"]
+    graphs: GraphMode
+    max_batch_size: int
+    page_size: int
+    prefill_chunk_tokens: int
+    memory_fraction: float
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device engine runs, which reads lengths and page tables on the device."""
+        return self.attention != "torch"
+
+
+@dataclass(frozen=True)
 class ResolvedRun:
     """A run that can be built: files opened and checked, every `auto` decided. Weights are not read yet."""
 
@@ -57,6 +82,7 @@ class ResolvedRun:
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
+    engine: EngineSettings
     model_max_tokens: int  # longest sequence, prompt and output, that model and cache hold
     num_kv_tokens: int  # slots of the cache
     description: dict[str, str]  # what the models are, for the statistics
@@ -85,11 +111,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     draft = _open_draft(speculation, target, tokenizer, dtype, device, progress)
     if speculation.topk > 1 and speculation.method in NEURAL:
         _check_topk(speculation.topk, draft)
-    if config.engine.attention == "auto":
-        notes.append("engine.attention: torch (the only backend so far)")
+    engine = _resolve_engine(config.engine, device, dtype, notes)
 
     lookahead = _lookahead(speculation)
-    num_kv_tokens = config.engine.kv_cache_tokens
+    given_kv_tokens = num_kv_tokens = config.engine.kv_cache_tokens
     if num_kv_tokens is None:
         models = [CachedModel(target.config, target.config.num_layers)]
         if isinstance(draft, HeadCheckpoint):
@@ -97,15 +122,13 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         elif draft is not None:
             models.append(CachedModel(draft.config, draft.config.num_layers))
         # More than the longest sequence for each request of a full batch is never used.
-        usable = config.engine.max_batch_size * (
-            target.config.max_position_embeddings + lookahead + config.engine.page_size
-        )
-        num_kv_tokens, note = auto_kv_tokens(
-            models, dtype, device, config.engine.memory_fraction, usable, config.engine.page_size
-        )
-        notes.append(note)
-    num_pages = num_kv_tokens // config.engine.page_size
-    max_length = min(target.config.max_position_embeddings, num_pages * config.engine.page_size - lookahead)
+        usable = engine.max_batch_size * (target.config.max_position_embeddings + lookahead + engine.page_size)
+        num_kv_tokens, note = auto_kv_tokens(models, dtype, device, engine.memory_fraction, usable, engine.page_size)
+        if not engine.on_device:  # there it is measured when the engine is built
+            given_kv_tokens = num_kv_tokens
+            notes.append(note)
+    num_pages = num_kv_tokens // engine.page_size
+    max_length = min(target.config.max_position_embeddings, num_pages * engine.page_size - lookahead)
     if max_length < 2:
         raise ConfigError(
             f"a KV cache of {num_kv_tokens} tokens cannot hold one request: a round looks {lookahead} tokens ahead",
@@ -115,20 +138,36 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         config,
         model=replace(config.model, dtype=_DTYPE_NAMES[dtype]),
         speculation=speculation,
-        engine=replace(config.engine, device=str(device), attention="torch", kv_cache_tokens=num_kv_tokens),
+        engine=replace(
+            config.engine,
+            device=str(device),
+            attention=engine.attention,
+            cuda_graphs=engine.graphs,
+            max_batch_size=engine.max_batch_size,
+            page_size=engine.page_size,
+            kv_cache_tokens=given_kv_tokens,
+            memory_fraction=engine.memory_fraction,
+            prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        ),
     )
     description = {"target": f"{config.model.target} ({target.config.model_type}, {target.description})"}
     if draft is not None:
         description["draft"] = f"{speculation.draft} ({speculation.method}{_random_weights(speculation.draft)})"
-    return ResolvedRun(resolved, target, draft, tokenizer, device, dtype, max_length, num_kv_tokens, description, notes)
+    return ResolvedRun(
+        resolved, target, draft, tokenizer, device, dtype, engine, max_length, num_kv_tokens, description, notes
+    )
 
 
-def build_engine(run: ResolvedRun) -> Engine:
-    """Read the weights and put the engine together."""
-    engine = run.config.engine
-    speculation = run.config.speculation
-    num_positions = run.model_max_tokens + _lookahead(speculation) + 1
-    target = build_decoder(run.target.config, run.target.tensors, num_positions, run.dtype, run.device)
+def build_engine(run: ResolvedRun) -> BatchEngine:
+    """Read the weights and put the engine together; what is decided on the way is added to `run.notes`."""
+    engine = run.engine
+    began = time.perf_counter()
+    num_positions = run.model_max_tokens + _lookahead(run.config.speculation) + 1
+    target = build_decoder(
+        run.target.config, run.target.tensors, num_positions, run.dtype, run.device, engine.on_device
+    )
+    if engine.on_device:
+        return _build_device_engine(run, target, num_positions, began)
     pool = PagePool(run.num_kv_tokens // engine.page_size, engine.page_size)
     num_slots = pool.num_pages * pool.page_size
     proposer = _build_proposer(run, target, num_slots, num_positions)
@@ -140,19 +179,63 @@ def build_engine(run: ResolvedRun) -> Engine:
         max_length=run.model_max_tokens,
         max_batch_size=engine.max_batch_size,
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
-        prefix_cache=engine.prefix_cache,
+        prefix_cache=run.config.engine.prefix_cache,
         eos_token_ids=_eos_token_ids(run),
     )
 
 
+def _build_device_engine(run: ResolvedRun, target: Decoder, num_positions: int, began: float) -> BatchEngine:
+    engine, speculation = run.engine, run.config.speculation
+    ops = ops_for(run.device, run.dtype)
+    drafter: Drafter
+    if speculation.method == "none":
+        drafter = NoDrafter()
+    elif speculation.method == "ngram":
+        ngram = speculation.ngram
+        drafter = NgramDrafter(_shape(speculation).num_draft_tokens, ngram.min_match, ngram.max_match, ops)
+    else:
+        drafter = NeuralDrafter(_build_net(run, target, engine.page_size, num_positions), _shape(speculation), ops)
+    torch.cuda.synchronize(run.device)
+    weights_seconds = time.perf_counter() - began
+    built = build_device_engine(
+        target,
+        drafter,
+        dtype=run.dtype,
+        device=run.device,
+        max_length=run.model_max_tokens,
+        max_batch_size=engine.max_batch_size,
+        page_size=engine.page_size,
+        kv_cache_tokens=run.config.engine.kv_cache_tokens,
+        memory_fraction=engine.memory_fraction,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        prefix_cache=run.config.engine.prefix_cache,
+        graphs=engine.graphs,
+        sampled=run.config.sampling.temperature > 0,
+        keeps_tokens=speculation.method == "ngram",
+        eos_token_ids=_eos_token_ids(run),
+        simulate=speculation.simulate_acceptance,
+        say=run.notes.append,
+    )
+    built.start_seconds = {"weights": weights_seconds} | built.start_seconds
+    return built
+
+
 def build_decoder(
-    config: ModelConfig, tensors: TensorSource, num_positions: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    tensors: TensorSource,
+    num_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    paged: bool = False,
 ) -> Decoder:
-    """A model with the weights of `tensors`."""
-    return Decoder(config, loader(tensors, dtype, device), _attention(config, device), num_positions, dtype, device)
+    """A model with the weights of `tensors`; `paged`: for the device engine."""
+    attention = _attention(config, dtype, device, paged)
+    return Decoder(config, loader(tensors, dtype, device), attention, num_positions, dtype, device)
 
 
-def _attention(config: ModelConfig, device: torch.device) -> AttentionBackend:
+def _attention(config: ModelConfig, dtype: torch.dtype, device: torch.device, paged: bool) -> AttentionBackend:
+    if paged:
+        return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
     return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
 
 
@@ -163,22 +246,22 @@ def _build_proposer(run: ResolvedRun, target: Decoder, num_slots: int, num_posit
     shape = _shape(speculation)
     if speculation.method == "ngram":
         return NgramProposer(shape.num_draft_tokens, speculation.ngram.min_match, speculation.ngram.max_match)
-    net: DraftNet
-    vocab_size = run.target.config.vocab_size
+    net = _build_net(run, target, num_slots, num_positions)
+    return NeuralProposer(net, shape, run.target.config.vocab_size, run.engine.page_size, run.device)
+
+
+def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> DraftNet:
+    vocab_size, paged = run.target.config.vocab_size, run.engine.on_device
     if isinstance(run.draft, HeadCheckpoint):
         head, tensors = run.draft.head, run.draft.tensors
         load = loader(tensors, run.dtype, run.device)
-        model = EagleHead(
-            head, load, tensors.load, target, _attention(head.decoder, run.device), num_positions, run.dtype, run.device
-        )
-        net = EagleDraft(
-            model, model.new_cache(num_slots, run.dtype), run.target.config.num_layers, head.kind == "eagle3"
-        )
-    else:
-        assert run.draft is not None, "resolve() opens the draft"
-        draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device)
-        net = ModelDraft(draft, draft.new_cache(num_slots, run.dtype), vocab_size)
-    return NeuralProposer(net, shape, vocab_size, run.config.engine.page_size, run.device)
+        attention = _attention(head.decoder, run.dtype, run.device, paged)
+        model = EagleHead(head, load, tensors.load, target, attention, num_positions, run.dtype, run.device)
+        cache = model.new_cache(num_slots, run.dtype)
+        return EagleDraft(model, cache, run.target.config.num_layers, head.kind == "eagle3")
+    assert run.draft is not None, "resolve() opens the draft"
+    draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, paged)
+    return ModelDraft(draft, draft.new_cache(num_slots, run.dtype), vocab_size)
 
 
 def _eos_token_ids(run: ResolvedRun) -> tuple[int, ...]:
@@ -321,6 +404,38 @@ def _resolve_device(name: str, notes: list[str]) -> torch.device:
             hint="use engine.device: cpu, or install a CUDA build of torch",
         )
     return device
+
+
+def _resolve_engine(
+    section: EngineSection, device: torch.device, dtype: torch.dtype, notes: list[str]
+) -> EngineSettings:
+    """Decide what is left open, all but the size of the cache."""
+    on_cuda = device.type == "cuda"
+    attention, graphs = section.attention, section.cuda_graphs
+    if attention == "triton" and (not on_cuda or dtype == torch.float64):
+        raise ConfigError(
+            f"engine.attention: triton needs a CUDA device and at most 32 bits, not {device} and {_DTYPE_NAMES[dtype]}",
+            hint="use engine.attention: torch",
+        )
+    if attention == "auto":
+        attention = "triton" if on_cuda and dtype != torch.float64 else "torch"
+        why = "lengths are read on the device, so a round is one graph" if attention == "triton" else "the exact one"
+        notes.append(f"engine.attention: {attention} ({why})")
+    if attention == "torch" and graphs in ("round", "phases"):
+        raise ConfigError(
+            f"engine.cuda_graphs: {graphs} needs engine.attention triton, which plans nothing on the host",
+            hint="leave engine.cuda_graphs out, or set it to off",
+        )
+    on_device = attention == "triton"
+    batch, page, chunk, fraction = (256, 64, 8192, 0.9) if on_device else (16, 16, 512, 0.5)
+    return EngineSettings(
+        attention,
+        graphs if graphs != "auto" else "round" if on_device else "off",
+        section.max_batch_size or batch,
+        section.page_size or page,
+        section.prefill_chunk_tokens or chunk,
+        section.memory_fraction or fraction,
+    )
 
 
 def _resolve_dtype(name: str, device: torch.device, notes: list[str]) -> torch.dtype:

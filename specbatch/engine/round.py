@@ -75,6 +75,10 @@ class Round:
         self._simulate = simulate
         self._capture = drafter.net.capture if drafter.net is not None else ()
 
+    @property
+    def num_positions(self) -> int:
+        return self._target.num_positions
+
     def __call__(self, rows_B: Tensor, sampled: bool, logprobs: bool = False) -> Verified:
         """One round of the slots `rows_B` (int64; the padding slot may repeat). `sampled`: some row may have a positive
         temperature."""

@@ -143,6 +143,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self.device = device
+        self.num_positions = num_positions
         self._backend = backend
         self.embedding_VE = load("model.embed_tokens.weight")
         inv_freq, factor = config.rope.inverse_frequencies(config.head_dim)

@@ -99,7 +99,11 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
 
         def load() -> BatchEngine:
             with console.status(f"loading {escape(run.config.model.target)}") if console.is_terminal else nullcontext():
-                return runtime.build_engine(run)
+                known = len(run.notes)
+                engine = runtime.build_engine(run)
+            for note in run.notes[known:]:  # what only the loaded model could tell
+                console.print(note, markup=False, soft_wrap=True)
+            return engine
 
         file_job = FileJob(
             source,
@@ -109,7 +113,7 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
             load,
             model_name=run.config.model.target,
             seed=run.config.engine.seed,
-            look_ahead=_LOOK_AHEAD_BATCHES * run.config.engine.max_batch_size,
+            look_ahead=_LOOK_AHEAD_BATCHES * (run.config.engine.max_batch_size or 1),
             limit=options.limit,
             simulated=run.config.speculation.simulate_acceptance is not None,
             progress=progress,

@@ -36,6 +36,7 @@ class DraftNet(Protocol):
     capture: tuple[int, ...]
     lead: int  # cache slots ahead of the target's committed ones between rounds: 1 if the root has one of its own
     target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
+    feature_size: int  # E
 
     def features(self, output: TargetOutput) -> Tensor | None:
         """(T, E) inputs taken from the target, None for a network that needs none."""
@@ -74,6 +75,7 @@ class ModelDraft:
         self._target_vocab_size = target_vocab_size
         self._width = min(target_vocab_size, model.config.vocab_size)
         self.target_ids: Tensor | None = None
+        self.feature_size = model.config.hidden_size
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return None
@@ -101,6 +103,7 @@ class EagleDraft:
         self.capture: tuple[int, ...] = capture_layers(num_target_layers) if eagle3 else ()
         self._head = head
         self.target_ids = head.target_ids
+        self.feature_size = head.config.hidden_size
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return self._head.features(output.hidden_TE, output.captured)

@@ -1,0 +1,169 @@
+"""Puts the device engine together: weights, a trial run that measures working memory, the KV cache from what is left,
+graphs. See `build.py`, which resolves the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from specbatch.cache.pages import PagePool
+from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.executor import GraphMode, RoundExecutor
+from specbatch.engine.round import PromptChunk, Round
+from specbatch.errors import ModelError
+from specbatch.graphs.runner import ladder
+from specbatch.kernels import ops_for
+from specbatch.kernels.paged import PagedBatch
+from specbatch.models.decoder import Decoder
+from specbatch.speculation.drafters import Drafter
+from specbatch.speculation.slots import SlotState
+
+GIB = 2**30
+# Of each captured size: what the driver keeps for a graph's nodes, from measurements; checked after the capture.
+_GRAPH_BYTES = 24 * 2**20
+
+
+def build_device_engine(
+    target: Decoder,
+    drafter: Drafter,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_length: int,
+    max_batch_size: int,
+    page_size: int,
+    kv_cache_tokens: int | None,
+    memory_fraction: float,
+    prefill_chunk_tokens: int,
+    prefix_cache: bool,
+    graphs: GraphMode,
+    sampled: bool,
+    keeps_tokens: bool,
+    eos_token_ids: tuple[int, ...],
+    simulate: float | None,
+    say: Callable[[str], None],
+) -> DeviceEngine:
+    """`kv_cache_tokens` None: what `memory_fraction` of the device leaves beside everything else. `sampled`: requests
+    will draw samples, so their graphs are captured too. `say` is told what was decided, a line each.
+
+    Raises ModelError, with numbers, where the memory does not suffice.
+    """
+    seconds: dict[str, float] = {}
+    began = time.perf_counter()
+    net = drafter.net
+    lookahead = drafter.num_lookahead
+    pages_per_slot = -(-(max_length + lookahead) // page_size)
+    hidden = target.config.hidden_size if net is None else net.feature_size
+    state = SlotState(max_batch_size, pages_per_slot, max_length + 1, hidden, keeps_tokens, dtype, device)
+    ops = ops_for(device, dtype)
+    # The trial's cache holds one prompt chunk; a page behind it is spare, as in the real one.
+    trial_slots = (-(-prefill_chunk_tokens // page_size) + 2) * page_size
+    caches = [target.new_cache(trial_slots, dtype)]
+    if net is not None:
+        caches.append(net.cache)
+        net.cache.resize(trial_slots)
+    round_ = Round(target, caches[0], drafter, state, page_size, eos_token_ids, ops, simulate)
+
+    prompt_bytes = _peak(device, lambda: _trial_prompt(round_, state, prefill_chunk_tokens, page_size, sampled, device))
+    padding = torch.full((max_batch_size,), state.padding, dtype=torch.int64, device=device)
+    round_bytes = _peak(device, lambda: _trial_round(round_, padding, sampled))
+    seconds["trial run, kernels compiled"] = time.perf_counter() - began
+
+    began = time.perf_counter()
+    num_graphs = len(ladder(max_batch_size)) if graphs != "off" else 0
+    reserved = prompt_bytes + (round_bytes * 5 // 4 + num_graphs * _GRAPH_BYTES if num_graphs else round_bytes)
+    per_token = sum(cache.slot_bytes for cache in caches)
+    for cache in caches:
+        cache.resize(0)
+    torch.cuda.empty_cache()
+    if kv_cache_tokens is None:
+        kv_cache_tokens = _fitting_tokens(
+            device, memory_fraction, reserved, per_token, max_batch_size * pages_per_slot * page_size, say
+        )
+    num_pages = kv_cache_tokens // page_size
+    if num_pages * page_size < max_length + lookahead:
+        raise ModelError(
+            f"the GPU's memory leaves a KV cache of {num_pages * page_size} tokens, and the longest row needs "
+            f"{max_length + lookahead}: working memory takes {reserved / GIB:.1f} GiB",
+            hint="lower engine.max_batch_size, engine.prefill_chunk_tokens or speculation.num_draft_tokens",
+        )
+    for cache in caches:
+        cache.resize((num_pages + 1) * page_size)
+    seconds["KV cache"] = time.perf_counter() - began
+
+    executor = RoundExecutor(round_, max_batch_size, device, graphs)
+    if executor.runner is not None:
+        with torch.inference_mode():
+            for mode in [False, True] if sampled else [False]:
+                executor.capture(mode)
+        seconds["graphs captured"] = executor.runner.seconds
+        say(
+            f"engine.cuda_graphs: {executor.num_graphs} graphs ({graphs}) for up to {max_batch_size} rows, captured in "
+            f"{executor.runner.seconds:.1f} s, {executor.runner.bytes / GIB:.2f} GiB"
+        )
+    engine = DeviceEngine(
+        round_,
+        executor,
+        PagePool(num_pages, page_size),
+        device,
+        vocab_size=target.config.vocab_size,
+        max_length=max_length,
+        max_batch_size=max_batch_size,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        prefix_cache=prefix_cache,
+        eos_token_ids=eos_token_ids,
+    )
+    engine.start_seconds = seconds
+    return engine
+
+
+def _fitting_tokens(
+    device: torch.device, fraction: float, reserved: int, per_token: int, usable: int, say: Callable[[str], None]
+) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    left = int(total * fraction) - (total - free) - reserved
+    tokens = max(0, min(left // per_token, usable))
+    say(
+        f"engine.kv_cache_tokens: {tokens} ({tokens * per_token / GIB:.1f} GiB of {total / GIB:.0f}; "
+        f"{(total - free) / GIB:.1f} GiB are in use, {reserved / GIB:.1f} GiB reserved for rounds and prompts, "
+        f"memory_fraction {fraction})"
+    )
+    return tokens
+
+
+def _peak(device: torch.device, function: Callable[[], None]) -> int:
+    """Bytes that `function` needs beside what was allocated before."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@torch.inference_mode()
+def _trial_round(round_: Round, padding: torch.Tensor, sampled: bool) -> None:
+    """The largest round. All rows are padding: it computes everything and writes nothing."""
+    round_(padding, sampled)
+
+
+@torch.inference_mode()
+def _trial_prompt(
+    round_: Round, state: SlotState, num_tokens: int, page_size: int, sampled: bool, device: torch.device
+) -> None:
+    """The largest chunk: one prompt that fills it. It ends in padding's slot, which stays done."""
+    pages = -(-num_tokens // page_size)
+    table = torch.arange(max(pages + 1, state.page_table_SP.shape[1]), dtype=torch.int32, device=device)[None]
+    index = torch.arange(num_tokens, device=device)
+    starts, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0], [0, num_tokens]))
+    layout = PagedBatch(index, index % round_.num_positions, table, page_size, starts, ends, num_tokens)
+    last = torch.tensor([num_tokens - 1], device=device)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    slot = torch.tensor([state.padding], device=device)
+    saved = state.ints_SF[state.padding].clone()
+    round_.prefill(
+        PromptChunk(zeros, layout, slot, last, last + 1, torch.full_like(last, -1), zeros, layout, last), sampled
+    )
+    state.ints_SF[state.padding] = saved
