@@ -60,11 +60,9 @@ def _prefetch_rows(
 
 
 @triton.jit
-def _normalised(x, scale, weight):
-    """x * scale rounded to x's dtype, times the norm's weight, rounded again. Both scale and weight broadcast."""
-    dtype = x.dtype
-    x = (x.to(tl.float32) * scale).to(dtype).to(tl.float32)
-    return (x * weight.to(tl.float32)).to(dtype)
+def _normalised(x, scale, weight, dtype: tl.constexpr):
+    """x * scale rounded to dtype, times the norm's weight, rounded again; all in float32 but the result."""
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype)
 
 
 @triton.jit
@@ -98,13 +96,45 @@ def _gate(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def _x_part(x_row, norm_weight, scale, offs, IN: tl.constexpr, NORM: tl.constexpr, EVEN_I: tl.constexpr):
-    """A part of one row of x at `offs`, normalised if asked for, in float32."""
-    v = tl.load(x_row + offs) if EVEN_I else tl.load(x_row + offs, mask=offs < IN, other=0.0)
+def _pair(v):
+    """Two bfloat16 in an int32, the first in the lower half: as float32."""
+    return (v << 16).to(tl.float32, bitcast=True), (v & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halves(ptrs, mask, PACKED: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
+    """What the pointers show in float32: of packed pairs the first and the second of each, otherwise values twice."""
+    v = tl.load(ptrs, mask=mask, other=0, eviction_policy=POLICY) if MASKED else tl.load(ptrs, eviction_policy=POLICY)
+    if PACKED:
+        lo, hi = _pair(v)
+    else:
+        lo = v.to(tl.float32)
+        hi = lo
+    return lo, hi
+
+
+@triton.jit
+def _row_halves(
+    x_row, norm_weight, scale, offs, SIZE: tl.constexpr, dtype: tl.constexpr,
+    NORM: tl.constexpr, PACKED: tl.constexpr, EVEN_I: tl.constexpr,
+):  # fmt: skip
+    """Part of one row of x as `_halves`, normalised if asked for."""
+    lo, hi = _halves(x_row + offs, offs < SIZE, PACKED, not EVEN_I, "")
     if NORM:
-        n = tl.load(norm_weight + offs) if EVEN_I else tl.load(norm_weight + offs, mask=offs < IN, other=0.0)
-        v = _normalised(v, scale, n)
-    return v.to(tl.float32)
+        n_lo, n_hi = _halves(norm_weight + offs, offs < SIZE, PACKED, not EVEN_I, "")
+        lo = _normalised(lo, scale, n_lo, dtype).to(tl.float32)
+        hi = _normalised(hi, scale, n_hi, dtype).to(tl.float32) if PACKED else lo
+    return lo[None, :], hi[None, :]
+
+
+@triton.jit
+def _add_products(acc, w_lo, w_hi, lo, hi, PACKED: tl.constexpr, ACC_SHAPE: tl.constexpr):
+    if PACKED:
+        acc += w_lo * lo
+        acc += w_hi * hi
+    else:
+        acc += tl.sum(tl.reshape(w_lo * lo, (ACC_SHAPE[0], ACC_SHAPE[1], 8)), 2)
+    return acc
 
 
 @triton.jit
@@ -136,17 +166,28 @@ def _fma_tile(
     STAGES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     EVEN_O: tl.constexpr, EVEN_I: tl.constexpr,
 ):  # fmt: skip
-    # The last axis is what a thread loads at once (16 bytes of bf16) and sums by itself.
+    # bfloat16 is read as pairs in an int32: widening one is then a single shift or mask, and each thread adds up its
+    # own columns until the end. Other types are widened by conversion, and eight neighbours are added up first.
+    dtype: tl.constexpr = y.dtype.element_ty
+    PACKED: tl.constexpr = dtype == tl.bfloat16
+    WIDTH: tl.constexpr = 2 if PACKED else 1
+    SIZE: tl.constexpr = IN // WIDTH
+    STEP: tl.constexpr = BLOCK_I // WIDTH
+    ACC_SHAPE: tl.constexpr = (BLOCK_O, STEP if PACKED else STEP // 8)
+    if PACKED:
+        x = x.to(tl.pointer_type(tl.int32), bitcast=True)
+        weight = weight.to(tl.pointer_type(tl.int32), bitcast=True)
+        if NORM:
+            norm_weight = norm_weight.to(tl.pointer_type(tl.int32), bitcast=True)
     offs_o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    cols = tl.arange(0, BLOCK_I // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     rows = offs_o if EVEN_O else tl.minimum(offs_o, OUT - 1)
-    w_ptrs = weight + rows.to(tl.int64)[:, None, None] * IN + cols[None, :, :]
+    cols = tl.arange(0, STEP)
+    w_ptrs = weight + rows.to(tl.int64)[:, None] * SIZE + cols[None, :]
     # Rows past M are the last one again, and not stored.
-    x0 = x
-    x1 = x + tl.minimum(1, M - 1) * stride_x
-    x2 = x + tl.minimum(2, M - 1) * stride_x
-    x3 = x + tl.minimum(3, M - 1) * stride_x
-    a0 = tl.zeros((BLOCK_O, BLOCK_I // 8), tl.float32)
+    x1 = x + tl.minimum(1, M - 1) * (stride_x // WIDTH)
+    x2 = x + tl.minimum(2, M - 1) * (stride_x // WIDTH)
+    x3 = x + tl.minimum(3, M - 1) * (stride_x // WIDTH)
+    a0 = tl.zeros(ACC_SHAPE, tl.float32)
     a1 = a0
     a2 = a0
     a3 = a0
@@ -154,36 +195,30 @@ def _fma_tile(
     u1 = a0
     u2 = a0
     u3 = a0
-    for i0 in tl.range(0, IN, BLOCK_I, num_stages=STAGES):
+    for i0 in tl.range(0, SIZE, STEP, num_stages=STAGES):
         offs = i0 + cols
-        up = a0
-        if EVEN_I:
-            w = tl.load(w_ptrs + i0, eviction_policy="evict_first").to(tl.float32)
-            if GATED:
-                up = tl.load(w_ptrs + OUT * IN + i0, eviction_policy="evict_first").to(tl.float32)
-        else:
-            mask = (offs < IN)[None, :, :]
-            w = tl.load(w_ptrs + i0, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            if GATED:
-                up = tl.load(w_ptrs + OUT * IN + i0, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        v = _x_part(x0, norm_weight, s0, offs, IN, NORM, EVEN_I)[None, :, :]
-        a0 += tl.sum(w * v, 2)
+        mask = (offs < SIZE)[None, :]
+        w_lo, w_hi = _halves(w_ptrs + i0, mask, PACKED, not EVEN_I, "evict_first")
         if GATED:
-            u0 += tl.sum(up * v, 2)
+            up_lo, up_hi = _halves(w_ptrs + (OUT * SIZE + i0), mask, PACKED, not EVEN_I, "evict_first")
+        lo, hi = _row_halves(x, norm_weight, s0, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
+        a0 = _add_products(a0, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
+        if GATED:
+            u0 = _add_products(u0, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
         if BLOCK_M > 1:
-            v = _x_part(x1, norm_weight, s1, offs, IN, NORM, EVEN_I)[None, :, :]
-            a1 += tl.sum(w * v, 2)
+            lo, hi = _row_halves(x1, norm_weight, s1, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
+            a1 = _add_products(a1, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
             if GATED:
-                u1 += tl.sum(up * v, 2)
+                u1 = _add_products(u1, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
         if BLOCK_M > 2:
-            v = _x_part(x2, norm_weight, s2, offs, IN, NORM, EVEN_I)[None, :, :]
-            a2 += tl.sum(w * v, 2)
+            lo, hi = _row_halves(x2, norm_weight, s2, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
+            a2 = _add_products(a2, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
             if GATED:
-                u2 += tl.sum(up * v, 2)
-            v = _x_part(x3, norm_weight, s3, offs, IN, NORM, EVEN_I)[None, :, :]
-            a3 += tl.sum(w * v, 2)
+                u2 = _add_products(u2, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
+            lo, hi = _row_halves(x3, norm_weight, s3, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
+            a3 = _add_products(a3, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
             if GATED:
-                u3 += tl.sum(up * v, 2)
+                u3 = _add_products(u3, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
     _finish_row(0, a0, u0, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
     if BLOCK_M > 1:
         _finish_row(1, a1, u1, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
@@ -289,7 +324,7 @@ def _dot_tile(
             v = tl.load(x_ptrs + i0, mask=mask_m & (offs < IN)[:, None], other=0.0)
         if NORM:
             n = tl.load(norm_weight + offs) if EVEN_I else tl.load(norm_weight + offs, mask=offs < IN, other=0.0)
-            v = _normalised(v, scale[None, :], n[:, None])
+            v = _normalised(v.to(tl.float32), scale[None, :], n.to(tl.float32)[:, None], dtype)
         acc = tl.dot(w, v, acc, input_precision="ieee")
         if GATED:
             if TMA:
@@ -400,10 +435,9 @@ def _norm_kernel(y, x, weight, stride_x, eps, IN: tl.constexpr, BLOCK: tl.conste
     mask = offs < IN
     n = tl.load(weight + offs, mask=mask, other=0.0)
     _await_former(PDL)
-    v = tl.load(x + m * stride_x + offs, mask=mask, other=0.0)
-    wide = v.to(tl.float32)
+    wide = tl.load(x + m * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / IN + eps)
-    tl.store(y + m * IN + offs, _normalised(v, scale, n), mask=mask)
+    tl.store(y + m * IN + offs, _normalised(wide, scale, n.to(tl.float32), y.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x_ME: Tensor, weight_E: Tensor, eps: float, pdl: bool = False) -> Tensor:
@@ -492,6 +526,7 @@ def _product(
     assert num_rows <= config.block_m, (num_rows, config)
     assert weight.shape[1] == size, (x_MI.shape, weight.shape)
     assert x_MI.stride(1) == 1, x_MI.stride()
+    assert x_MI.stride(0) % 8 == 0, x_MI.stride()
     assert weight.is_contiguous(), weight.stride()
     assert residual_MO is None or residual_MO.is_contiguous()
     num_out = weight.shape[0] // 2 if gated else weight.shape[0]
