@@ -159,7 +159,12 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._began = time.perf_counter()
-        self._peers: list[Peer] = [read_peer(path) for path in args.compare]
+        self._peers: list[Peer] = []
+        for path in args.compare:
+            try:
+                self._peers.append(read_peer(path))
+            except ValueError as error:  # the other engine may have failed: ours is measured all the same
+                self.say(f"WARNING: {error}")
         self._rates: DeviceRates | None = None
         self.report: dict[str, Any] = {
             "commit": args.commit or commit(),
@@ -372,6 +377,8 @@ def generate(engine: BatchEngine, rows: Rows) -> Measured:
         for i, (prompt, length) in enumerate(zip(rows.prompts, rows.lengths, strict=True))
     ]
     before = copy.deepcopy(engine.stats)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # a round may be under way whose rows have all ended
     tokens, left = 0, len(requests)
     began = time.perf_counter()
     for request in requests:

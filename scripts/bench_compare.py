@@ -33,7 +33,7 @@ class Peer:
 
 
 def read_peer(path: Path) -> Peer:
-    """Raises SystemExit, with the reason, for a file that holds something else."""
+    """Raises ValueError, with the reason, for a file that is missing or holds something else."""
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return Peer(
@@ -44,7 +44,7 @@ def read_peer(path: Path) -> Peer:
             {name: job["wall_s"] for name, job in raw.get("jobs", {}).items()},
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SystemExit(f"{path} holds no figures of another engine: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} holds no figures of another engine: {type(error).__name__}: {error}") from error
 
 
 def ratios(peers: Sequence[Peer], workload: str, concurrency: int, tok_s: float, wall_s: float) -> dict[str, float]:

@@ -140,7 +140,7 @@ def test_figures_of_others(tmp_path: Path) -> None:
     better = peer("vllm", rows=[{"concurrency": 4, "tok_s": 500.0}])
     assert ratios([better, rows], "uniform", 4, tok_s=250.0, wall_s=1.0) == {"vllm": 0.5}
     (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="no figures"):
         read_peer(tmp_path / "x.json")
 
 
@@ -169,12 +169,14 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     Path("vllm.json").write_text(json.dumps(peer))
     arguments = ["bench.py", *TINY, "--concurrency", "1,2", "--tokens", "12/4", "--max-running", "2", "-o", "out.json"]
     arguments += ["--workload", "uniform", "--workload", "mixed-1k-512", "--compare", "vllm.json", "--commit", "abc"]
+    arguments += ["--compare", "missing.json"]
     arguments += ["--method", "none", "--method", "eagle3:2/1/3@2", "--method", "eagle3:2/2/4"]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
         bench.main()
     assert ended.value.code == 1, "a method that failed"
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("WARNING: missing.json holds no figures")
     report = json.loads(Path("out.json").read_text())
     assert report["commit"] == "abc"
     plain, refused, tree = report["methods"]
