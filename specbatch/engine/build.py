@@ -102,7 +102,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     speculation = _resolve_speculation(config.speculation)
     device = _resolve_device(config.engine.device, notes)
     dtype = _resolve_dtype(config.model.dtype, device, notes)
-    _check_simulation(speculation, device)
+    engine = _resolve_engine(config.engine, device, dtype, notes)
+    _check_simulation(speculation, engine)
     if speculation.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
@@ -111,7 +112,6 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     draft = _open_draft(speculation, target, tokenizer, dtype, device, progress)
     if speculation.topk > 1 and speculation.method in NEURAL:
         _check_topk(speculation.topk, draft)
-    engine = _resolve_engine(config.engine, device, dtype, notes)
 
     lookahead = _lookahead(speculation)
     given_kv_tokens = num_kv_tokens = config.engine.kv_cache_tokens
@@ -299,7 +299,7 @@ def _resolve_speculation(section: SpeculationSection) -> SpeculationSection:
     return replace(section, num_steps=steps, num_draft_tokens=tokens, draft=draft)
 
 
-def _check_simulation(speculation: SpeculationSection, device: torch.device) -> None:
+def _check_simulation(speculation: SpeculationSection, engine: EngineSettings) -> None:
     simulated = speculation.simulate_acceptance
     if simulated is None:
         return
@@ -315,10 +315,10 @@ def _check_simulation(speculation: SpeculationSection, device: torch.device) -> 
             f"{option} is {simulated:g}, but a round of {longest - 1} steps commits at most {longest} tokens",
             hint="raise speculation.num_steps",
         )
-    if device.type != "cuda":
+    if not engine.on_device:
         raise ConfigError(
-            f"{option} needs engine.device cuda, not {device}",
-            hint="on a CPU, acceptance is what the drafts are worth; set it to null",
+            f"{option} needs engine.device cuda, and not engine.attention torch",
+            hint="elsewhere, acceptance is what the drafts are worth; set it to null",
         )
 
 
