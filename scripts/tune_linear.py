@@ -42,11 +42,11 @@ DTYPE = torch.bfloat16
 EPS = 1e-5
 SMS = 132
 ROWS = (1, 4, 8, 16, 32, 64)
-CHAIN_ROWS = (1, 4, 8, 16)
+CHAIN_ROWS = (1, 8, 4, 16, 64)
 NUM_LAYERS = 32
 MIN_ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
 MAX_ERROR = 1e-2
-KEPT = 4  # candidates of each product that the chain tries
+KEPT = 5  # candidates of each product that the chain tries
 PREFETCHES = (0, 512, 1024, 2048)
 
 
@@ -129,8 +129,7 @@ def candidates(product: Product, M: int) -> list[Config]:
             block_o //= 2
         if programs > triton.cdiv(product.num_out, block_o) * splits:
             return
-        bytes_in_flight = (stages if stages > 1 else 1) * block_i * 2 * (block_o * (2 if gated else 1) + block_m)
-        if bytes_in_flight > 220e3:
+        if stages * block_i * 2 * (block_o * (2 if gated else 1) + block_m) > 220e3:  # shared memory
             return
         fused = (True, False) if product.op.startswith("norm") and M <= 8 else (False,)
         for fuse_norm in fused:
@@ -258,13 +257,14 @@ def brief(config: Config) -> str:
     parts = [config.kind, f"m{config.block_m}", f"o{config.block_o}", f"i{config.block_i}", f"s{config.num_stages}"]
     parts.append(f"w{config.num_warps}")
     parts += [f"split{config.splits}"] * (config.splits > 1) + [f"p{config.num_programs}"] * (config.num_programs > 0)
-    parts += ["tma"] * config.tma + ["apart"] * (not config.fuse_norm) + ["pdl"] * config.pdl
+    parts += ["tma"] * config.tma + ["norm-apart"] * (not config.fuse_norm) + ["pdl"] * config.pdl
     parts += [f"pre{config.prefetch}"] * (config.prefetch > 0)
     return " ".join(parts)
 
 
 def replay_time(launch: Callable[[], object], num_replays: int = 7) -> float:
     """Seconds of one replay of what `launch` launches, the median of a few."""
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch()

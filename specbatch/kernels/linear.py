@@ -303,15 +303,24 @@ def _dot_tile(
     offs_m = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_I)
     mask_m = (offs_m < M)[None, :]
-    rows = offs_o if EVEN_O else tl.minimum(offs_o, OUT - 1)
+    # Rows of gate, then the same rows of up: one operand.
+    ROWS: tl.constexpr = 2 * BLOCK_O if GATED else BLOCK_O
+    local = tl.arange(0, ROWS)
+    rows = tile * BLOCK_O + local % BLOCK_O
+    if not EVEN_O:
+        rows = tl.minimum(rows, OUT - 1)
+    rows += (local // BLOCK_O) * OUT
     x_ptrs = x + offs_m[None, :] * stride_x + cols[:, None]
-    acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
-    acc_up = acc
+    acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         i0 = step * BLOCK_I
         offs = i0 + cols
         if TMA:
-            w = weight.load([tile * BLOCK_O, i0])
+            w = (
+                weight.load([0, tile * BLOCK_O, i0]).reshape(ROWS, BLOCK_I)
+                if GATED
+                else weight.load([tile * BLOCK_O, i0])
+            )
         else:
             w_ptrs = weight + rows.to(tl.int64)[:, None] * IN + offs[None, :]
             if EVEN_I:
@@ -326,34 +335,26 @@ def _dot_tile(
             n = tl.load(norm_weight + offs) if EVEN_I else tl.load(norm_weight + offs, mask=offs < IN, other=0.0)
             v = _normalised(v.to(tl.float32), scale[None, :], n.to(tl.float32)[:, None], dtype)
         acc = tl.dot(w, v, acc, input_precision="ieee")
-        if GATED:
-            if TMA:
-                up = weight.load([OUT + tile * BLOCK_O, i0])
-            else:
-                if EVEN_I:
-                    up = tl.load(w_ptrs + OUT * IN, eviction_policy="evict_first")
-                else:
-                    up = tl.load(w_ptrs + OUT * IN, mask=(offs < IN)[None, :], other=0.0, eviction_policy="evict_first")
-            acc_up = tl.dot(up, v, acc_up, input_precision="ieee")
-    at = offs_m[None, :] * OUT + offs_o[:, None]
-    mask = mask_m & (offs_o < OUT)[:, None]
     if SPLITS > 1:
         # (S, M, OUT), or (S, M, 2, OUT) if gated
         PARTS: tl.constexpr = 2 if GATED else 1
-        at = (split * M + offs_m[None, :]) * (PARTS * OUT) + offs_o[:, None]
-        tl.store(partial + at, acc, mask=mask)
-        if GATED:
-            tl.store(partial + at + OUT, acc_up, mask=mask)
-    elif GATED:
-        tl.store(y + at, _gate(acc, acc_up, dtype), mask=mask)
+        at = (split * M + offs_m[None, :]) * (PARTS * OUT) + rows[:, None]
+        inside = (tile * BLOCK_O + local % BLOCK_O < OUT)[:, None]
+        tl.store(partial + at, acc, mask=mask_m & inside)
     else:
-        b = acc
-        r = acc
-        if HAS_BIAS:
-            b = tl.load(bias + offs_o, mask=offs_o < OUT, other=0.0)[:, None]
-        if HAS_RESIDUAL:
-            r = tl.load(residual + at, mask=mask, other=0.0)
-        tl.store(y + at, _rounded(acc, b, r, HAS_BIAS, HAS_RESIDUAL, dtype), mask=mask)
+        at = offs_m[None, :] * OUT + offs_o[:, None]
+        mask = mask_m & (offs_o < OUT)[:, None]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_O, BLOCK_M)), (1, 2, 0)))
+            tl.store(y + at, _gate(gate, up, dtype), mask=mask)
+        else:
+            b = acc
+            r = acc
+            if HAS_BIAS:
+                b = tl.load(bias + offs_o, mask=offs_o < OUT, other=0.0)[:, None]
+            if HAS_RESIDUAL:
+                r = tl.load(residual + at, mask=mask, other=0.0)
+            tl.store(y + at, _rounded(acc, b, r, HAS_BIAS, HAS_RESIDUAL, dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -557,7 +558,11 @@ def _product(
     partial = None
     if config.splits > 1:
         partial = torch.empty((config.splits, num_rows, parts * num_out), dtype=torch.float32, device=x_MI.device)
-    operand = TensorDescriptor.from_tensor(weight, [config.block_o, block_i]) if config.tma else weight
+    operand: Tensor | TensorDescriptor = weight
+    if config.tma and gated:
+        operand = TensorDescriptor.from_tensor(weight.view(2, num_out, size), [2, config.block_o, block_i])
+    elif config.tma:
+        operand = TensorDescriptor.from_tensor(weight, [config.block_o, block_i])
     _dot_kernel[(programs,)](
         y_MO, x_MI, operand, weight, norm_weight_I, bias_O, residual_MO, partial, num_rows, x_MI.stride(0), eps,
         OUT=num_out, IN=size, BLOCK_M=config.block_m, BLOCK_O=config.block_o, BLOCK_I=block_i,
