@@ -156,7 +156,8 @@ class StubRun:
 def resolve(config: Config, progress: object = None) -> StubRun:
     model = replace(config.model, dtype="float32")
     longest = min(512, config.engine.kv_cache_tokens or 512)
-    resolved = replace(config, model=model, engine=replace(config.engine, device="cpu"))
+    batch = config.engine.max_batch_size or 16
+    resolved = replace(config, model=model, engine=replace(config.engine, device="cpu", max_batch_size=batch))
     return StubRun(resolved, model_max_tokens=longest, cache_limits_rows=longest < 512)
 
 
@@ -164,7 +165,7 @@ def build_engine(run: StubRun) -> StubEngine:
     if log := os.environ.get("STUB_BUILT"):
         Path(log).touch()
     return StubEngine(
-        run.config.engine.max_batch_size,
+        run.config.engine.max_batch_size or 16,
         sleep=float(os.environ.get("STUB_SLEEP", "0")),
         fail_at=int(os.environ.get("STUB_FAIL_AT", "0")),
     )

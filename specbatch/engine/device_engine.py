@@ -27,7 +27,16 @@ from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.transfers import Download, Transfers
 from specbatch.speculation.sequence import Sequence
 from specbatch.speculation.slots import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
-from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request, TokenLogprob
+from specbatch.types import (
+    Completion,
+    EngineLimits,
+    EngineStats,
+    FinishReason,
+    NoiseKey,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 
 # Reports that may be unread when the next step is launched.
 _READ_BEHIND = 1
@@ -270,6 +279,28 @@ class DeviceEngine:
         if changed:
             slots = self._transfers.upload(np.array(changed, dtype=np.int64))
             self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
+
+    @torch.inference_mode()
+    def time_phases(self, batch_size: int, context: int = 1000, repeats: int = 20) -> dict[str, float]:
+        """Milliseconds that draft, verify and draft-extend take for `batch_size` requests of `context` tokens, each as
+        a graph of its own. CUDA only; the engine must be idle."""
+        assert not self._scheduler.running, "requests are running"
+        assert not self._scheduler.waiting, "requests are waiting"
+        params = SamplingParams(max_tokens=repeats, ignore_eos=True)
+        context = min(context, self.limits.max_prompt_tokens - repeats)
+        for i in range(batch_size):
+            prompt = [(i * 7919 + j * 104729) % self.limits.vocab_size for j in range(context)]
+            self.submit(Request(-1 - i, prompt, params, NoiseKey(0, i, 0)))
+        while self._scheduler.waiting or not all(seq.is_computed for seq in self._scheduler.running):
+            self.step()
+        while self._reports:
+            self._read()
+        running = self._scheduler.plan_round()
+        self._upload_pages(running)
+        times = self._executor.time_phases([seq.slot for seq in running], repeats)
+        while self._scheduler.running or self._reports:
+            self.step()
+        return times
 
     def check_integrity(self) -> None:
         """Assert that every page is accounted for, and that the device knows the pages. For tests, between steps."""

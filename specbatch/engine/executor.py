@@ -7,6 +7,7 @@ as in other engines; with `off` every kernel is launched by the host.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -110,6 +111,42 @@ class RoundExecutor:
         output = self.runner.output((name, size, sampled))
         _copy_into(output, function())
         return output
+
+    def time_phases(self, slots: list[int], repeats: int) -> dict[str, float]:
+        """Median milliseconds of each phase and of a whole round, each as a graph, over these slots as they stand; what
+        they hold is put back after every round."""
+        size = next(s for s in self._sizes if s >= len(slots))
+        state = self._round.state
+        rows_B = torch.full((size,), self._padding, dtype=torch.int64, device=self._rows_B.device)
+        rows_B[: len(slots)] = torch.tensor(slots, device=self._rows_B.device)
+        kept = state.ints_SF.clone(), state.features_SE.clone()
+        runner = GraphRunner(self._rows_B.device)
+        rows, draft = runner.capture(("draft",), lambda: self._round.draft(rows_B, False))
+        verified = runner.capture(("verify",), lambda: self._round.verify(rows, draft, False))
+        runner.capture(("extend",), lambda: self._round.extend(verified))
+        runner.capture(("round",), lambda: self._round(rows_B, False))
+        times: dict[str, list[float]] = {name: [] for name in (*PHASES, "round")}
+        for _ in range(repeats):
+            state.ints_SF.copy_(kept[0])
+            state.features_SE.copy_(kept[1])
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(PHASES) + 2)]
+            marks[0].record()
+            for mark, name in zip(marks[1:], PHASES, strict=False):
+                runner.replay((name,))
+                mark.record()
+            state.ints_SF.copy_(kept[0])
+            state.features_SE.copy_(kept[1])
+            before = torch.cuda.Event(enable_timing=True)
+            before.record()
+            runner.replay(("round",))
+            marks[-1].record()
+            torch.cuda.synchronize()
+            for i, name in enumerate(PHASES):
+                times[name].append(marks[i].elapsed_time(marks[i + 1]))
+            times["round"].append(before.elapsed_time(marks[-1]))
+        state.ints_SF.copy_(kept[0])
+        state.features_SE.copy_(kept[1])
+        return {name: statistics.median(values) for name, values in times.items()}
 
 
 def _copy_into(target: Any, source: Any) -> None:

@@ -1,5 +1,6 @@
 """All operations as plain torch: see `kernels.ops_for`."""
 
+from specbatch.kernels.torch_linear import gated_linear, linear, norm_gated_linear, norm_linear
 from specbatch.kernels.torch_model import Workspace, attend, move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.torch_round import (
     accept_chain,
@@ -23,8 +24,12 @@ __all__ = [
     "beam_step",
     "distribution",
     "draft_topk",
+    "gated_linear",
+    "linear",
     "move_slots",
     "ngram_lookup",
+    "norm_gated_linear",
+    "norm_linear",
     "rms_norm",
     "rotary_write",
     "sample",

@@ -1,19 +1,11 @@
 """All operations, in Triton where that pays: see `kernels.ops_for`."""
 
 from specbatch.kernels.attention import Workspace, attend
+from specbatch.kernels.dense import gated_linear, linear, norm_gated_linear, norm_linear
 from specbatch.kernels.model import move_slots, rms_norm, rotary_write, silu_mul
-from specbatch.kernels.torch_round import (
-    accept_chain,
-    accept_path,
-    argmax,
-    beam_step,
-    distribution,
-    draft_topk,
-    ngram_lookup,
-    sample,
-    select_nodes,
-    uniform,
-)
+from specbatch.kernels.round_ngram import ngram_lookup
+from specbatch.kernels.round_sampling import accept_chain, argmax, distribution, sample, uniform
+from specbatch.kernels.round_tree import accept_path, beam_step, draft_topk, select_nodes
 
 __all__ = [
     "Workspace",
@@ -24,8 +16,12 @@ __all__ = [
     "beam_step",
     "distribution",
     "draft_topk",
+    "gated_linear",
+    "linear",
     "move_slots",
     "ngram_lookup",
+    "norm_gated_linear",
+    "norm_linear",
     "rms_norm",
     "rotary_write",
     "sample",

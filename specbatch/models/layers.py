@@ -6,7 +6,6 @@ Shape suffixes: T packed tokens, I input features, O output features, H heads, D
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels import ops_for
@@ -37,17 +36,18 @@ class Linear:
         self._packed = PackedLinear(weight_OI, bias_O) if is_packable(weight_OI) else None
         if self._packed is None:
             self._weight, self._bias = weight_OI, bias_O
+            self._ops = ops_for(weight_OI.device, weight_OI.dtype)
 
     def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None, residual_TO: Tensor | None = None) -> Tensor:
-        if norm is not None:
-            x_TI = norm(x_TI)
         if self._packed is not None:
+            x_TI = x_TI if norm is None else norm(x_TI)
             y = in_blocks(self._packed.multiply, x_TI, self._packed.settings.blocks)
-        elif residual_TO is not None and x_TI.is_cuda and self._bias is None:
-            return torch.addmm(residual_TO, x_TI, self._weight.T)
-        else:
-            y = F.linear(x_TI, self._weight, self._bias)
-        return y if residual_TO is None else residual_TO + y
+            return y if residual_TO is None else residual_TO + y
+        if norm is not None:
+            y = self._ops.norm_linear(x_TI, norm.weight, norm.eps, self._weight, self._bias)
+            return y if residual_TO is None else residual_TO + y
+        product: Tensor = self._ops.linear(x_TI, self._weight, self._bias, residual_TO)
+        return product
 
 
 class GatedLinear:
@@ -62,13 +62,20 @@ class GatedLinear:
         if self._is_packed:
             self._gate, self._up = PackedLinear(gate_OI, gate_bias_O), PackedLinear(up_OI, up_bias_O)
         else:
-            bias = None if gate_bias_O is None or up_bias_O is None else torch.cat((gate_bias_O, up_bias_O))
-            self._gate_up = Linear(torch.cat((gate_OI, up_OI)), bias)
-            self._silu_mul = ops_for(gate_OI.device, gate_OI.dtype).silu_mul
+            self._weight = torch.cat((gate_OI, up_OI))
+            self._bias = None if gate_bias_O is None or up_bias_O is None else torch.cat((gate_bias_O, up_bias_O))
+            self._ops = ops_for(gate_OI.device, gate_OI.dtype)
 
     def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None) -> Tensor:
         if not self._is_packed:
-            y: Tensor = self._silu_mul(self._gate_up(x_TI, norm=norm))
+            y: Tensor
+            if self._bias is not None:
+                x_TI = x_TI if norm is None else norm(x_TI)
+                y = self._ops.silu_mul(self._ops.linear(x_TI, self._weight, self._bias))
+            elif norm is None:
+                y = self._ops.gated_linear(x_TI, self._weight)
+            else:
+                y = self._ops.norm_gated_linear(x_TI, norm.weight, norm.eps, self._weight)
             return y
         x_TI = x_TI if norm is None else norm(x_TI)
         return in_blocks(self._multiply, x_TI, self._gate.settings.blocks)  # gate and up are of one size

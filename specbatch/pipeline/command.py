@@ -74,6 +74,8 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
     source = open_source(options.input, config.data)
     _check_output(output, source)
     run: Resolved = runtime.resolve(config)
+    batch = run.config.engine.max_batch_size
+    assert batch is not None, "resolve() decides it"
     start_seconds = time.perf_counter() - began  # with the import of the libraries: part of what loading costs
     texts = TextProcessor(run.tokenizer, run.config.data)
     job = job_fingerprint(
@@ -113,7 +115,7 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
             load,
             model_name=run.config.model.target,
             seed=run.config.engine.seed,
-            look_ahead=_LOOK_AHEAD_BATCHES * (run.config.engine.max_batch_size or 1),
+            look_ahead=_LOOK_AHEAD_BATCHES * batch,
             limit=options.limit,
             simulated=run.config.speculation.simulate_acceptance is not None,
             progress=progress,

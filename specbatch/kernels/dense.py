@@ -1,0 +1,47 @@
+"""Matrix products on CUDA: the library's for many rows, our own (`linear.py`) for few, which only stream the weights.
+
+Signatures and results are those of `torch_linear.py`. Shape suffixes as there.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specbatch.kernels import linear as skinny
+from specbatch.kernels.linear_config import is_skinny
+from specbatch.kernels.model import rms_norm, silu_mul
+
+
+def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None) -> Tensor:
+    if _is_skinny(x_MI, weight_OI):
+        return skinny.linear(x_MI, weight_OI, bias_O, residual_MO)
+    if residual_MO is not None and bias_O is None:
+        return torch.addmm(residual_MO, x_MI, weight_OI.T)  # added before the product is rounded
+    y = F.linear(x_MI, weight_OI, bias_O)
+    return y if residual_MO is None else residual_MO + y
+
+
+def norm_linear(
+    x_ME: Tensor, norm_weight_E: Tensor, eps: float, weight_OE: Tensor, bias_O: Tensor | None = None
+) -> Tensor:
+    if _is_skinny(x_ME, weight_OE):
+        return skinny.norm_linear(x_ME, norm_weight_E, eps, weight_OE, bias_O)
+    return F.linear(rms_norm(x_ME, norm_weight_E, eps), weight_OE, bias_O)
+
+
+def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor) -> Tensor:
+    if _is_skinny(x_ME, gate_up_2IE):
+        return skinny.gated_linear(x_ME, gate_up_2IE)
+    return silu_mul(F.linear(x_ME, gate_up_2IE))
+
+
+def norm_gated_linear(x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2IE: Tensor) -> Tensor:
+    if _is_skinny(x_ME, gate_up_2IE):
+        return skinny.norm_gated_linear(x_ME, norm_weight_E, eps, gate_up_2IE)
+    return silu_mul(F.linear(rms_norm(x_ME, norm_weight_E, eps), gate_up_2IE))
+
+
+def _is_skinny(x_MI: Tensor, weight_OI: Tensor) -> bool:
+    return is_skinny(x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1], x_MI.dtype)

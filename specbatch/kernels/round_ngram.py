@@ -1,0 +1,88 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Prompt lookup on the device (Triton): the texts are searched anew in each round, in chunks side by side, which costs
+less than keeping an index there. The twin in `torch_round` says what it does.
+
+Shape suffixes as in `torch_round`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _longest_of_chunk(
+    tokens_ptr, rows_ptr, num_tokens_ptr, best_ptr, stride, min_match, max_match, CHUNK: tl.constexpr
+):
+    """Of the occurrences that end in a chunk the longest, of equals the last: (tokens matched) << 32 | its end, the
+    index of the token behind it; 0: none."""
+    seq, chunk = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(rows_ptr + seq).to(tl.int64)
+    length = tl.load(num_tokens_ptr + slot).to(tl.int32)
+    text_ptr = tokens_ptr + slot * stride
+    ends = chunk * CHUNK + tl.arange(0, CHUNK)
+    best = tl.full((), 0, tl.int64)
+    if chunk * CHUNK < length:
+        running = (ends >= 1) & (ends < length)
+        matched = tl.zeros((CHUNK,), tl.int32)
+        for back in range(1, max_match + 1):
+            suffix = tl.load(text_ptr + tl.maximum(length - back, 0))
+            running = running & (ends >= back)
+            before = tl.load(text_ptr + ends - back, mask=running, other=0)
+            running = running & (before == suffix)
+            matched += running.to(tl.int32)
+        found = matched >= min_match
+        best = tl.max(tl.where(found, (matched.to(tl.int64) << 32) | ends.to(tl.int64), 0))
+    tl.store(best_ptr + seq * tl.num_programs(1) + chunk, best)
+
+
+@triton.jit
+def _continue(
+    tokens_ptr, rows_ptr, num_tokens_ptr, limit_ptr, best_ptr, drafts_ptr, num_drafts_ptr, stride, num_chunks,
+    num_drafts, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0)
+    slot = tl.load(rows_ptr + seq).to(tl.int64)
+    length = tl.load(num_tokens_ptr + slot).to(tl.int32)
+    limit = tl.load(limit_ptr + slot).to(tl.int32)
+    chunks = tl.arange(0, CHUNKS)
+    best = tl.max(tl.load(best_ptr + seq * num_chunks + chunks, mask=chunks < num_chunks, other=0))
+    start = (best & 0xFFFFFFFF).to(tl.int32)
+    count = tl.where(best > 0, tl.minimum(tl.maximum(limit - length, 0), num_drafts), 0)
+    drafted = tl.arange(0, BLOCK_D)
+    source = start + drafted % tl.maximum(length - start, 1)
+    tokens = tl.load(tokens_ptr + slot * stride + source, mask=drafted < count, other=0)
+    tl.store(drafts_ptr + seq * num_drafts + drafted, tokens.to(tl.int64), mask=drafted < num_drafts)
+    tl.store(num_drafts_ptr + seq, count.to(tl.int64))
+
+
+def ngram_lookup(
+    tokens_SL: Tensor,
+    rows_B: Tensor,
+    num_tokens_S: Tensor,
+    limit_S: Tensor,
+    min_match: int,
+    max_match: int,
+    num_drafts: int,
+) -> tuple[Tensor, Tensor]:
+    """`torch_round.ngram_lookup`. Counts and limits may be of any integer type."""
+    assert 1 <= min_match <= max_match, (min_match, max_match)
+    assert tokens_SL.stride(1) == 1
+    batch, device = rows_B.shape[0], tokens_SL.device
+    width = tokens_SL.shape[1]
+    chunk = min(1024, triton.next_power_of_2(width))
+    num_chunks = triton.cdiv(width, chunk)
+    best = torch.empty((batch, num_chunks), dtype=torch.int64, device=device)
+    drafts = torch.empty((batch, num_drafts), dtype=torch.int64, device=device)
+    num_drafts_B = torch.empty(batch, dtype=torch.int64, device=device)
+    _longest_of_chunk[(batch, num_chunks)](
+        tokens_SL, rows_B, num_tokens_S, best, tokens_SL.stride(0), min_match, max_match, CHUNK=chunk
+    )
+    _continue[(batch,)](
+        tokens_SL, rows_B, num_tokens_S, limit_S, best, drafts, num_drafts_B, tokens_SL.stride(0), num_chunks,
+        num_drafts, CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_D=triton.next_power_of_2(num_drafts), num_warps=1,
+    )  # fmt: skip
+    return drafts, num_drafts_B

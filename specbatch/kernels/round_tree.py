@@ -1,0 +1,249 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Draft trees and their acceptance on the device (Triton); the twins in `torch_round` say what each does.
+
+Floats are ordered as integers, and where both matter a number and its index are one integer, so that the larger of two
+and the earlier of equals are found by one comparison. What is NaN counts as -inf: rows of garbage, as in the padding of
+a captured graph, give garbage, but no index out of range.
+
+Shape suffixes as in `torch_round`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOWEST = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _ordered(x):
+    """float32 as int32 of the same order; -0 as 0, NaN as -inf."""
+    x = tl.where(x == x, x, float("-inf"))
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _unordered(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _packed(x, index):
+    """int64 that is larger where x is, and of equal x where the index is lower."""
+    return (_ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _index_of(packed):
+    return 0x7FFFFFFF - (packed & 0xFFFFFFFF)
+
+
+@triton.jit
+def _topk_of_chunk(logits_ptr, best_ptr, peak_ptr, sum_ptr, stride, width, K: tl.constexpr, CHUNK: tl.constexpr):
+    row, chunk, num_chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * stride + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    peak = tl.max(x)
+    out = row * num_chunks + chunk
+    tl.store(peak_ptr + out, peak)
+    tl.store(sum_ptr + out, tl.sum(tl.where(x > float("-inf"), tl.exp(x - peak), 0.0)))
+    packed = tl.where(ids < width, _packed(x, ids), _LOWEST)
+    for i in range(K):
+        best = tl.max(packed)
+        tl.store(best_ptr + out * K + i, best)
+        packed = tl.where(packed == best, _LOWEST, packed)
+
+
+@triton.jit
+def _topk_of_chunks(
+    best_ptr, peak_ptr, sum_ptr, scores_ptr, ids_ptr, num_chunks,
+    K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    chunks, entries = tl.arange(0, CHUNKS), tl.arange(0, BLOCK)
+    peaks = tl.load(peak_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
+    sums = tl.load(sum_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
+    peak = tl.max(peaks)
+    log_sum = tl.log(tl.sum(tl.where(sums > 0.0, sums * tl.exp(peaks - peak), 0.0)))
+    packed = tl.load(best_ptr + row * num_chunks * K + entries, mask=entries < num_chunks * K, other=_LOWEST)
+    for i in range(K):
+        best = tl.max(packed)
+        tl.store(ids_ptr + row * K + i, _index_of(best))
+        tl.store(scores_ptr + row * K + i, _unordered((best >> 32).to(tl.int32)) - peak - log_sum)
+        packed = tl.where(packed == best, _LOWEST, packed)
+
+
+def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`torch_round.draft_topk`, in one pass over the logits and a small one over the best of each chunk. Ordered and
+    scored in float32. Rows of `logits_RW` may lie apart."""
+    rows, width = logits_RW.shape
+    assert 1 <= k <= min(16, width), (k, width)
+    assert logits_RW.stride(1) == 1
+    chunk = min(4096, triton.next_power_of_2(width))
+    num_chunks = triton.cdiv(width, chunk)
+    best = torch.empty((rows, num_chunks, k), dtype=torch.int64, device=logits_RW.device)
+    peak, total = torch.empty((2, rows, num_chunks), dtype=torch.float32, device=logits_RW.device)
+    scores = torch.empty((rows, k), dtype=torch.float32, device=logits_RW.device)
+    ids = torch.empty((rows, k), dtype=torch.int64, device=logits_RW.device)
+    _topk_of_chunk[(rows, num_chunks)](
+        logits_RW, best, peak, total, logits_RW.stride(0), width, K=k, CHUNK=chunk, num_warps=8
+    )
+    _topk_of_chunks[(rows,)](
+        best, peak, total, scores, ids, num_chunks,
+        K=k, CHUNKS=triton.next_power_of_2(num_chunks), BLOCK=triton.next_power_of_2(num_chunks * k),
+    )  # fmt: skip
+    return scores, ids
+
+
+@triton.jit
+def _beam_step(
+    scores_ptr, step_scores_ptr, step_tokens_ptr,
+    cand_scores_ptr, cand_tokens_ptr, chosen_ptr, new_scores_ptr, new_tokens_ptr, parent_ptr,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    children = tl.arange(0, BLOCK)
+    real = children < K * K
+    at = row * K * K + children
+    scores = tl.load(scores_ptr + row * K + children // K, mask=real, other=0.0)
+    scores += tl.load(step_scores_ptr + at, mask=real, other=0.0)
+    tokens = tl.load(step_tokens_ptr + at, mask=real, other=0)
+    tl.store(cand_scores_ptr + at, scores, mask=real)
+    tl.store(cand_tokens_ptr + at, tokens, mask=real)
+    packed = tl.where(real, _packed(scores, children), _LOWEST)
+    for i in range(K):
+        best = tl.max(packed)
+        chosen = _index_of(best)
+        # Taken from the registers: what was stored above is not to be read by another thread yet.
+        token = tl.sum(tl.where(packed == best, tokens, 0))
+        out = row * K + i
+        tl.store(chosen_ptr + out, chosen)
+        tl.store(new_scores_ptr + out, _unordered((best >> 32).to(tl.int32)))
+        tl.store(new_tokens_ptr + out, token)
+        tl.store(parent_ptr + out, chosen // K)
+        packed = tl.where(packed == best, _LOWEST, packed)
+
+
+def beam_step(
+    scores_BK: Tensor, step_scores_BKK: Tensor, step_tokens_BKK: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`torch_round.beam_step`."""
+    batch, k = scores_BK.shape
+    device = scores_BK.device
+    cand_scores = torch.empty((batch, k * k), dtype=torch.float32, device=device)
+    cand_tokens = torch.empty((batch, k * k), dtype=torch.int64, device=device)
+    chosen, new_tokens, parent = torch.empty((3, batch, k), dtype=torch.int64, device=device)
+    new_scores = torch.empty((batch, k), dtype=torch.float32, device=device)
+    _beam_step[(batch,)](
+        scores_BK.contiguous(), step_scores_BKK.contiguous(), step_tokens_BKK.contiguous(),
+        cand_scores, cand_tokens, chosen, new_scores, new_tokens, parent,
+        K=k, BLOCK=triton.next_power_of_2(k * k), num_warps=1 if k <= 4 else 4,
+    )  # fmt: skip
+    return cand_scores, cand_tokens, chosen, new_scores, new_tokens, parent
+
+
+@triton.jit
+def _select_nodes(
+    root_ptr, tokens_ptr, scores_ptr, parents_ptr,
+    out_tokens_ptr, out_parents_ptr, depths_ptr, mask_ptr, num_candidates,
+    N: tl.constexpr, LOG_STEPS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    candidates = tl.arange(0, BLOCK_C)
+    real = candidates < num_candidates
+    at = row * num_candidates + candidates
+    key = _ordered(tl.load(scores_ptr + at, mask=real, other=float("-inf"))).to(tl.int64)
+    tokens = tl.load(tokens_ptr + at, mask=real, other=0)
+    above = tl.load(parents_ptr + at, mask=real, other=-1).to(tl.int32)
+
+    # The lowest score that is kept: the largest that N - 1 candidates reach, one bit at a time.
+    low = tl.full((), -(2**31), tl.int64)
+    high = tl.full((), 2**31, tl.int64)
+    for _ in range(32):
+        middle = (low + high) >> 1
+        enough = tl.sum((real & (key >= middle)).to(tl.int32)) >= N - 1
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    better = real & (key > low)
+    equal = real & (key == low)
+    room = N - 1 - tl.sum(better.to(tl.int32))
+    kept = better | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+
+    # Candidates in their order become nodes 1, 2, ..
+    node = tl.cumsum(kept.to(tl.int32), 0)
+    parent = tl.where(above < 0, 0, tl.gather(node, tl.maximum(above, 0), 0))
+    tl.store(out_tokens_ptr + row * N, tl.load(root_ptr + row))
+    tl.store(out_tokens_ptr + row * N + node, tokens, mask=kept)
+    tl.store(out_parents_ptr + row * N, -1)
+    tl.store(out_parents_ptr + row * N + node, parent.to(tl.int64), mask=kept)
+    # The parents are read back by node: all threads must have written theirs.
+    tl.debug_barrier()
+
+    nodes = tl.arange(0, BLOCK_N)
+    parents = tl.load(out_parents_ptr + row * N + nodes, mask=nodes < N, other=-1).to(tl.int32)
+    # Who sees whom: parents and oneself; each squaring doubles the reach.
+    sees = (parents[:, None] == nodes[None, :]) | (nodes[:, None] == nodes[None, :])
+    for _ in tl.static_range(LOG_STEPS):
+        half = sees.to(tl.float16)
+        sees = tl.dot(half, half) > 0.0
+    tl.store(depths_ptr + row * N + nodes, tl.sum(sees.to(tl.int32), 1).to(tl.int64) - 1, mask=nodes < N)
+    bits = tl.full((BLOCK_N,), 1, tl.int32) << (nodes & 31)
+    for word in tl.static_range(WORDS):
+        own = tl.sum(tl.where(sees & ((nodes >> 5) == word)[None, :], bits[None, :], 0), 1)
+        tl.store(mask_ptr + (row * N + nodes) * WORDS + word, own.to(tl.int32), mask=nodes < N)
+
+
+def select_nodes(
+    root_B: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor, num_draft_tokens: int, num_steps: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`torch_round.select_nodes`."""
+    batch, num_candidates = tokens_BC.shape
+    assert 2 <= num_draft_tokens <= num_candidates + 1, (num_draft_tokens, num_candidates)
+    words = triton.cdiv(num_draft_tokens, 32)
+    tokens, parents, depths = torch.empty((3, batch, num_draft_tokens), dtype=torch.int64, device=tokens_BC.device)
+    mask = torch.empty((batch, num_draft_tokens, words), dtype=torch.int32, device=tokens_BC.device)
+    _select_nodes[(batch,)](
+        root_B.contiguous(), tokens_BC.contiguous(), scores_BC.contiguous(), parents_BC.contiguous(),
+        tokens, parents, depths, mask, num_candidates,
+        N=num_draft_tokens, LOG_STEPS=(num_steps - 1).bit_length(), BLOCK_C=triton.next_power_of_2(num_candidates),
+        BLOCK_N=max(16, triton.next_power_of_2(num_draft_tokens)), WORDS=words,
+    )  # fmt: skip
+    return tokens, parents, depths, mask
+
+
+@triton.jit
+def _accept_path(tokens_ptr, parents_ptr, choice_ptr, path_ptr, num_path_ptr, num_nodes, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    nodes = tl.arange(0, BLOCK_N)
+    real = nodes < num_nodes
+    tokens = tl.load(tokens_ptr + row * num_nodes + nodes, mask=real, other=-1)
+    parents = tl.load(parents_ptr + row * num_nodes + nodes, mask=real, other=-2)
+    path = tl.zeros((BLOCK_N,), tl.int64)
+    node = tl.full((), 0, tl.int32)
+    count = tl.full((), 0, tl.int32)
+    while node < BLOCK_N:
+        path = tl.where(nodes == count, node, path)
+        count += 1
+        choice = tl.load(choice_ptr + row * num_nodes + node)
+        # Only downwards, so that the walk ends whatever the parents are.
+        child = (nodes > node) & (parents == node) & (tokens == choice)
+        node = tl.min(tl.where(child, nodes, BLOCK_N))
+    tl.store(path_ptr + row * num_nodes + nodes, path, mask=real)
+    tl.store(num_path_ptr + row, count.to(tl.int64))
+
+
+def accept_path(tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch_round.accept_path`."""
+    batch, num_nodes = tokens_BN.shape
+    path = torch.empty((batch, num_nodes), dtype=torch.int64, device=tokens_BN.device)
+    num_path = torch.empty(batch, dtype=torch.int64, device=tokens_BN.device)
+    _accept_path[(batch,)](
+        tokens_BN.contiguous(), parents_BN.contiguous(), choice_BN.contiguous(), path, num_path, num_nodes,
+        BLOCK_N=triton.next_power_of_2(num_nodes), num_warps=1,
+    )  # fmt: skip
+    return path, num_path
