@@ -130,6 +130,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-c", "--config", type=Path, help="YAML; the options of the grid go on top")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="on top of everything")
     parser.add_argument("--compare", type=Path, action="append", default=[], metavar="FILE.json")
+    parser.add_argument("--phases", action=argparse.BooleanOptionalAction, default=True, help="time a round's parts")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no cell after that")
     parser.add_argument("--commit", help="what is measured, where the checkout does not say")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.json")
@@ -243,7 +244,8 @@ class Bench:
             if name != "uniform":
                 self._file_job(name, method, run, engine, entry)
         # Behind all cells, so that none is lost to it.
-        self._time_phases(engine, entry)
+        if args.phases:
+            self._time_phases(engine, entry)
 
     def _measure_device(self, device: torch.device) -> None:
         self._rates = rates = measure_device(device)
@@ -290,7 +292,11 @@ class Bench:
         for cell in entry["cells"]:
             if time_phases is None or cell["workload"] != "uniform" or cell.get("ms_per_round") is None:
                 continue
-            phases = {name: round(ms, 4) for name, ms in time_phases(cell["concurrency"]).items()}
+            if self._out_of_time(f"phases at {cell['concurrency']}"):
+                return
+            # At the context that the cell's rounds had on average.
+            times = time_phases(cell["concurrency"], cell["mean_context"])
+            phases = {name: round(ms, 4) for name, ms in times.items()}
             cell["phases_ms"] = phases
             cell["rest_ms"] = rest = round(cell["ms_per_round"] - sum(phases.values()), 4)
             parts = "".join(f"{name} {ms:.3f}, " for name, ms in phases.items())

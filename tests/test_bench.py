@@ -161,7 +161,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         alive.append(weakref.ref(engine))
         if run.config.speculation.method == "eagle3":
             engine.start_seconds = {"weights": 0.25}
-            engine.time_phases = lambda batch_size: {"draft": 0.001 * batch_size, "verify": 0.002}
+            engine.time_phases = lambda batch_size, context: {"draft": 0.001 * batch_size, "verify": 0.002}
         return engine
 
     monkeypatch.setattr(bench, "build_engine", build_one)
