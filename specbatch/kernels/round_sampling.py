@@ -33,7 +33,8 @@ def _argmax_of_chunk(logits_ptr, value_ptr, id_ptr, stride, vocab, CHUNK: tl.con
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf"))
-    best = tl.max(x.to(value_ptr.dtype.element_ty))
+    x = tl.where(x == x, x, float("-inf")).to(value_ptr.dtype.element_ty)
+    best = tl.max(x)
     tl.store(value_ptr + row * tl.num_programs(1) + chunk, best)
     tl.store(id_ptr + row * tl.num_programs(1) + chunk, tl.min(tl.where(x == best, ids, _NO_ID)))
 
