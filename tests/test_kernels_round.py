@@ -428,9 +428,8 @@ def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
     tokens = torch.full((len(texts), 40), 1, dtype=torch.int32)  # what lies behind a text must not be seen
     for slot, text in enumerate(texts):
         tokens[slot, : len(text)] = torch.tensor(text)
-    drafts, counts = ops.ngram_lookup(
-        tokens, torch.tensor(order), torch.tensor([len(t) for t in texts]), torch.tensor(limits), *sizes, 6
-    )
+    table = torch.tensor([[0, len(t), limit] for t, limit in zip(texts, limits, strict=True)])
+    drafts, counts = ops.ngram_lookup(tokens, torch.tensor(order), table[:, 1], table[:, 2], *sizes, 6)
     sequences = []
     proposer = NgramProposer(7, *sizes)
     for slot in order:

@@ -71,6 +71,8 @@ def ngram_lookup(
     """`torch_round.ngram_lookup`. Counts and limits may be of any integer type."""
     assert 1 <= min_match <= max_match, (min_match, max_match)
     assert tokens_SL.stride(1) == 1
+    # These may be columns of a wider table.
+    rows_B, num_tokens_S, limit_S = rows_B.contiguous(), num_tokens_S.contiguous(), limit_S.contiguous()
     batch, device = rows_B.shape[0], tokens_SL.device
     width = tokens_SL.shape[1]
     chunk = min(1024, triton.next_power_of_2(width))
