@@ -125,11 +125,9 @@ def candidates(product: Product, M: int) -> list[Config]:
         block_o: int, block_i: int, stages: int, warps: int, splits: int = 1, tma: bool = False, programs: int = 0
     ) -> None:
         block_m = max(8, M)
-        if gated:
-            block_o //= 2
-        if programs > triton.cdiv(product.num_out, block_o) * splits:
+        if programs > triton.cdiv(product.weight_shape[0], block_o) * splits:
             return
-        if stages * block_i * 2 * (block_o * (2 if gated else 1) + block_m) > 220e3:  # shared memory
+        if stages * block_i * 2 * (block_o + block_m) > 220e3:  # shared memory
             return
         fused = (True, False) if product.op.startswith("norm") and M <= 8 else (False,)
         for fuse_norm in fused:
@@ -138,20 +136,19 @@ def candidates(product: Product, M: int) -> list[Config]:
             )
 
     if M <= 4:
-        half = 2 if gated else 1
-        fma(8 // half, 1024, 1, 4)
-        fma(8 // half, 1024, 3, 4)
-        fma(4 // half, 1024, 1, 4)
-        fma(4 // half, 2048, 1, 8)
-        fma(8 // half, 512, 4, 2)
-        fma(8 // half, 512, 1, 2)
-        fma(8 // half, 1024, 4, 4, SMS * 2)
+        fma(8, 1024, 1, 4)
+        fma(8, 1024, 3, 4)
+        fma(4, 1024, 1, 4)
+        fma(4, 2048, 1, 8)
+        fma(8, 512, 4, 2)
+        fma(8, 512, 1, 2)
+        fma(8, 1024, 4, 4, SMS * 2)
         if M == 1:
-            fma(16 // half, 1024, 3, 4)
-            fma(8 // half, 2048, 1, 8)
-            fma(4 // half, 1024, 4, 4)
-            fma(8 // half, 1024, 3, 4, SMS * 3)
-            fma(2 if gated else 4, 4096, 1, 8)
+            fma(16, 1024, 3, 4)
+            fma(8, 2048, 1, 8)
+            fma(4, 1024, 4, 4)
+            fma(8, 1024, 3, 4, SMS * 3)
+            fma(4, 4096, 1, 8)
     if M <= 8:
         dot(16, 256, 5, 1)
         dot(16, 512, 4, 1)

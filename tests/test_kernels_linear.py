@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from specbatch.kernels import linear as ops
 from specbatch.kernels import torch_linear as twin
 from specbatch.kernels.linear_config import Config, config_for, is_skinny
+from specbatch.kernels.torch_model import rms_norm
 
 EPS = 1e-5
 FMA = Config("fma", block_m=1, block_o=8, block_i=64, num_stages=2, num_warps=1)
@@ -98,7 +99,7 @@ def test_rows_of_a_wider_buffer(device: str) -> None:
     w = normal(24, 64, seed=2, dtype=torch.float32, device=device)
     for config in (CONFIGS["fma4"], DOT):
         assert_close(ops.linear(x, w, config=config), twin.linear(x, w))
-    assert_close(ops.rms_norm(x, w[0], EPS), twin.rms_norm(x, w[0], EPS))
+    assert_close(ops.rms_norm(x, w[0], EPS), rms_norm(x, w[0], EPS))
 
 
 @pytest.mark.parametrize("M", range(1, 65))
@@ -116,7 +117,7 @@ def test_what_is_not_skinny() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_default_configurations(device: str) -> None:
-    for M in (1, 3, 8, 11, 70):
+    for M in (1, 3, 8, 11, 33):
         x = normal(M, 128, seed=1, dtype=torch.float16, device=device)
         w = normal(64, 128, seed=2, dtype=torch.float16, device=device) / 10
         norm = normal(128, seed=3, dtype=torch.float16, device=device)

@@ -9,8 +9,8 @@ Programmatic dependent launch (`Config.pdl`): the programs start while the kerne
 first weights and wait only then (`gdc_wait`) for what that kernel wrote. Every kernel here waits before it lets its
 own successor start, so that a kernel's start implies that all but the last before it are complete.
 
-The operations of the same names in `kernels.torch_linear` say what is computed. Each falls back to them where the
-product is not a skinny one (`linear_config.is_skinny`) and no configuration is given.
+The operations of the same names in `kernels.torch_linear` say what is computed. Whether a product is one for this
+module says `linear_config.is_skinny`; its configuration comes from `linear_config.config_for` unless one is given.
 
 Shape suffixes: M rows, E hidden size (input of a norm), I input features, O output features, S splits.
 In kernels, where sizes are names by themselves: OUT and IN.
@@ -24,8 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specbatch.kernels import torch_linear
-from specbatch.kernels.linear_config import Config, config_for, is_skinny
+from specbatch.kernels.linear_config import Config, config_for
 
 _COMBINE_BLOCK = 512  # output features of one program that sums splits
 
@@ -461,10 +460,7 @@ def linear(
     config: Config | None = None,
 ) -> Tensor:
     """x W^T + bias, rounded to x's dtype, then + residual, rounded again. Returns (M, O)."""
-    if config is None:
-        config = _config(x_MI, weight_OI)
-        if config is None:
-            return torch_linear.linear(x_MI, weight_OI, bias_O, residual_MO)
+    config = config or _config(x_MI, weight_OI)
     return _product(x_MI, None, 0.0, weight_OI, bias_O, residual_MO, False, config)
 
 
@@ -477,19 +473,13 @@ def norm_linear(
     config: Config | None = None,
 ) -> Tensor:
     """linear(rms_norm(x)). Returns (M, O)."""
-    if config is None:
-        config = _config(x_ME, weight_OE)
-        if config is None:
-            return torch_linear.linear(rms_norm(x_ME, norm_weight_E, eps), weight_OE, bias_O)
+    config = config or _config(x_ME, weight_OE)
     return _product(x_ME, norm_weight_E, eps, weight_OE, bias_O, None, False, config)
 
 
 def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor, config: Config | None = None) -> Tensor:
     """silu(x G^T) * (x U^T), each step rounded to x's dtype; rows [0, I) of the weight are the gate. Returns (M, I)."""
-    if config is None:
-        config = _config(x_ME, gate_up_2IE)
-        if config is None:
-            return torch_linear.gated_linear(x_ME, gate_up_2IE)
+    config = config or _config(x_ME, gate_up_2IE)
     return _product(x_ME, None, 0.0, gate_up_2IE, None, None, True, config)
 
 
@@ -497,16 +487,12 @@ def norm_gated_linear(
     x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2IE: Tensor, config: Config | None = None
 ) -> Tensor:
     """gated_linear(rms_norm(x)). Returns (M, I)."""
-    if config is None:
-        config = _config(x_ME, gate_up_2IE)
-        if config is None:
-            return torch_linear.gated_linear(rms_norm(x_ME, norm_weight_E, eps), gate_up_2IE)
+    config = config or _config(x_ME, gate_up_2IE)
     return _product(x_ME, norm_weight_E, eps, gate_up_2IE, None, None, True, config)
 
 
-def _config(x_MI: Tensor, weight_OI: Tensor) -> Config | None:
-    num_rows, num_out, size = x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1]
-    return config_for(num_rows, num_out, size, x_MI.dtype) if is_skinny(num_rows, num_out, size, x_MI.dtype) else None
+def _config(x_MI: Tensor, weight_OI: Tensor) -> Config:
+    return config_for(x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1], x_MI.dtype)
 
 
 def _launch_options(pdl: bool) -> dict[str, bool]:
@@ -527,20 +513,21 @@ def _product(
     assert num_rows <= config.block_m, (num_rows, config)
     assert weight.shape[1] == size, (x_MI.shape, weight.shape)
     assert x_MI.stride(1) == 1, x_MI.stride()
-    assert x_MI.stride(0) % 8 == 0, x_MI.stride()
+    assert num_rows == 1 or x_MI.stride(0) % 8 == 0, x_MI.stride()  # rows begin at 16 bytes
     assert weight.is_contiguous(), weight.stride()
     assert residual_MO is None or residual_MO.is_contiguous()
     num_out = weight.shape[0] // 2 if gated else weight.shape[0]
     if norm_weight_I is not None and not config.fuse_norm:
         x_MI, norm_weight_I = rms_norm(x_MI, norm_weight_I, eps, config.pdl), None
     y_MO = torch.empty((num_rows, num_out), dtype=x_MI.dtype, device=x_MI.device)
+    block_o = config.block_o // 2 if gated else config.block_o
     block_i = min(config.block_i, triton.next_power_of_2(size))
-    tiles = triton.cdiv(num_out, config.block_o)
+    tiles = triton.cdiv(num_out, block_o)
     items = tiles * config.splits
     programs = min(config.num_programs or items, items)
     threads = 32 * config.num_warps
     prefetch = config.prefetch
-    run_bytes = prefetch * config.block_o // max(threads, config.block_o) * weight.element_size()
+    run_bytes = prefetch * block_o // max(threads, block_o) * weight.element_size()
     if prefetch * config.splits > size or run_bytes % 16 != 0:  # past the last row, or more threads than 16-byte runs
         prefetch = 0
     norm_block = min(triton.next_power_of_2(size), 64 * threads // config.block_m if config.kind == "dot" else 4096)
@@ -548,7 +535,7 @@ def _product(
     if config.kind == "fma":
         _fma_kernel[(programs,)](
             y_MO, x_MI, weight, norm_weight_I, bias_O, residual_MO, num_rows, x_MI.stride(0), eps,
-            OUT=num_out, IN=size, BLOCK_M=config.block_m, BLOCK_O=config.block_o, BLOCK_I=block_i,
+            OUT=num_out, IN=size, BLOCK_M=config.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
             STAGES=config.num_stages, NORM=norm_weight_I is not None, GATED=gated, HAS_BIAS=bias_O is not None,
             HAS_RESIDUAL=residual_MO is not None, NORM_BLOCK=norm_block, TILES=tiles, PROGRAMS=programs,
             PREFETCH=prefetch, THREADS=threads, PDL=config.pdl, num_warps=config.num_warps, **options,
@@ -560,12 +547,12 @@ def _product(
         partial = torch.empty((config.splits, num_rows, parts * num_out), dtype=torch.float32, device=x_MI.device)
     operand: Tensor | TensorDescriptor = weight
     if config.tma and gated:
-        operand = TensorDescriptor.from_tensor(weight.view(2, num_out, size), [2, config.block_o, block_i])
+        operand = TensorDescriptor.from_tensor(weight.view(2, num_out, size), [2, block_o, block_i])
     elif config.tma:
-        operand = TensorDescriptor.from_tensor(weight, [config.block_o, block_i])
+        operand = TensorDescriptor.from_tensor(weight, [block_o, block_i])
     _dot_kernel[(programs,)](
         y_MO, x_MI, operand, weight, norm_weight_I, bias_O, residual_MO, partial, num_rows, x_MI.stride(0), eps,
-        OUT=num_out, IN=size, BLOCK_M=config.block_m, BLOCK_O=config.block_o, BLOCK_I=block_i,
+        OUT=num_out, IN=size, BLOCK_M=config.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
         STAGES=config.num_stages, SPLITS=config.splits, NORM=norm_weight_I is not None, GATED=gated,
         HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, TMA=config.tma, NORM_BLOCK=norm_block,
         TILES=tiles, PROGRAMS=programs, PREFETCH=prefetch, THREADS=threads, PDL=config.pdl,

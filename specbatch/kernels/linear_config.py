@@ -8,7 +8,7 @@ Shape letters: M rows of activations, O output features, I input features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,7 +22,8 @@ class Config:
     """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
 
     kind: "fma" multiplies on the ordinary units (block_m 1, 2 or 4), "dot" on the tensor cores (block_m 8 to 64).
-    block_m: rows of x in one program; M <= block_m. block_o, block_i: the tile of weights read in one step.
+    block_m: rows of x in one program; M <= block_m. block_o, block_i: rows and columns of the tile of weights that is
+        read in one step; of a gated product half the rows are gate, half are up.
     num_stages: tiles in flight of one program. num_warps: 32 threads each.
     splits: parts of the input features, summed afterwards in fixed order ("dot" only).
     num_programs: programs that stay and walk over the tiles in steps of this number; 0: one program for each tile.
@@ -54,7 +55,7 @@ class Config:
 
 
 def is_skinny(M: int, O: int, I: int, dtype: torch.dtype) -> bool:  # noqa: E741
-    """Whether `kernels.linear` is used for M x I times I x O, or the library's product (F.linear)."""
+    """Whether `kernels.linear` is the one for M x I times I x O, or the library's product (F.linear)."""
     return 0 < M <= MAX_ROWS and O % 8 == 0 and I % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -68,12 +69,14 @@ def config_for(M: int, O: int, I: int, dtype: torch.dtype) -> Config:  # noqa: E
         block_m = 1 if M == 1 else 2 if M == 2 else 4
         return Config("fma", block_m, block_o=8, block_i=1024, num_stages=3, num_warps=4)
     block_m = max(8, 1 << (M - 1).bit_length())
-    if block_m <= 8:
-        config = Config("dot", 8, block_o=16 if O <= 8192 else 32, block_i=256, num_stages=5, num_warps=1)
-    elif block_m == 16:
-        config = Config("dot", 16, block_o=32 if O <= 8192 else 64, block_i=256, num_stages=4, num_warps=2)
-    else:
-        config = Config("dot", block_m, block_o=64, block_i=128, num_stages=5, num_warps=4, fuse_norm=False)
-        if O <= 8192:
-            config = replace(config, splits=4)
-    return replace(config, fuse_norm=block_m <= 8)
+    wide = O > 8192
+    if block_m == 8:
+        if wide:
+            return Config("dot", 8, block_o=32, block_i=256, num_stages=4, num_warps=2, fuse_norm=False)
+        return Config("dot", 8, block_o=16, block_i=256, num_stages=5, num_warps=1, fuse_norm=False)
+    if block_m == 16:
+        if wide:
+            return Config("dot", 16, block_o=64, block_i=128, num_stages=6, num_warps=4, fuse_norm=False)
+        return Config("dot", 16, block_o=32, block_i=256, num_stages=4, num_warps=2, fuse_norm=False)
+    splits = 1 if wide else 4
+    return Config("dot", block_m, block_o=64, block_i=128, num_stages=5, num_warps=4, splits=splits, fuse_norm=False)

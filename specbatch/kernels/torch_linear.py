@@ -5,19 +5,10 @@ Shape suffixes: M rows, E hidden size (input of a norm), I input features, O out
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def rms_norm(x_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang and Sennrich 2019), rounded as the reference models do: the normalised value in
-    x's dtype, then times the weight."""
-    if x_ME.dtype in (torch.float32, torch.float64):
-        return F.rms_norm(x_ME, weight_E.shape, weight_E, eps)
-    wide = x_ME.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight_E * wide.to(x_ME.dtype)
+from specbatch.kernels.torch_model import rms_norm
 
 
 def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None) -> Tensor:
