@@ -8,6 +8,11 @@ from memory), and the library's time. Then a chain of 32 layers' products with t
 layer with its own weights, in one graph: the candidates that did best alone are tried there one product at a time, with
 programmatic dependent launch and prefetch. Candidates are compiled beforehand by other processes without a GPU.
 
+    python scripts/tune_linear.py --table tune_linear.json [--no-pdl]
+
+prints the table of `specbatch/kernels/linear_config.py` from such a file: of the chain's choice where there is one,
+otherwise of what was best alone.
+
 Stops by itself when the budget (seconds) is used up; what was measured until then is in the table and the file.
 """
 
@@ -452,13 +457,52 @@ def make_layers() -> list[dict[str, Tensor]]:
     return layers
 
 
+def print_table(path: Path, with_pdl: bool) -> None:
+    """Source text of `linear_config._MEASURED`."""
+    found = json.loads(path.read_text())
+    defaults = asdict(Config("dot", 8, 16, 16, 1, 1))
+    required = ("kind", "block_m", "block_o", "block_i", "num_stages", "num_warps")
+
+    def source(config: dict[str, object]) -> str:
+        if not with_pdl:
+            config = {**config, "pdl": False, "prefetch": 0}
+        given = [f"{config[name]!r}".replace("'", '"') for name in required]
+        given += [f"{k}={v!r}" for k, v in config.items() if k not in required and v != defaults[k]]
+        return f"Config({', '.join(given)})"
+
+    chosen = {c["M"]: c["configs"] for c in found["chains"] if c["label"] == "fused, pdl, tuned"}
+    print("_MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {")
+    for product in (*LAYER.values(), *OTHERS):
+        timed = [r for r in found["timed"] if r["product"] == product.name]
+        print(f"    {product.weight_shape}: {{  # {product.name}")
+        for M in sorted({r["M"] for r in timed}):
+            of_rows = [r for r in timed if r["M"] == M]
+            library = min(r["microseconds"] for r in of_rows if r["config"] is None)
+            ours = [r for r in of_rows if r["config"] is not None]
+            best = min(ours, key=lambda r: r["microseconds"], default=None)
+            if best is None or best["microseconds"] > 1.02 * library:
+                print(f"        {M}: None,")
+                continue
+            config = chosen.get(M, {}).get(product.name) or best["config"]
+            print(f"        {M}: {source(config)},")
+        print("    },")
+    print("}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of a file written before, and stop")
+    parser.add_argument("--no-pdl", action="store_true", help="with --table: without programmatic dependent launch")
     parser.add_argument("--budget", type=float, default=230.0, help="seconds in all")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--chain-rows", type=int, nargs="+", default=CHAIN_ROWS)
     args = parser.parse_args()
+    if args.table is not None:
+        print_table(args.table, not args.no_pdl)
+        return
+    if args.output is None:
+        parser.error("one of -o and --table is required")
     start = time.monotonic()
     deadline = start + args.budget
     compiler = Compiler(max((os.cpu_count() or 2) - 1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from specbatch.kernels import linear as ops
+from specbatch.kernels import linear_config
 from specbatch.kernels import torch_linear as twin
 from specbatch.kernels.linear_config import Config, config_for, is_skinny
 from specbatch.kernels.torch_model import rms_norm
@@ -107,6 +109,16 @@ def test_every_skinny_product_has_a_configuration(M: int) -> None:
     for O, I in [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (576, 1536), (960, 576)]:  # noqa: E741
         assert is_skinny(M, O, I, torch.bfloat16)
         assert config_for(M, O, I, torch.bfloat16).block_m >= M
+
+
+def test_measured_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {(64, 128): {1: FMA, 4: CONFIGS["fma4"], 16: DOT, 64: None}}
+    monkeypatch.setattr(linear_config, "_MEASURED", table)
+    chosen = [config_for(M, 64, 128, torch.bfloat16) for M in (1, 2, 3, 4, 5, 16)]
+    assert chosen == [FMA, replace(CONFIGS["fma4"], block_m=2), CONFIGS["fma4"], CONFIGS["fma4"], DOT, DOT]
+    assert is_skinny(16, 64, 128, torch.bfloat16)
+    assert not is_skinny(17, 64, 128, torch.bfloat16)
+    assert is_skinny(17, 64, 256, torch.bfloat16)
 
 
 def test_what_is_not_skinny() -> None:

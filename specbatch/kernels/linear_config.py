@@ -8,7 +8,7 @@ Shape letters: M rows of activations, O output features, I input features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -54,9 +54,16 @@ class Config:
         assert self.splits >= 1, self
 
 
+# (O, I) of the weight: for up to so many rows, the best configuration measured, or None where the library was faster.
+# Written by `scripts/tune_linear.py --table`.
+_MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {}
+
+
 def is_skinny(M: int, O: int, I: int, dtype: torch.dtype) -> bool:  # noqa: E741
     """Whether `kernels.linear` is the one for M x I times I x O, or the library's product (F.linear)."""
-    return 0 < M <= MAX_ROWS and O % 8 == 0 and I % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
+    if not 0 < M <= MAX_ROWS or O % 8 or I % 8 or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return _measured(M, O, I, _guess(M, O)) is not None
 
 
 def config_for(M: int, O: int, I: int, dtype: torch.dtype) -> Config:  # noqa: E741
@@ -65,11 +72,30 @@ def config_for(M: int, O: int, I: int, dtype: torch.dtype) -> Config:  # noqa: E
     Raises AssertionError for more than MAX_ROWS rows.
     """
     assert 0 < M <= MAX_ROWS, M
+    guess = _guess(M, O)
+    # What was measured is bfloat16; the "fma" kernel needs more registers for other types.
+    return (_measured(M, O, I, guess) if dtype == torch.bfloat16 else None) or guess
+
+
+def _measured(M: int, O: int, I: int, default: Config) -> Config | None:  # noqa: E741
+    """What the table says, `default` for a size that is not in it."""
+    rows = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
+    config = _MEASURED[O, I][min(rows)] if rows else default
+    if config is not None and config.kind == "fma":
+        return replace(config, block_m=_fma_rows(M))  # measured for 1 and 4
+    return config
+
+
+def _fma_rows(M: int) -> int:
+    return 1 if M == 1 else 2 if M == 2 else 4
+
+
+def _guess(M: int, O: int) -> Config:  # noqa: E741
+    """For sizes nobody has measured."""
     if M <= _FMA_MAX_ROWS:
-        block_m = 1 if M == 1 else 2 if M == 2 else 4
-        return Config("fma", block_m, block_o=8, block_i=1024, num_stages=3, num_warps=4)
-    block_m = max(8, 1 << (M - 1).bit_length())
+        return Config("fma", _fma_rows(M), block_o=8, block_i=1024, num_stages=3, num_warps=4)
     wide = O > 8192
+    block_m = max(8, 1 << (M - 1).bit_length())
     if block_m == 8:
         if wide:
             return Config("dot", 8, block_o=32, block_i=256, num_stages=4, num_warps=2, fuse_norm=False)
