@@ -95,6 +95,36 @@ def test_a_rows_bits_do_not_depend_on_the_others(device: str, name: str) -> None
         assert torch.equal(alone[0], every[m])
 
 
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fma4", "dot8", "dot8-tma", "dot16-split", "dot64-split-norm-apart"])
+def test_programmatic_launch_in_a_graph_changes_nothing(name: str) -> None:
+    config = replace(CONFIGS[name], block_o=16, num_warps=4)
+    size, M = 1024, config.block_m
+    norm = normal(size, seed=1, dtype=torch.bfloat16, device="cuda")
+    gate_up = normal(2 * size, size, seed=2, dtype=torch.bfloat16, device="cuda") / size**0.5
+    down = normal(size, size, seed=3, dtype=torch.bfloat16, device="cuda") / size**0.5
+    x0 = normal(M, size, seed=4, dtype=torch.bfloat16, device="cuda")
+
+    def chain(config: Config) -> torch.Tensor:
+        x = x0
+        for _ in range(20):
+            x = ops.linear(ops.norm_gated_linear(x, norm, EPS, gate_up, config=config), down, None, x, config=config)
+        return x
+
+    expected = chain(config)
+    for prefetch in (0, 256):
+        early = replace(config, pdl=True, prefetch=prefetch)
+        assert torch.equal(chain(early), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            actual = chain(early)
+        for _ in range(10):
+            actual.zero_()
+            graph.replay()
+            assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_a_wider_buffer(device: str) -> None:
     x = normal(3, 128, seed=1, dtype=torch.float32, device=device)[:, :64]
