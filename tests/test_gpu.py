@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specbatch.engine.executor import GraphMode
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import NoiseKey, Request, SamplingParams
-from specbatch.engine.executor import GraphMode
 from tests.models import random_prompts, run, tiny_device_engine, tiny_engine
 
 pytestmark = pytest.mark.gpu
