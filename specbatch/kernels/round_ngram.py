@@ -85,6 +85,7 @@ def ngram_lookup(
     )
     _continue[(batch,)](
         tokens_SL, rows_B, num_tokens_S, limit_S, best, drafts, num_drafts_B, tokens_SL.stride(0), num_chunks,
-        num_drafts, CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_D=triton.next_power_of_2(num_drafts), num_warps=1,
+        num_drafts, CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_D=max(16, triton.next_power_of_2(num_drafts)),
+        num_warps=1,
     )  # fmt: skip
     return drafts, num_drafts_B

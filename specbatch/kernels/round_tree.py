@@ -1,10 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """Draft trees and their acceptance on the device (Triton); the twins in `torch_round` say what each does.
 
-Floats are ordered as integers, and where both matter a number and its index are one integer, so that the larger of two
-and the earlier of equals are found by one comparison. What is NaN counts as -inf: rows of garbage, as in the padding of
-a captured graph, give garbage, but no index out of range.
-
 Shape suffixes as in `torch_round`.
 """
 
@@ -15,31 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOWEST = tl.constexpr(-(2**63))
-
-
-@triton.jit
-def _ordered(x):
-    """float32 as int32 of the same order; -0 as 0, NaN as -inf."""
-    x = tl.where(x == x, x, float("-inf"))
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _unordered(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _packed(x, index):
-    """int64 that is larger where x is, and of equal x where the index is lower."""
-    return (_ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-
-
-@triton.jit
-def _index_of(packed):
-    return 0x7FFFFFFF - (packed & 0xFFFFFFFF)
+from specbatch.kernels.ordering import LOWEST, ordered, pack, packed_index, packed_number
 
 
 @triton.jit
@@ -52,11 +24,11 @@ def _topk_of_chunk(logits_ptr, best_ptr, peak_ptr, sum_ptr, stride, width, K: tl
     out = row * num_chunks + chunk
     tl.store(peak_ptr + out, peak)
     tl.store(sum_ptr + out, tl.sum(tl.where(x > float("-inf"), tl.exp(x - peak), 0.0)))
-    packed = tl.where(ids < width, _packed(x, ids), _LOWEST)
+    packed = tl.where(ids < width, pack(x, ids), LOWEST)
     for i in range(K):
         best = tl.max(packed)
         tl.store(best_ptr + out * K + i, best)
-        packed = tl.where(packed == best, _LOWEST, packed)
+        packed = tl.where(packed == best, LOWEST, packed)
 
 
 @triton.jit
@@ -70,12 +42,12 @@ def _topk_of_chunks(
     sums = tl.load(sum_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
     peak = tl.max(peaks)
     log_sum = tl.log(tl.sum(tl.where(sums > 0.0, sums * tl.exp(peaks - peak), 0.0)))
-    packed = tl.load(best_ptr + row * num_chunks * K + entries, mask=entries < num_chunks * K, other=_LOWEST)
+    packed = tl.load(best_ptr + row * num_chunks * K + entries, mask=entries < num_chunks * K, other=LOWEST)
     for i in range(K):
         best = tl.max(packed)
-        tl.store(ids_ptr + row * K + i, _index_of(best))
-        tl.store(scores_ptr + row * K + i, _unordered((best >> 32).to(tl.int32)) - peak - log_sum)
-        packed = tl.where(packed == best, _LOWEST, packed)
+        tl.store(ids_ptr + row * K + i, packed_index(best))
+        tl.store(scores_ptr + row * K + i, packed_number(best) - peak - log_sum)
+        packed = tl.where(packed == best, LOWEST, packed)
 
 
 def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -115,18 +87,18 @@ def _beam_step(
     tokens = tl.load(step_tokens_ptr + at, mask=real, other=0)
     tl.store(cand_scores_ptr + at, scores, mask=real)
     tl.store(cand_tokens_ptr + at, tokens, mask=real)
-    packed = tl.where(real, _packed(scores, children), _LOWEST)
+    packed = tl.where(real, pack(scores, children), LOWEST)
     for i in range(K):
         best = tl.max(packed)
-        chosen = _index_of(best)
+        chosen = packed_index(best)
         # Taken from the registers: what was stored above is not to be read by another thread yet.
         token = tl.sum(tl.where(packed == best, tokens, 0))
         out = row * K + i
         tl.store(chosen_ptr + out, chosen)
-        tl.store(new_scores_ptr + out, _unordered((best >> 32).to(tl.int32)))
+        tl.store(new_scores_ptr + out, packed_number(best))
         tl.store(new_tokens_ptr + out, token)
         tl.store(parent_ptr + out, chosen // K)
-        packed = tl.where(packed == best, _LOWEST, packed)
+        packed = tl.where(packed == best, LOWEST, packed)
 
 
 def beam_step(
@@ -157,7 +129,7 @@ def _select_nodes(
     candidates = tl.arange(0, BLOCK_C)
     real = candidates < num_candidates
     at = row * num_candidates + candidates
-    key = _ordered(tl.load(scores_ptr + at, mask=real, other=float("-inf"))).to(tl.int64)
+    key = ordered(tl.load(scores_ptr + at, mask=real, other=float("-inf"))).to(tl.int64)
     tokens = tl.load(tokens_ptr + at, mask=real, other=0)
     above = tl.load(parents_ptr + at, mask=real, other=-1).to(tl.int32)
 
@@ -244,6 +216,6 @@ def accept_path(tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -> tup
     num_path = torch.empty(batch, dtype=torch.int64, device=tokens_BN.device)
     _accept_path[(batch,)](
         tokens_BN.contiguous(), parents_BN.contiguous(), choice_BN.contiguous(), path, num_path, num_nodes,
-        BLOCK_N=triton.next_power_of_2(num_nodes), num_warps=1,
+        BLOCK_N=max(16, triton.next_power_of_2(num_nodes)), num_warps=1,
     )  # fmt: skip
     return path, num_path

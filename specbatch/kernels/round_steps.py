@@ -1,0 +1,344 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""What lies between the large operations of a round, each in one launch (Triton); the twins in `torch_steps` say what
+each does.
+
+Shape suffixes as in `torch_steps`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specbatch.kernels.ordering import LOWEST, pack, packed_index, packed_number
+from specbatch.kernels.torch_steps import Beam, Candidates, Committed, SlotColumns, Spans
+
+
+@triton.jit
+def _slot_of(table_row_ptr, index, num_pages, mask, PAGE: tl.constexpr):
+    page = tl.load(table_row_ptr + tl.minimum(index // PAGE, num_pages - 1), mask=mask, other=0)
+    return page.to(tl.int64) * PAGE + index % PAGE
+
+
+# These change from step to step of a round: one kernel for all of them.
+@triton.jit(do_not_specialize=["total", "start", "position", "position_stride", "mask_start"])
+def _span_layout(
+    table_ptr, length_ptr, done_ptr, depths_ptr, written_ptr,
+    slots_ptr, positions_ptr, starts_ptr, mask_starts_ptr, query_starts_ptr,
+    stride_table, num_pages, stride_length, stride_done, stride_written, num_queries,
+    total, start, position, position_stride, mask_start,
+    HAS_DEPTHS: tl.constexpr, HAS_WRITTEN: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = at < total
+    seq, query = (at // num_queries).to(tl.int64), at % num_queries
+    length = tl.load(length_ptr + seq * stride_length, mask=real, other=0)
+    written = tl.load(done_ptr + seq * stride_done, mask=real, other=1) == 0
+    if HAS_WRITTEN:
+        written = written & (query < tl.load(written_ptr + seq * stride_written, mask=real, other=0))
+    slot = _slot_of(table_ptr + seq * stride_table, length + start + query, num_pages, real, PAGE)
+    tl.store(slots_ptr + at, tl.where(written, slot, -1), mask=real)
+    behind = tl.load(depths_ptr + at, mask=real, other=0) if HAS_DEPTHS else (query * position_stride).to(tl.int64)
+    tl.store(positions_ptr + at, length + position + behind, mask=real)
+    first = real & (query == 0)
+    tl.store(starts_ptr + seq, (length + start).to(tl.int32), mask=first)
+    tl.store(mask_starts_ptr + seq, (length + mask_start).to(tl.int32), mask=first)
+    tl.store(query_starts_ptr + seq, at, mask=first)
+    tl.store(query_starts_ptr + seq + 1, at + 1, mask=at == total - 1)
+
+
+def span_layout(
+    page_table_BP: Tensor,
+    page_size: int,
+    length_B: Tensor,
+    done_B: Tensor,
+    num_queries: int,
+    *,
+    start: int = 0,
+    position: int = 0,
+    position_stride: int = 1,
+    depths_BQ: Tensor | None = None,
+    num_written_B: Tensor | None = None,
+    mask_start: int = 0,
+) -> Spans:
+    """`torch_steps.span_layout`."""
+    batch, device = length_B.shape[0], length_B.device
+    total = batch * num_queries
+    slots, positions = torch.empty((2, total), dtype=torch.int64, device=device)
+    ints = torch.empty(3 * batch + 1, dtype=torch.int32, device=device)
+    starts, mask_starts, query_starts = ints[:batch], ints[batch : 2 * batch], ints[2 * batch :]
+    _span_layout[(triton.cdiv(total, 128),)](
+        page_table_BP, length_B, done_B,
+        length_B if depths_BQ is None else depths_BQ.contiguous(),
+        length_B if num_written_B is None else num_written_B,
+        slots, positions, starts, mask_starts, query_starts,
+        page_table_BP.stride(0), page_table_BP.shape[1], length_B.stride(0), done_B.stride(0),
+        0 if num_written_B is None else num_written_B.stride(0), num_queries,
+        total, start, position, position_stride, mask_start,
+        HAS_DEPTHS=depths_BQ is not None, HAS_WRITTEN=num_written_B is not None, PAGE=page_size, BLOCK=128,
+    )  # fmt: skip
+    return Spans(slots, positions, starts, mask_starts, query_starts)
+
+
+@triton.jit
+def _own_bit(bit, words):
+    return tl.where(words == (bit >> 5), tl.full((), 1, tl.int32) << (bit & 31), 0)
+
+
+@triton.jit
+def _beam_start(
+    scores_ptr, ids_ptr, target_ids_ptr, cand_tokens_ptr, cand_scores_ptr, cand_parents_ptr,
+    tokens_ptr, index_ptr, seen_ptr, num_candidates, num_words,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    branch, words = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
+    real = branch < K
+    tokens = tl.load(ids_ptr + row * K + branch, mask=real, other=0)
+    if MAPPED:
+        tokens = tl.load(target_ids_ptr + tokens, mask=real, other=0)
+    at = row * num_candidates + branch
+    tl.store(cand_tokens_ptr + at, tokens, mask=real)
+    tl.store(cand_scores_ptr + at, tl.load(scores_ptr + row * K + branch, mask=real, other=0.0), mask=real)
+    tl.store(cand_parents_ptr + at, tl.full((BLOCK_K,), -1, tl.int64), mask=real)
+    tl.store(tokens_ptr + row * K + branch, tokens, mask=real)
+    tl.store(index_ptr + row * K + branch, branch.to(tl.int64), mask=real)
+    for i in range(K):
+        tl.store(seen_ptr + (row * K + i) * num_words + words, _own_bit(i, words), mask=words < num_words)
+
+
+def beam_start(
+    scores_BK: Tensor, ids_BK: Tensor, target_ids_W: Tensor | None, num_candidates: int, num_words: int
+) -> tuple[Candidates, Beam]:
+    """`torch_steps.beam_start`; candidates that no step has filled hold anything."""
+    batch, k = ids_BK.shape
+    device = ids_BK.device
+    cand_tokens, cand_parents = torch.empty((2, batch, num_candidates), dtype=torch.int64, device=device)
+    cand_scores = torch.empty((batch, num_candidates), dtype=torch.float32, device=device)
+    tokens, index = torch.empty((2, batch, k), dtype=torch.int64, device=device)
+    seen = torch.empty((batch, k, num_words), dtype=torch.int32, device=device)
+    scores = scores_BK.contiguous()
+    _beam_start[(batch,)](
+        scores, ids_BK.contiguous(), ids_BK if target_ids_W is None else target_ids_W,
+        cand_tokens, cand_scores, cand_parents, tokens, index, seen, num_candidates, num_words,
+        K=k, BLOCK_K=triton.next_power_of_2(k), BLOCK_W=triton.next_power_of_2(max(num_words, 1)),
+        MAPPED=target_ids_W is not None, num_warps=1,
+    )  # fmt: skip
+    return Candidates(cand_tokens, cand_scores, cand_parents), Beam(scores, tokens, index, index, seen)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _beam_expand(
+    scores_ptr, index_ptr, seen_ptr, step_scores_ptr, step_ids_ptr, target_ids_ptr,
+    cand_tokens_ptr, cand_scores_ptr, cand_parents_ptr,
+    new_scores_ptr, new_tokens_ptr, new_index_ptr, parent_ptr, new_seen_ptr, num_candidates, num_words, step,
+    K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    children, words = tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
+    real = children < K * K
+    first = K + (step - 1) * K * K
+    scores = tl.load(scores_ptr + row * K + children // K, mask=real, other=0.0)
+    scores += tl.load(step_scores_ptr + row * K * K + children, mask=real, other=0.0)
+    tokens = tl.load(step_ids_ptr + row * K * K + children, mask=real, other=0)
+    if MAPPED:
+        tokens = tl.load(target_ids_ptr + tokens, mask=real, other=0)
+    at = row * num_candidates + first + children
+    tl.store(cand_scores_ptr + at, scores, mask=real)
+    tl.store(cand_tokens_ptr + at, tokens, mask=real)
+    tl.store(cand_parents_ptr + at, tl.load(index_ptr + row * K + children // K, mask=real, other=0), mask=real)
+    packed = tl.where(real, pack(scores, children), LOWEST)
+    for i in range(K):
+        best = tl.max(packed)
+        chosen = packed_index(best)
+        parent = chosen // K
+        out = row * K + i
+        tl.store(new_scores_ptr + out, packed_number(best))
+        # Taken from the registers: what was stored above is not to be read by another thread yet.
+        tl.store(new_tokens_ptr + out, tl.sum(tl.where(packed == best, tokens, 0)))
+        tl.store(new_index_ptr + out, first + chosen)
+        tl.store(parent_ptr + out, parent)
+        inherited = tl.load(seen_ptr + (row * K + parent) * num_words + words, mask=words < num_words, other=0)
+        seen = inherited | _own_bit(step * K + i, words)
+        tl.store(new_seen_ptr + out * num_words + words, seen, mask=words < num_words)
+        packed = tl.where(packed == best, LOWEST, packed)
+
+
+def beam_expand(
+    candidates: Candidates,
+    beam: Beam,
+    step_scores_BKK: Tensor,
+    step_ids_BKK: Tensor,
+    target_ids_W: Tensor | None,
+    step: int,
+) -> Beam:
+    """`torch_steps.beam_expand`."""
+    batch, k, num_words = beam.seen_BKW.shape
+    device = beam.scores_BK.device
+    scores = torch.empty((batch, k), dtype=torch.float32, device=device)
+    tokens, index, parent = torch.empty((3, batch, k), dtype=torch.int64, device=device)
+    seen = torch.empty_like(beam.seen_BKW)
+    _beam_expand[(batch,)](
+        beam.scores_BK, beam.index_BK, beam.seen_BKW, step_scores_BKK.contiguous(), step_ids_BKK.contiguous(),
+        tokens if target_ids_W is None else target_ids_W,
+        *candidates, scores, tokens, index, parent, seen, candidates.tokens_BC.shape[1], num_words, step,
+        K=k, BLOCK=triton.next_power_of_2(k * k), BLOCK_W=triton.next_power_of_2(max(num_words, 1)),
+        MAPPED=target_ids_W is not None, num_warps=1 if k <= 4 else 4,
+    )  # fmt: skip
+    return Beam(scores, tokens, index, parent, seen)
+
+
+@triton.jit
+def _commit_round(
+    ints_ptr, history_ptr, table_ptr, rows_ptr, eos_ptr,
+    tokens_ptr, choice_ptr, parents_ptr, depths_ptr, num_nodes_ptr, given_path_ptr, given_num_path_ptr, given_next_ptr,
+    path_ptr, num_path_ptr, new_tokens_ptr, report_ptr, picked_ptr, source_ptr, target_ptr,
+    num_fields, max_length, stride_table, num_pages, num_eos, num_nodes, max_path,
+    LENGTH: tl.constexpr, ROOT: tl.constexpr, LIMIT: tl.constexpr, DONE: tl.constexpr, IGNORE_EOS: tl.constexpr,
+    STOP: tl.constexpr, NUM_STOPS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_PARENTS: tl.constexpr, HAS_DEPTHS: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    HAS_PATH: tl.constexpr, HAS_NUM_PATH: tl.constexpr, HAS_NEXT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + row)
+    place = tl.arange(0, BLOCK)
+    in_tree = place < num_nodes
+    first = row * num_nodes
+    real = num_nodes
+    if HAS_COUNTS:
+        real = tl.load(num_nodes_ptr + row).to(tl.int32)
+
+    # Acceptance: the path, and the token behind each of its nodes.
+    path = tl.zeros((BLOCK,), tl.int64)
+    tokens = tl.zeros((BLOCK,), tl.int64)
+    count = tl.full((), 0, tl.int32)
+    next_token = tl.full((), 0, tl.int64)
+    if HAS_NUM_PATH:
+        count = tl.load(given_num_path_ptr + row).to(tl.int32)
+        child = (place + 1).to(tl.int64)
+        path = place.to(tl.int64)
+        if HAS_PATH:
+            path = tl.load(given_path_ptr + first + place, mask=in_tree, other=0)
+            child = tl.load(given_path_ptr + first + place + 1, mask=place + 1 < num_nodes, other=0)
+        path = tl.where(place < count, path, 0)
+        tokens = tl.load(tokens_ptr + first + child, mask=place < count - 1, other=0)
+        if HAS_NEXT:
+            next_token = tl.load(given_next_ptr + row)
+        else:
+            next_token = tl.load(choice_ptr + first + tl.sum(tl.where(place == count - 1, path, 0)))
+        tokens = tl.where(place == count - 1, next_token, tokens)
+    elif HAS_PARENTS:
+        drafted = tl.load(tokens_ptr + first + place, mask=in_tree, other=-1)
+        parents = tl.load(parents_ptr + first + place, mask=in_tree, other=-2)
+        node = tl.full((), 0, tl.int32)
+        while node < BLOCK:
+            next_token = tl.load(choice_ptr + first + node)
+            path = tl.where(place == count, node, path)
+            tokens = tl.where(place == count, next_token, tokens)
+            count += 1
+            # Only downwards, so that the walk ends whatever the parents are.
+            is_child = (place > node) & (parents == node) & (drafted == next_token)
+            node = tl.min(tl.where(is_child, place, BLOCK))
+    else:
+        choice = tl.load(choice_ptr + first + place, mask=in_tree, other=0)
+        drafted = tl.load(tokens_ptr + first + place + 1, mask=place + 1 < num_nodes, other=-1)
+        matches = (place + 1 < real) & (drafted == choice)
+        count = 1 + tl.min(tl.where(matches, BLOCK, place))
+        path = tl.where(place < count, place.to(tl.int64), 0)
+        tokens = tl.where(place < count, choice, 0)
+        next_token = tl.sum(tl.where(place == count - 1, choice, 0))
+    on_path = place < count
+
+    # Commit.
+    slot_ptr = ints_ptr + slot * num_fields
+    length = tl.load(slot_ptr + LENGTH)
+    room = tl.load(slot_ptr + LIMIT) - length - 1
+    live = tl.load(slot_ptr + DONE) == 0
+    num_new = tl.where(live, count, 0)
+    eos_counts = tl.load(slot_ptr + IGNORE_EOS) == 0
+    counted = on_path & (place < room)
+    ends = counted & (place < 0)
+    for i in range(num_eos):
+        ends = ends | (counted & (tokens == tl.where(eos_counts, tl.load(eos_ptr + i), -1)))
+    for i in tl.static_range(NUM_STOPS):
+        ends = ends | (counted & (tokens == tl.load(slot_ptr + STOP + i)))
+    done = (tl.max(ends.to(tl.int32)) > 0) | (count >= room)
+    # All threads have read the slot.
+    tl.debug_barrier()
+    tl.store(slot_ptr + LENGTH, length + count, mask=live)
+    tl.store(slot_ptr + ROOT, next_token, mask=live)
+    tl.store(slot_ptr + DONE, done.to(tl.int64), mask=live)
+    index = length + 1 + place
+    kept = (place < num_new) & (index < max_length)
+    tl.store(history_ptr + slot * max_length + index, tokens.to(tl.int32), mask=kept)
+
+    # What was decided.
+    written = place < max_path
+    tl.store(path_ptr + row * max_path + place, path, mask=written)
+    tl.store(new_tokens_ptr + row * max_path + place, tokens, mask=written)
+    tl.store(num_path_ptr + row, count.to(tl.int64))
+    report = report_ptr + row * (max_path + 3)
+    depth = real - 1
+    if HAS_DEPTHS:
+        depth = tl.max(tl.load(depths_ptr + first + place, mask=in_tree, other=0)).to(tl.int32)
+    tl.store(report, num_new)
+    tl.store(report + 1, real - 1)
+    tl.store(report + 2, depth)
+    tl.store(report + 3 + place, tokens.to(tl.int32), mask=written)
+    tl.store(picked_ptr + row * max_path + place, first + path, mask=written)
+    table_row_ptr = table_ptr + slot * stride_table
+    source = _slot_of(table_row_ptr, length + path, num_pages, written, PAGE)
+    target = _slot_of(table_row_ptr, length + place, num_pages, written, PAGE)
+    moves = (place < num_new) & (path != place)
+    tl.store(source_ptr + row * max_path + place, source, mask=written)
+    tl.store(target_ptr + row * max_path + place, tl.where(moves, target, -1), mask=written)
+
+
+def commit_round(
+    ints_SF: Tensor,
+    tokens_SL: Tensor,
+    page_table_SP: Tensor,
+    rows_B: Tensor,
+    columns: SlotColumns,
+    page_size: int,
+    eos_K: Tensor,
+    max_path: int,
+    tokens_BN: Tensor,
+    choice_BN: Tensor | None = None,
+    *,
+    parents_BN: Tensor | None = None,
+    depths_BN: Tensor | None = None,
+    num_nodes_B: Tensor | None = None,
+    path_BN: Tensor | None = None,
+    num_path_B: Tensor | None = None,
+    next_token_B: Tensor | None = None,
+) -> Committed:
+    """`torch_steps.commit_round`."""
+    batch, num_nodes = tokens_BN.shape
+    device = tokens_BN.device
+    assert ints_SF.is_contiguous()
+    assert tokens_SL.is_contiguous()
+    path, tokens, picked, source, target = torch.empty((5, batch, max_path), dtype=torch.int64, device=device)
+    count = torch.empty(batch, dtype=torch.int64, device=device)
+    report = torch.empty((batch, 3 + max_path), dtype=torch.int32, device=device)
+
+    def given(x: Tensor | None) -> Tensor:
+        return rows_B if x is None else x.contiguous()  # in its place: anything
+
+    _commit_round[(batch,)](
+        ints_SF, tokens_SL, page_table_SP, rows_B, eos_K,
+        tokens_BN.contiguous(), given(choice_BN), given(parents_BN), given(depths_BN), given(num_nodes_B),
+        given(path_BN), given(num_path_B), given(next_token_B),
+        path, count, tokens, report, picked, source, target,
+        ints_SF.shape[1], tokens_SL.shape[1], page_table_SP.stride(0), page_table_SP.shape[1], eos_K.shape[0],
+        num_nodes, max_path,
+        LENGTH=columns.length, ROOT=columns.root, LIMIT=columns.limit, DONE=columns.done,
+        IGNORE_EOS=columns.ignore_eos, STOP=columns.stop, NUM_STOPS=columns.num_stops, PAGE=page_size,
+        BLOCK=max(16, triton.next_power_of_2(num_nodes)),
+        HAS_PARENTS=parents_BN is not None, HAS_DEPTHS=depths_BN is not None,
+        HAS_COUNTS=num_nodes_B is not None, HAS_PATH=path_BN is not None, HAS_NUM_PATH=num_path_B is not None,
+        HAS_NEXT=next_token_B is not None, num_warps=1,
+    )  # fmt: skip
+    return Committed(path, count, tokens, report, picked.view(-1), source.view(-1), target.view(-1))

@@ -1,0 +1,256 @@
+"""What lies between the large operations of a round, each as one operation, in plain torch: the twins of the Triton
+kernels in `round_steps`. Written out in torch they are dozens of launches over a few numbers, which in a captured graph
+take longer than a small model's layer.
+
+Shape suffixes: S slots, F fields, B sequences, N tree nodes, M longest path (root counted), Q new tokens of a sequence,
+T = B * Q packed tokens (or B * M), P pages of a table, L longest token list, K topk, C candidates, W words of a mask or
+draft vocabulary, Z report columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specbatch.kernels.paged import slots_of
+from specbatch.kernels.torch_round import accept_path
+
+
+@dataclass(frozen=True, slots=True)
+class SlotColumns:
+    """Where the fields that a commit reads and writes lie in a slot's row of integers."""
+
+    length: int  # committed tokens
+    root: int  # the last sampled token
+    limit: int  # of tokens, the root counted
+    done: int  # 0: the request goes on
+    ignore_eos: int
+    stop: int  # the first of `num_stops` stop tokens; -1: none
+    num_stops: int
+
+
+class Spans(NamedTuple):
+    """The new tokens of a batch (see `paged.PagedBatch`)."""
+
+    slots_T: Tensor  # int64; -1: not written
+    positions_T: Tensor  # int64
+    starts_B: Tensor  # int32, slots in front of the new tokens
+    mask_starts_B: Tensor  # int32
+    query_starts: Tensor  # (B + 1,) int32
+
+
+class Beam(NamedTuple):
+    """The branches of a tree that is being drafted."""
+
+    scores_BK: Tensor  # float32, cumulative log-probability
+    tokens_BK: Tensor  # int64, of the target's vocabulary
+    index_BK: Tensor  # int64, place among the candidates
+    parent_BK: Tensor  # int64, the branch of the step before that each hangs on; of the first step: itself
+    seen_BKW: Tensor  # int32: bit i * K + j of the words: it sees branch j of step i
+
+
+class Candidates(NamedTuple):
+    """All nodes that drafting scores, filled step by step; what `select_nodes` chooses from."""
+
+    tokens_BC: Tensor  # int64
+    scores_BC: Tensor  # float32
+    parents_BC: Tensor  # int64, -1: the root
+
+
+class Committed(NamedTuple):
+    """What a round decided. Beyond the `num_path_B` first of M, paths and tokens are 0."""
+
+    path_BM: Tensor  # int64, nodes from the root down
+    num_path_B: Tensor  # int64, 1 .. M; as many tokens are new
+    tokens_BM: Tensor  # int64, the accepted drafts and the target's own token
+    report_BZ: Tensor  # int32: number of new tokens (0: not live), drafts verified, depth of the tree, the tokens
+    picked_T: Tensor  # int64, (B * M) packed rows of the path's nodes
+    source_T: Tensor  # int64, (B * M) cache slots of the path's nodes ..
+    target_T: Tensor  # int64, .. and where they belong; -1: they are there, or do not count
+
+
+def span_layout(
+    page_table_BP: Tensor,
+    page_size: int,
+    length_B: Tensor,
+    done_B: Tensor,
+    num_queries: int,
+    *,
+    start: int = 0,
+    position: int = 0,
+    position_stride: int = 1,
+    depths_BQ: Tensor | None = None,
+    num_written_B: Tensor | None = None,
+    mask_start: int = 0,
+) -> Spans:
+    """Where `num_queries` new tokens of each sequence lie: token q in slot length + start + q of its pages, at position
+    length + position + q * position_stride, or with `depths_BQ` (int64) length + position + depth. Written are those of
+    live sequences (done_B = 0), and of these the first `num_written_B`. mask_starts_B is length + mask_start.
+
+    `length_B`, `done_B` and `num_written_B` are int64 and may be columns of a wider table.
+    """
+    batch, device = length_B.shape[0], length_B.device
+    query = torch.arange(num_queries, device=device)
+    index = length_B[:, None] + start + query
+    written = ((done_B == 0)[:, None]) & (query < (num_queries if num_written_B is None else num_written_B[:, None]))
+    slots = torch.where(written, slots_of(page_table_BP, page_size, index), -1)
+    behind = query * position_stride if depths_BQ is None else depths_BQ
+    positions = length_B[:, None] + position + behind
+    return Spans(
+        slots.view(-1),
+        positions.reshape(-1),
+        (length_B + start).int(),
+        (length_B + mask_start).int(),
+        torch.arange(0, (batch + 1) * num_queries, num_queries, dtype=torch.int32, device=device),
+    )
+
+
+def beam_start(
+    scores_BK: Tensor, ids_BK: Tensor, target_ids_W: Tensor | None, num_candidates: int, num_words: int
+) -> tuple[Candidates, Beam]:
+    """The first step of a tree: its branches are the first K of `num_candidates` candidates. `ids_BK` are draft tokens,
+    `target_ids_W` their target tokens; None: the same."""
+    batch, k = ids_BK.shape
+    device = ids_BK.device
+    tokens = ids_BK if target_ids_W is None else target_ids_W[ids_BK]
+    branch = torch.arange(k, device=device).expand(batch, k)
+    candidates = Candidates(
+        torch.zeros((batch, num_candidates), dtype=torch.int64, device=device),
+        torch.zeros((batch, num_candidates), dtype=torch.float32, device=device),
+        torch.full((batch, num_candidates), -1, dtype=torch.int64, device=device),
+    )
+    candidates.tokens_BC[:, :k] = tokens
+    candidates.scores_BC[:, :k] = scores_BK
+    seen = _own_bits(branch, num_words)
+    return candidates, Beam(scores_BK, tokens, branch, branch, seen)
+
+
+def beam_expand(
+    candidates: Candidates,
+    beam: Beam,
+    step_scores_BKK: Tensor,
+    step_ids_BKK: Tensor,
+    target_ids_W: Tensor | None,
+    step: int,
+) -> Beam:
+    """Step 1, 2, .. of a tree: what `torch_round.beam_step` does, with its surroundings. The K * K children become
+    candidates (in place) and the best K of them the next branches."""
+    batch, k = beam.scores_BK.shape
+    first = k + (step - 1) * k * k
+    tokens = (step_ids_BKK if target_ids_W is None else target_ids_W[step_ids_BKK]).reshape(batch, k * k)
+    scores = (beam.scores_BK[:, :, None] + step_scores_BKK).reshape(batch, k * k)
+    candidates.tokens_BC[:, first : first + k * k] = tokens
+    candidates.scores_BC[:, first : first + k * k] = scores
+    candidates.parents_BC[:, first : first + k * k] = beam.index_BK.repeat_interleave(k, dim=1)
+    chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    parent = chosen // k
+    branch = torch.arange(k, device=chosen.device).expand(batch, k)
+    words = beam.seen_BKW.shape[2]
+    inherited = beam.seen_BKW.gather(1, parent[:, :, None].expand(-1, -1, words))
+    return Beam(
+        scores.gather(1, chosen),
+        tokens.gather(1, chosen),
+        first + chosen,
+        parent,
+        inherited | _own_bits(step * k + branch, words),
+    )
+
+
+def _own_bits(bit_BK: Tensor, num_words: int) -> Tensor:
+    """(B, K, W) int32 with one bit each; none where it lies past the words."""
+    words = torch.arange(num_words, device=bit_BK.device)
+    own = torch.where((bit_BK >> 5)[:, :, None] == words, (1 << (bit_BK & 31))[:, :, None], 0)
+    return torch.where(own >= 2**31, own - 2**32, own).int()  # bit 31 is the sign
+
+
+def commit_round(
+    ints_SF: Tensor,
+    tokens_SL: Tensor,
+    page_table_SP: Tensor,
+    rows_B: Tensor,
+    columns: SlotColumns,
+    page_size: int,
+    eos_K: Tensor,
+    max_path: int,
+    tokens_BN: Tensor,
+    choice_BN: Tensor | None = None,
+    *,
+    parents_BN: Tensor | None = None,
+    depths_BN: Tensor | None = None,
+    num_nodes_B: Tensor | None = None,
+    path_BN: Tensor | None = None,
+    num_path_B: Tensor | None = None,
+    next_token_B: Tensor | None = None,
+) -> Committed:
+    """Acceptance and commit of a round: choose the path, advance the slots, say what was decided and what has to move.
+
+    Acceptance: with `choice_BN`, the target's own token at every node, from the root to the child that holds the
+    choice, until there is none: down the tree of `parents_BN` (see `torch_round.accept_path`), else along a chain, of
+    which `num_nodes_B` nodes are real (None: all). What the path is may also be given: `num_path_B` nodes of `path_BN`
+    (None: of the chain). The token behind the path is the choice at its end, else `next_token_B`.
+
+    Commit, of live slots only: `ints_SF` (in place) gets the new length and root, and is marked done where a new token
+    within the limit is one of `eos_K` (unless it is to be ignored) or a stop token, or the limit is reached. The new
+    tokens are written behind the root in `tokens_SL` (in place; L = 0: no tokens are kept).
+
+    All integers are int64 but tokens_SL and page_table_SP, int32. `rows_B` is each sequence's slot; only a slot that is
+    done may repeat.
+    """
+    batch, num_nodes = tokens_BN.shape
+    nodes = torch.arange(num_nodes, device=tokens_BN.device)
+    if num_path_B is None:
+        assert choice_BN is not None
+        chain = (nodes - 1).expand(batch, -1)
+        if num_nodes_B is not None:
+            chain = torch.where(nodes < num_nodes_B[:, None], chain, -2)
+        path_BN, num_path_B = accept_path(tokens_BN, chain if parents_BN is None else parents_BN, choice_BN)
+    path = (nodes.expand(batch, -1) if path_BN is None else path_BN)[:, :max_path]
+    place = nodes[:max_path]
+    on_path = place < num_path_B[:, None]
+    path = torch.where(on_path, path, 0)
+    last = place == num_path_B[:, None] - 1
+    if next_token_B is None:
+        assert choice_BN is not None
+        next_token_B = choice_BN.gather(1, path.gather(1, num_path_B[:, None] - 1))[:, 0]
+    tokens = tokens_BN.gather(1, path).roll(-1, dims=1)
+    tokens = torch.where(on_path, torch.where(last, next_token_B[:, None], tokens), 0)
+
+    ints = ints_SF[rows_B]
+    length, live = ints[:, columns.length], ints[:, columns.done] == 0
+    room = ints[:, columns.limit] - length - 1
+    counted = place < torch.minimum(num_path_B, room)[:, None]
+    eos = (tokens[:, :, None] == eos_K).any(dim=2) & (ints[:, columns.ignore_eos] == 0)[:, None]
+    stops = ints[:, None, columns.stop : columns.stop + columns.num_stops]
+    ends = ((eos | (tokens[:, :, None] == stops).any(dim=2)) & counted).any(dim=1)
+    new = ints.clone()
+    new[:, columns.length] = length + num_path_B
+    new[:, columns.root] = next_token_B
+    new[:, columns.done] = (ends | (num_path_B >= room)).long()
+    ints_SF.index_copy_(0, rows_B, torch.where(live[:, None], new, ints))
+    max_length = tokens_SL.shape[1]
+    if max_length:
+        index = length[:, None] + 1 + place
+        kept = on_path & live[:, None] & (index < max_length)
+        # What is not kept writes what is there: the place of the slot's first token, which no round changes.
+        index = torch.where(kept, index, 0)
+        value = torch.where(kept, tokens, tokens_SL[rows_B, 0].long()[:, None])
+        tokens_SL.index_put_((rows_B[:, None].expand_as(index), index), value.int())
+
+    drafted = (num_nodes if num_nodes_B is None else num_nodes_B) - torch.ones_like(length)
+    depth = drafted if depths_BN is None else depths_BN.amax(dim=1)
+    counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth), dim=1)
+    table = page_table_SP[rows_B]
+    moves = live[:, None] & on_path & (path != place)
+    target = torch.where(moves, slots_of(table, page_size, length[:, None] + place), -1)
+    return Committed(
+        path,
+        num_path_B,
+        tokens,
+        torch.cat((counts, tokens), dim=1).int(),
+        (torch.arange(batch, device=path.device)[:, None] * num_nodes + path).view(-1),
+        slots_of(table, page_size, length[:, None] + path).view(-1),
+        target.view(-1),
+    )
