@@ -52,8 +52,11 @@ class Ops:
         self.is_slow = not CUDA and modules != ("torch_round",)  # interpreted
         self.is_exact = not CUDA and modules == ("torch_round",)  # float64 as on the host
 
+    def raw(self, name: str) -> Callable:
+        return next(getattr(m, name) for m in self._modules if hasattr(m, name))
+
     def __getattr__(self, name: str) -> Callable:
-        function = next(getattr(m, name) for m in self._modules if hasattr(m, name))
+        function = self.raw(name)
 
         def call(*args: object) -> object:
             result = function(*(a.to(DEVICE) if isinstance(a, Tensor) else a for a in args))
@@ -565,3 +568,71 @@ def test_garbage_gives_no_index_out_of_range(triton_ops: Ops) -> None:
     )
     assert bool(((chosen >= 0) & (chosen < 16)).all())
     assert bool(((parent >= 0) & (parent < 4)).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="CUDA graphs")
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+def test_captured_in_a_graph(kind: str) -> None:
+    """All operations one after the other in one CUDA graph (capture refuses what makes the host wait), replayed on
+    other inputs."""
+    ops = make_ops(kind)
+
+    def inputs(seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(12, 9001, generator=generator) * 3
+        integers = [torch.randint(-(2**62), 2**62, (12,), generator=generator) for _ in range(4)]
+        history = torch.randint(0, 4, (12, 2000), generator=generator).int()
+        parents = torch.stack([torch.arange(-1, 3), torch.tensor([-1, 0, 0, 1]), torch.tensor([-1, 0, 0, 2])])
+        root = torch.randint(0, 9, (3,), generator=generator)
+        return [x.to(DEVICE) for x in (logits, *integers, history, parents, root)]
+
+    filters = [x.to(DEVICE) for x in filter_tensors([FILTERS["all"], FILTERS["greedy"], FILTERS["top_p"]] * 4)]
+    lengths = torch.arange(500, 1700, 100, device=DEVICE)
+    rows = torch.arange(12, device=DEVICE).flip(0)
+
+    def everything(
+        logits: Tensor, seed: Tensor, stream: Tensor, sample: Tensor, position: Tensor, history: Tensor,
+        parents: Tensor, root: Tensor,
+    ) -> list[Tensor]:  # fmt: skip
+        u = ops.raw("uniform")(seed, stream, sample, position, Purpose.SAMPLE)
+        p = ops.raw("distribution")(logits, *filters)
+        choice = ops.raw("sample")(logits, *filters, u).view(3, 4)
+        tokens = torch.cat((root[:, None], choice[:, :3]), dim=1)
+        scores, ids = ops.raw("draft_topk")(logits[:3], 4)
+        steps = ops.raw("draft_topk")(logits, 4)
+        beam = ops.raw("beam_step")(scores, steps[0].view(3, 4, 4), steps[1].view(3, 4, 4))
+        first = torch.arange(4, device=DEVICE)
+        nodes = ops.raw("select_nodes")(
+            root,
+            torch.cat((ids, beam[1]), dim=1),
+            torch.cat((scores, beam[0]), dim=1),
+            torch.cat((torch.full_like(ids, -1), first.repeat_interleave(4).expand(3, -1)), dim=1),
+            8,
+            2,
+        )
+        q, coins = p.view(3, 4, -1)[:, 1:], u.view(3, 4)
+        chain = ops.raw("accept_chain")(
+            choice[:, 1:], q, None, p.view(3, 4, -1), rows[-3:], filters[0][:3], coins[:, :3], coins[:, :3], coins
+        )
+        found = [u, p, choice, ops.raw("argmax")(logits), ops.raw("draw")(p, u), scores, ids, *beam, *nodes, *chain]
+        found += ops.raw("accept_path")(tokens, parents, choice)
+        found += ops.raw("ngram_lookup")(history, rows, lengths, lengths + 4, 2, 4, 5)
+        return found
+
+    static = inputs(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        everything(*static)  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = everything(*static)
+    for seed in (1, 2):
+        new = inputs(seed)
+        for buffer, value in zip(static, new, strict=True):
+            buffer.copy_(value)
+        graph.replay()
+        for found, expected in zip(captured, everything(*new), strict=True):
+            assert torch.equal(found, expected)

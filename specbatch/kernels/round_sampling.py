@@ -90,7 +90,7 @@ def _philox_uniform(seed, stream, sample, position, purpose):
     return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "purpose"])
 def _uniform(seed_ptr, stream_ptr, sample_ptr, position_ptr, out_ptr, count, purpose, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = at < count
