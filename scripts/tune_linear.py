@@ -464,8 +464,7 @@ def print_table(path: Path, with_pdl: bool) -> None:
     required = ("kind", "block_m", "block_o", "block_i", "num_stages", "num_warps")
 
     def source(config: dict[str, object]) -> str:
-        if not with_pdl:
-            config = {**config, "pdl": False, "prefetch": 0}
+        config = {**config, "pdl": with_pdl, "prefetch": config["prefetch"] if with_pdl else 0}
         given = [f"{config[name]!r}".replace("'", '"') for name in required]
         given += [f"{k}={v!r}" for k, v in config.items() if k not in required and v != defaults[k]]
         return f"Config({', '.join(given)})"

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from specbatch.kernels import linear as ops
 from specbatch.kernels import linear_config
 from specbatch.kernels import torch_linear as twin
-from specbatch.kernels.linear_config import Config, config_for, is_skinny
+from specbatch.kernels.linear_config import Config, config_for, is_skinny, without_hopper
 from specbatch.kernels.torch_model import rms_norm
 
 EPS = 1e-5
@@ -138,7 +138,10 @@ def test_rows_of_a_wider_buffer(device: str) -> None:
 def test_every_skinny_product_has_a_configuration(M: int) -> None:
     for O, I in [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (576, 1536), (960, 576)]:  # noqa: E741
         assert is_skinny(M, O, I, torch.bfloat16)
-        assert config_for(M, O, I, torch.bfloat16).block_m >= M
+        config = config_for(M, O, I, torch.bfloat16)
+        assert config.block_m >= M
+        elsewhere = without_hopper(config)
+        assert (elsewhere.tma, elsewhere.pdl, elsewhere.prefetch) == (False, False, 0)
 
 
 def test_measured_configurations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specbatch.kernels.linear_config import Config, config_for
+from specbatch.kernels.linear_config import Config, config_for, without_hopper
 
 _COMBINE_BLOCK = 512  # output features of one program that sums splits
 
@@ -492,7 +492,9 @@ def norm_gated_linear(
 
 
 def _config(x_MI: Tensor, weight_OI: Tensor) -> Config:
-    return config_for(x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1], x_MI.dtype)
+    config = config_for(x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1], x_MI.dtype)
+    is_hopper = x_MI.is_cuda and torch.cuda.get_device_capability(x_MI.device)[0] >= 9
+    return config if is_hopper else without_hopper(config)
 
 
 def _launch_options(pdl: bool) -> dict[str, bool]:

@@ -15,6 +15,7 @@ import torch
 
 MAX_ROWS = 64  # above this a product has enough arithmetic for the library's kernels
 _FMA_MAX_ROWS = 4
+_SHARED_BYTES = 96_000  # of one program, on the smaller GPUs
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,73 @@ class Config:
 
 
 # (O, I) of the weight: for up to so many rows, the best configuration measured, or None where the library was faster.
-# Written by `scripts/tune_linear.py --table`.
-_MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {}
+# Written by `scripts/tune_linear.py --table`, from one H200 with torch 2.11 and Triton 3.6.
+_MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {
+    (6144, 4096): {  # qkv
+        1: Config("fma", 1, 8, 1024, 1, 4, pdl=True),
+        4: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, prefetch=512, pdl=True),
+        8: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: Config("dot", 16, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        32: Config("dot", 32, 128, 128, 4, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        64: Config("dot", 64, 128, 128, 4, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+    },
+    (4096, 4096): {  # o
+        1: Config("fma", 1, 4, 4096, 1, 8, pdl=True),
+        4: Config("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True),
+        8: Config("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True),
+        16: Config("dot", 16, 64, 256, 4, 4, fuse_norm=False, prefetch=1024, pdl=True),
+        32: Config("dot", 32, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        64: Config("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+    },
+    (28672, 4096): {  # gate_up
+        1: Config("fma", 1, 4, 1024, 1, 4, pdl=True),
+        4: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        8: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: Config("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True),
+        32: Config("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        64: Config("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+    },
+    (4096, 14336): {  # down
+        1: Config("fma", 1, 4, 2048, 1, 8, pdl=True),
+        4: Config("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True),
+        8: Config("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True),
+        16: Config("dot", 16, 64, 128, 6, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        32: Config("dot", 32, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        64: Config("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+    },
+    (128256, 4096): {  # lm_head
+        1: Config("fma", 1, 4, 2048, 1, 8, pdl=True),
+        4: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        8: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: Config("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
+        32: Config("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        64: Config("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+    },
+    (4096, 12288): {  # draft_fc
+        1: Config("fma", 1, 8, 512, 4, 2, pdl=True),
+        4: Config("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True),
+        8: Config("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True),
+        16: Config("dot", 16, 32, 256, 5, 2, tma=True, fuse_norm=False, pdl=True),
+        32: Config("dot", 32, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        64: Config("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+    },
+    (6144, 8192): {  # draft_qkv
+        1: Config("fma", 1, 8, 1024, 1, 4, pdl=True),
+        4: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        8: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: Config("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True),
+        32: Config("dot", 32, 128, 128, 4, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        64: None,
+    },
+    (32000, 4096): {  # draft_head
+        1: Config("fma", 1, 4, 2048, 1, 8, pdl=True),
+        4: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        8: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: Config("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
+        32: Config("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        64: Config("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+    },
+}
 
 
 def is_skinny(M: int, O: int, I: int, dtype: torch.dtype) -> bool:  # noqa: E741
@@ -75,6 +141,13 @@ def config_for(M: int, O: int, I: int, dtype: torch.dtype) -> Config:  # noqa: E
     guess = _guess(M, O)
     # What was measured is bfloat16; the "fma" kernel needs more registers for other types.
     return (_measured(M, O, I, guess) if dtype == torch.bfloat16 else None) or guess
+
+
+def without_hopper(config: Config) -> Config:
+    """The configuration for GPUs before compute capability 9: none of its instructions, less shared memory."""
+    step_bytes = 2 * config.block_i * (config.block_o + config.block_m)
+    num_stages = max(1, min(config.num_stages, _SHARED_BYTES // step_bytes))
+    return replace(config, tma=False, pdl=False, prefetch=0, num_stages=num_stages)
 
 
 def _measured(M: int, O: int, I: int, default: Config) -> Config | None:  # noqa: E741
