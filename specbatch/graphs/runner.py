@@ -49,9 +49,9 @@ class GraphRunner:
         return len(self._captured)
 
     def capture(self, key: tuple[Any, ...], function: Callable[[], Any], *, warm_up: bool = True) -> Any:
-        """Capture `function` under `key`; returns its output, which is valid after a replay. It must not touch the
-        host, and running it in vain must do no harm: it is run once beforehand, so that what is loaded and compiled on
-        first use is, before the capture."""
+        """Capture `function` under `key`; returns its output, valid as after a replay. It must not touch the host, and
+        running it in vain must do no harm: it is run once beforehand, so that what is loaded and compiled on first use
+        is, before the capture, and replayed once behind it."""
         assert key not in self._captured, f"{key} is captured already"
         began = time.perf_counter()
         if warm_up:
@@ -61,6 +61,7 @@ class GraphRunner:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = function()
+        graph.replay()  # what is captured next may read this output, in its warm-up already
         torch.cuda.synchronize(self._device)
         self._captured[key] = _Captured(graph, output)
         self.bytes += free - torch.cuda.mem_get_info(self._device)[0]

@@ -1,0 +1,112 @@
+"""Where the time of a round, and of a prompt chunk, goes: kernels of the device engine by name, on CUDA.
+
+    python scripts/profile_round.py --target shape:llama-3-8b --method eagle3:3/1/4@2.5 --batch 1,16,64,256 -o prof.json
+
+Prints for each batch size the phases (each as a graph of its own), then the kernels of whole rounds: how often, how many
+microseconds in a round, and what share; and how much of the span the GPU was idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench import parse_method
+from torch.profiler import ProfilerActivity, profile
+
+from specbatch.config_load import load_config
+from specbatch.engine.build import build_engine, resolve
+from specbatch.engine.device_engine import DeviceEngine
+from specbatch.types import NoiseKey, Request, SamplingParams
+
+CONTEXT = 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="shape:llama-3-8b")
+    parser.add_argument("--method", type=parse_method, default="none")
+    parser.add_argument("--batch", default="1,16,64,256")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--top", type=int, default=14)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    batches = [int(part) for part in args.batch.split(",")]
+    method = parse_method(args.method) if isinstance(args.method, str) else args.method
+    sets = [f"model.target={args.target}", *method.sets(), f"engine.max_batch_size={max(batches)}", *args.set]
+    run = resolve(load_config(None, ["engine.prefix_cache=false", *sets]))
+    engine = build_engine(run)
+    assert isinstance(engine, DeviceEngine), "only the device engine is profiled"
+    print("ready", {k: round(v, 1) for k, v in engine.start_seconds.items()}, flush=True)
+    for note in run.notes:
+        print(" ", note)
+    report: dict[str, Any] = {"method": method.text, "target": args.target, "batches": {}}
+    for batch in batches:
+        phases = engine.time_phases(batch, CONTEXT)
+        print(f"\n== batch {batch}:", {k: round(v, 3) for k, v in phases.items()}, "ms", flush=True)
+        kernels = profile_rounds(engine, batch, args.rounds)
+        report["batches"][batch] = {"phases": phases, **kernels}
+        show(kernels["round"], f"round of {batch}", args.top)
+        if batch == max(batches):
+            show(kernels["prompts"], "prompts", args.top)
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1))
+
+
+def profile_rounds(engine: DeviceEngine, batch: int, rounds: int) -> dict[str, Any]:
+    """Kernels of the prefill of `batch` prompts (all steps), and of so many rounds after it."""
+    params = SamplingParams(max_tokens=(rounds + 8) * 8, ignore_eos=True)
+    for i in range(batch):
+        prompt = [(i * 7919 + j * 104729) % engine.limits.vocab_size for j in range(CONTEXT)]
+        engine.submit(Request(-1 - i, prompt, params, NoiseKey(0, i, 0)))
+    with profile(activities=[ProfilerActivity.CUDA]) as prompts:
+        while engine.num_waiting:
+            engine.step()
+        torch.cuda.synchronize()
+    for _ in range(3):
+        engine.step()
+    with profile(activities=[ProfilerActivity.CUDA]) as decode:
+        for _ in range(rounds):
+            engine.step()
+        torch.cuda.synchronize()
+    while engine.num_running:
+        engine.step()
+    return {"prompts": summed(prompts, 1), "round": summed(decode, rounds)}
+
+
+def summed(trace: profile, repeats: int) -> dict[str, Any]:
+    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    spans = []
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            totals[event.name][0] += 1
+            totals[event.name][1] += event.time_range.elapsed_us()
+            spans.append((event.time_range.start, event.time_range.end))
+    spans.sort()
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    whole = end - spans[0][0]
+    ordered = sorted(totals.items(), key=lambda item: -item[1][1])
+    return {
+        "span_us": whole / repeats,
+        "idle_share": 1 - busy / whole,
+        "kernels": [{"name": n[:110], "count": c / repeats, "us": us / repeats} for n, (c, us) in ordered],
+    }
+
+
+def show(part: dict[str, Any], title: str, top: int) -> None:
+    print(f"{title}: {part['span_us'] / 1e3:.3f} ms, idle {part['idle_share']:.1%}")
+    for kernel in part["kernels"][:top]:
+        share = kernel["us"] / part["span_us"]
+        print(f"  {kernel['us']:10.1f} us {share:6.1%} {kernel['count']:8.1f}x  {kernel['name']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
