@@ -2,8 +2,8 @@
 
     python scripts/profile_round.py --target shape:llama-3-8b --method eagle3:3/1/4@2.5 --batch 1,16,64,256 -o prof.json
 
-Prints for each batch size the phases (each as a graph of its own), then the kernels of whole rounds: how often, how many
-microseconds in a round, and what share; and how much of the span the GPU was idle.
+Prints for each batch size the phases (each as a graph of its own), then the kernels of whole rounds: how often, how
+many microseconds in a round, and what share; and how much of the span the GPU was idle.
 """
 
 from __future__ import annotations
