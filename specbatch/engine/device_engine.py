@@ -144,7 +144,9 @@ class DeviceEngine:
             seq.num_in_flight += self._round.drafter.max_path
             seq.rounds_in_flight += 1
         self._reports.append(
-            _Report(rows, self._transfers.download(verified.report_BZ), self._download(verified.logprobs), False)
+            _Report(
+                rows, self._transfers.download(verified.committed.report_BZ), self._download(verified.logprobs), False
+            )
         )
         self._stats.rounds += 1
         return True

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from specbatch.cache.pages import KVCache
-from specbatch.kernels.paged import PagedBatch, slots_of
+from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels.torch_steps import Committed
 from specbatch.models.decoder import Decoder
 from specbatch.speculation.drafters import Draft, Drafter
 from specbatch.speculation.noise import Purpose
 from specbatch.speculation.proposer import TargetOutput
-from specbatch.speculation.slots import Field, Rows, SlotState
+from specbatch.speculation.slots import COLUMNS, Field, Rows, SlotState
 
 # Columns of a report in front of the tokens: how many are new, drafts verified, depth of the tree.
 REPORT_COUNT, REPORT_DRAFTED, REPORT_DEPTH, REPORT_TOKENS = range(4)
@@ -42,12 +43,9 @@ class Verified:
     """What draft-extend needs of a verification."""
 
     rows: Rows
-    num_path_B: Tensor  # int64, 1 .. M; counts nodes, so it is the number of new tokens too
-    path_BM: Tensor
-    tokens_BM: Tensor  # the new tokens: accepted drafts, then the target's own
+    committed: Committed
     hidden_TE: Tensor
     captured: list[Tensor]
-    report_BZ: Tensor  # int32
     logprobs: Logprobs | None
 
 
@@ -88,55 +86,54 @@ class Round:
         return verified
 
     def draft(self, rows_B: Tensor, sampled: bool) -> tuple[Rows, Draft]:
-        rows = Rows.gather(self.state, rows_B, self._page_size)
+        rows = Rows.gather(self.state, rows_B, self._page_size, self._ops)
         return rows, self.drafter.draft(rows, self.state, sampled)
 
     def verify(self, rows: Rows, draft: Draft, sampled: bool, logprobs: bool = False) -> Verified:
         """The target's forward pass over all nodes, acceptance, and the commit of what was accepted."""
         batch, num_nodes = draft.tokens_BN.shape
-        length_B = rows.length_B
-        positions = None if draft.depths_BN is None else length_B[:, None] + draft.depths_BN
         mask = None if draft.mask_BNW is None else draft.mask_BNW.view(batch * num_nodes, -1)
-        layout = rows.layout(length_B, num_nodes, positions_BQ=positions, mask_TW=mask, mask_starts_B=length_B)
+        layout = rows.layout(num_nodes, depths_BQ=draft.depths_BN, mask_TW=mask)
         hidden, captured = self._target.forward(draft.tokens_BN.reshape(-1), layout, self._cache, self._capture)
         logits = self._target.raw_logits(hidden)
-        path_BM, num_path_B, next_B = self._accept(rows, draft, logits, sampled)
-        if draft.parents_BN is not None:
-            self._compact(rows, path_BM, num_path_B)
-        tokens_BM = self._commit(rows, draft, path_BM, num_path_B, next_B)
-        count_B = torch.where(rows.live_B, num_path_B, 0)
-        drafted_B = torch.full_like(count_B, num_nodes - 1) if draft.num_nodes_B is None else draft.num_nodes_B - 1
-        depth_B = drafted_B if draft.depths_BN is None else draft.depths_BN.amax(dim=1)
-        report = torch.cat((torch.stack((count_B, drafted_B, depth_B), dim=1), tokens_BM), dim=1).int()
-        chosen = self._logprobs(logits.view(batch, num_nodes, -1), path_BM, tokens_BM) if logprobs else None
-        return Verified(rows, num_path_B, path_BM, tokens_BM, hidden, captured, report, chosen)
+        committed = self._accept_and_commit(rows, draft, logits, sampled)
+        if draft.parents_BN is not None:  # a chain's path is contiguous as it is
+            self._ops.move_slots(self._cache.all_layers, committed.source_T, committed.target_T)
+        chosen = None
+        if logprobs:
+            width = committed.path_BM.shape[1]
+            chosen = logprobs_of(logits[committed.picked_T].view(batch, width, -1), committed.tokens_BM)
+        return Verified(rows, committed, hidden, captured, chosen)
 
-    def _accept(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(path_BM, num_path_B, next_B)."""
-        batch, num_nodes = draft.tokens_BN.shape
-        max_path = self.drafter.max_path
-        nodes = torch.arange(num_nodes, device=logits_TV.device)
+    def _accept_and_commit(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> Committed:
+        """End-of-sequence and stop tokens are looked for before the length is. What lies behind them is cut by the
+        host, which decides the same way again; here it only matters who goes on."""
+        choice = path = num_path = next_token = None
         if sampled and draft.probs_BDW is not None:
             num_path, next_token = self._accept_drawn(rows, draft, logits_TV)
-            path = nodes.expand(batch, -1)
-            if self._simulate is not None:
-                path, num_path = self._simulated(rows, draft, path)
         else:
-            choice = self._choose(rows, draft, logits_TV, sampled).view(batch, num_nodes)
-            if draft.parents_BN is None:
-                matches = draft.tokens_BN[:, 1:] == choice[:, :-1]
-                if draft.num_nodes_B is not None:
-                    matches = matches & (nodes[1:] < draft.num_nodes_B[:, None])
-                num_path = 1 + matches.long().cumprod(dim=1).sum(dim=1)
-                path = nodes.expand(batch, -1)
-            else:
-                path, num_path = self._ops.accept_path(draft.tokens_BN, draft.parents_BN, choice)
-            if self._simulate is not None:
-                path, num_path = self._simulated(rows, draft, path)
-            path = path[:, :max_path]
-            last = path.gather(1, (num_path - 1)[:, None])
-            next_token = choice.gather(1, last)[:, 0]
-        return path[:, :max_path], num_path, next_token
+            choice = self._choose(rows, draft, logits_TV, sampled).view(draft.tokens_BN.shape)
+        if self._simulate is not None:
+            path, num_path = self._simulated(rows, draft)
+        committed: Committed = self._ops.commit_round(
+            self.state.ints_SF,
+            self.state.tokens_SL,
+            self.state.page_table_SP,
+            rows.rows_B,
+            COLUMNS,
+            self._page_size,
+            self._eos,
+            self.drafter.max_path,
+            draft.tokens_BN,
+            choice,
+            parents_BN=draft.parents_BN,
+            depths_BN=draft.depths_BN,
+            num_nodes_B=draft.num_nodes_B,
+            path_BN=path,
+            num_path_B=num_path,
+            next_token_B=next_token,
+        )
+        return committed
 
     def _choose(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> Tensor:
         """(T,) the target's own token behind each node."""
@@ -175,18 +172,17 @@ class Round:
         )
         return num_path, next_token
 
-    def _simulated(self, rows: Rows, draft: Draft, path_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """A path of random length with the wanted mean: along the chain, or down to a tree's first node of that
-        depth."""
+    def _simulated(self, rows: Rows, draft: Draft) -> tuple[Tensor | None, Tensor]:
+        """A path of random length with the wanted mean: along the chain (no path then), or down to a tree's first node
+        of that depth."""
         assert self._simulate is not None
-        batch, num_nodes = draft.tokens_BN.shape
+        num_nodes = draft.tokens_BN.shape[1]
         u = self._ops.uniform(*rows.noise, rows.length_B, Purpose.ACCEPT)
         whole = int(self._simulate)
         wanted = torch.where(u < self._simulate - whole, whole + 1, whole)
-        nodes = torch.arange(num_nodes, device=path_BN.device)
         if draft.parents_BN is None:
-            most = num_nodes if draft.num_nodes_B is None else draft.num_nodes_B
-            return nodes.expand(batch, -1), torch.clamp(wanted, max=most)
+            return None, torch.clamp(wanted, max=num_nodes if draft.num_nodes_B is None else draft.num_nodes_B)
+        nodes = torch.arange(num_nodes, device=u.device)
         assert draft.depths_BN is not None
         assert draft.mask_BNW is not None
         num_path = torch.minimum(wanted, draft.depths_BN.amax(dim=1) + 1)
@@ -195,38 +191,6 @@ class Round:
         on_path = (words[:, nodes >> 5] >> (nodes & 31)) & 1
         path = torch.where(on_path.bool(), nodes, num_nodes).sort(dim=1).values
         return torch.where(path < num_nodes, path, 0), num_path
-
-    def _compact(self, rows: Rows, path_BM: Tensor, num_path_B: Tensor) -> None:
-        """Make the target KV of accepted paths contiguous."""
-        place = torch.arange(path_BM.shape[1], device=path_BM.device)
-        moves = rows.live_B[:, None] & (place < num_path_B[:, None]) & (path_BM != place)
-        length = rows.length_B[:, None]
-        source = slots_of(rows.page_table_BP, self._page_size, length + path_BM)
-        target = slots_of(rows.page_table_BP, self._page_size, length + place)
-        self._ops.move_slots(self._cache.all_layers, source.view(-1), torch.where(moves, target, -1).view(-1))
-
-    def _commit(self, rows: Rows, draft: Draft, path_BM: Tensor, num_path_B: Tensor, next_B: Tensor) -> Tensor:
-        """Advance the slots; returns the new tokens (B, M), of which the first num_path count.
-
-        End-of-sequence and stop tokens are looked for before the length is. What lies behind them is cut by the host,
-        which decides the same way again; here it only matters who goes on.
-        """
-        place = torch.arange(path_BM.shape[1], device=path_BM.device)
-        accepted = draft.tokens_BN.gather(1, path_BM).roll(-1, dims=1)
-        tokens = torch.where(place == (num_path_B - 1)[:, None], next_B[:, None], accepted)
-        length = rows.length_B
-        room = rows.field(Field.LIMIT) - length - 1
-        counted = place < torch.minimum(num_path_B, room)[:, None]
-        done = self._ends(rows, tokens, counted) | (num_path_B >= room) | ~rows.live_B
-        ints = rows.ints_BF.clone()
-        ints[:, Field.LENGTH] = length + torch.where(rows.live_B, num_path_B, 0)
-        ints[:, Field.ROOT] = next_B
-        ints[:, Field.DONE] = done.long()
-        self.state.ints_SF.index_copy_(0, rows.rows_B, ints)
-        if self.state.tokens_SL.shape[1]:
-            kept = (place < num_path_B[:, None]) & rows.live_B[:, None]
-            self._remember(rows.rows_B, length[:, None] + 1 + place, tokens, kept)
-        return tokens
 
     def _ends(self, rows: Rows, tokens_BM: Tensor, counted_BM: Tensor) -> Tensor:
         """(B,) bool: an end-of-sequence or stop token is among the counted ones."""
@@ -240,28 +204,20 @@ class Round:
         index = index_BM.clamp(max=self.state.tokens_SL.shape[1] - 1)
         self.state.tokens_SL.index_put_((row, index), tokens_BM.int())
 
-    def _logprobs(self, logits_BNV: Tensor, path_BM: Tensor, tokens_BM: Tensor) -> Logprobs:
-        at_path = logits_BNV.gather(1, path_BM[:, :, None].expand(-1, -1, logits_BNV.shape[2]))
-        return logprobs_of(at_path, tokens_BM)
-
     def extend(self, verified: Verified) -> None:
         """Draft-extend: the draft network follows what was committed, M rows for each request, of which those past the
         accepted ones write nothing."""
         net = self.drafter.net
         if net is None:
             return
-        rows, path = verified.rows, verified.path_BM
-        batch, width = path.shape
-        place = torch.arange(width, device=path.device)
-        written = (place < verified.num_path_B[:, None]) & rows.live_B[:, None]
-        starts = rows.length_B + net.lead
-        layout = rows.layout(starts, width, written_BQ=written)
-        num_nodes = verified.hidden_TE.shape[0] // batch
-        picked = (torch.arange(batch, device=path.device)[:, None] * num_nodes + path).view(-1)
-        hidden = verified.hidden_TE[picked] if not verified.captured else verified.hidden_TE
+        rows, committed = verified.rows, verified.committed
+        batch, width = committed.path_BM.shape
+        layout = rows.layout(width, start=net.lead, position=net.lead, num_written_B=committed.num_path_B)
+        picked = committed.picked_T
+        hidden = verified.hidden_TE if verified.captured else verified.hidden_TE[picked]
         features = net.features(TargetOutput([], hidden, [c[picked] for c in verified.captured]))
-        hidden = net.forward(verified.tokens_BM.reshape(-1), features, layout).view(batch, width, -1)
-        last = (verified.num_path_B - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        hidden = net.forward(committed.tokens_BM.reshape(-1), features, layout).view(batch, width, -1)
+        last = (committed.num_path_B - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         self.state.features_SE.index_copy_(0, rows.rows_B, hidden.gather(1, last)[:, 0])
 
     def prefill(self, chunk: PromptChunk, sampled: bool, logprobs: bool = False) -> tuple[Tensor, Logprobs | None]:
@@ -273,7 +229,7 @@ class Round:
         if chunk.ready_R.shape[0] == 0:
             self._extend_prompt(chunk, chunk.ready_R, hidden, captured)
             return chunk.ready_R[:, None].int(), None
-        rows = Rows.gather(self.state, chunk.ready_R, self._page_size)
+        rows = Rows.gather(self.state, chunk.ready_R, self._page_size, self._ops)
         logits = self._target.raw_logits(hidden[chunk.last_rows_R])
         draft = Draft(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.

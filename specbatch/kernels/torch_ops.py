@@ -6,14 +6,15 @@ from specbatch.kernels.torch_round import (
     accept_chain,
     accept_path,
     argmax,
-    beam_step,
     distribution,
     draft_topk,
+    draw,
     ngram_lookup,
     sample,
     select_nodes,
     uniform,
 )
+from specbatch.kernels.torch_steps import beam_expand, beam_start, commit_round, span_layout
 
 __all__ = [
     "Workspace",
@@ -21,9 +22,12 @@ __all__ = [
     "accept_path",
     "argmax",
     "attend",
-    "beam_step",
+    "beam_expand",
+    "beam_start",
+    "commit_round",
     "distribution",
     "draft_topk",
+    "draw",
     "gated_linear",
     "linear",
     "move_slots",
@@ -35,5 +39,6 @@ __all__ = [
     "sample",
     "select_nodes",
     "silu_mul",
+    "span_layout",
     "uniform",
 ]

@@ -4,8 +4,9 @@ from specbatch.kernels.attention import Workspace, attend
 from specbatch.kernels.dense import gated_linear, linear, norm_gated_linear, norm_linear
 from specbatch.kernels.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.round_ngram import ngram_lookup
-from specbatch.kernels.round_sampling import accept_chain, argmax, distribution, sample, uniform
-from specbatch.kernels.round_tree import accept_path, beam_step, draft_topk, select_nodes
+from specbatch.kernels.round_sampling import accept_chain, argmax, distribution, draw, sample, uniform
+from specbatch.kernels.round_steps import beam_expand, beam_start, commit_round, span_layout
+from specbatch.kernels.round_tree import accept_path, draft_topk, select_nodes
 
 __all__ = [
     "Workspace",
@@ -13,9 +14,12 @@ __all__ = [
     "accept_path",
     "argmax",
     "attend",
-    "beam_step",
+    "beam_expand",
+    "beam_start",
+    "commit_round",
     "distribution",
     "draft_topk",
+    "draw",
     "gated_linear",
     "linear",
     "move_slots",
@@ -27,5 +31,6 @@ __all__ = [
     "sample",
     "select_nodes",
     "silu_mul",
+    "span_layout",
     "uniform",
 ]

@@ -92,78 +92,54 @@ class NeuralDrafter:
 
     def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
         hidden = state.features_SE[rows.rows_B]
-        # Slots of the draft's cache that hold committed tokens, the root's among them where it has one.
-        length = rows.length_B + self._net.lead
-        return self._chain(rows, hidden, length, sampled) if self._shape.is_chain else self._tree(rows, hidden, length)
+        return self._chain(rows, hidden, sampled) if self._shape.is_chain else self._tree(rows, hidden)
 
-    def _chain(self, rows: Rows, hidden_BE: Tensor, length_B: Tensor, sampled: bool) -> Draft:
+    def _chain(self, rows: Rows, hidden_BE: Tensor, sampled: bool) -> Draft:
         tokens, probs = [rows.field(Field.ROOT)], []
         for step in range(self._shape.num_steps):
             if step > 0:
-                layout = rows.layout(length_B + (step - 1), 1)
-                hidden_BE = self._net.forward(tokens[-1], hidden_BE, layout)
+                # Behind the committed slots of the draft's cache, the root's among them where it has one.
+                place = self._net.lead + step - 1
+                hidden_BE = self._net.forward(tokens[-1], hidden_BE, rows.layout(1, start=place, position=place))
             logits = self._net.raw_logits(hidden_BE)
             if sampled:
                 u = self._ops.uniform(*rows.noise, rows.length_B + (step + 1), Purpose.DRAFT)
                 probs.append(self._ops.distribution(logits, *rows.sampling))
-                ids = self._ops.sample(logits, *rows.sampling, u)
+                ids = self._ops.draw(probs[-1], u)
             else:
                 ids = self._ops.argmax(logits)
-            tokens.append(self._to_target(ids))
+            tokens.append(ids if self._net.target_ids is None else self._net.target_ids[ids])
         return Draft(torch.stack(tokens, dim=1), probs_BDW=torch.stack(probs, dim=1) if probs else None)
 
-    def _tree(self, rows: Rows, hidden_BE: Tensor, length_B: Tensor) -> Draft:
-        batch, k, device = hidden_BE.shape[0], self._shape.topk, hidden_BE.device
-        scores_BK, ids = self._ops.draft_topk(self._net.raw_logits(hidden_BE), k)
-        beam_BK = self._to_target(ids)
-        tokens, scores, parents = [beam_BK], [scores_BK], [torch.full_like(beam_BK, -1)]
-        beam_index_BK = torch.arange(k, device=device).expand(batch, k)
+    def _tree(self, rows: Rows, hidden_BE: Tensor) -> Draft:
+        batch, k, lead = hidden_BE.shape[0], self._shape.topk, self._net.lead
+        target_ids = self._net.target_ids
+        words = max(1, -(-k * (self._shape.num_steps - 1) // 32))
+        scores, ids = self._ops.draft_topk(self._net.raw_logits(hidden_BE), k)
+        candidates, beam = self._ops.beam_start(scores, ids, target_ids, self._shape.num_candidates, words)
         features = hidden_BE[:, None].expand(-1, k, -1)
-        # Bit (step - 1) * k + j of a branch's mask: it sees what was drafted as branch j of that step.
-        words = -(-k * (self._shape.num_steps - 1) // 32)
-        seen = torch.zeros(batch, k, words, dtype=torch.int64, device=device)
-        first = k
         for step in range(1, self._shape.num_steps):
-            seen = seen | _own_bits(k, (step - 1) * k, words, device)
             layout = rows.layout(
-                length_B + (step - 1) * k,
                 k,
-                positions_BQ=(length_B + (step - 1))[:, None].expand(-1, k),
-                mask_TW=_signed(seen).view(batch * k, words),
-                mask_starts_B=length_B,
+                start=lead + (step - 1) * k,
+                position=lead + step - 1,
+                position_stride=0,
+                mask_TW=beam.seen_BKW.view(batch * k, words),
+                mask_start=lead,
             )
-            out = self._net.forward(beam_BK.reshape(-1), features.reshape(batch * k, -1), layout)
-            step_scores, ids = self._ops.draft_topk(self._net.raw_logits(out), k)
-            cand_scores, cand_tokens, chosen, scores_BK, beam_BK, parent = self._ops.beam_step(
-                scores_BK, step_scores.view(batch, k, k), self._to_target(ids).view(batch, k, k)
+            out = self._net.forward(beam.tokens_BK.reshape(-1), features.reshape(batch * k, -1), layout)
+            scores, ids = self._ops.draft_topk(self._net.raw_logits(out), k)
+            beam = self._ops.beam_expand(
+                candidates, beam, scores.view(batch, k, k), ids.view(batch, k, k), target_ids, step
             )
-            tokens.append(cand_tokens)
-            scores.append(cand_scores)
-            parents.append(beam_index_BK.repeat_interleave(k, dim=1))
-            beam_index_BK = first + chosen
-            first += k * k
-            features = out.view(batch, k, -1).gather(1, parent[:, :, None].expand(-1, -1, out.shape[-1]))
-            seen = seen.gather(1, parent[:, :, None].expand(-1, -1, words))
+            parent = beam.parent_BK[:, :, None].expand(-1, -1, out.shape[-1])
+            features = out.view(batch, k, -1).gather(1, parent)
         nodes = self._ops.select_nodes(
             rows.field(Field.ROOT),
-            torch.cat(tokens, 1),
-            torch.cat(scores, 1),
-            torch.cat(parents, 1),
+            candidates.tokens_BC,
+            candidates.scores_BC,
+            candidates.parents_BC,
             self.num_nodes,
             self._shape.num_steps,
         )
         return Draft(nodes[0], None, *nodes[1:])
-
-    def _to_target(self, ids: Tensor) -> Tensor:
-        return ids if self._net.target_ids is None else self._net.target_ids[ids]
-
-
-def _own_bits(k: int, first: int, words: int, device: torch.device) -> Tensor:
-    """(K, words) int64: bit `first` + j in row j."""
-    bit = torch.arange(first, first + k, device=device)
-    return torch.where((bit >> 5)[:, None] == torch.arange(words, device=device), 1 << (bit & 31)[:, None], 0)
-
-
-def _signed(words: Tensor) -> Tensor:
-    """Words of 32 bits as int32: bit 31 is the sign."""
-    return torch.where(words >= 2**31, words - 2**32, words).int()

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from specbatch.kernels.paged import PagedBatch, slots_of
+from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels.torch_steps import SlotColumns
 
 MAX_STOP_IDS = 6  # looked for on the device; of a request with more, the host finds the others a round later
 
@@ -36,6 +38,9 @@ class Field(IntEnum):
 
 
 NUM_FIELDS = int(Field.STOP) + MAX_STOP_IDS
+COLUMNS = SlotColumns(
+    Field.LENGTH, Field.ROOT, Field.LIMIT, Field.DONE, Field.IGNORE_EOS, Field.STOP, num_stops=MAX_STOP_IDS
+)
 
 
 class SlotState:
@@ -76,10 +81,11 @@ class Rows:
     floats_B3: Tensor
     page_table_BP: Tensor
     page_size: int
+    ops: ModuleType
 
     @staticmethod
-    def gather(state: SlotState, rows_B: Tensor, page_size: int) -> Rows:
-        return Rows(rows_B, state.ints_SF[rows_B], state.floats_S3[rows_B], state.page_table_SP[rows_B], page_size)
+    def gather(state: SlotState, rows_B: Tensor, page_size: int, ops: ModuleType) -> Rows:
+        return Rows(rows_B, state.ints_SF[rows_B], state.floats_S3[rows_B], state.page_table_SP[rows_B], page_size, ops)
 
     def field(self, field: Field) -> Tensor:
         """(B,) int64"""
@@ -88,11 +94,6 @@ class Rows:
     @property
     def length_B(self) -> Tensor:
         return self.field(Field.LENGTH)
-
-    @property
-    def live_B(self) -> Tensor:
-        """Bool: rows of requests that go on. The others write nothing."""
-        return self.field(Field.DONE) == 0
 
     @property
     def sampling(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,28 +106,38 @@ class Rows:
 
     def layout(
         self,
-        starts_B: Tensor,
         num_queries: int,
         *,
-        written_BQ: Tensor | None = None,
-        positions_BQ: Tensor | None = None,
+        start: int = 0,
+        position: int = 0,
+        position_stride: int = 1,
+        depths_BQ: Tensor | None = None,
+        num_written_B: Tensor | None = None,
         mask_TW: Tensor | None = None,
-        mask_starts_B: Tensor | None = None,
+        mask_start: int = 0,
     ) -> PagedBatch:
-        """`num_queries` new tokens of each row behind `starts_B` slots (int64). `written_BQ`: which of them are stored;
-        None: those of live rows. `positions_BQ`: where they are not equal to the slots' numbers."""
-        batch, device = starts_B.shape[0], starts_B.device
-        index = starts_B[:, None] + torch.arange(num_queries, device=device)
-        written = self.live_B[:, None] if written_BQ is None else written_BQ
-        slots = torch.where(written, slots_of(self.page_table_BP, self.page_size, index), -1)
-        return PagedBatch(
-            slots.view(-1),
-            (index if positions_BQ is None else positions_BQ).reshape(-1),
+        """`num_queries` new tokens of each row; see `torch_steps.span_layout`."""
+        spans = self.ops.span_layout(
             self.page_table_BP,
             self.page_size,
-            starts_B.int(),
-            torch.arange(0, (batch + 1) * num_queries, num_queries, dtype=torch.int32, device=device),
+            self.length_B,
+            self.field(Field.DONE),
+            num_queries,
+            start=start,
+            position=position,
+            position_stride=position_stride,
+            depths_BQ=depths_BQ,
+            num_written_B=num_written_B,
+            mask_start=mask_start,
+        )
+        return PagedBatch(
+            spans.slots_T,
+            spans.positions_T,
+            self.page_table_BP,
+            self.page_size,
+            spans.starts_B,
+            spans.query_starts,
             num_queries,
             mask_TW,
-            None if mask_starts_B is None else mask_starts_B.int(),
+            None if mask_TW is None else spans.mask_starts_B,
         )
