@@ -45,14 +45,14 @@ from specbatch.kernels.linear_config import Config
 
 DTYPE = torch.bfloat16
 EPS = 1e-5
-SMS = 132
-ROWS = (1, 4, 8, 16, 32, 64)
-CHAIN_ROWS = (1, 8, 4, 16, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CHAIN_ROWS = (1, 8, 4, 16, 64, 32, 2)
 NUM_LAYERS = 32
 MIN_ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
 MAX_ERROR = 1e-2
 KEPT = 5  # candidates of each product that the chain tries
-PREFETCHES = (0, 512, 1024, 2048)
+# What a program does before it waits for x: (early, prefetch).
+STARTS = ((False, 0), (True, 0), (True, 512), (True, 1536), (False, 1024))
 
 
 @dataclass(frozen=True)
@@ -122,66 +122,57 @@ def candidates(product: Product, M: int) -> list[Config]:
     gated = product.op == "norm_gated"
     narrow = product.num_out <= 8192
 
-    def fma(block_o: int, block_i: int, stages: int, warps: int, programs: int = 0) -> None:
-        block_m = 1 if M == 1 else 4
-        found.append(Config("fma", block_m, block_o, block_i, stages, warps, num_programs=programs))
+    def fma(block_o: int, block_i: int, stages: int, warps: int) -> None:
+        found.append(Config("fma", M, block_o, block_i, stages, warps))
 
-    def dot(
-        block_o: int, block_i: int, stages: int, warps: int, splits: int = 1, tma: bool = False, programs: int = 0
-    ) -> None:
+    def dot(block_o: int, block_i: int, stages: int, warps: int, splits: int = 1, tma: bool = False) -> None:
         block_m = max(8, M)
-        if programs > triton.cdiv(product.weight_shape[0], block_o) * splits:
-            return
         if stages * block_i * 2 * (block_o + block_m) > 220e3:  # shared memory
             return
-        fused = (True, False) if product.op.startswith("norm") and M <= 8 else (False,)
+        fused = (True, False) if product.op.startswith("norm") and M <= 4 else (False,)
         for fuse_norm in fused:
-            found.append(
-                Config("dot", block_m, block_o, block_i, stages, warps, splits, programs, tma, fuse_norm=fuse_norm)
-            )
+            found.append(Config("dot", block_m, block_o, block_i, stages, warps, splits, tma, fuse_norm=fuse_norm))
 
-    if M <= 4:
-        fma(8, 1024, 1, 4)
-        fma(8, 1024, 3, 4)
+    if M <= 2:
         fma(4, 1024, 1, 4)
         fma(4, 2048, 1, 8)
-        fma(8, 512, 4, 2)
+        fma(4, 4096, 1, 8)
         fma(8, 512, 1, 2)
-        fma(8, 1024, 4, 4, SMS * 2)
+        fma(8, 512, 4, 2)
+        fma(8, 1024, 1, 4)
+        fma(8, 1024, 3, 4)
+        fma(16, 1024, 3, 4)
         if M == 1:
-            fma(16, 1024, 3, 4)
             fma(8, 2048, 1, 8)
-            fma(4, 1024, 4, 4)
-            fma(8, 1024, 3, 4, SMS * 3)
-            fma(4, 4096, 1, 8)
-            fma(8, 2048, 1, 4)
             fma(4, 2048, 1, 4)
-    if M <= 8:
+            fma(2, 2048, 1, 4)
+            fma(2, 4096, 1, 8)
+    if 2 <= M <= 8:
         dot(16, 256, 5, 1)
         dot(16, 512, 4, 1)
-        dot(16, 256, 6, 1, tma=True)
+        dot(16, 512, 3, 2)
         dot(32, 256, 4, 2)
+        dot(32, 256, 3, 2)
         dot(32, 256, 5, 2, tma=True)
-        dot(32, 512, 3, 2)
+        dot(32, 512, 3, 4)
         dot(64, 128, 6, 4, tma=True)
         dot(64, 256, 4, 4, splits=2 if narrow else 1)
         if not narrow:
             dot(128, 128, 5, 4, tma=True)
-            dot(32, 256, 5, 2, tma=True, programs=SMS * 2)
     elif M == 16:
         dot(32, 256, 4, 2)
         dot(32, 256, 5, 2, tma=True)
-        dot(32, 128, 8, 2, tma=True)
-        for splits in (1, 2, 4) if narrow else (1,):
+        for splits in (1, 2) if narrow else (1,):
             dot(64, 128, 6, 4, splits, tma=True)
             dot(64, 256, 4, 4, splits)
         if not narrow:
             dot(128, 128, 5, 4, tma=True)
             dot(128, 128, 4, 4)
-    else:
-        for splits in (2, 4, 8) if narrow else (1, 2):
+    elif M > 16:
+        for splits in (1, 2, 4) if narrow else (1,):
             dot(64, 128, 5, 4, splits, tma=True)
             dot(128, 128, 4, 4, splits, tma=True)
+            dot(64, 128, 5, 4, splits)
         if gated:
             dot(256, 64, 5, 8, tma=True)
     return list(dict.fromkeys(found))
@@ -261,9 +252,9 @@ def say(text: str) -> None:
 def brief(config: Config) -> str:
     parts = [config.kind, f"m{config.block_m}", f"o{config.block_o}", f"i{config.block_i}", f"s{config.num_stages}"]
     parts.append(f"w{config.num_warps}")
-    parts += [f"split{config.splits}"] * (config.splits > 1) + [f"p{config.num_programs}"] * (config.num_programs > 0)
+    parts += [f"split{config.splits}"] * (config.splits > 1)
     parts += ["tma"] * config.tma + ["norm-apart"] * (not config.fuse_norm) + ["pdl"] * config.pdl
-    parts += [f"pre{config.prefetch}"] * (config.prefetch > 0)
+    parts += ["early"] * config.early + [f"pre{config.prefetch}"] * (config.prefetch > 0)
     return " ".join(parts)
 
 
@@ -390,7 +381,7 @@ class Tuner:
             return replay_time(lambda: forward(configs), num_replays=5)
 
         def report(label: str, seconds: float, configs: dict[str, Config | None]) -> None:
-            say(f"chain M={M:<2} {label:22} {seconds * 1e3:.3f} ms  {num_bytes / seconds / 1e12:.2f} TB/s")
+            say(f"chain M={M:<2} {label:32} {seconds * 1e3:.3f} ms  {num_bytes / seconds / 1e12:.2f} TB/s")
             named = {name: asdict(c) if c else None for name, c in configs.items()}
             self.chains.append({"M": M, "label": label, "milliseconds": seconds * 1e3, "configs": named})
 
@@ -407,20 +398,24 @@ class Tuner:
 
         for name, product in LAYER.items():  # compiled while others are timed
             for config in kept[name]:
-                for prefetch in PREFETCHES:
-                    self._compiler.submit(product, M, replace(config, pdl=True, prefetch=prefetch))
+                for early, prefetch in STARTS:
+                    self._compiler.submit(product, M, replace(config, pdl=True, early=early, prefetch=prefetch))
+        best_time = math.inf
         current: dict[str, Config | None] = {}
-        for name, product in LAYER.items():
-            config = replace(kept[name][0], pdl=True)
-            if not self._compiler.is_ready(product, M, config, deadline):
-                return
-            current[name] = config
-        best_time = measure(current)
-        report("fused, pdl", best_time, current)
+        for early, prefetch in STARTS:
+            trials = {n: replace(found[0], pdl=True, early=early, prefetch=prefetch) for n, found in kept.items()}
+            if not all(self._compiler.is_ready(LAYER[n], M, c, deadline) for n, c in trials.items()):
+                continue
+            seconds = measure({**trials})
+            report(f"fused, pdl, {'early, ' * early}prefetch {prefetch}", seconds, {**trials})
+            if seconds < best_time:
+                best_time, current = seconds, {**trials}
+        if not current:
+            return
         for name, product in LAYER.items():
             for config in kept[name]:
-                for prefetch in PREFETCHES:
-                    trial = replace(config, pdl=True, prefetch=prefetch)
+                for early, prefetch in STARTS:
+                    trial = replace(config, pdl=True, early=early, prefetch=prefetch)
                     if time.monotonic() > deadline:
                         break
                     if trial == current[name] or not self._compiler.is_ready(product, M, trial, deadline):
@@ -437,7 +432,7 @@ class Tuner:
             say(f"    {name:8} {brief(config)}")  # type: ignore[arg-type]
         actual = forward(current).double()
         say(f"chain M={M:<2} tuned against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
-        plain = {name: replace(c, pdl=False, prefetch=0) if c else None for name, c in current.items()}
+        plain = {name: replace(c, pdl=False, early=False, prefetch=0) if c else None for name, c in current.items()}
         if all(c and self._compiler.is_ready(LAYER[n], M, c, deadline) for n, c in plain.items()):
             report("the same without pdl", measure(plain), plain)
 
@@ -464,7 +459,9 @@ def print_table(path: Path, with_pdl: bool) -> None:
     required = ("kind", "block_m", "block_o", "block_i", "num_stages", "num_warps")
 
     def source(config: dict[str, object]) -> str:
-        config = {**config, "pdl": with_pdl, "prefetch": config["prefetch"] if with_pdl else 0}
+        config = {**config, "pdl": with_pdl}
+        if not with_pdl:
+            config = {**config, "early": False, "prefetch": 0}
         given = [f"{config[name]!r}".replace("'", '"') for name in required]
         given += [f"{k}={v!r}" for k, v in config.items() if k not in required and v != defaults[k]]
         return f"Config({', '.join(given)})"
@@ -483,6 +480,10 @@ def print_table(path: Path, with_pdl: bool) -> None:
                 print(f"        {M}: None,")
                 continue
             config = chosen.get(M, {}).get(product.name) or best["config"]
+            if (
+                M in chosen and product.name not in chosen[M]
+            ):  # alone, its start counts little: as the widest in a chain
+                config = {**config, "early": chosen[M]["gate_up"]["early"]}
             print(f"        {M}: {source(config)},")
         print("    },")
     print("}")

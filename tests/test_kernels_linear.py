@@ -23,14 +23,16 @@ FMA = Config("fma", block_m=1, block_o=8, block_i=64, num_stages=2, num_warps=1)
 DOT = Config("dot", block_m=8, block_o=16, block_i=32, num_stages=2, num_warps=1)
 CONFIGS = {
     "fma1": FMA,
-    "fma2-persistent": Config("fma", 2, 4, 128, 1, 1, num_programs=3),
-    "fma4": Config("fma", 4, 8, 32, 3, 1),
-    "fma4-norm-apart": Config("fma", 4, 8, 32, 3, 1, fuse_norm=False),
+    "fma2": Config("fma", 2, 4, 128, 1, 1),
+    "fma2-early": Config("fma", 2, 8, 32, 3, 1, early=True),
+    "fma2-norm-apart": Config("fma", 2, 8, 32, 3, 1, fuse_norm=False),
     "dot8": DOT,
-    "dot16-persistent": Config("dot", 16, 32, 64, 3, 1, num_programs=2),
+    "dot8-early": Config("dot", 8, 16, 64, 3, 1, early=True),
     "dot16-split": Config("dot", 16, 16, 16, 2, 1, splits=3),
+    "dot16-split-early": Config("dot", 16, 16, 16, 2, 1, splits=4, early=True),
     "dot64-split-norm-apart": Config("dot", 64, 32, 32, 2, 1, splits=2, fuse_norm=False),
     "dot8-tma": Config("dot", 8, 16, 32, 2, 1, tma=True),
+    "dot8-tma-early": Config("dot", 8, 16, 32, 2, 1, tma=True, early=True),
 }
 SHAPES = [(24, 40), (64, 64), (40, 136)]  # output, input features: multiples of 8, odd to most tiles
 
@@ -97,7 +99,10 @@ def test_a_rows_bits_do_not_depend_on_the_others(device: str, name: str) -> None
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["fma4", "dot8", "dot8-tma", "dot16-split", "dot64-split-norm-apart"])
+@pytest.mark.parametrize(
+    "name",
+    ["fma2", "fma2-early", "dot8", "dot8-tma-early", "dot16-split", "dot16-split-early", "dot64-split-norm-apart"],
+)
 def test_programmatic_launch_in_a_graph_changes_nothing(name: str) -> None:
     config = replace(CONFIGS[name], block_o=16, num_warps=4)
     size, M = 1024, config.block_m
@@ -129,7 +134,7 @@ def test_programmatic_launch_in_a_graph_changes_nothing(name: str) -> None:
 def test_rows_of_a_wider_buffer(device: str) -> None:
     x = normal(3, 128, seed=1, dtype=torch.float32, device=device)[:, :64]
     w = normal(24, 64, seed=2, dtype=torch.float32, device=device)
-    for config in (CONFIGS["fma4"], DOT):
+    for config in (CONFIGS["dot16-split"], DOT):
         assert_close(ops.linear(x, w, config=config), twin.linear(x, w))
     assert_close(ops.rms_norm(x, w[0], EPS), rms_norm(x, w[0], EPS))
 
@@ -145,10 +150,10 @@ def test_every_skinny_product_has_a_configuration(M: int) -> None:
 
 
 def test_measured_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {(64, 128): {1: FMA, 4: CONFIGS["fma4"], 16: DOT, 64: None}}
+    table = {(64, 128): {1: FMA, 2: FMA, 16: DOT, 64: None}}
     monkeypatch.setattr(linear_config, "_MEASURED", table)
-    chosen = [config_for(M, 64, 128, torch.bfloat16) for M in (1, 2, 3, 4, 5, 16)]
-    assert chosen == [FMA, replace(CONFIGS["fma4"], block_m=2), CONFIGS["fma4"], CONFIGS["fma4"], DOT, DOT]
+    chosen = [config_for(M, 64, 128, torch.bfloat16) for M in (1, 2, 3, 16)]
+    assert chosen == [FMA, replace(FMA, block_m=2), DOT, DOT]
     assert is_skinny(16, 64, 128, torch.bfloat16)
     assert not is_skinny(17, 64, 128, torch.bfloat16)
     assert is_skinny(17, 64, 256, torch.bfloat16)

@@ -5,9 +5,10 @@ A program owns `block_o` rows of the weight and streams them once, in steps of `
 order, so that a row's bits depend on the configuration (`linear_config.Config`) and never on the other rows. Sums over
 parts of the input features (`splits`) are added in fixed order by a second kernel; there are no atomics.
 
-Programmatic dependent launch (`Config.pdl`): the programs start while the kernel before them drains, ask for their
-first weights and wait only then (`gdc_wait`) for what that kernel wrote. Every kernel here waits before it lets its
-own successor start, so that a kernel's start implies that all but the last before it are complete.
+Programmatic dependent launch (`Config.pdl`): a program lets the next kernel start at once, reads its first weights
+(`early`, `prefetch`), and only then waits (`gdc_wait`) until the kernel before it is complete. Nothing but weights,
+which never change, is read before that, and nothing is written. Since each waits, a kernel's end implies the end of all
+before it.
 
 The operations of the same names in `kernels.torch_linear` say what is computed. Whether a product is one for this
 module says `linear_config.is_skinny`; its configuration comes from `linear_config.config_for` unless one is given.
@@ -31,27 +32,30 @@ _COMBINE_BLOCK = 512  # output features of one program that sums splits
 
 @triton.jit
 def _await_former(PDL: tl.constexpr):
-    """Waits for the kernel before this one, then lets the next one start."""
+    """Lets the next kernel start, which waits for this one in turn, and waits for the kernel before this one."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def _prefetch_rows(
     weight, row, OUT, IN: tl.constexpr, i0, BLOCK_O: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr
 ):
-    """Asks PREFETCH elements of each of BLOCK_O rows of the weight, from column i0 on, into L2: a run per thread."""
+    """Asks PREFETCH elements of each of BLOCK_O rows of the weight, from column i0 on, into L2: a row per thread."""
     LANES: tl.constexpr = THREADS if THREADS > BLOCK_O else BLOCK_O
-    RUN: tl.constexpr = PREFETCH * BLOCK_O // LANES
     lane = tl.arange(0, LANES)
     rows = tl.minimum(row + lane % BLOCK_O, OUT - 1).to(tl.int64)
-    ptrs = weight + rows * IN + i0 + (lane // BLOCK_O) * RUN
-    num_bytes = tl.full((LANES,), RUN * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+    num_bytes = tl.full((LANES,), PREFETCH * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [ptrs, num_bytes],
+        """{
+        .reg .pred p;
+        setp.ne.b32 p, $3, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [weight + rows * IN + i0, num_bytes, (lane < BLOCK_O).to(tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -101,9 +105,18 @@ def _pair(v):
 
 
 @triton.jit
-def _halves(ptrs, mask, PACKED: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    """What the pointers show in float32: of packed pairs the first and the second of each, otherwise values twice."""
-    v = tl.load(ptrs, mask=mask, other=0, eviction_policy=POLICY) if MASKED else tl.load(ptrs, eviction_policy=POLICY)
+def _load(ptrs, mask, MASKED: tl.constexpr):
+    """Weights, each read once."""
+    if MASKED:
+        v = tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    else:
+        v = tl.load(ptrs, eviction_policy="evict_first")
+    return v
+
+
+@triton.jit
+def _halves(v, PACKED: tl.constexpr):
+    """In float32: of packed pairs the first and the second of each, otherwise the values twice."""
     if PACKED:
         lo, hi = _pair(v)
     else:
@@ -118,9 +131,11 @@ def _row_halves(
     NORM: tl.constexpr, PACKED: tl.constexpr, EVEN_I: tl.constexpr,
 ):  # fmt: skip
     """Part of one row of x as `_halves`, normalised if asked for."""
-    lo, hi = _halves(x_row + offs, offs < SIZE, PACKED, not EVEN_I, "")
+    lo, hi = _halves(tl.load(x_row + offs) if EVEN_I else tl.load(x_row + offs, mask=offs < SIZE, other=0.0), PACKED)
     if NORM:
-        n_lo, n_hi = _halves(norm_weight + offs, offs < SIZE, PACKED, not EVEN_I, "")
+        n_ptrs = norm_weight + offs
+        n = tl.load(n_ptrs) if EVEN_I else tl.load(n_ptrs, mask=offs < SIZE, other=0.0)
+        n_lo, n_hi = _halves(n, PACKED)
         lo = _normalised(lo, scale, n_lo, dtype).to(tl.float32)
         hi = _normalised(hi, scale, n_hi, dtype).to(tl.float32) if PACKED else lo
     return lo[None, :], hi[None, :]
@@ -137,11 +152,32 @@ def _add_products(acc, w_lo, w_hi, lo, hi, PACKED: tl.constexpr, ACC_SHAPE: tl.c
 
 
 @triton.jit
+def _fma_step(
+    a0, a1, u0, u1, w, up, x0, x1, norm_weight, s0, s1, offs,
+    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, dtype: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, EVEN_I: tl.constexpr, ACC_SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of one tile of weights (of gate and up) with one or two rows of x."""
+    w_lo, w_hi = _halves(w, PACKED)
+    up_lo, up_hi = _halves(up, PACKED)
+    lo, hi = _row_halves(x0, norm_weight, s0, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
+    a0 = _add_products(a0, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
+    if GATED:
+        u0 = _add_products(u0, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
+    if BLOCK_M > 1:
+        lo, hi = _row_halves(x1, norm_weight, s1, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
+        a1 = _add_products(a1, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
+        if GATED:
+            u1 = _add_products(u1, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
+    return a0, a1, u0, u1
+
+
+@triton.jit
 def _finish_row(
     m, acc, acc_up, y, bias, residual, offs_o, M, OUT: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Reduces and stores one row of a tile of `_fma_kernel`."""
+    """Reduces and stores one row of `_fma_kernel`."""
     mask = offs_o < tl.where(m < M, OUT, 0)
     dtype: tl.constexpr = y.dtype.element_ty
     total = tl.sum(acc, 1)
@@ -158,13 +194,15 @@ def _finish_row(
     tl.store(y + m * OUT + offs_o, out, mask=mask)
 
 
-@triton.jit
-def _fma_tile(
-    tile, s0, s1, s2, s3, y, x, weight, norm_weight, bias, residual, M, stride_x,
+@triton.jit(do_not_specialize=["M"])
+def _fma_kernel(
+    y, x, weight, norm_weight, bias, residual, M, stride_x, eps,
     OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    EVEN_O: tl.constexpr, EVEN_I: tl.constexpr,
+    NORM_BLOCK: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """y (M, OUT) from x (M, IN) and weights (OUT, IN), or (2 OUT, IN) if GATED, on the ordinary units.
+    Grid: OUT / BLOCK_O."""
     # bfloat16 is read as pairs in an int32: widening one is then a single shift or mask, and each thread adds up its
     # own columns until the end. Other types are widened by conversion, and eight neighbours are added up first.
     dtype: tl.constexpr = y.dtype.element_ty
@@ -173,99 +211,56 @@ def _fma_tile(
     SIZE: tl.constexpr = IN // WIDTH
     STEP: tl.constexpr = BLOCK_I // WIDTH
     ACC_SHAPE: tl.constexpr = (BLOCK_O, STEP if PACKED else STEP // 8)
+    EVEN_I: tl.constexpr = IN % BLOCK_I == 0
+    row = tl.program_id(0) * BLOCK_O
+    offs_o = row + tl.arange(0, BLOCK_O)
+    rows = offs_o if OUT % BLOCK_O == 0 else tl.minimum(offs_o, OUT - 1)
+    cols = tl.arange(0, STEP)
+    base = weight.to(tl.pointer_type(tl.int32), bitcast=True) if PACKED else weight
+    w_ptrs = base + rows.to(tl.int64)[:, None] * SIZE + cols[None, :]
+    if EARLY:
+        first = _load(w_ptrs, (cols < SIZE)[None, :], not EVEN_I)
+        first_up = _load(w_ptrs + OUT * SIZE, (cols < SIZE)[None, :], not EVEN_I) if GATED else first
+    if PREFETCH > 0:
+        begin: tl.constexpr = BLOCK_I if EARLY else 0
+        _prefetch_rows(weight, row, OUT, IN, begin, BLOCK_O, PREFETCH, THREADS)
+        if GATED:
+            _prefetch_rows(weight + OUT * IN, row, OUT, IN, begin, BLOCK_O, PREFETCH, THREADS)
+    _await_former(PDL)
+    # A row past M is the last one again, and not stored.
+    x0 = x
+    x1 = x + tl.minimum(1, M - 1) * stride_x
+    s0 = 1.0
+    s1 = 1.0
+    if NORM:
+        s0 = _row_scale(x0, IN, eps, NORM_BLOCK)
+        if BLOCK_M > 1:
+            s1 = _row_scale(x1, IN, eps, NORM_BLOCK)
     if PACKED:
-        x = x.to(tl.pointer_type(tl.int32), bitcast=True)
-        weight = weight.to(tl.pointer_type(tl.int32), bitcast=True)
+        x0 = x0.to(tl.pointer_type(tl.int32), bitcast=True)
+        x1 = x1.to(tl.pointer_type(tl.int32), bitcast=True)
         if NORM:
             norm_weight = norm_weight.to(tl.pointer_type(tl.int32), bitcast=True)
-    offs_o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    rows = offs_o if EVEN_O else tl.minimum(offs_o, OUT - 1)
-    cols = tl.arange(0, STEP)
-    w_ptrs = weight + rows.to(tl.int64)[:, None] * SIZE + cols[None, :]
-    # Rows past M are the last one again, and not stored.
-    x1 = x + tl.minimum(1, M - 1) * (stride_x // WIDTH)
-    x2 = x + tl.minimum(2, M - 1) * (stride_x // WIDTH)
-    x3 = x + tl.minimum(3, M - 1) * (stride_x // WIDTH)
     a0 = tl.zeros(ACC_SHAPE, tl.float32)
     a1 = a0
-    a2 = a0
-    a3 = a0
     u0 = a0
     u1 = a0
-    u2 = a0
-    u3 = a0
-    for i0 in tl.range(0, SIZE, STEP, num_stages=STAGES):
+    if EARLY:
+        a0, a1, u0, u1 = _fma_step(
+            a0, a1, u0, u1, first, first_up, x0, x1, norm_weight, s0, s1, cols,
+            SIZE, BLOCK_M, dtype, NORM, GATED, PACKED, EVEN_I, ACC_SHAPE,
+        )  # fmt: skip
+    for i0 in tl.range(STEP if EARLY else 0, SIZE, STEP, num_stages=STAGES):
         offs = i0 + cols
-        mask = (offs < SIZE)[None, :]
-        w_lo, w_hi = _halves(w_ptrs + i0, mask, PACKED, not EVEN_I, "evict_first")
-        if GATED:
-            up_lo, up_hi = _halves(w_ptrs + (OUT * SIZE + i0), mask, PACKED, not EVEN_I, "evict_first")
-        lo, hi = _row_halves(x, norm_weight, s0, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
-        a0 = _add_products(a0, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
-        if GATED:
-            u0 = _add_products(u0, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
-        if BLOCK_M > 1:
-            lo, hi = _row_halves(x1, norm_weight, s1, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
-            a1 = _add_products(a1, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
-            if GATED:
-                u1 = _add_products(u1, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
-        if BLOCK_M > 2:
-            lo, hi = _row_halves(x2, norm_weight, s2, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
-            a2 = _add_products(a2, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
-            if GATED:
-                u2 = _add_products(u2, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
-            lo, hi = _row_halves(x3, norm_weight, s3, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
-            a3 = _add_products(a3, w_lo, w_hi, lo, hi, PACKED, ACC_SHAPE)
-            if GATED:
-                u3 = _add_products(u3, up_lo, up_hi, lo, hi, PACKED, ACC_SHAPE)
+        w = _load(w_ptrs + i0, (offs < SIZE)[None, :], not EVEN_I)
+        up = _load(w_ptrs + (OUT * SIZE + i0), (offs < SIZE)[None, :], not EVEN_I) if GATED else w
+        a0, a1, u0, u1 = _fma_step(
+            a0, a1, u0, u1, w, up, x0, x1, norm_weight, s0, s1, offs,
+            SIZE, BLOCK_M, dtype, NORM, GATED, PACKED, EVEN_I, ACC_SHAPE,
+        )  # fmt: skip
     _finish_row(0, a0, u0, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
     if BLOCK_M > 1:
         _finish_row(1, a1, u1, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
-    if BLOCK_M > 2:
-        _finish_row(2, a2, u2, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
-        _finish_row(3, a3, u3, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _fma_kernel(
-    y, x, weight, norm_weight, bias, residual, M, stride_x, eps,
-    OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NORM_BLOCK: tl.constexpr, TILES: tl.constexpr, PROGRAMS: tl.constexpr, PREFETCH: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y (M, OUT) from x (M, IN) and weights (OUT, IN), or (2 OUT, IN) if GATED, on the ordinary units.
-    Grid: PROGRAMS."""
-    first = tl.program_id(0)
-    EVEN_O: tl.constexpr = OUT % BLOCK_O == 0
-    EVEN_I: tl.constexpr = IN % BLOCK_I == 0
-    if PREFETCH > 0:
-        _prefetch_rows(weight, first * BLOCK_O, OUT, IN, 0, BLOCK_O, PREFETCH, THREADS)
-        if GATED:
-            _prefetch_rows(weight + OUT * IN, first * BLOCK_O, OUT, IN, 0, BLOCK_O, PREFETCH, THREADS)
-    _await_former(PDL)
-    s0 = 1.0
-    s1 = 1.0
-    s2 = 1.0
-    s3 = 1.0
-    if NORM:
-        s0 = _row_scale(x, IN, eps, NORM_BLOCK)
-        if BLOCK_M > 1:
-            s1 = _row_scale(x + tl.minimum(1, M - 1) * stride_x, IN, eps, NORM_BLOCK)
-        if BLOCK_M > 2:
-            s2 = _row_scale(x + tl.minimum(2, M - 1) * stride_x, IN, eps, NORM_BLOCK)
-            s3 = _row_scale(x + tl.minimum(3, M - 1) * stride_x, IN, eps, NORM_BLOCK)
-    if PROGRAMS == TILES:
-        _fma_tile(
-            first, s0, s1, s2, s3, y, x, weight, norm_weight, bias, residual, M, stride_x, OUT, IN,
-            BLOCK_M, BLOCK_O, BLOCK_I, STAGES, NORM, GATED, HAS_BIAS, HAS_RESIDUAL, EVEN_O, EVEN_I,
-        )  # fmt: skip
-    else:
-        for tile in tl.range(first, TILES, PROGRAMS):
-            _fma_tile(
-                tile, s0, s1, s2, s3, y, x, weight, norm_weight, bias, residual, M, stride_x, OUT, IN,
-                BLOCK_M, BLOCK_O, BLOCK_I, STAGES, NORM, GATED, HAS_BIAS, HAS_RESIDUAL, EVEN_O, EVEN_I,
-            )  # fmt: skip
 
 
 @triton.jit
@@ -282,63 +277,82 @@ def _row_scales(x, M, stride_x, IN: tl.constexpr, eps, BLOCK_M: tl.constexpr, BL
 
 
 @triton.jit
-def _dot_tile(
-    item, scale, y, x, weight, norm_weight, bias, residual, partial, M, stride_x,
+def _x_tile(
+    x_ptrs, norm_weight, scale, offs, mask_m, IN: tl.constexpr, dtype: tl.constexpr, NORM: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Columns `offs` of x, transposed, normalised if asked for."""
+    v = tl.load(x_ptrs, mask=mask_m & (offs < IN)[:, None] if MASKED else mask_m, other=0.0)
+    if NORM:
+        n = tl.load(norm_weight + offs, mask=offs < IN, other=0.0) if MASKED else tl.load(norm_weight + offs)
+        v = _normalised(v.to(tl.float32), scale[None, :], n.to(tl.float32)[:, None], dtype)
+    return v
+
+
+@triton.jit(do_not_specialize=["M"])
+def _dot_kernel(
+    y, x, weight, operand, norm_weight, bias, residual, partial, M, stride_x, eps,
     OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, EVEN_O: tl.constexpr, EVEN_I: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, NORM_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1, on the tensor cores: the tile of weights is the
+    first operand, x transposed the second. `operand` describes the weight if TMA. Grid: OUT / BLOCK_O * SPLITS;
+    neighbours share a tile."""
     dtype: tl.constexpr = y.dtype.element_ty
-    tile = item // SPLITS
-    split = item % SPLITS
     STEPS: tl.constexpr = (IN + BLOCK_I - 1) // BLOCK_I
     STEPS_PER_SPLIT: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    begin = split * STEPS_PER_SPLIT
-    end = tl.minimum(begin + STEPS_PER_SPLIT, STEPS)
-    if SPLITS == 1:
-        begin = 0
-        end = STEPS
-    offs_o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
-    offs_m = tl.arange(0, BLOCK_M)
+    MASKED: tl.constexpr = IN % BLOCK_I != 0
+    row = tl.program_id(0) // SPLITS * BLOCK_O
+    split = tl.program_id(0) % SPLITS
+    begin = 0 if SPLITS == 1 else split * STEPS_PER_SPLIT
+    end = STEPS if SPLITS == 1 else tl.minimum(begin + STEPS_PER_SPLIT, STEPS)
     cols = tl.arange(0, BLOCK_I)
-    mask_m = (offs_m < M)[None, :]
     # Rows of gate, then the same rows of up: one operand.
     ROWS: tl.constexpr = 2 * BLOCK_O if GATED else BLOCK_O
     local = tl.arange(0, ROWS)
-    rows = tile * BLOCK_O + local % BLOCK_O
-    if not EVEN_O:
+    rows = row + local % BLOCK_O
+    if OUT % BLOCK_O != 0:
         rows = tl.minimum(rows, OUT - 1)
     rows += (local // BLOCK_O) * OUT
+    w_ptrs = weight + rows.to(tl.int64)[:, None] * IN + cols[None, :]
+    offs = begin * BLOCK_I + cols
+    if EARLY:
+        first = _load(w_ptrs + begin * BLOCK_I, (offs < IN)[None, :], MASKED or SPLITS > 1)
+    if PREFETCH > 0:
+        i0 = (begin + 1 if EARLY else begin) * BLOCK_I
+        _prefetch_rows(weight, row, OUT, IN, i0, BLOCK_O, PREFETCH, THREADS)
+        if GATED:
+            _prefetch_rows(weight + OUT * IN, row, OUT, IN, i0, BLOCK_O, PREFETCH, THREADS)
+    _await_former(PDL)
+    scale = tl.zeros((BLOCK_M,), tl.float32)
+    if NORM:
+        scale = _row_scales(x, M, stride_x, IN, eps, BLOCK_M, NORM_BLOCK)
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_m = (offs_m < M)[None, :]
     x_ptrs = x + offs_m[None, :] * stride_x + cols[:, None]
+    if EARLY:
+        first_x = _x_tile(
+            x_ptrs + begin * BLOCK_I, norm_weight, scale, offs, mask_m, IN, dtype, NORM, MASKED or SPLITS > 1
+        )
     acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
-    for step in tl.range(begin, end, num_stages=STAGES):
+    for step in tl.range(begin + 1 if EARLY else begin, end, num_stages=STAGES):
         i0 = step * BLOCK_I
-        offs = i0 + cols
         if TMA:
-            w = (
-                weight.load([0, tile * BLOCK_O, i0]).reshape(ROWS, BLOCK_I)
-                if GATED
-                else weight.load([tile * BLOCK_O, i0])
-            )
+            w = operand.load([0, row, i0]).reshape(ROWS, BLOCK_I) if GATED else operand.load([row, i0])
         else:
-            w_ptrs = weight + rows.to(tl.int64)[:, None] * IN + offs[None, :]
-            if EVEN_I:
-                w = tl.load(w_ptrs, eviction_policy="evict_first")
-            else:
-                w = tl.load(w_ptrs, mask=(offs < IN)[None, :], other=0.0, eviction_policy="evict_first")
-        if EVEN_I:
-            v = tl.load(x_ptrs + i0, mask=mask_m, other=0.0)
-        else:
-            v = tl.load(x_ptrs + i0, mask=mask_m & (offs < IN)[:, None], other=0.0)
-        if NORM:
-            n = tl.load(norm_weight + offs) if EVEN_I else tl.load(norm_weight + offs, mask=offs < IN, other=0.0)
-            v = _normalised(v.to(tl.float32), scale[None, :], n.to(tl.float32)[:, None], dtype)
+            w = _load(w_ptrs + i0, (i0 + cols < IN)[None, :], MASKED)
+        v = _x_tile(x_ptrs + i0, norm_weight, scale, i0 + cols, mask_m, IN, dtype, NORM, MASKED)
         acc = tl.dot(w, v, acc, input_precision="ieee")
+    if EARLY:  # last, so that the loop's first loads need not wait for x
+        acc = tl.dot(first, first_x, acc, input_precision="ieee")
+    offs_o = row + tl.arange(0, BLOCK_O)
     if SPLITS > 1:
         # (S, M, OUT), or (S, M, 2, OUT) if gated
         PARTS: tl.constexpr = 2 if GATED else 1
         at = (split * M + offs_m[None, :]) * (PARTS * OUT) + rows[:, None]
-        inside = (tile * BLOCK_O + local % BLOCK_O < OUT)[:, None]
+        inside = (row + local % BLOCK_O < OUT)[:, None]
         tl.store(partial + at, acc, mask=mask_m & inside)
     else:
         at = offs_m[None, :] * OUT + offs_o[:, None]
@@ -354,45 +368,6 @@ def _dot_tile(
             if HAS_RESIDUAL:
                 r = tl.load(residual + at, mask=mask, other=0.0)
             tl.store(y + at, _rounded(acc, b, r, HAS_BIAS, HAS_RESIDUAL, dtype), mask=mask)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _dot_kernel(
-    y, x, weight, weight_ptr, norm_weight, bias, residual, partial, M, stride_x, eps,
-    OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, NORM_BLOCK: tl.constexpr, TILES: tl.constexpr,
-    PROGRAMS: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1, on the tensor cores: the tile of weights is the
-    first operand, x transposed the second. `weight` is a tensor descriptor if TMA. Grid: PROGRAMS; an item is one
-    split of one tile, and neighbours share a tile."""
-    first = tl.program_id(0)
-    EVEN_O: tl.constexpr = OUT % BLOCK_O == 0
-    EVEN_I: tl.constexpr = IN % BLOCK_I == 0
-    ITEMS: tl.constexpr = TILES * SPLITS
-    if PREFETCH > 0:
-        STEPS_PER_SPLIT: tl.constexpr = ((IN + BLOCK_I - 1) // BLOCK_I + SPLITS - 1) // SPLITS
-        row = (first // SPLITS) * BLOCK_O
-        i0 = (first % SPLITS) * (STEPS_PER_SPLIT * BLOCK_I)
-        _prefetch_rows(weight_ptr, row, OUT, IN, i0, BLOCK_O, PREFETCH, THREADS)
-        if GATED:
-            _prefetch_rows(weight_ptr + OUT * IN, row, OUT, IN, i0, BLOCK_O, PREFETCH, THREADS)
-    _await_former(PDL)
-    scale = tl.zeros((BLOCK_M,), tl.float32)
-    if NORM:
-        scale = _row_scales(x, M, stride_x, IN, eps, BLOCK_M, NORM_BLOCK)
-    if PROGRAMS == ITEMS:
-        _dot_tile(
-            first, scale, y, x, weight, norm_weight, bias, residual, partial, M, stride_x, OUT, IN, BLOCK_M, BLOCK_O,
-            BLOCK_I, STAGES, SPLITS, NORM, GATED, HAS_BIAS, HAS_RESIDUAL, TMA, EVEN_O, EVEN_I,
-        )  # fmt: skip
-    else:
-        for item in tl.range(first, ITEMS, PROGRAMS):
-            _dot_tile(
-                item, scale, y, x, weight, norm_weight, bias, residual, partial, M, stride_x, OUT, IN, BLOCK_M, BLOCK_O,
-                BLOCK_I, STAGES, SPLITS, NORM, GATED, HAS_BIAS, HAS_RESIDUAL, TMA, EVEN_O, EVEN_I,
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -525,40 +500,36 @@ def _product(
     block_o = config.block_o // 2 if gated else config.block_o
     block_i = min(config.block_i, triton.next_power_of_2(size))
     tiles = triton.cdiv(num_out, block_o)
-    items = tiles * config.splits
-    programs = min(config.num_programs or items, items)
     threads = 32 * config.num_warps
     prefetch = config.prefetch
-    run_bytes = prefetch * block_o // max(threads, block_o) * weight.element_size()
-    if prefetch * config.splits > size or run_bytes % 16 != 0:  # past the last row, or more threads than 16-byte runs
+    if (prefetch + (block_i if config.early else 0)) * config.splits > size:  # past the last row's end
         prefetch = 0
     norm_block = min(triton.next_power_of_2(size), 64 * threads // config.block_m if config.kind == "dot" else 4096)
     options = _launch_options(config.pdl)
     if config.kind == "fma":
-        _fma_kernel[(programs,)](
+        _fma_kernel[(tiles,)](
             y_MO, x_MI, weight, norm_weight_I, bias_O, residual_MO, num_rows, x_MI.stride(0), eps,
             OUT=num_out, IN=size, BLOCK_M=config.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
             STAGES=config.num_stages, NORM=norm_weight_I is not None, GATED=gated, HAS_BIAS=bias_O is not None,
-            HAS_RESIDUAL=residual_MO is not None, NORM_BLOCK=norm_block, TILES=tiles, PROGRAMS=programs,
-            PREFETCH=prefetch, THREADS=threads, PDL=config.pdl, num_warps=config.num_warps, **options,
+            HAS_RESIDUAL=residual_MO is not None, NORM_BLOCK=norm_block, EARLY=config.early, PREFETCH=prefetch,
+            THREADS=threads, PDL=config.pdl, num_warps=config.num_warps, **options,
         )  # fmt: skip
         return y_MO
     parts = 2 if gated else 1
     partial = None
     if config.splits > 1:
         partial = torch.empty((config.splits, num_rows, parts * num_out), dtype=torch.float32, device=x_MI.device)
-    operand: Tensor | TensorDescriptor = weight
+    operand = None
     if config.tma and gated:
         operand = TensorDescriptor.from_tensor(weight.view(2, num_out, size), [2, block_o, block_i])
     elif config.tma:
         operand = TensorDescriptor.from_tensor(weight, [block_o, block_i])
-    _dot_kernel[(programs,)](
-        y_MO, x_MI, operand, weight, norm_weight_I, bias_O, residual_MO, partial, num_rows, x_MI.stride(0), eps,
+    _dot_kernel[(tiles * config.splits,)](
+        y_MO, x_MI, weight, operand, norm_weight_I, bias_O, residual_MO, partial, num_rows, x_MI.stride(0), eps,
         OUT=num_out, IN=size, BLOCK_M=config.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
         STAGES=config.num_stages, SPLITS=config.splits, NORM=norm_weight_I is not None, GATED=gated,
         HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, TMA=config.tma, NORM_BLOCK=norm_block,
-        TILES=tiles, PROGRAMS=programs, PREFETCH=prefetch, THREADS=threads, PDL=config.pdl,
-        num_warps=config.num_warps, **options,
+        EARLY=config.early, PREFETCH=prefetch, THREADS=threads, PDL=config.pdl, num_warps=config.num_warps, **options,
     )  # fmt: skip
     if partial is not None:
         _combine_kernel[(num_rows, triton.cdiv(num_out, _COMBINE_BLOCK))](

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 MAX_ROWS = 64  # above this a product has enough arithmetic for the library's kernels
-_FMA_MAX_ROWS = 4
+_FMA_MAX_ROWS = 2  # at 4 the tensor cores are faster
 _SHARED_BYTES = 96_000  # of one program, on the smaller GPUs
 
 
@@ -22,16 +22,16 @@ _SHARED_BYTES = 96_000  # of one program, on the smaller GPUs
 class Config:
     """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
 
-    kind: "fma" multiplies on the ordinary units (block_m 1, 2 or 4), "dot" on the tensor cores (block_m 8 to 64).
+    kind: "fma" multiplies on the ordinary units (block_m 1 or 2), "dot" on the tensor cores (block_m 8 to 64).
     block_m: rows of x in one program; M <= block_m. block_o, block_i: rows and columns of the tile of weights that is
         read in one step; of a gated product half the rows are gate, half are up.
     num_stages: tiles in flight of one program. num_warps: 32 threads each.
     splits: parts of the input features, summed afterwards in fixed order ("dot" only).
-    num_programs: programs that stay and walk over the tiles in steps of this number; 0: one program for each tile.
     tma: weights are read by the tensor memory accelerator ("dot" only).
     fuse_norm: every program computes the norm of x itself; otherwise one small kernel does beforehand.
-    prefetch: elements of every weight row that a program asks into L2 before it waits for x.
     pdl: programmatic dependent launch: the programs start while the kernel before them drains.
+    early: a program reads its first tile of weights into registers before it waits for x.
+    prefetch: elements of every weight row, behind that tile, that a program asks into L2 before it waits for x.
     """
 
     kind: Literal["fma", "dot"]
@@ -41,11 +41,11 @@ class Config:
     num_stages: int
     num_warps: int
     splits: int = 1
-    num_programs: int = 0
     tma: bool = False
     fuse_norm: bool = True
-    prefetch: int = 0
     pdl: bool = False
+    early: bool = False
+    prefetch: int = 0
 
     def __post_init__(self) -> None:
         assert self.kind == "dot" or (self.splits == 1 and not self.tma and self.block_m <= _FMA_MAX_ROWS), self
@@ -155,18 +155,14 @@ def _measured(M: int, O: int, I: int, default: Config) -> Config | None:  # noqa
     rows = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
     config = _MEASURED[O, I][min(rows)] if rows else default
     if config is not None and config.kind == "fma":
-        return replace(config, block_m=_fma_rows(M))  # measured for 1 and 4
+        return replace(config, block_m=M)
     return config
-
-
-def _fma_rows(M: int) -> int:
-    return 1 if M == 1 else 2 if M == 2 else 4
 
 
 def _guess(M: int, O: int) -> Config:  # noqa: E741
     """For sizes nobody has measured."""
     if M <= _FMA_MAX_ROWS:
-        return Config("fma", _fma_rows(M), block_o=8, block_i=1024, num_stages=3, num_warps=4)
+        return Config("fma", M, block_o=8, block_i=1024, num_stages=3, num_warps=4)
     wide = O > 8192
     block_m = max(8, 1 << (M - 1).bit_length())
     if block_m == 8:
