@@ -83,7 +83,7 @@ def attend_both(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(4, 1, 64), (4, 4, 80), (7, 1, 64), (3, 1, 96), (8, 1, 128), (2, 1, 256)]
@@ -129,7 +129,7 @@ def test_attention_of_a_tree(nodes: int, dtype: torch.dtype, splits: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, 4])
 def test_bits_do_not_depend_on_the_cut(splits: int, dtype: torch.dtype) -> None:
     """One sequence, computed whole, in two chunks, and with its last tokens one by one: equal bits for each token,
     with one tile shape, as the deterministic mode will have it."""

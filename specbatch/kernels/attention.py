@@ -157,15 +157,15 @@ def _attend(
         arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == NUM_SPLITS - 1:
             tl.debug_barrier()
-            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            for s in range(NUM_SPLITS):
-                peak = tl.maximum(peak, tl.load(sums_ptr + (base + s) * 2 * BLOCK_M + local, cache_modifier=".cg"))
+            parts = tl.arange(0, NUM_SPLITS)[:, None] * 2 * BLOCK_M + local[None, :]
+            peaks = tl.load(sums_ptr + base * 2 * BLOCK_M + parts, cache_modifier=".cg")
+            totals = tl.load(sums_ptr + base * 2 * BLOCK_M + BLOCK_M + parts, cache_modifier=".cg")
+            peak = tl.max(peaks, 0)
             peak = tl.where(peak == float("-inf"), 0.0, peak)
-            total = tl.zeros([BLOCK_M], tl.float32)
+            total = tl.sum(totals * tl.exp2(peaks - peak[None, :]), 0)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            for s in range(NUM_SPLITS):
+            for s in tl.static_range(NUM_SPLITS):  # unrolled: the loads overlap
                 share = tl.exp2(tl.load(sums_ptr + (base + s) * 2 * BLOCK_M + local, cache_modifier=".cg") - peak)
-                total += share * tl.load(sums_ptr + (base + s) * 2 * BLOCK_M + BLOCK_M + local, cache_modifier=".cg")
                 acc += share[:, None] * tl.load(
                     partial_ptr + (base + s) * BLOCK_M * BLOCK_D + cell, cache_modifier=".cg"
                 )
@@ -201,7 +201,7 @@ def attend(
     num_splits: int = 1,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """See the twin in `torch_model.py`. `num_splits` > 1 needs a `workspace`.
+    """See the twin in `torch_model.py`. `num_splits`, a power of two, needs a `workspace` if above 1.
 
     The tile's shape follows the number of rows, and bits are comparable only between calls with equal tiles and splits.
     """

@@ -1,11 +1,11 @@
 """Matrix products on CUDA: the library's for many rows, our own (`linear.py`) for few, which only stream the weights.
 
-Signatures and results are those of `torch_linear.py`. Shape suffixes as there.
+Signatures and results are those of `torch_linear.py`, but for a residual: with many rows the sum is written over it,
+which saves a copy of the residual stream (and it is added before the product is rounded). Shape suffixes as there.
 """
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +18,7 @@ def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residu
     if _is_skinny(x_MI, weight_OI):
         return skinny.linear(x_MI, weight_OI, bias_O, residual_MO)
     if residual_MO is not None and bias_O is None:
-        return torch.addmm(residual_MO, x_MI, weight_OI.T)  # added before the product is rounded
+        return residual_MO.addmm_(x_MI, weight_OI.T)
     y = F.linear(x_MI, weight_OI, bias_O)
     return y if residual_MO is None else residual_MO + y
 

@@ -62,7 +62,7 @@ class Attention:
         self._rotary_write = ops_for(weight.device, weight.dtype).rotary_write
 
     def __call__(self, x_TI: Tensor, step: ForwardPass, *, norm: RMSNorm | None, residual_TE: Tensor) -> Tensor:
-        """residual + attention(norm(x))."""
+        """residual + attention(norm(x)); the residual, which may be x, may be overwritten."""
         qkv = self._qkv(x_TI, norm=norm)
         write = self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused
         out = step.backend.attend(step.plan, write(qkv, step), step.cache, self._layer, self._window)
@@ -110,7 +110,7 @@ class MLP:
         self._down = Linear(*down)
 
     def __call__(self, x_TE: Tensor, *, norm: RMSNorm, residual_TE: Tensor) -> Tensor:
-        """residual + mlp(norm(x))."""
+        """residual + mlp(norm(x)); the residual, which may be x, may be overwritten."""
         return self._down(self._gated(x_TE, norm=norm), residual_TO=residual_TE)
 
 
@@ -162,7 +162,7 @@ class Decoder:
         captured: list[Tensor] = []
         for i, layer in enumerate(self._layers):
             if i in capture:
-                captured.append(x_TE)
+                captured.append(x_TE.clone())  # the sums of the layers behind may be written over it
             x_TE = layer(x_TE, step)
         return self._norm(x_TE), captured
 

@@ -28,7 +28,8 @@ class RMSNorm:
 class Linear:
     """y = x W^T + b, with the input's norm in front and the sum with a residual behind, where these are asked for.
 
-    On CPU in float32 the weight is packed, and a row's bits do not depend on the other rows.
+    A residual may be overwritten by the sum. On CPU in float32 the weight is packed, and a row's bits do not depend on
+    the other rows.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
