@@ -137,7 +137,8 @@ def check_all(args: argparse.Namespace) -> int:
     failed = False
     plain: list[list[int]] = []
     for name in args.run or RUNS:
-        sets = [f"model.target={args.model}", f"model.dtype={args.dtype}", *options(RUNS[name])]
+        common = [f"model.target={args.model}", f"model.dtype={args.dtype}", "engine.max_batch_size=64"]
+        sets = [*common, *options(RUNS[name])]
         try:
             run = resolve(load_config(None, sets))
             began = time.perf_counter()
