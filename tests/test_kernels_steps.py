@@ -7,13 +7,14 @@ import importlib
 import os
 import random
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from specbatch.kernels.torch_steps import Beam, Committed, SlotColumns
-from specbatch.speculation.slots import NUM_FIELDS, Field, Rows
+from specbatch.speculation.slots import NUM_FIELDS, Field
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
@@ -42,35 +43,37 @@ def slot_table(num_slots: int, num_pages: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("case", ["chain", "tree", "draft step", "extend", "plain"])
 def test_span_layout(ops: ModuleType, case: str) -> None:
-    """As `Rows.layout` with the arguments that a round gives it."""
+    """The arguments that a round gives it, against the same in plain Python."""
+    lengths, ends = [0, 3, 17, 30, 5], [0, 0, 1, 0, 0]  # the fourth ends where its pages do
     ints = torch.zeros(5, NUM_FIELDS, dtype=torch.int64, device=DEVICE)
-    ints[:, Field.LENGTH] = on_device([0, 3, 17, 30, 5])  # the fourth ends where its pages do
-    ints[:, Field.DONE] = on_device([0, 0, 1, 0, 0])
+    ints[:, Field.LENGTH], ints[:, Field.DONE] = on_device(lengths), on_device(ends)
     table = slot_table(5, 8, 0)
-    rows = Rows(torch.arange(5, device=DEVICE), ints, torch.ones(5, 3, device=DEVICE), table, PAGE)
-    length, done = rows.field(Field.LENGTH), rows.field(Field.DONE)
-    depths = on_device([[0, 1, 1, 2, 2, 3]]).expand(5, -1)
-    if case == "plain":
-        expected, found = rows.layout(length, 1), ops.span_layout(table, PAGE, length, done, 1)
-    elif case == "chain":
-        expected = rows.layout(length + 3, 2)
-        found = ops.span_layout(table, PAGE, length, done, 2, start=3, position=3)
-    elif case == "tree":
-        expected = rows.layout(length, 6, positions_BQ=length[:, None] + depths, mask_starts_B=length)
-        found = ops.span_layout(table, PAGE, length, done, 6, depths_BQ=depths)
-    elif case == "draft step":
-        positions = (length + 1 + 2)[:, None].expand(-1, 4)
-        expected = rows.layout(length + 1 + 8, 4, positions_BQ=positions, mask_starts_B=length + 1)
-        found = ops.span_layout(table, PAGE, length, done, 4, start=9, position=3, position_stride=0, mask_start=1)
-    else:
-        count = on_device([1, 3, 2, 2, 1])
-        written = (torch.arange(3, device=DEVICE) < count[:, None]) & rows.live_B[:, None]
-        expected = rows.layout(length + 1, 3, written_BQ=written)
-        found = ops.span_layout(table, PAGE, length, done, 3, start=1, position=1, num_written_B=count)
-    for name in ("slots_T", "positions_T", "starts_B", "query_starts"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    if expected.mask_starts_B is not None:
-        assert torch.equal(found.mask_starts_B, expected.mask_starts_B)
+    length, done = ints[:, Field.LENGTH], ints[:, Field.DONE]
+    depths, counts = [0, 1, 1, 2, 2, 3], [1, 3, 2, 2, 1]
+    arguments: dict[str, tuple[int, dict[str, Any]]] = {
+        "plain": (1, {}),
+        "chain": (2, {"start": 3, "position": 3}),
+        "tree": (6, {"depths_BQ": on_device([depths]).expand(5, -1)}),
+        "draft step": (4, {"start": 9, "position": 3, "position_stride": 0, "mask_start": 1}),
+        "extend": (3, {"start": 1, "position": 1, "num_written_B": on_device(counts)}),
+    }
+    num_queries, options = arguments[case]
+    found = ops.span_layout(table, PAGE, length, done, num_queries, **options)
+    start, position = options.get("start", 0), options.get("position", 0)
+    slots, positions = [], []
+    for b in range(5):
+        for q in range(num_queries):
+            place = lengths[b] + start + q
+            page = int(table[b, min(place // PAGE, table.shape[1] - 1)])
+            written = not ends[b] and (case != "extend" or q < counts[b])
+            slots.append(page * PAGE + place % PAGE if written else -1)
+            behind = depths[q] if case == "tree" else q * options.get("position_stride", 1)
+            positions.append(lengths[b] + position + behind)
+    assert found.slots_T.tolist() == slots
+    assert found.positions_T.tolist() == positions
+    assert found.starts_B.tolist() == [n + start for n in lengths]
+    assert found.mask_starts_B.tolist() == [n + options.get("mask_start", 0) for n in lengths]
+    assert found.query_starts.tolist() == [b * num_queries for b in range(6)]
 
 
 @pytest.mark.parametrize(("k", "num_steps"), [(1, 1), (3, 4), (4, 5), (10, 7)])

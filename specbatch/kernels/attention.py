@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.launch import await_former, dependent_launch, launch_options
 from specbatch.kernels.paged import PagedBatch
 
 _LOG2E = 1.4426950408889634
@@ -57,7 +58,9 @@ def _attend(
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_former(PDL)
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     split = tl.program_id(0) % NUM_SPLITS
     kv_head = tl.program_id(0) // NUM_SPLITS
@@ -218,6 +221,7 @@ def attend(
         assert workspace is not None, "splits need a workspace"
         partial, sums, counters = workspace.reserve(num_seqs * row_blocks * num_kv_heads, num_splits, block_m, block_d)
     has_mask = batch.mask_TW is not None
+    pdl = dependent_launch(q_THD)
     _attend[(num_splits * num_kv_heads, row_blocks, num_seqs)](
         q_THD,
         out,
@@ -248,8 +252,10 @@ def attend(
         HAS_MASK=has_mask,
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        PDL=pdl,
         num_warps=num_warps,
         num_stages=num_stages,
+        **launch_options(pdl),
     )
     return out
 

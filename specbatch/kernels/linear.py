@@ -25,17 +25,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from specbatch.kernels.launch import await_former, has_dependent_launch, launch_options
 from specbatch.kernels.linear_config import Config, config_for, without_hopper
 
 _COMBINE_BLOCK = 512  # output features of one program that sums splits
-
-
-@triton.jit
-def _await_former(PDL: tl.constexpr):
-    """Lets the next kernel start, which waits for this one in turn, and waits for the kernel before this one."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -226,7 +219,7 @@ def _fma_kernel(
         _prefetch_rows(weight, row, OUT, IN, begin, BLOCK_O, PREFETCH, THREADS)
         if GATED:
             _prefetch_rows(weight + OUT * IN, row, OUT, IN, begin, BLOCK_O, PREFETCH, THREADS)
-    _await_former(PDL)
+    await_former(PDL)
     # A row past M is the last one again, and not stored.
     x0 = x
     x1 = x + tl.minimum(1, M - 1) * stride_x
@@ -325,7 +318,7 @@ def _dot_kernel(
         _prefetch_rows(weight, row, OUT, IN, i0, BLOCK_O, PREFETCH, THREADS)
         if GATED:
             _prefetch_rows(weight + OUT * IN, row, OUT, IN, i0, BLOCK_O, PREFETCH, THREADS)
-    _await_former(PDL)
+    await_former(PDL)
     scale = tl.zeros((BLOCK_M,), tl.float32)
     if NORM:
         scale = _row_scales(x, M, stride_x, IN, eps, BLOCK_M, NORM_BLOCK)
@@ -381,7 +374,7 @@ def _combine_kernel(
     mask = offs < OUT
     PARTS: tl.constexpr = 2 if GATED else 1
     dtype: tl.constexpr = y.dtype.element_ty
-    _await_former(PDL)
+    await_former(PDL)
     acc = tl.zeros((BLOCK,), tl.float32)
     up = acc
     for s in tl.static_range(SPLITS):
@@ -409,7 +402,7 @@ def _norm_kernel(y, x, weight, stride_x, eps, IN: tl.constexpr, BLOCK: tl.conste
     offs = tl.arange(0, BLOCK)
     mask = offs < IN
     n = tl.load(weight + offs, mask=mask, other=0.0)
-    _await_former(PDL)
+    await_former(PDL)
     wide = tl.load(x + m * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / IN + eps)
     tl.store(y + m * IN + offs, _normalised(wide, scale, n.to(tl.float32), y.dtype.element_ty), mask=mask)
@@ -422,7 +415,7 @@ def rms_norm(x_ME: Tensor, weight_E: Tensor, eps: float, pdl: bool = False) -> T
     block = triton.next_power_of_2(size)
     _norm_kernel[(num_rows,)](
         y_ME, x_ME, weight_E, x_ME.stride(0), eps, IN=size, BLOCK=block, PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16), **_launch_options(pdl),
+        num_warps=min(max(block // 512, 1), 16), **launch_options(pdl),
     )  # fmt: skip
     return y_ME
 
@@ -468,12 +461,8 @@ def norm_gated_linear(
 
 def _config(x_MI: Tensor, weight_OI: Tensor) -> Config:
     config = config_for(x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1], x_MI.dtype)
-    is_hopper = x_MI.is_cuda and torch.cuda.get_device_capability(x_MI.device)[0] >= 9
+    is_hopper = x_MI.is_cuda and has_dependent_launch(x_MI.get_device())
     return config if is_hopper else without_hopper(config)
-
-
-def _launch_options(pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if pdl else {}  # the interpreter does not know the option
 
 
 def _product(
@@ -505,7 +494,7 @@ def _product(
     if (prefetch + (block_i if config.early else 0)) * config.splits > size:  # past the last row's end
         prefetch = 0
     norm_block = min(triton.next_power_of_2(size), 64 * threads // config.block_m if config.kind == "dot" else 4096)
-    options = _launch_options(config.pdl)
+    options = launch_options(config.pdl)
     if config.kind == "fma":
         _fma_kernel[(tiles,)](
             y_MO, x_MI, weight, norm_weight_I, bias_O, residual_MO, num_rows, x_MI.stride(0), eps,

@@ -11,15 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.launch import await_former, dependent_launch, launch_options
+
 
 @triton.jit
-def _rms_norm(x_ptr, weight_ptr, y_ptr, eps, E: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x_ptr, weight_ptr, y_ptr, eps, E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     ok = columns < E
+    weight = tl.load(weight_ptr + columns, mask=ok, other=0.0)
+    await_former(PDL)
     x = tl.load(x_ptr + row * E + columns, mask=ok, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / E + eps)
-    weight = tl.load(weight_ptr + columns, mask=ok, other=0.0)
     # Rounded before it is scaled, as the reference models do.
     y = (x * scale).to(y_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)
     tl.store(y_ptr + row * E + columns, y.to(y_ptr.dtype.element_ty), mask=ok)
@@ -32,12 +35,17 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     num_rows = x_TE.numel() // size
     if num_rows:
         block = triton.next_power_of_2(size)
-        _rms_norm[(num_rows,)](x_TE, weight_E, y, eps, E=size, BLOCK=block, num_warps=min(8, max(1, block // 512)))
+        pdl = dependent_launch(x_TE)
+        _rms_norm[(num_rows,)](
+            x_TE, weight_E, y, eps, E=size, BLOCK=block, PDL=pdl, num_warps=min(8, max(1, block // 512)),
+            **launch_options(pdl),
+        )  # fmt: skip
     return y
 
 
 @triton.jit
-def _silu_mul(x_ptr, y_ptr, size, BLOCK: tl.constexpr):
+def _silu_mul(x_ptr, y_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_former(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = columns < size
@@ -53,7 +61,10 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
     y = torch.empty(num_rows, width // 2, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     if num_rows:
         block = min(2048, triton.next_power_of_2(width // 2))
-        _silu_mul[(num_rows, triton.cdiv(width // 2, block))](gate_up_T2I, y, width // 2, BLOCK=block, num_warps=4)
+        pdl = dependent_launch(gate_up_T2I)
+        _silu_mul[(num_rows, triton.cdiv(width // 2, block))](
+            gate_up_T2I, y, width // 2, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+        )
     return y
 
 
@@ -77,7 +88,9 @@ def _rotary_write(
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_former(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     low = tl.arange(0, HALF)
@@ -147,6 +160,7 @@ def rotary_write(
         return q
     block_h = 8 if num_tokens <= 64 else 16
     has_norm = q_norm_D is not None and k_norm_D is not None
+    pdl = dependent_launch(qkv_TZ)
     _rotary_write[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_h))](
         qkv_TZ,
         q,
@@ -166,7 +180,9 @@ def rotary_write(
         HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_H=block_h,
         HAS_NORM=has_norm,
+        PDL=pdl,
         num_warps=4 if num_tokens > 64 else 2,
+        **launch_options(pdl),
     )
     return q
 

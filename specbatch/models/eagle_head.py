@@ -234,7 +234,8 @@ class EagleHead:
     def forward(
         self, tokens_T: Tensor, features_TE: Tensor, layout: BatchLayout | PagedBatch, cache: KVCache
     ) -> Tensor:
-        """Hidden states (T, E): the next position's features, and what `logits` takes."""
+        """Hidden states (T, E): the next position's features, and what `logits` takes. `features_TE` may be
+        overwritten."""
         step = ForwardPass(layout, self._backend, cache, self._rotary)
         embedded = self._embedding[tokens_T]
         if self._kind == "eagle3":

@@ -117,7 +117,7 @@ class NeuralDrafter:
         words = max(1, -(-k * (self._shape.num_steps - 1) // 32))
         scores, ids = self._ops.draft_topk(self._net.raw_logits(hidden_BE), k)
         candidates, beam = self._ops.beam_start(scores, ids, target_ids, self._shape.num_candidates, words)
-        features = hidden_BE[:, None].expand(-1, k, -1)
+        features = hidden_BE.repeat_interleave(k, dim=0)  # a copy for each: a forward pass may write over them
         for step in range(1, self._shape.num_steps):
             layout = rows.layout(
                 k,
@@ -127,13 +127,13 @@ class NeuralDrafter:
                 mask_TW=beam.seen_BKW.view(batch * k, words),
                 mask_start=lead,
             )
-            out = self._net.forward(beam.tokens_BK.reshape(-1), features.reshape(batch * k, -1), layout)
+            out = self._net.forward(beam.tokens_BK.reshape(-1), features, layout)
             scores, ids = self._ops.draft_topk(self._net.raw_logits(out), k)
             beam = self._ops.beam_expand(
                 candidates, beam, scores.view(batch, k, k), ids.view(batch, k, k), target_ids, step
             )
             parent = beam.parent_BK[:, :, None].expand(-1, -1, out.shape[-1])
-            features = out.view(batch, k, -1).gather(1, parent)
+            features = out.view(batch, k, -1).gather(1, parent).view(batch * k, -1)
         nodes = self._ops.select_nodes(
             rows.field(Field.ROOT),
             candidates.tokens_BC,

@@ -1,0 +1,38 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Programmatic dependent launch (Hopper): a kernel starts while the one in front of it drains.
+
+A kernel launched so must call `await_former` before it reads what another kernel wrote, or writes what another may
+still read; everything in front of it (addresses, weights) overlaps. A chain stays in order: a kernel is complete only
+after its own wait, so waiting for the last one is waiting for all.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def await_former(PDL: tl.constexpr):
+    """Lets the next kernel start, which waits for this one in turn, and waits for the kernel before this one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@cache
+def has_dependent_launch(device_index: int) -> bool:
+    """Compute capability 9 or later."""
+    return torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+def dependent_launch(tensor: torch.Tensor) -> bool:
+    """Whether kernels over `tensor` are launched so: not in Triton's interpreter, nor on older GPUs."""
+    return tensor.is_cuda and has_dependent_launch(tensor.get_device())
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if pdl else {}  # the interpreter does not know the option
