@@ -72,7 +72,7 @@ def attend_both(
 ) -> tuple[Tensor, Tensor]:
     q = random(batch.slots_T.shape[0], heads, dim, dtype=dtype)
     kv = random_cache(batch, kv_heads, dim, dtype)
-    workspace = attention.Workspace(DEVICE)
+    workspace = attention.Workspace(DEVICE, 16384, dim)
     scale = dim**-0.5
     expected = torch_model.attend(q, kv, batch, scale, window)
     actual = attention.attend(q, kv, batch, scale, window, splits, workspace)
@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_the_cut(splits: int, dtype: torch.dtype) -> None:
     whole = paged_batch([0], [total], 16)
     q = random(total, 4, 64, dtype=dtype)
     kv = random_cache(whole, 2, 64, dtype)
-    workspace = attention.Workspace(DEVICE)
+    workspace = attention.Workspace(DEVICE, 16384, 64)
 
     def part(start: int, end: int) -> Tensor:
         cut = replace(

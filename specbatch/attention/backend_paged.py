@@ -17,12 +17,12 @@ from specbatch.kernels.paged import PagedBatch
 MAX_SPLITS = 16
 # Programs that fill a GPU of 132 multiprocessors twice. A constant: results must not depend on the card.
 _PROGRAMS = 264
+_ROWS = 64  # of one program, as counted here; tiles with more rows are fewer
 
 
 class PagedAttention:
-    """`num_heads` is a multiple of `num_kv_heads`. `splits`: None decides by the number of sequences, which is fixed in
-    a captured graph, never by lengths; a number makes a token's bits independent of the batch too.
-    """
+    """`num_heads` is a multiple of `num_kv_heads`. Splits follow the number of sequences, which is fixed in a captured
+    graph, never their lengths."""
 
     def __init__(
         self,
@@ -31,20 +31,16 @@ class PagedAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        splits: int | None = None,
     ) -> None:
         ops = ops_for(device, dtype)
         self._attend = ops.attend
-        self._workspace = ops.Workspace(device)
+        self._workspace = ops.Workspace(device, _PROGRAMS * _ROWS, head_dim)
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._scale = head_dim**-0.5
-        self._splits = splits
 
     def plan(self, layout: PagedBatch) -> tuple[PagedBatch, int]:
-        return layout, self._splits or num_splits(
-            layout.starts_B.shape[0], self._num_kv_heads, layout.max_queries * self._group
-        )
+        return layout, num_splits(layout.starts_B.shape[0], self._num_kv_heads, layout.max_queries * self._group)
 
     def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
         batch, splits = plan
@@ -56,7 +52,7 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
     """Splits of each sequence's keys: a power of two, more for fewer sequences. Prompts need none."""
     if num_rows > 256:
         return 1
-    programs = num_seqs * num_kv_heads * -(-num_rows // 64)
+    programs = num_seqs * num_kv_heads * -(-num_rows // _ROWS)
     splits = 1
     while splits < MAX_SPLITS and splits * 2 * programs <= _PROGRAMS:
         splits *= 2

@@ -7,6 +7,7 @@ largest first, so that the pool is as large as the largest needs).
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,8 +60,14 @@ class GraphRunner:
         torch.cuda.synchronize(self._device)
         free = torch.cuda.mem_get_info(self._device)[0]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = function()
+        # What a collection frees on the device (another engine's graphs, say) would break the capture.
+        gc.collect()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = function()
+        finally:
+            gc.enable()
         graph.replay()  # what is captured next may read this output, in its warm-up already
         torch.cuda.synchronize(self._device)
         self._captured[key] = _Captured(graph, output)

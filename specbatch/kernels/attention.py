@@ -178,21 +178,28 @@ def _attend(
 
 
 class Workspace:
-    """Partial results of splits. One for each stream that runs attention: launches in order share it."""
+    """Partial results of splits: one for each stream that runs attention, since launches in order share it. It has its
+    final size from the start, since captured graphs hold its address.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._floats = torch.empty(0, device=device)
-        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+    `rows`: of the tiles of one launch, summed over the splits; `head_dim` in elements.
+    """
+
+    def __init__(self, device: torch.device, rows: int, head_dim: int) -> None:
+        self._partials = torch.empty(rows * _padded(head_dim), device=device)
+        self._sums = torch.empty(rows * 2, device=device)
+        # No tile has fewer rows than 16.
+        self._counters = torch.zeros(rows // 16, dtype=torch.int32, device=device)
 
     def reserve(self, tiles: int, splits: int, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(partials, sums, counters), grown where too small: call with the largest size before graphs are captured."""
-        size = tiles * splits * rows * width
-        if self._floats.numel() < size + tiles * splits * 2 * rows:
-            self._floats = torch.empty(size + tiles * splits * 2 * rows, device=self._device)
-        if self._counters.numel() < tiles:
-            self._counters = torch.zeros(tiles, dtype=torch.int32, device=self._device)
-        return self._floats, self._floats[size:], self._counters
+        """(partials, sums, counters) for so many tiles of so many rows."""
+        assert tiles * splits * rows * width <= self._partials.numel(), (tiles, splits, rows, width)
+        assert tiles * splits * rows * 2 <= self._sums.numel(), (tiles, splits, rows)
+        assert tiles <= self._counters.numel(), tiles
+        return self._partials, self._sums, self._counters
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def attend(
@@ -214,7 +221,7 @@ def attend(
     block_m, block_n, num_warps, num_stages = tile_for(batch.max_queries * group, head_dim, q_THD.element_size())
     row_blocks = triton.cdiv(batch.max_queries * group, block_m)
     num_seqs = batch.starts_B.shape[0]
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = _padded(head_dim)
     out = torch.empty_like(q_THD)
     partial = sums = counters = q_THD
     if num_splits > 1:

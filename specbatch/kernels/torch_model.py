@@ -63,7 +63,7 @@ def rotary_write(
 class Workspace:
     """What the kernel of `attend` needs between launches; the twin needs nothing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rows: int, head_dim: int) -> None:
         pass
 
 
