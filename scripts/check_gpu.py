@@ -1,9 +1,11 @@
 """The GPU engine against the CPU oracle, on real text.
 
     python scripts/check_gpu.py record --model MODEL --data gsm8k_test.jsonl --rows 200 -o oracle.json  # on CPU
+    python scripts/check_gpu.py noise oracle.json --model HF_DIRECTORY -o noise.json  # on CPU
     python scripts/check_gpu.py check oracle.json --model MODEL -o report.json                             # CUDA
 
 `record` keeps the greedy tokens of the CPU engine, and the margin between the two most likely tokens at each of them.
+`noise` says how much bfloat16 alone moves such margins: transformers, same text, float32 against bfloat16, on CPU.
 `check` runs the same rows on the GPU by every method, shape, page size and kind of graph, and says where the first
 difference of a row is and what the oracle's margin was there. A difference at a margin above --tie is an error.
 Drafts: a `draft_model` of the target's own first layers would need files; here the heads are random (`shape:eagle`,
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from prompts import question_prompts
+from transformers import AutoModelForCausalLM
 
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine, resolve
@@ -31,7 +34,7 @@ from specbatch.types import BatchEngine, Completion, NoiseKey, Request, Sampling
 # Name -> options on top of the model and the data type.
 RUNS: dict[str, list[str]] = {
     "none": ["speculation.method=none"],
-    "none, eager": ["speculation.method=none", "engine.cuda_graphs=off"],
+    "none, eager": ["speculation.method=none", "engine.cuda_graphs=none"],
     "none, batch 1": ["speculation.method=none", "engine.max_batch_size=1"],
     "none, page size 1": ["speculation.method=none", "engine.page_size=1"],
     "none, page size 16": ["speculation.method=none", "engine.page_size=16"],
@@ -44,9 +47,9 @@ RUNS: dict[str, list[str]] = {
     "eagle3 1/1/2": ["eagle3", "1/1/2"],
     "eagle3 3/1/4": ["eagle3", "3/1/4"],
     "eagle3 3/1/4, phases": ["eagle3", "3/1/4", "engine.cuda_graphs=phases"],
-    "eagle3 3/1/4, eager": ["eagle3", "3/1/4", "engine.cuda_graphs=off"],
+    "eagle3 3/1/4, eager": ["eagle3", "3/1/4", "engine.cuda_graphs=none"],
     "eagle3 5/4/8": ["eagle3", "5/4/8"],
-    "eagle3 5/4/8, eager": ["eagle3", "5/4/8", "engine.cuda_graphs=off"],
+    "eagle3 5/4/8, eager": ["eagle3", "5/4/8", "engine.cuda_graphs=none"],
     "eagle3 7/10/60": ["eagle3", "7/10/60"],
     "eagle 5/4/8": ["eagle", "5/4/8"],
     "eagle3 5/4/8, preempted": ["eagle3", "5/4/8", "engine.kv_cache_tokens=5120", "engine.page_size=16"],
@@ -67,11 +70,15 @@ def main() -> None:
     check.add_argument("--run", action="append", help="only these; may be repeated")
     check.add_argument("--rows", type=int)
     check.add_argument("--commit")
-    for command in (record, check):
+    noise = commands.add_parser("noise")
+    noise.add_argument("oracle", type=Path)
+    noise.add_argument("--rows", type=int, default=50)
+    for command in (record, check, noise):
         command.add_argument("--model", required=True)
         command.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
-    sys.exit(record_oracle(args) if args.command == "record" else check_all(args))
+    run = {"record": record_oracle, "check": check_all, "noise": measure_noise}[args.command]
+    sys.exit(run(args))
 
 
 def options(text: Sequence[str]) -> list[str]:
@@ -109,6 +116,36 @@ def record_oracle(args: argparse.Namespace) -> int:
     report = {"commit": commit(), "seconds": round(seconds, 1), "max_tokens": args.max_tokens, "rows": out}
     args.output.write_text(json.dumps(report))
     print(f"{len(out)} rows, {seconds:.0f} s")
+    return 0
+
+
+@torch.inference_mode()
+def measure_noise(args: argparse.Namespace) -> int:
+    """How far bfloat16 moves the margin between float32's two most likely tokens, at every token of the oracle's text;
+    and at which margins it turns the choice round."""
+    rows = json.loads(args.oracle.read_text())["rows"][: args.rows]
+    models = [AutoModelForCausalLM.from_pretrained(args.model, dtype=d) for d in (torch.float32, torch.bfloat16)]
+    shifts, turned = [], []
+    for row in rows:
+        first = len(row["prompt"]) - 1
+        text = torch.tensor([row["prompt"] + row["tokens"][:-1]])
+        exact, rounded = (model(text).logits[0, first:].float() for model in models)
+        pair = exact.topk(2, dim=-1).indices
+        margin, other = ((x.gather(1, pair) * torch.tensor([1.0, -1.0])).sum(dim=1) for x in (exact, rounded))
+        shifts.append(other - margin)
+        turned.append(margin[exact.argmax(dim=1) != rounded.argmax(dim=1)])
+    shift, flips = torch.cat(shifts).abs(), torch.cat(turned)
+    report = {
+        "commit": commit(),
+        "positions": len(shift),
+        "shift_mean": float(shift.mean()),
+        "shift_99.9_percent": float(shift.quantile(0.999)),
+        "shift_max": float(shift.max()),
+        "choices_turned": len(flips),
+        "largest_margin_turned": float(flips.max()) if len(flips) else None,
+    }
+    args.output.write_text(json.dumps(report, indent=1))
+    print(json.dumps(report))
     return 0
 
 

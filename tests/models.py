@@ -196,7 +196,7 @@ def tiny_device_engine(
     hidden: int = 32,
     eos: tuple[int, ...] = (),
     device: torch.device = CPU,
-    graphs: GraphMode = "off",
+    graphs: GraphMode = "none",
     simulate: float | None = None,
 ) -> DeviceEngine:
     """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins."""

@@ -42,7 +42,7 @@ GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
 
 
-@pytest.mark.parametrize("graphs", ["off", "phases", "round"])
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "shape"), DEVICE_CASES)
 def test_device_engine_equals_cpu_in_float64(
@@ -57,7 +57,7 @@ def test_device_engine_equals_cpu_in_float64(
     assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
 
 
-@pytest.mark.parametrize("graphs", ["off", "round"])
+@pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "shape"), DEVICE_CASES)
 def test_kernels_give_the_tokens_of_the_cpu_in_float32(
@@ -95,7 +95,7 @@ def test_preemption() -> None:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_nothing_waits_for_the_device(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
     """Prompts and rounds, eager and as graphs, with torch's own detector of synchronisation set to raise."""
-    for graphs in ("off", "round"):
+    for graphs in ("none", "round"):
         settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, "device": CUDA}
         engine = tiny_device_engine(method, shape, **settings, graphs=graphs)
         run(engine, random_prompts(9), params)  # compiles and captures

@@ -5,7 +5,6 @@ bf16 is left to the GPU: the interpreter multiplies bf16 operands as garbage.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor
 
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from specbatch.kernels import attention, model, torch_model  # noqa: E402

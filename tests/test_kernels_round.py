@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-import os
 import random
 from collections.abc import Callable
 
@@ -24,8 +23,6 @@ from specbatch.speculation.verify import verify
 from specbatch.types import NoiseKey, Request, SamplingParams
 
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 FILTERS = {

@@ -4,7 +4,6 @@ layout. Without a GPU, the kernels run in Triton's interpreter."""
 from __future__ import annotations
 
 import importlib
-import os
 import random
 from types import ModuleType
 from typing import Any
@@ -17,8 +16,6 @@ from specbatch.kernels.torch_steps import Beam, Committed, SlotColumns
 from specbatch.speculation.slots import NUM_FIELDS, Field
 
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 COLUMNS = SlotColumns(Field.LENGTH, Field.ROOT, Field.LIMIT, Field.DONE, Field.IGNORE_EOS, Field.STOP, 2)

@@ -17,7 +17,8 @@ from specbatch.kernels.paged import PagedBatch
 MAX_SPLITS = 16
 # Programs that fill a GPU of 132 multiprocessors twice. A constant: results must not depend on the card.
 _PROGRAMS = 264
-_ROWS = 64  # of one program, as counted here; tiles with more rows are fewer
+_ROWS = 64  # of one program, as counted here
+WORKSPACE_ROWS = 2 * _PROGRAMS * _ROWS  # tiles may have twice the rows
 
 
 class PagedAttention:
@@ -34,7 +35,7 @@ class PagedAttention:
     ) -> None:
         ops = ops_for(device, dtype)
         self._attend = ops.attend
-        self._workspace = ops.Workspace(device, _PROGRAMS * _ROWS, head_dim)
+        self._workspace = ops.Workspace(device, WORKSPACE_ROWS, head_dim)
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._scale = head_dim**-0.5

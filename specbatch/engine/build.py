@@ -424,13 +424,13 @@ def _resolve_engine(
     if attention == "torch" and graphs in ("round", "phases"):
         raise ConfigError(
             f"engine.cuda_graphs: {graphs} needs engine.attention triton, which plans nothing on the host",
-            hint="leave engine.cuda_graphs out, or set it to off",
+            hint="leave engine.cuda_graphs out, or set it to none",
         )
     on_device = attention == "triton"
     batch, page, chunk, fraction = (256, 64, 8192, 0.9) if on_device else (16, 16, 512, 0.5)
     return EngineSettings(
         attention,
-        graphs if graphs != "auto" else "round" if on_device else "off",
+        graphs if graphs != "auto" else "round" if on_device else "none",
         section.max_batch_size or batch,
         section.page_size or page,
         section.prefill_chunk_tokens or chunk,

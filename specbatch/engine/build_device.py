@@ -72,7 +72,7 @@ def build_device_engine(
     seconds["trial run, kernels compiled"] = time.perf_counter() - began
 
     began = time.perf_counter()
-    num_graphs = len(ladder(max_batch_size)) if graphs != "off" else 0
+    num_graphs = len(ladder(max_batch_size)) if graphs != "none" else 0
     reserved = prompt_bytes + (round_bytes * 5 // 4 + num_graphs * _GRAPH_BYTES if num_graphs else round_bytes)
     per_token = sum(cache.slot_bytes for cache in caches)
     for cache in caches:

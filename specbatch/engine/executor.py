@@ -1,7 +1,7 @@
 """Launches rounds: pads the batch to a captured size and replays its graph, or runs the round eagerly.
 
 With `graphs: round` one graph is a whole round; with `phases` draft, verify and draft-extend are graphs of their own,
-as in other engines; with `off` every kernel is launched by the host.
+as in other engines; with `none` every kernel is launched by the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specbatch.engine.round import Round, Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
 
-GraphMode = Literal["round", "phases", "off"]
+GraphMode = Literal["round", "phases", "none"]
 PHASES = ("draft", "verify", "extend")
 
 
@@ -37,13 +37,13 @@ class RoundExecutor:
         """`eager_phases`: with `phases`, those to leave uncaptured, for measurements."""
         self._round = round_
         self._sizes = ladder(max_batch_size)
-        self._mode = mode if device.type == "cuda" else "off"
+        self._mode = mode if device.type == "cuda" else "none"
         self._eager_phases = eager_phases
         self._transfers = Transfers(device)
         self._padding = round_.state.padding
         self._rows_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
-        self.runner = GraphRunner(device) if self._mode != "off" else None
+        self.runner = GraphRunner(device) if self._mode != "none" else None
 
     @property
     def sizes(self) -> list[int]:
