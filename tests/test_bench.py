@@ -161,7 +161,11 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         alive.append(weakref.ref(engine))
         if run.config.speculation.method == "eagle3":
             engine.start_seconds = {"weights": 0.25}
-            engine.time_phases = lambda batch_size, context: {"draft": 0.001 * batch_size, "verify": 0.002}
+            engine.time_phases = lambda batch_size, context: {
+                "draft": 0.001 * batch_size,
+                "verify": 0.002,
+                "round": 0.0035,
+            }
         return engine
 
     monkeypatch.setattr(bench, "build_engine", build_one)
@@ -202,8 +206,8 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "ratios" not in tree["cells"][1]
     assert tree["start_seconds"] == {"weights": 0.25}
     phases, cell = tree["cells"][1]["phases_ms"], tree["cells"][1]
-    assert phases == {"draft": 0.002, "verify": 0.002}
-    assert cell["rest_ms"] == pytest.approx(cell["ms_per_round"] - 0.004, abs=1e-3)
+    assert phases == {"draft": 0.002, "verify": 0.002, "round": 0.0035}
+    assert cell["rest_ms"] == pytest.approx(cell["ms_per_round"] - 0.0035, abs=1e-3)
     assert sum(line.startswith(("uniform ", "mixed-1k-512 ")) for line in lines) == 6
     assert "engine ready after" in "\n".join(lines)
     last = json.loads(lines[-1])

@@ -16,9 +16,10 @@ pytest.importorskip("triton")
 
 from specbatch.kernels import attention, model, torch_model  # noqa: E402
 from specbatch.kernels.paged import PagedBatch, slots_of  # noqa: E402
+from tests.marks import slow_on_cpu  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if CUDA else [torch.float32, slow_on_cpu(torch.float16)]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
@@ -81,9 +82,10 @@ def attend_both(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [slow_on_cpu(1), 16, 64])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(4, 1, 64), (4, 4, 80), (7, 1, 64), (3, 1, 96), (8, 1, 128), (2, 1, 256)]
+    ("heads", "kv_heads", "dim"),
+    [(4, 2, 80), (7, 1, 64), *map(slow_on_cpu, [4, 3, 8, 2], [1, 1, 1, 1], [64, 96, 128, 256])],
 )
 def test_attention_decode_and_verify(
     heads: int, kv_heads: int, dim: int, page_size: int, splits: int, dtype: torch.dtype
@@ -94,7 +96,7 @@ def test_attention_decode_and_verify(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("splits", "window"), [(1, None), (1, 20), (2, None), (2, 20)])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (2, 20), slow_on_cpu(1, 20), slow_on_cpu(2, None)])
 def test_attention_prefill_of_uneven_prompts(splits: int, window: int | None, dtype: torch.dtype) -> None:
     batch = paged_batch([0, 33, 5], [150, 1, 40], 16)
     actual, expected = attend_both(batch, 4, 2, 64, dtype, window, splits)
@@ -116,7 +118,7 @@ def tree_batch(counts: int, parents: list[int], starts: list[int], page_size: in
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("nodes", [4, 8, 60])
+@pytest.mark.parametrize("nodes", [4, slow_on_cpu(8), 60])
 def test_attention_of_a_tree(nodes: int, dtype: torch.dtype, splits: int) -> None:
     generator = torch.Generator().manual_seed(nodes)
     parents = [-1] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes)]

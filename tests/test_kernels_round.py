@@ -21,6 +21,7 @@ from specbatch.speculation.sequence import Sequence
 from specbatch.speculation.tree import DraftShape, DraftTree, select_nodes
 from specbatch.speculation.verify import verify
 from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.marks import slow_on_cpu
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -309,7 +310,7 @@ def pair_of(prefix: tuple[int, ...], shift: int) -> int:
     return (sum(prefix) + len(prefix) + shift) % len(PAIRS)
 
 
-@pytest.mark.parametrize(("kind", "num_drafts"), [("torch", 2), ("torch", 1), ("triton", 1)])
+@pytest.mark.parametrize(("kind", "num_drafts"), [("torch", 2), ("torch", 1), slow_on_cpu("triton", 1)])
 def test_accept_chain_realises_the_target(kind: str, num_drafts: int) -> None:
     """Output of a round, by enumeration of drafts and uniforms: exactly the target's distribution."""
     ops, vocab, pairs = make_ops(kind), 4, torch.tensor(PAIRS) / 8
