@@ -1,7 +1,7 @@
 """Settings that must be made before anything else.
 
-Triton kernels run in its interpreter where there is no GPU; it must be told before triton is imported. Two processes run
-the tests, with one thread each for torch: two threads each would fight over two cores.
+Triton kernels run in its interpreter where there is no GPU; it must be told before triton is imported. Two processes
+run the tests, with one thread each for torch: two threads each would fight over two cores.
 """
 
 from __future__ import annotations

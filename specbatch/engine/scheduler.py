@@ -75,7 +75,8 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
             cached = seq.num_committed
-            budget -= self._take(plan, seq, budget, is_new=len(seq.tokens) == seq.num_prompt, num_cached=cached)
+            budget -= self._take(plan, seq, budget, is_new=not seq.was_admitted, num_cached=cached)
+            seq.was_admitted = True
             computing.update(self._prefix_paths(seq, plan[-1]))
         return plan
 

@@ -155,9 +155,11 @@ def commit() -> str | None:
 
 
 def device_name(device: str) -> str:
-    """`cpu` with the processor's name; other devices as the engine calls them."""
+    """A device as the engine calls it, with the name of the processor or the card."""
     if device != "cpu":
-        return device
+        import torch  # in this module for this alone, and the stub engine's tests do without
+
+        return f"{device} ({torch.cuda.get_device_name(device)})" if torch.cuda.is_available() else device
     name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

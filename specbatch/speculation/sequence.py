@@ -24,6 +24,7 @@ class Sequence:
     num_in_flight: int = 0
     rounds_in_flight: int = 0
     slot: int = -1  # the device engine's row of buffers, while running
+    was_admitted: bool = False  # before a preemption, perhaps
     is_finished: bool = False
     pages: list[int] = field(default_factory=list)
     draft: Any = None  # the proposer's own state
