@@ -15,7 +15,7 @@ from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import PagePool
 from specbatch.config import Config, DtypeName, EngineSection, SpeculationSection
-from specbatch.engine.build_device import build_device_engine
+from specbatch.engine.build_device import GIB, build_device_engine
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, auto_kv_tokens
@@ -159,7 +159,22 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
 
 
 def build_engine(run: ResolvedRun) -> BatchEngine:
-    """Read the weights and put the engine together; what is decided on the way is added to `run.notes`."""
+    """Read the weights and put the engine together; what is decided on the way is added to `run.notes`.
+
+    Raises ModelError where the GPU's memory does not suffice.
+    """
+    try:
+        return _build_engine(run)
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(run.device)
+        raise ModelError(
+            f"the GPU's memory does not hold this run: {(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use; "
+            f"{str(error).split('. ', 1)[0]}",
+            hint="lower engine.max_batch_size, engine.prefill_chunk_tokens or engine.kv_cache_tokens, or free the GPU",
+        ) from error
+
+
+def _build_engine(run: ResolvedRun) -> BatchEngine:
     engine = run.engine
     began = time.perf_counter()
     num_positions = run.model_max_tokens + _lookahead(run.config.speculation) + 1
