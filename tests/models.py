@@ -23,7 +23,7 @@ from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleConfig, EagleHead
 from specbatch.models.eagle_head import expected_tensors as head_tensors
 from specbatch.speculation.drafters import Drafter, NeuralDrafter, NgramDrafter, NoDrafter
-from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer
+from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer, num_lookahead
 from specbatch.speculation.ngram import NgramProposer, NoProposer
 from specbatch.speculation.proposer import Proposer
 from specbatch.speculation.slots import SlotState
@@ -88,9 +88,10 @@ def tiny_decoder(
     scale: float = 0.25,
     device: torch.device = CPU,
     attention: AttentionOf = attention_of,
+    num_positions: int = MAX_LENGTH + 128,
 ) -> Decoder:
     load = loader(RandomTensors(decoder_tensors(config), seed, scale), dtype, device)
-    return Decoder(config, load, attention(config, device), MAX_LENGTH + 128, dtype, device)
+    return Decoder(config, load, attention(config, device), num_positions, dtype, device)
 
 
 def tiny_draft_net(
@@ -109,7 +110,7 @@ def tiny_draft_net(
 ) -> DraftNet:
     if method == "draft_model":
         draft_config = tiny_config(2, hidden=hidden, vocab=vocab)
-        draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention)
+        draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, target.num_positions)
         return ModelDraft(draft, draft.new_cache(num_slots, dtype), vocab)
     head_config = tiny_config(1, hidden=hidden, vocab=vocab)
     kind = "eagle3" if method == "eagle3" else "eagle"
@@ -124,7 +125,7 @@ def tiny_draft_net(
     tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     load = loader(tensors, dtype, device)
     backend = attention(head_config, device)
-    model = EagleHead(head, load, tensors.load, target, backend, MAX_LENGTH + 128, dtype, device)
+    model = EagleHead(head, load, tensors.load, target, backend, target.num_positions, dtype, device)
     return EagleDraft(model, model.new_cache(num_slots, dtype), target.config.num_layers, kind == "eagle3")
 
 
@@ -205,7 +206,12 @@ def tiny_device_engine(
         return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
     config = tiny_config(7 if method == "eagle3" else 3, hidden=hidden, vocab=vocab)
-    target = tiny_decoder(config, dtype, 0, scale, device, paged)
+    lookahead = 1
+    if shape is not None:
+        lookahead = shape.num_draft_tokens if method == "ngram" else num_lookahead(shape, method == "draft_model")
+    max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
+    # As large as they are in earnest: what reads past them must show.
+    target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1)
     pool = PagePool(num_pages, page_size)
     num_slots = (num_pages + 1) * page_size  # the last page is spare
     ops = ops_for(device, dtype)
@@ -222,8 +228,8 @@ def tiny_device_engine(
             draft_seed=draft_seed, scale=scale, attention=paged, device=device,
         )  # fmt: skip
         drafter = NeuralDrafter(net, shape, ops)
-    max_length = min(MAX_LENGTH, num_pages * page_size - drafter.num_lookahead)
-    pages_per_slot = pool.pages_for(max_length + drafter.num_lookahead)
+    assert drafter.num_lookahead == lookahead
+    pages_per_slot = pool.pages_for(max_length + lookahead)
     state = SlotState(max_batch_size, pages_per_slot, max_length, hidden, method == "ngram", dtype, device)
     round_ = Round(target, target.new_cache(num_slots, dtype), drafter, state, page_size, eos, ops, simulate)
     executor = RoundExecutor(round_, max_batch_size, device, graphs)

@@ -3,10 +3,15 @@ probabilities, for every method, shape, schedule and sampling mode."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import pytest
 
+from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.speculation.tree import DraftShape
-from specbatch.types import Completion, SamplingParams
+from specbatch.types import Completion, NoiseKey, Request, SamplingParams
 from tests.marks import slow_on_cpu
 from tests.models import VOCAB, random_prompts, run, tiny_device_engine, tiny_engine
 
@@ -79,8 +84,46 @@ def test_logprobs(method: str, shape: DraftShape | None) -> None:
             assert [i for i, _ in a.top] == [i for i, _ in b.top]
 
 
-def test_stop_tokens_and_stop_strings() -> None:
-    """A stop token is seen on the device, a stop string by the host a round later; neither leaves anything behind."""
+def test_stop_strings() -> None:
+    """The host sees them a round after the device has gone on; what ran in vain disturbs nobody, prompts submitted
+    meanwhile included."""
+    prompts = random_prompts(9, shared=6)
+
+    def run_with_stops(engine: Engine | DeviceEngine) -> dict[int, Completion]:
+        done: dict[int, Completion] = {}
+        for i, prompt in enumerate(prompts):
+            for n in (1, 2) if i == 0 else (1,):
+                params = replace(SAMPLED if i % 2 else GREEDY, ignore_eos=n == 2)
+                check = StopAt(modulus=7, remainder=i % 7)
+                engine.submit(Request(10 * i + n, prompt, params, NoiseKey(2**63 + i, i, n), check))
+            done |= {c.request_id: c for c in engine.step()}
+        while len(done) < len(prompts) + 1:
+            done |= {c.request_id: c for c in engine.step()}
+            engine.check_integrity()
+        return done
+
+    settings = {"num_pages": 256, "eos": (5,)}
+    expected = run_with_stops(tiny_engine("eagle3", TREE, **settings))
+    actual = run_with_stops(tiny_device_engine("eagle3", TREE, **settings))
+    assert_same([actual[i] for i in sorted(actual)], [expected[i] for i in sorted(expected)])
+    assert any(len(c.token_ids) < GREEDY.max_tokens for c in expected.values())
+
+
+@dataclass
+class StopAt:
+    """A stop check that ends at a token of some residue, which it keeps out of the text."""
+
+    modulus: int
+    remainder: int
+
+    def __call__(self, tokens: Sequence[int], num_new: int) -> int | None:
+        first = len(tokens) - num_new
+        hits = [i for i in range(first, len(tokens)) if tokens[i] % self.modulus == self.remainder and i > 3]
+        return hits[0] if hits else None
+
+
+def test_stop_tokens() -> None:
+    """More of them than the device looks for."""
     prompts = random_prompts(6)
     plain = run(tiny_engine(num_pages=256), prompts, SamplingParams(max_tokens=30))
     stops = tuple(sorted({c.token_ids[7] for c in plain}))[:9]  # more than the device looks for
@@ -95,6 +138,32 @@ def test_simulated_acceptance(shape: DraftShape, length: float) -> None:
     done = run(engine, random_prompts(8), SamplingParams(max_tokens=100))
     assert all(len(c.token_ids) == 100 for c in done)
     assert engine.stats.speculation.acceptance_length == pytest.approx(length, abs=0.12)
+
+
+@pytest.mark.parametrize("page_size", [4, 8, 16])
+@pytest.mark.parametrize("shape", [DraftShape(5, 1, 6), DraftShape(7, 1, 8), DraftShape(5, 4, 8)])
+def test_rows_that_fill_the_context(shape: DraftShape, page_size: int) -> None:
+    """Every draft is accepted, and the round under way when a row ends runs once more in vain: nothing reads or writes
+    past positions and pages, and a row alone in the cache ends at its very length."""
+    engine = tiny_device_engine(
+        "eagle3",
+        shape,
+        num_pages=96 // page_size,
+        page_size=page_size,
+        max_batch_size=2,
+        simulate=shape.num_steps + 1.0,
+    )
+    longest = engine.limits.max_prompt_tokens + 1
+    for prompt in random_prompts(3):
+        (done,) = run(engine, [prompt], SamplingParams(max_tokens=1000))
+        assert len(prompt) + len(done.token_ids) == longest
+
+
+def test_trees_deeper_than_they_are_large() -> None:
+    prompts = random_prompts(5)
+    shape = DraftShape(17, 2, 8)
+    expected = run(tiny_engine("eagle3", shape, num_pages=256), prompts, GREEDY)
+    assert_same(run(tiny_device_engine("eagle3", shape, num_pages=256), prompts, GREEDY), expected)
 
 
 def test_vocabulary_is_checked() -> None:

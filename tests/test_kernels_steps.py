@@ -151,7 +151,7 @@ class Slots:
         room = ints[Field.LIMIT] - length - 1
         stops = ints[Field.STOP : Field.STOP + 2] + ([] if ints[Field.IGNORE_EOS] else eos)
         ints[Field.DONE] = int(len(tokens) >= room or any(t in stops for t in tokens[:room]))
-        ints[Field.LENGTH] += len(tokens)
+        ints[Field.LENGTH] = min(length + len(tokens), ints[Field.LIMIT] - 1)
         ints[Field.ROOT] = tokens[-1]
         for i, token in enumerate(tokens, start=length + 1):
             if i < len(self.history[slot]):

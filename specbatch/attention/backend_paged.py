@@ -50,9 +50,7 @@ class PagedAttention:
 
 
 def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
-    """Splits of each sequence's keys: a power of two, more for fewer sequences. Prompts need none."""
-    if num_rows > 256:
-        return 1
+    """Splits of each sequence's keys: a power of two, more for fewer sequences and fewer rows."""
     programs = num_seqs * num_kv_heads * -(-num_rows // _ROWS)
     splits = 1
     while splits < MAX_SPLITS and splits * 2 * programs <= _PROGRAMS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ NEURAL = ("draft_model", "eagle", "eagle3")
 DEFAULT_NUM_STEPS = 3
 DEFAULT_NGRAM_TOKENS = 6
 DEFAULT_TREE_TOKENS = 8
+MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # of the device engine
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if speculation.topk > 1 and speculation.method in NEURAL:
         _check_topk(speculation.topk, draft)
 
+    if engine.on_device and speculation.method in NEURAL:
+        _check_device_shape(_shape(speculation))
     lookahead = _lookahead(speculation)
     given_kv_tokens = num_kv_tokens = config.engine.kv_cache_tokens
     if num_kv_tokens is None:
@@ -176,6 +180,8 @@ def build_engine(run: ResolvedRun) -> BatchEngine:
 
 def _build_engine(run: ResolvedRun) -> BatchEngine:
     engine = run.engine
+    if run.device.index is not None:
+        torch.cuda.set_device(run.device)  # Triton, graphs and events go to the current device
     began = time.perf_counter()
     num_positions = run.model_max_tokens + _lookahead(run.config.speculation) + 1
     target = build_decoder(
@@ -400,6 +406,16 @@ def _check_topk(topk: int, draft: Checkpoint | HeadCheckpoint | None) -> None:
         raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")
 
 
+def _check_device_shape(shape: DraftShape) -> None:
+    """The kernels of the device engine are built for trees of some size."""
+    if shape.topk > MAX_TOPK or (shape.topk > 1 and shape.num_draft_tokens > MAX_TREE_TOKENS):
+        raise ConfigError(
+            f"engine.attention: triton drafts trees of at most topk {MAX_TOPK} and {MAX_TREE_TOKENS} num_draft_tokens, "
+            f"not {shape}",
+            hint="lower speculation.topk and num_draft_tokens, or use engine.attention: torch",
+        )
+
+
 def _resolve_device(name: str, notes: list[str]) -> torch.device:
     if name == "auto":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -426,14 +442,20 @@ def _resolve_engine(
 ) -> EngineSettings:
     """Decide what is left open, all but the size of the cache."""
     on_cuda = device.type == "cuda"
+    has_triton = importlib.util.find_spec("triton") is not None
     attention, graphs = section.attention, section.cuda_graphs
+    if attention == "triton" and on_cuda and not has_triton:
+        raise ConfigError(
+            "engine.attention: triton needs the package triton, which is not installed",
+            hint="pip install triton (CUDA builds of torch bring it along), or use engine.attention: torch",
+        )
     if attention == "triton" and (not on_cuda or dtype == torch.float64):
         raise ConfigError(
             f"engine.attention: triton needs a CUDA device and at most 32 bits, not {device} and {_DTYPE_NAMES[dtype]}",
             hint="use engine.attention: torch",
         )
     if attention == "auto":
-        attention = "triton" if on_cuda and dtype != torch.float64 else "torch"
+        attention = "triton" if on_cuda and has_triton and dtype != torch.float64 else "torch"
         why = "lengths are read on the device, so a round is one graph" if attention == "triton" else "the exact one"
         notes.append(f"engine.attention: {attention} ({why})")
     if attention == "torch" and graphs in ("round", "phases"):

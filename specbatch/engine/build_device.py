@@ -21,7 +21,8 @@ from specbatch.speculation.drafters import Drafter
 from specbatch.speculation.slots import SlotState
 
 GIB = 2**30
-# Of each captured size: what the driver keeps for a graph's nodes, from measurements; checked after the capture.
+# Of each captured size: what the driver keeps for a graph's nodes. A guess on the safe side; what the captures took is
+# reported.
 _GRAPH_BYTES = 24 * 2**20
 
 
@@ -78,6 +79,7 @@ def build_device_engine(
     for cache in caches:
         cache.resize(0)
     torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
     if kv_cache_tokens is None:
         kv_cache_tokens = _fitting_tokens(
             device, memory_fraction, reserved, per_token, max_batch_size * pages_per_slot * page_size, say
@@ -86,8 +88,10 @@ def build_device_engine(
     if num_pages * page_size < max_length + lookahead:
         raise ModelError(
             f"the GPU's memory leaves a KV cache of {num_pages * page_size} tokens, and the longest row needs "
-            f"{max_length + lookahead}: working memory takes {reserved / GIB:.1f} GiB",
-            hint="lower engine.max_batch_size, engine.prefill_chunk_tokens or speculation.num_draft_tokens",
+            f"{max_length + lookahead}: {free / GIB:.1f} of {total / GIB:.1f} GiB were free beside the weights, and "
+            f"rounds and prompts need {reserved / GIB:.1f} GiB",
+            hint="lower engine.max_batch_size or engine.prefill_chunk_tokens, raise engine.memory_fraction, or set "
+            "engine.kv_cache_tokens, which bounds the length of rows too",
         )
     for cache in caches:
         cache.resize((num_pages + 1) * page_size)

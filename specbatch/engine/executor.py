@@ -17,6 +17,7 @@ import torch
 from specbatch.engine.round import Round, Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
+from specbatch.speculation.slots import Field
 
 GraphMode = Literal["round", "phases", "none"]
 PHASES = ("draft", "verify", "extend")
@@ -120,6 +121,7 @@ class RoundExecutor:
         rows_B = torch.full((size,), self._padding, dtype=torch.int64, device=self._rows_B.device)
         rows_B[: len(slots)] = torch.tensor(slots, device=self._rows_B.device)
         kept = state.ints_SF.clone(), state.features_SE.clone()
+        state.ints_SF[:, Field.DONE] = 1  # captures run rounds, too: these must write nothing and advance nobody
         runner = GraphRunner(self._rows_B.device)
         rows, draft = runner.capture(("draft",), lambda: self._round.draft(rows_B, False))
         verified = runner.capture(("verify",), lambda: self._round.verify(rows, draft, False))

@@ -78,10 +78,17 @@ class PromptPacker:
         return PagedBatch(slots, positions, tables, self._page_size, starts, ends, packed.max_queries)
 
     def _upload(self, lists: list[list[int]], dtype: np.dtype) -> list[Tensor]:
-        """All lists in one copy; views of it."""
-        sizes = [len(values) for values in lists]
-        joined = np.fromiter((value for values in lists for value in values), dtype=dtype, count=sum(sizes))
-        return list(torch.split(self._transfers.upload(joined), sizes))
+        """All lists in one copy; views of it. Each begins at a multiple of 16 bytes: for an address that does not,
+        Triton compiles its kernels anew."""
+        aligned = 16 // dtype.itemsize
+        sizes = [-(-len(values) // aligned) * aligned for values in lists]
+        joined = np.zeros(sum(sizes), dtype=dtype)
+        first = 0
+        for values, size in zip(lists, sizes, strict=True):
+            joined[first : first + len(values)] = values
+            first += size
+        views = torch.split(self._transfers.upload(joined), sizes)
+        return [view[: len(values)] for view, values in zip(views, lists, strict=True)]
 
 
 class _Packed:

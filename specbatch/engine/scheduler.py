@@ -131,8 +131,8 @@ class Scheduler:
 
     def _missing_pages(self, seq: Sequence) -> int:
         """Pages to add for the next round, the worst case of rounds under way counted in."""
-        slots = seq.num_committed + seq.num_in_flight + self._num_lookahead
-        return self._pool.pages_for(slots) - len(seq.pages)
+        committed = min(seq.num_committed + seq.num_in_flight, seq.max_length - 1)
+        return self._pool.pages_for(committed + self._num_lookahead) - len(seq.pages)
 
     def would_preempt(self) -> bool:
         """Whether `plan_round` would have to take pages from a running request."""

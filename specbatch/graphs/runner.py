@@ -62,12 +62,14 @@ class GraphRunner:
         graph = torch.cuda.CUDAGraph()
         # What a collection frees on the device (another engine's graphs, say) would break the capture.
         gc.collect()
+        collects = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 output = function()
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
         graph.replay()  # what is captured next may read this output, in its warm-up already
         torch.cuda.synchronize(self._device)
         self._captured[key] = _Captured(graph, output)

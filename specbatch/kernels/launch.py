@@ -25,8 +25,8 @@ def await_former(PDL: tl.constexpr):
 
 @cache
 def has_dependent_launch(device_index: int) -> bool:
-    """Compute capability 9 or later."""
-    return torch.cuda.get_device_capability(device_index) >= (9, 0)
+    """Compute capability 9 or later, on NVIDIA's."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
 def dependent_launch(tensor: torch.Tensor) -> bool:

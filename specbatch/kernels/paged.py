@@ -31,11 +31,6 @@ class PagedBatch:
     mask_TW: Tensor | None = None  # int32 words
     mask_starts_B: Tensor | None = None  # int32
 
-    @property
-    def is_uniform(self) -> bool:
-        """Every sequence has `max_queries` new tokens."""
-        return self.slots_T.shape[0] == self.max_queries * self.starts_B.shape[0]
-
 
 def slots_of(page_table_BP: Tensor, page_size: int, index_BQ: Tensor) -> Tensor:
     """Cache slots (B, Q) of positions `index_BQ` within each sequence's pages; positions past the table give its last

@@ -116,7 +116,8 @@ def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tens
 @triton.jit
 def _logits(row_ptr, ids, vocab):
     x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))
+    # What masks write for "never" (the lowest finite number) is -inf here: differences of such numbers overflow.
+    return tl.where(x > -1e38, x, float("-inf"))
 
 
 @triton.jit

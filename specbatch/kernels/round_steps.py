@@ -254,7 +254,8 @@ def _commit_round(
     # Commit.
     slot_ptr = ints_ptr + slot * num_fields
     length = tl.load(slot_ptr + LENGTH)
-    room = tl.load(slot_ptr + LIMIT) - length - 1
+    limit = tl.load(slot_ptr + LIMIT)
+    room = limit - length - 1
     live = tl.load(slot_ptr + DONE) == 0
     num_new = tl.where(live, count, 0)
     eos_counts = tl.load(slot_ptr + IGNORE_EOS) == 0
@@ -267,7 +268,8 @@ def _commit_round(
     done = (tl.max(ends.to(tl.int32)) > 0) | (count >= room)
     # All threads have read the slot.
     tl.debug_barrier()
-    tl.store(slot_ptr + LENGTH, length + count, mask=live)
+    # No further than a row may go: a round that was launched already runs once more from here, in vain.
+    tl.store(slot_ptr + LENGTH, tl.minimum(length + count, limit - 1), mask=live)
     tl.store(slot_ptr + ROOT, next_token, mask=live)
     tl.store(slot_ptr + DONE, done.to(tl.int64), mask=live)
     index = length + 1 + place
@@ -318,6 +320,7 @@ def commit_round(
     """`torch_steps.commit_round`."""
     batch, num_nodes = tokens_BN.shape
     device = tokens_BN.device
+    assert max_path <= num_nodes, f"a path of {max_path} in a tree of {num_nodes}"
     assert ints_SF.is_contiguous()
     assert tokens_SL.is_contiguous()
     path, tokens, picked, source, target = torch.empty((5, batch, max_path), dtype=torch.int64, device=device)

@@ -200,6 +200,7 @@ def commit_round(
     done may repeat.
     """
     batch, num_nodes = tokens_BN.shape
+    assert max_path <= num_nodes, f"a path of {max_path} in a tree of {num_nodes}"
     nodes = torch.arange(num_nodes, device=tokens_BN.device)
     if num_path_B is None:
         assert choice_BN is not None
@@ -226,7 +227,8 @@ def commit_round(
     stops = ints[:, None, columns.stop : columns.stop + columns.num_stops]
     ends = ((eos | (tokens[:, :, None] == stops).any(dim=2)) & counted).any(dim=1)
     new = ints.clone()
-    new[:, columns.length] = length + num_path_B
+    # No further than a row may go: a round that was launched already runs once more from here, in vain.
+    new[:, columns.length] = torch.minimum(length + num_path_B, ints[:, columns.limit] - 1)
     new[:, columns.root] = next_token_B
     new[:, columns.done] = (ends | (num_path_B >= room)).long()
     ints_SF.index_copy_(0, rows_B, torch.where(live[:, None], new, ints))

@@ -14,6 +14,7 @@ from specbatch.config_load import config_to_dict
 # Capacity and scheduling: results do not depend on them. kv_cache_tokens is recorded by `job_fingerprint` where it
 # is what limits the length of a row.
 _NOT_IN_RESULTS = (
+    "engine.cuda_graphs",
     "engine.max_batch_size",
     "engine.page_size",
     "engine.kv_cache_tokens",

@@ -87,7 +87,7 @@ class NeuralDrafter:
         self._shape = shape
         self._ops = ops
         self.num_nodes = shape.num_draft_tokens
-        self.max_path = shape.num_steps + 1
+        self.max_path = min(shape.num_steps + 1, shape.num_draft_tokens)
         self.num_lookahead = num_lookahead(shape, net.lead)
 
     def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
