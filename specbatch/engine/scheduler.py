@@ -61,7 +61,7 @@ class Scheduler:
         left."""
         budget = self._chunk_tokens
         plan: list[PrefillSpan] = []
-        computing: set[tuple[int, ...]] = set()  # paths of first pages that this chunk computes
+        computing: set[int] = set()  # hashes of the pages that this chunk computes
         for seq in self.running:
             if budget and not seq.is_computed:
                 budget -= self._take(plan, seq, budget, is_new=False, num_cached=0)
@@ -85,17 +85,30 @@ class Scheduler:
         plan.append(PrefillSpan(seq, seq.num_committed, end, is_new, num_cached))
         return end - seq.num_committed
 
-    def _prefix_paths(self, seq: Sequence, span: PrefillSpan) -> list[tuple[int, ...]]:
-        """What identifies each page that `span` fills: all tokens up to its end."""
+    def _prefix_paths(self, seq: Sequence, span: PrefillSpan) -> list[int]:
+        """What identifies each page that `span` fills: a hash over all tokens up to its end."""
         if self._prefix is None:
             return []
         size = self._pool.page_size
-        numbers = range(span.start // size, span.end // size)
-        return [tuple(seq.tokens[: (number + 1) * size]) for number in numbers if self._prefix.key(seq.tokens, number)]
+        hashes = self._page_hashes(seq.tokens, span.end // size)
+        first = span.start // size
+        return [hashes[n] for n in range(first, len(hashes)) if self._prefix.key(seq.tokens, n) is not None]
 
-    def _awaits(self, seq: Sequence, computing: set[tuple[int, ...]]) -> bool:
-        size = self._pool.page_size
-        return any(path == tuple(seq.tokens[: len(path)]) for path in computing if size <= len(path) < seq.prefill_end)
+    def _page_hashes(self, tokens: list[int], num_pages: int) -> list[int]:
+        """Of each of the first pages, a hash over the tokens up to its end. Two that collide make somebody wait for a
+        step in vain, nothing more."""
+        size, hashes, last = self._pool.page_size, [], 0
+        for number in range(num_pages):
+            last = hash((last, *tokens[number * size : (number + 1) * size]))
+            hashes.append(last)
+        return hashes
+
+    def _awaits(self, seq: Sequence, computing: set[int]) -> bool:
+        """Whether a page in front of the sequence's last prompt token is being computed."""
+        if not computing:
+            return False
+        num_pages = (seq.prefill_end - 1) // self._pool.page_size
+        return not computing.isdisjoint(self._page_hashes(seq.tokens, num_pages))
 
     def _admit(self, seq: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and pages for its prompt and the first round, if there are
