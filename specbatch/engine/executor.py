@@ -47,18 +47,12 @@ class RoundExecutor:
         self.runner = GraphRunner(device) if self._mode != "none" else None
 
     @property
-    def sizes(self) -> list[int]:
-        return self._sizes
-
-    @property
     def num_graphs(self) -> int:
         return 0 if self.runner is None else len(self.runner)
 
-    def capture(self, sampled: bool, progress: Callable[[int, int], None] | None = None) -> None:
+    def capture(self, sampled: bool) -> None:
         """Capture all sizes for batches that hold sampled requests, or none. The rows must be padding."""
-        for number, size in enumerate(reversed(self._sizes)):
-            if progress is not None:
-                progress(number, len(self._sizes))
+        for size in reversed(self._sizes):
             self._capture(size, sampled)
 
     def _capture(self, size: int, sampled: bool) -> None:

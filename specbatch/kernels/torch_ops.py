@@ -4,7 +4,6 @@ from specbatch.kernels.torch_linear import gated_linear, linear, norm_gated_line
 from specbatch.kernels.torch_model import Workspace, attend, move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.torch_round import (
     accept_chain,
-    accept_path,
     argmax,
     distribution,
     draft_topk,
@@ -19,7 +18,6 @@ from specbatch.kernels.torch_steps import beam_expand, beam_start, commit_round,
 __all__ = [
     "Workspace",
     "accept_chain",
-    "accept_path",
     "argmax",
     "attend",
     "beam_expand",

@@ -6,12 +6,11 @@ from specbatch.kernels.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.round_ngram import ngram_lookup
 from specbatch.kernels.round_sampling import accept_chain, argmax, distribution, draw, sample, uniform
 from specbatch.kernels.round_steps import beam_expand, beam_start, commit_round, span_layout
-from specbatch.kernels.round_tree import accept_path, draft_topk, select_nodes
+from specbatch.kernels.round_tree import draft_topk, select_nodes
 
 __all__ = [
     "Workspace",
     "accept_chain",
-    "accept_path",
     "argmax",
     "attend",
     "beam_expand",
