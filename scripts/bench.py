@@ -34,7 +34,8 @@ from bench_floor import DeviceRates, measure_device, prefill_floor, round_floor
 from bench_work import Rows, UniformRows, file_jobs, file_rows, warm_up_rows
 
 from specbatch.config_load import config_to_dict, load_config
-from specbatch.engine.build import ResolvedRun, build_engine, resolve
+from specbatch.engine.build import build_engine
+from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import SpecbatchError
 from specbatch.models.catalog import SHAPE_PREFIX
 from specbatch.pipeline.stats import commit, device_name, versions

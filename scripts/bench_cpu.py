@@ -22,7 +22,8 @@ from prompts import question_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
-from specbatch.engine.build import build_engine, resolve
+from specbatch.engine.build import build_engine
+from specbatch.engine.resolve import resolve
 from specbatch.models.tokenizer import load_tokenizer
 from specbatch.types import BatchEngine, NoiseKey, Request, SamplingParams
 

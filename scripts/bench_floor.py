@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specbatch.engine.build import HeadCheckpoint, ResolvedRun
+from specbatch.engine.resolve import HeadCheckpoint, ResolvedRun
 from specbatch.models import config as decoder
 from specbatch.models import eagle_head
 from specbatch.models.config import ModelConfig

@@ -27,7 +27,8 @@ from prompts import question_prompts
 from transformers import AutoModelForCausalLM
 
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine, resolve
+from specbatch.engine.build import build_engine
+from specbatch.engine.resolve import resolve
 from specbatch.pipeline.stats import commit, device_name, versions
 from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SamplingParams
 

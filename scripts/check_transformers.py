@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
-from specbatch.engine.build import build_engine, resolve
+from specbatch.engine.build import build_engine
+from specbatch.engine.resolve import resolve
 from specbatch.models.config import parse_hf_config
 from specbatch.models.eagle_head import EagleConfig, expected_tensors
 from specbatch.models.tokenizer import load_tokenizer

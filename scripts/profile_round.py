@@ -19,8 +19,9 @@ from bench import parse_method
 from torch.profiler import ProfilerActivity, profile
 
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine, resolve
+from specbatch.engine.build import build_engine
 from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.resolve import resolve
 from specbatch.types import NoiseKey, Request, SamplingParams
 
 CONTEXT = 1000

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from specbatch.config import Config
-    from specbatch.engine.build import ResolvedRun
+    from specbatch.engine.resolve import ResolvedRun
 
 USAGE_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
 
@@ -93,7 +93,8 @@ def generate(
         _quiet_libraries()
 
         # Imported here: --help, usage errors and `models` need no torch.
-        from specbatch.engine.build import build_engine, resolve
+        from specbatch.engine.build import build_engine
+        from specbatch.engine.resolve import resolve
 
         def resolve_showing(settings: Config) -> ResolvedRun:
             with _download_bar(console) as show:
@@ -112,7 +113,7 @@ def show_config(config: ConfigOption = None, set_: SetOption = None) -> None:
 
         settings = load_config(config, set_ or [])
         _quiet_libraries()
-        from specbatch.engine.build import resolve
+        from specbatch.engine.resolve import resolve
 
         with _download_bar(console) as show:
             run = resolve(settings, progress=show)

@@ -1,6 +1,6 @@
 """The configuration: a frozen, strict schema read once from YAML and `--set a.b=c`.
 
-Only `cli`, `pipeline`, `evals` and `engine/build.py` import this module; below them, constructors take plain values.
+Only `cli`, `pipeline`, `evals` and `engine/resolve.py` import this module; below them, constructors take plain values.
 """
 
 from __future__ import annotations

@@ -171,16 +171,17 @@ def build_engine(run: StubRun) -> StubEngine:
     )
 
 
-def stub_build_module() -> types.ModuleType:
-    """What stands in for specbatch.engine.build in sys.modules."""
-    build = types.ModuleType("specbatch.engine.build")
-    build.resolve, build.build_engine = resolve, build_engine  # type: ignore[attr-defined]
-    return build
+def stub_modules() -> dict[str, types.ModuleType]:
+    """What stands in for the modules that need models, in sys.modules."""
+    modules = {name: types.ModuleType(name) for name in ("specbatch.engine.resolve", "specbatch.engine.build")}
+    modules["specbatch.engine.resolve"].resolve = resolve  # type: ignore[attr-defined]
+    modules["specbatch.engine.build"].build_engine = build_engine  # type: ignore[attr-defined]
+    return modules
 
 
 def main() -> None:
     """The command line over the stub engine."""
-    sys.modules["specbatch.engine.build"] = stub_build_module()
+    sys.modules.update(stub_modules())
     from specbatch import cli
 
     cli._model_paths = lambda config: {}

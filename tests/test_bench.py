@@ -16,7 +16,7 @@ import torch
 
 import specbatch
 from specbatch.config_load import load_config
-from specbatch.engine.build import ResolvedRun, resolve
+from specbatch.engine.resolve import ResolvedRun, resolve
 
 SCRIPTS = Path(specbatch.__file__).resolve().parent.parent / "scripts"
 TINY = ["--target", "shape:tiny", "--set", "engine.device=cpu", "--set", "model.dtype=float64"]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import specbatch
 from specbatch.cli import app
-from tests.stub_engine import stub_build_module
+from tests.stub_engine import stub_modules
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
 Result = subprocess.CompletedProcess
@@ -86,7 +86,8 @@ def test_mistakes_exit_with_2_before_a_model_is_loaded(
     monkeypatch.chdir(tmp_path)
     for name, value in (("STUB_BUILT", str(built)), ("TERM", "dumb"), ("COLUMNS", "200")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setitem(sys.modules, "specbatch.engine.build", stub_build_module())
+    for name, module in stub_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2, done.stderr
     assert done.stdout == ""

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from specbatch.cli import app
 from specbatch.config import Config
 from specbatch.config_load import load_config
-from specbatch.engine.build import HeadCheckpoint, build_engine, resolve
+from specbatch.engine.build import build_engine
+from specbatch.engine.resolve import HeadCheckpoint, resolve
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.eagle_head import _target_ids

@@ -33,7 +33,7 @@ _LOOK_AHEAD_BATCHES = 2
 
 
 class Resolved(Protocol):
-    """What this module needs of `engine.build.ResolvedRun`."""
+    """What this module needs of `engine.resolve.ResolvedRun`."""
 
     config: Config
     tokenizer: Any
