@@ -31,6 +31,7 @@ def build_device_engine(
     drafter: Drafter,
     *,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     max_length: int,
     max_batch_size: int,
@@ -61,7 +62,7 @@ def build_device_engine(
     ops = ops_for(device, dtype)
     # The trial's cache holds one prompt chunk; a page behind it is spare, as in the real one.
     trial_slots = (-(-prefill_chunk_tokens // page_size) + 2) * page_size
-    caches = [target.new_cache(trial_slots, dtype)]
+    caches = [target.new_cache(trial_slots, kv_dtype)]
     if net is not None:
         caches.append(net.cache)
         net.cache.resize(trial_slots)

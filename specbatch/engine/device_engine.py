@@ -20,7 +20,7 @@ import torch
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.append import append_tokens, new_sequence
-from specbatch.engine.executor import RoundExecutor
+from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.round import REPORT_COUNT, REPORT_DEPTH, REPORT_DRAFTED, REPORT_TOKENS, Logprobs, Round
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
@@ -280,6 +280,16 @@ class DeviceEngine:
         if changed:
             slots = self._transfers.upload(np.array(changed, dtype=np.int64))
             self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
+
+    @torch.inference_mode()
+    def capture(self, mode: GraphMode, eager_phases: frozenset[str] = frozenset()) -> None:
+        """Replace the graphs by others, of greedy rounds: for measurements. The engine must be idle. `eager_phases`:
+        see `RoundExecutor`."""
+        assert not self._reports, "a round is under way"
+        device, size = self._state.ints_SF.device, len(self._num_pages_of)
+        self._executor = RoundExecutor(self._round, size, device, mode, eager_phases=eager_phases)
+        if self._executor.runner is not None:
+            self._executor.capture(False)
 
     @torch.inference_mode()
     def time_phases(self, batch_size: int, context: int = 1000, repeats: int = 20) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from specbatch.engine.round import PromptChunk
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.transfers import Transfers
-from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.speculation.sequence import Sequence
 
 
@@ -31,16 +31,17 @@ class PromptPacker:
         slots of the draft's cache) along."""
         target = _Packed(self._page_size)
         draft = _Packed(self._page_size)
-        ready, lengths, roots = [], [], []
+        ready, rows, lengths, roots = [], [], [], []
         for span in spans:
             seq = span.seq
             target.add(seq, span.start, span.end, seq.tokens[span.start : span.end])
             ends = span.end == seq.prefill_end
             if ends:
                 ready.append(seq.slot)
+                rows.append(len(target.rows) - 1)
                 lengths.append(span.end)
                 roots.append(seq.tokens[span.end] if span.end < len(seq.tokens) else -1)
-                target.last_rows.append(len(target.tokens) - 1)
+                target.select_last()
             if self._lead is not None:
                 # Slot i of the draft's cache reads token i + shift; the one behind the prompt may not be known yet.
                 end, shift = span.end + self._lead, 1 - self._lead
@@ -48,34 +49,36 @@ class PromptPacker:
                 draft.add(seq, seq.draft, end, tokens + [0] * (end - seq.draft - len(tokens)))
                 seq.draft = end
                 if ends:
-                    draft.last_rows.append(len(draft.tokens) - 1)
+                    draft.select_last()
         longs = self._upload(
-            [
-                target.tokens, target.positions, target.slots, ready, target.last_rows, lengths, roots,
-                draft.tokens, draft.positions, draft.slots, draft.last_rows, target.rows,
-            ],
-            np.dtype(np.int64),
-        )  # fmt: skip
+            [*target.longs, *draft.longs, target.rows, ready, rows, lengths, roots], np.dtype(np.int64)
+        )
         ints = self._upload([target.starts, target.ends, draft.starts, draft.ends], np.dtype(np.int32))
-        tables = page_table_SP[longs[11]]
+        slots_B, ready_R, rows_R, lengths_R, roots_R = longs[8:]
+        tables_BP = page_table_SP[slots_B]
+        tables_RP = tables_BP[rows_R]
+        layout, selected = self._layout(target, longs[:4], ints[:2], tables_BP, tables_RP, lengths_R - 1)
+        draft_layout = draft_selected = None
+        if self._lead is not None:
+            last_R = lengths_R - 1 + self._lead
+            draft_layout, draft_selected = self._layout(draft, longs[4:8], ints[2:], tables_BP, tables_RP, last_R)
         return PromptChunk(
-            tokens_T=longs[0],
-            layout=self._layout(target, longs[2], longs[1], tables, ints[0], ints[1]),
-            ready_R=longs[3],
-            last_rows_R=longs[4],
-            lengths_R=longs[5],
-            roots_R=longs[6],
-            draft_tokens_T=longs[7],
-            draft_layout=None
-            if self._lead is None
-            else self._layout(draft, longs[9], longs[8], tables, ints[2], ints[3]),
-            draft_last_rows_R=longs[10],
+            longs[0], layout, ready_R, selected, lengths_R, roots_R, longs[4], draft_layout, draft_selected
         )
 
     def _layout(
-        self, packed: _Packed, slots: Tensor, positions: Tensor, tables: Tensor, starts: Tensor, ends: Tensor
-    ) -> PagedBatch:
-        return PagedBatch(slots, positions, tables, self._page_size, starts, ends, packed.max_queries)
+        self,
+        packed: _Packed,
+        longs: list[Tensor],
+        ints: list[Tensor],
+        tables_BP: Tensor,
+        tables_RP: Tensor,
+        last_R: Tensor,
+    ) -> tuple[PagedBatch, Selected]:
+        """`longs`, `ints`: what became of the lists of `packed`; `last_R`: the slot of each prompt's last token."""
+        _, positions, slots, selected = longs
+        batch = PagedBatch(slots, positions, tables_BP, self._page_size, ints[0], ints[1], packed.max_queries)
+        return batch, Selected.of(batch, selected, last_R, tables_RP)
 
     def _upload(self, lists: list[list[int]], dtype: np.dtype) -> list[Tensor]:
         """All lists in one copy; views of it. Each begins at a multiple of 16 bytes: for an address that does not,
@@ -102,7 +105,7 @@ class _Packed:
         self.rows: list[int] = []  # the engine's slot of each sequence
         self.starts: list[int] = []
         self.ends: list[int] = [0]
-        self.last_rows: list[int] = []
+        self.selected: list[int] = []  # the last tokens of prompts that end here
         self.max_queries = 1
 
     def add(self, seq: Sequence, start: int, end: int, tokens: list[int]) -> None:
@@ -114,3 +117,10 @@ class _Packed:
         self.starts.append(start)
         self.ends.append(len(self.tokens))
         self.max_queries = max(self.max_queries, end - start)
+
+    def select_last(self) -> None:
+        self.selected.append(len(self.tokens) - 1)
+
+    @property
+    def longs(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        return self.tokens, self.positions, self.slots, self.selected

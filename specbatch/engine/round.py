@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specbatch.cache.pages import KVCache
-from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.kernels.torch_steps import Committed
 from specbatch.models.decoder import Decoder
 from specbatch.speculation.drafters import Draft, Drafter
@@ -27,6 +27,8 @@ from specbatch.speculation.slots import COLUMNS, Field, Rows, SlotState
 # Columns of a report in front of the tokens: how many are new, drafts verified, depth of the tree.
 REPORT_COUNT, REPORT_DRAFTED, REPORT_DEPTH, REPORT_TOKENS = range(4)
 MAX_TOP_LOGPROBS = 20
+# Up to so many rows a draft-extend only streams weights, and computing the hidden states of all of them costs nothing.
+_FREE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Round:
         self._ops = ops
         self._simulate = simulate
         self._capture = drafter.net.capture if drafter.net is not None else ()
+        self._reads_hidden = drafter.net is not None and drafter.net.reads_hidden
 
     @property
     def num_positions(self) -> int:
@@ -216,21 +219,27 @@ class Round:
         picked = committed.picked_T
         hidden = verified.hidden_TE if verified.captured else verified.hidden_TE[picked]
         features = net.features(TargetOutput([], hidden, [c[picked] for c in verified.captured]))
-        hidden = net.forward(committed.tokens_BM.reshape(-1), features, layout).view(batch, width, -1)
-        last = (committed.num_path_B - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        self.state.features_SE.index_copy_(0, rows.rows_B, hidden.gather(1, last)[:, 0])
+        tokens_T, last_B = committed.tokens_BM.reshape(-1), committed.num_path_B - 1
+        rows_B = torch.arange(0, batch * width, width, device=last_B.device) + last_B
+        if batch * width <= _FREE_ROWS:
+            hidden = net.forward(tokens_T, features, layout)[rows_B]
+        else:
+            selected = Selected.of(layout, rows_B, layout.starts_B + last_B, rows.page_table_BP)
+            hidden = net.forward(tokens_T, features, layout, selected)
+        self.state.features_SE.index_copy_(0, rows.rows_B, hidden)
 
     def prefill(self, chunk: PromptChunk, sampled: bool, logprobs: bool = False) -> tuple[Tensor, Logprobs | None]:
         """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
 
         Returns the tokens (R, 1) int32 of the prompts that end here, with logprobs (R, 1) where asked.
         """
-        hidden, captured = self._target.forward(chunk.tokens_T, chunk.layout, self._cache, self._capture)
+        selected = None if self._reads_hidden else chunk.selected
+        hidden, captured = self._target.forward(chunk.tokens_T, chunk.layout, self._cache, self._capture, selected)
         if chunk.ready_R.shape[0] == 0:
             self._extend_prompt(chunk, chunk.ready_R, hidden, captured)
             return chunk.ready_R[:, None].int(), None
         rows = Rows.gather(self.state, chunk.ready_R, self._page_size, self._ops)
-        logits = self._target.raw_logits(hidden[chunk.last_rows_R])
+        logits = self._target.raw_logits(hidden[chunk.selected.rows_R] if selected is None else hidden)
         draft = Draft(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
@@ -252,10 +261,11 @@ class Round:
         if net is None:
             return
         assert chunk.draft_layout is not None
-        tokens = chunk.draft_tokens_T.index_copy(0, chunk.draft_last_rows_R, first_R)
+        assert chunk.draft_selected is not None
+        tokens = chunk.draft_tokens_T.index_copy(0, chunk.draft_selected.rows_R, first_R)
         features = net.features(TargetOutput([], hidden_TE, captured))
-        hidden = net.forward(tokens, features, chunk.draft_layout)
-        self.state.features_SE.index_copy_(0, chunk.ready_R, hidden[chunk.draft_last_rows_R])
+        hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected)
+        self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +275,12 @@ class PromptChunk:
     tokens_T: Tensor
     layout: PagedBatch
     ready_R: Tensor  # int64, slots of the prompts that end here
-    last_rows_R: Tensor  # int64, their last tokens in the packed batch
+    selected: Selected  # their last tokens
     lengths_R: Tensor  # int64, committed once this is done
     roots_R: Tensor  # int64, the root of a request that is computed again; -1: to be chosen
     draft_tokens_T: Tensor  # what the draft network reads; the rows of roots yet to be chosen hold anything
     draft_layout: PagedBatch | None
-    draft_last_rows_R: Tensor
+    draft_selected: Selected | None
 
 
 def logprobs_of(logits_BMV: Tensor, tokens_BM: Tensor) -> Logprobs:

@@ -16,6 +16,8 @@ Shape suffixes as in `torch_model.py`; rows of a tile are (new token, query head
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,55 @@ from specbatch.kernels.launch import await_former, dependent_launch, launch_opti
 from specbatch.kernels.paged import PagedBatch
 
 _LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _walk(
+    acc, maximum, total, q, k_base, v_base, table, first_block, stop_block, end, start, query, row_ok, token, position,
+    mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, ALL_VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """Merges every NUM_SPLITS-th block of keys in [first_block, stop_block). ALL_VISIBLE: each of their keys, to each
+    row, which gives the same bits."""
+    for block in range(first_block, stop_block, NUM_SPLITS):
+        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        key_ok = keys < end
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table + block * BLOCK_N // PAGE).to(tl.int64)
+            slots = page * PAGE + (block * BLOCK_N) % PAGE + tl.arange(0, BLOCK_N)
+        else:
+            page = tl.load(table + keys // PAGE, mask=key_ok, other=0).to(tl.int64)
+            slots = page * PAGE + keys % PAGE
+        k_ptrs = k_base + slots[None, :] * D + dims[:, None]
+        v_ptrs = v_base + slots[:, None] * D + dims[None, :]
+        k = tl.load(k_ptrs, mask=dim_ok[:, None] & (ALL_VISIBLE | key_ok[None, :]), other=0.0).to(q.dtype)
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+        if not ALL_VISIBLE:
+            if HAS_MASK:
+                bit = keys - mask_start
+                word = tl.load(
+                    mask_ptr + token[:, None] * mask_words + (bit // 32)[None, :],
+                    mask=((bit >= 0) & (bit < mask_words * 32))[None, :] & row_ok[:, None],
+                    other=0,
+                )
+                visible = (bit < 0)[None, :] | (((word >> (bit & 31)[None, :]) & 1) != 0)
+                visible = visible & key_ok[None, :]
+            else:
+                visible = keys[None, :] <= (start + query)[:, None]
+            if HAS_WINDOW:
+                visible = visible & (keys[None, :] > (position - window)[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # Nothing seen yet: any finite reference makes every weight an exact zero.
+        reference = new_maximum if ALL_VISIBLE else tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - reference[:, None])
+        decay = tl.exp2(maximum - reference)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(v_ptrs, mask=dim_ok[None, :] & (ALL_VISIBLE | key_ok[:, None]), other=0.0).to(q.dtype)
+        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
+        maximum = new_maximum
+    return acc, maximum, total
 
 
 @triton.jit
@@ -58,6 +109,7 @@ def _attend(
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    PEELED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_former(PDL)
@@ -105,44 +157,21 @@ def _attend(
     v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
     table = table_ptr + seq.to(tl.int64) * stride_table
 
-    for block in range(begin_block, tl.cdiv(end, BLOCK_N), NUM_SPLITS):
-        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        key_ok = keys < end
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(table + block * BLOCK_N // PAGE).to(tl.int64)
-            slots = page * PAGE + (block * BLOCK_N) % PAGE + tl.arange(0, BLOCK_N)
-        else:
-            page = tl.load(table + keys // PAGE, mask=key_ok, other=0).to(tl.int64)
-            slots = page * PAGE + keys % PAGE
-        k = tl.load(k_base + slots[None, :] * D + dims[:, None], mask=key_ok[None, :] & dim_ok[:, None], other=0.0).to(
-            q.dtype
-        )
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-        if HAS_MASK:
-            bit = keys - mask_start
-            word = tl.load(
-                mask_ptr + token[:, None] * mask_words + (bit // 32)[None, :],
-                mask=((bit >= 0) & (bit < mask_words * 32))[None, :] & row_ok[:, None],
-                other=0,
-            )
-            visible = (bit < 0)[None, :] | (((word >> (bit & 31)[None, :]) & 1) != 0)
-            visible = visible & key_ok[None, :]
-        else:
-            visible = keys[None, :] <= (start + query)[:, None]
-        if HAS_WINDOW:
-            visible = visible & (keys[None, :] > (position - window)[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # Nothing seen yet: any finite reference makes every weight an exact zero.
-        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - reference[:, None])
-        decay = tl.exp2(maximum - reference)
-        total = total * decay + tl.sum(weights, 1)
-        v = tl.load(v_base + slots[:, None] * D + dims[None, :], mask=key_ok[:, None] & dim_ok[None, :], other=0.0).to(
-            q.dtype
-        )
-        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
-        maximum = new_maximum
+    stop_block = tl.cdiv(end, BLOCK_N)
+    if PEELED:
+        # Blocks that every row sees to their ends need no comparisons.
+        seen_by_all = (start + row_block * BLOCK_M // GROUP + 1) // BLOCK_N
+        acc, maximum, total = _walk(
+            acc, maximum, total, q, k_base, v_base, table, begin_block, seen_by_all, end, start, query, row_ok, token,
+            position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok,
+            D, PAGE, BLOCK_N, NUM_SPLITS, HAS_MASK, HAS_WINDOW, PRECISION, True,
+        )  # fmt: skip
+        begin_block += tl.cdiv(tl.maximum(seen_by_all - begin_block, 0), NUM_SPLITS) * NUM_SPLITS
+    acc, maximum, total = _walk(
+        acc, maximum, total, q, k_base, v_base, table, begin_block, stop_block, end, start, query, row_ok, token,
+        position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok,
+        D, PAGE, BLOCK_N, NUM_SPLITS, HAS_MASK, HAS_WINDOW, PRECISION, False,
+    )  # fmt: skip
 
     out_ok = row_ok[:, None] & dim_ok[None, :]
     if NUM_SPLITS == 1:
@@ -160,21 +189,36 @@ def _attend(
         arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == NUM_SPLITS - 1:
             tl.debug_barrier()
-            parts = tl.arange(0, NUM_SPLITS)[:, None] * 2 * BLOCK_M + local[None, :]
-            peaks = tl.load(sums_ptr + base * 2 * BLOCK_M + parts, cache_modifier=".cg")
-            totals = tl.load(sums_ptr + base * 2 * BLOCK_M + BLOCK_M + parts, cache_modifier=".cg")
-            peak = tl.max(peaks, 0)
+            # Unrolled, so that the loads overlap. (Reducing a block of splits by rows would have threads write equal
+            # values to the same words, which race detectors report.)
+            peaks_ptr = sums_ptr + base * 2 * BLOCK_M + local
+            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            for s in tl.static_range(NUM_SPLITS):
+                peak = tl.maximum(peak, tl.load(peaks_ptr + s * 2 * BLOCK_M, cache_modifier=".cg"))
             peak = tl.where(peak == float("-inf"), 0.0, peak)
-            total = tl.sum(totals * tl.exp2(peaks - peak[None, :]), 0)
+            total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            for s in tl.static_range(NUM_SPLITS):  # unrolled: the loads overlap
-                share = tl.exp2(tl.load(sums_ptr + (base + s) * 2 * BLOCK_M + local, cache_modifier=".cg") - peak)
+            for s in tl.static_range(NUM_SPLITS):
+                share = tl.exp2(tl.load(peaks_ptr + s * 2 * BLOCK_M, cache_modifier=".cg") - peak)
+                total += share * tl.load(peaks_ptr + s * 2 * BLOCK_M + BLOCK_M, cache_modifier=".cg")
                 acc += share[:, None] * tl.load(
                     partial_ptr + (base + s) * BLOCK_M * BLOCK_D + cell, cache_modifier=".cg"
                 )
             out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=out_ok)
             tl.store(counter_ptr + tile, 0)  # ready for the next launch
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program computes at a time: block_m rows by block_n keys. `peeled`: keys that all rows see have a loop
+    of their own, which pays in prompts."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    peeled: bool = False
 
 
 class Workspace:
@@ -210,16 +254,20 @@ def attend(
     window: int | None = None,
     num_splits: int = 1,
     workspace: Workspace | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """See the twin in `torch_model.py`. `num_splits`, a power of two, needs a `workspace` if above 1.
 
-    The tile's shape follows the number of rows, and bits are comparable only between calls with equal tiles and splits.
+    The tile's shape follows the number of rows unless one is given, and bits are comparable only between calls with
+    equal tiles and splits.
     """
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads = kv_2KSD.shape[1]
     group = num_heads // num_kv_heads
-    block_m, block_n, num_warps, num_stages = tile_for(batch.max_queries * group, head_dim, q_THD.element_size())
-    row_blocks = triton.cdiv(batch.max_queries * group, block_m)
+    num_rows = batch.max_queries * group
+    tile = tile or tile_for(num_rows, head_dim, q_THD.element_size())
+    block_m = tile.block_m
+    row_blocks = triton.cdiv(num_rows, block_m)
     num_seqs = batch.starts_B.shape[0]
     block_d = _padded(head_dim)
     out = torch.empty_like(q_THD)
@@ -254,25 +302,26 @@ def attend(
         BLOCK_D=block_d,
         PAGE=batch.page_size,
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_N=tile.block_n,
         NUM_SPLITS=num_splits,
         HAS_MASK=has_mask,
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        PEELED=tile.peeled and not has_mask and window is None,
         PDL=pdl,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **launch_options(pdl),
     )
     return out
 
 
-def tile_for(num_rows: int, head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps, num_stages) for so many rows of one sequence and key/value head."""
+def tile_for(num_rows: int, head_dim: int, itemsize: int) -> Tile:
+    """For so many rows of one sequence and key/value head."""
     if itemsize == 4:
-        return 16, 32, 4, 2
+        return Tile(16, 32, 4, 2)
     if num_rows <= 16:
-        return 16, 64, 4, 3
+        return Tile(16, 64, 4, 3)
     if num_rows <= 64:
-        return (32 if num_rows <= 32 else 64), 64, 4, 3
-    return 128, 64, 8, (3 if head_dim <= 128 else 2)
+        return Tile(32 if num_rows <= 32 else 64, 64, 4, 3)
+    return Tile(128, 64, 8, 3 if head_dim <= 128 else 2, peeled=True)

@@ -32,6 +32,24 @@ class PagedBatch:
     mask_starts_B: Tensor | None = None  # int32
 
 
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The R tokens of a batch whose hidden states are wanted. Of the others, a model's last layer computes keys and
+    values only."""
+
+    rows_R: Tensor  # int64, in the packed batch
+    batch: PagedBatch  # the same tokens, each the one new token of a sequence
+
+    @staticmethod
+    def of(batch: PagedBatch, rows_R: Tensor, starts_R: Tensor, page_table_RP: Tensor) -> Selected:
+        """`starts_R`: slots in front of each; `page_table_RP`: the pages of its sequence."""
+        ends = torch.arange(rows_R.shape[0] + 1, dtype=torch.int32, device=rows_R.device)
+        slots, positions = batch.slots_T[rows_R], batch.positions_T[rows_R]
+        return Selected(
+            rows_R, PagedBatch(slots, positions, page_table_RP, batch.page_size, starts_R.to(torch.int32), ends, 1)
+        )
+
+
 def slots_of(page_table_BP: Tensor, page_size: int, index_BQ: Tensor) -> Tensor:
     """Cache slots (B, Q) of positions `index_BQ` within each sequence's pages; positions past the table give its last
     page (a caller masks those)."""

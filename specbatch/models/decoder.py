@@ -15,7 +15,7 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend, BatchLayout
 from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
-from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
 
@@ -61,12 +61,27 @@ class Attention:
         self._k_norm = RMSNorm(load(f"{prefix}k_norm.weight"), config.rms_norm_eps) if config.qk_norm else None
         self._rotary_write = ops_for(weight.device, weight.dtype).rotary_write
 
-    def __call__(self, x_TI: Tensor, step: ForwardPass, *, norm: RMSNorm | None, residual_TE: Tensor) -> Tensor:
-        """residual + attention(norm(x)); the residual, which may be x, may be overwritten."""
+    def __call__(
+        self,
+        x_TI: Tensor,
+        step: ForwardPass,
+        *,
+        norm: RMSNorm | None,
+        residual_TE: Tensor,
+        selected: Selected | None = None,
+    ) -> Tensor:
+        """residual + attention(norm(x)), (T, E), or (R, E) of the selected tokens; the residual, which may be x, may be
+        overwritten."""
         qkv = self._qkv(x_TI, norm=norm)
         write = self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused
-        out = step.backend.attend(step.plan, write(qkv, step), step.cache, self._layer, self._window)
-        return self._out(out.view(x_TI.shape[0], -1), residual_TO=residual_TE)
+        q, plan = write(qkv, step), step.plan
+        if selected is not None:
+            q, residual_TE = q[selected.rows_R], residual_TE[selected.rows_R]
+            if q.shape[0] == 0:  # a piece of a prompt: keys and values are all that is wanted of it
+                return residual_TE
+            plan = step.backend.plan(selected.batch)
+        out = step.backend.attend(plan, q, step.cache, self._layer, self._window)
+        return self._out(out.view(q.shape[0], -1), residual_TO=residual_TE)
 
     def _rotate_and_write(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         assert step.angles is not None
@@ -121,9 +136,9 @@ class DecoderLayer:
         self.post_norm = RMSNorm(load(f"{prefix}post_attention_layernorm.weight"), config.rms_norm_eps)
         self.mlp = MLP(load, f"{prefix}mlp.", config.mlp_bias)
 
-    def __call__(self, x_TE: Tensor, step: ForwardPass) -> Tensor:
-        x_TE = self.attention(x_TE, step, norm=self.input_norm, residual_TE=x_TE)
-        return self.mlp(x_TE, norm=self.post_norm, residual_TE=x_TE)
+    def __call__(self, x_TE: Tensor, step: ForwardPass, selected: Selected | None = None) -> Tensor:
+        x_TE = self.attention(x_TE, step, norm=self.input_norm, residual_TE=x_TE, selected=selected)
+        return self.mlp(x_TE, norm=self.post_norm, residual_TE=x_TE) if x_TE.shape[0] else x_TE
 
 
 class Decoder:
@@ -153,17 +168,22 @@ class Decoder:
         self._head = Linear(self.embedding_VE if config.tie_word_embeddings else load("lm_head.weight"))
 
     def forward(
-        self, tokens_T: Tensor, layout: BatchLayout | PagedBatch, cache: KVCache, capture: Sequence[int] = ()
+        self,
+        tokens_T: Tensor,
+        layout: BatchLayout | PagedBatch,
+        cache: KVCache,
+        capture: Sequence[int] = (),
+        selected: Selected | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states after the final norm, (T, E), and the inputs of the layers named in `capture` (EAGLE-3
-        features)."""
+        """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the inputs of the layers
+        named in `capture` (EAGLE-3 features), (T, E) each."""
         step = ForwardPass(layout, self._backend, cache, self._rotary)
         x_TE = self.embedding_VE[tokens_T]
         captured: list[Tensor] = []
         for i, layer in enumerate(self._layers):
             if i in capture:
                 captured.append(x_TE.clone())  # the sums of the layers behind may be written over it
-            x_TE = layer(x_TE, step)
+            x_TE = layer(x_TE, step, selected if i == len(self._layers) - 1 else None)
         return self._norm(x_TE), captured
 
     def logits(self, hidden_RE: Tensor) -> Tensor:

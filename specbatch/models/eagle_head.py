@@ -26,7 +26,7 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend, BatchLayout
 from specbatch.cache.pages import KVCache
 from specbatch.errors import ModelError
-from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.models.config import ModelConfig, parse_hf_config
 from specbatch.models.decoder import MLP, Attention, Decoder, ForwardPass, Load
 from specbatch.models.layers import Linear, RMSNorm, Rotary
@@ -232,10 +232,15 @@ class EagleHead:
         return self._fc(torch.cat(captured, dim=-1)) if self._kind == "eagle3" else hidden_TE
 
     def forward(
-        self, tokens_T: Tensor, features_TE: Tensor, layout: BatchLayout | PagedBatch, cache: KVCache
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor,
+        layout: BatchLayout | PagedBatch,
+        cache: KVCache,
+        selected: Selected | None = None,
     ) -> Tensor:
-        """Hidden states (T, E): the next position's features, and what `logits` takes. `features_TE` may be
-        overwritten."""
+        """Hidden states (T, E), or (R, E) of the selected tokens: the next position's features, and what `logits`
+        takes. `features_TE` may be overwritten."""
         step = ForwardPass(layout, self._backend, cache, self._rotary)
         embedded = self._embedding[tokens_T]
         if self._kind == "eagle3":
@@ -243,8 +248,8 @@ class EagleHead:
             x = torch.cat((self._input_norm(embedded), self._hidden_norm(features_TE)), dim=-1)
         else:
             residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
-        x = self._attention(x, step, norm=None, residual_TE=residual)
-        return self._mlp(x, norm=self._post_norm, residual_TE=x)
+        x = self._attention(x, step, norm=None, residual_TE=residual, selected=selected)
+        return self._mlp(x, norm=self._post_norm, residual_TE=x) if x.shape[0] else x
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W), float32 (float64 where the model is)."""

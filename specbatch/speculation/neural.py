@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
-from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead, capture_layers
 from specbatch.speculation.noise import Purpose, uniform
@@ -37,13 +37,20 @@ class DraftNet(Protocol):
     lead: int  # cache slots ahead of the target's committed ones between rounds: 1 if the root has one of its own
     target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
     feature_size: int  # E
+    reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
 
     def features(self, output: TargetOutput) -> Tensor | None:
         """(T, E) inputs taken from the target, None for a network that needs none."""
         ...
 
-    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout | PagedBatch) -> Tensor:
-        """Hidden states (T, E)."""
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor | None,
+        layout: BatchLayout | PagedBatch,
+        selected: Selected | None = None,
+    ) -> Tensor:
+        """Hidden states (T, E), or (R, E) of the selected tokens."""
         ...
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
@@ -66,6 +73,7 @@ class ModelDraft:
 
     lead = 1
     capture: tuple[int, ...] = ()
+    reads_hidden = False
 
     def __init__(self, model: Decoder, cache: KVCache, target_vocab_size: int) -> None:
         self.cache = cache
@@ -80,11 +88,17 @@ class ModelDraft:
     def features(self, output: TargetOutput) -> Tensor | None:
         return None
 
-    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout | PagedBatch) -> Tensor:
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor | None,
+        layout: BatchLayout | PagedBatch,
+        selected: Selected | None = None,
+    ) -> Tensor:
         # A token past a smaller embedding is read as the last one: a worse guess, nothing more.
         if self._model.config.vocab_size < self._target_vocab_size:
             tokens_T = tokens_T.clamp(max=self._model.config.vocab_size - 1)
-        return self._model.forward(tokens_T, layout, self.cache)[0]
+        return self._model.forward(tokens_T, layout, self.cache, selected=selected)[0]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         return self._model.logits(hidden_RE)[:, : self._width]
@@ -101,6 +115,7 @@ class EagleDraft:
     def __init__(self, head: EagleHead, cache: KVCache, num_target_layers: int, eagle3: bool) -> None:
         self.cache = cache
         self.capture: tuple[int, ...] = capture_layers(num_target_layers) if eagle3 else ()
+        self.reads_hidden = not eagle3
         self._head = head
         self.target_ids = head.target_ids
         self.feature_size = head.config.hidden_size
@@ -108,9 +123,15 @@ class EagleDraft:
     def features(self, output: TargetOutput) -> Tensor | None:
         return self._head.features(output.hidden_TE, output.captured)
 
-    def forward(self, tokens_T: Tensor, features_TE: Tensor | None, layout: BatchLayout | PagedBatch) -> Tensor:
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor | None,
+        layout: BatchLayout | PagedBatch,
+        selected: Selected | None = None,
+    ) -> Tensor:
         assert features_TE is not None
-        return self._head.forward(tokens_T, features_TE, layout, self.cache)
+        return self._head.forward(tokens_T, features_TE, layout, self.cache, selected)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         return self._head.logits(hidden_RE)
