@@ -236,6 +236,8 @@ class Bench:
         shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in split.items())
         marks = [] if method.acceptance is None else [f"SIMULATED acceptance {method.acceptance:g}"]
         marks += ["random weights"] if entry["random_weights"] else []
+        if run.kv_dtype != run.dtype:
+            marks.append(f"keys and values in {run.config.engine.kv_dtype}")
         self.say(f"\n{method.text}: {args.target}, {', '.join([*marks, run.config.model.dtype])}")
         self.say(f"engine ready after {ready:.1f} s" + (f" ({shown})" if shown else ""))
         self.say(_HEADER + "  ".join(sorted({peer.engine for peer in self._peers})))

@@ -102,7 +102,7 @@ def round_floor(run: ResolvedRun, rates: DeviceRates, batch: float, context: flo
     """Seconds of a round over `batch` sequences with `context` tokens each, on average."""
     read, flops = 0.0, 0.0
     for p in round_passes(run, committed):
-        read += (p.parameters + batch * context * p.kv_parameters) * run.dtype.itemsize
+        read += p.parameters * run.dtype.itemsize + batch * context * p.kv_parameters * run.kv_dtype.itemsize
         flops += batch * p.rows * (2 * p.parameters + 4 * context * p.attention_width)
     return max(read / rates.copy_bytes_per_second, flops / rates.matmul_flops_per_second)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from specbatch.types import SamplingParams
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64", "fp8_e4m3"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class EngineSection:
     cuda_graphs: Literal["auto", "round", "phases", "none"] = "auto"
     max_batch_size: int | None = None  # None: decided by the device, like the others here
     page_size: int | None = None  # tokens in a KV page
+    kv_dtype: KVDtypeName = "auto"  # of cached keys and values; auto: the model's
     kv_cache_tokens: int | None = None  # None: from memory_fraction
     memory_fraction: float | None = None  # CPU: of the free memory, for the KV cache; CUDA: of all, for everything
     prefix_cache: bool = True

@@ -107,11 +107,13 @@ def tiny_draft_net(
     scale: float,
     attention: AttentionOf,
     device: torch.device,
+    kv_dtype: torch.dtype | None = None,
 ) -> DraftNet:
+    kv_dtype = kv_dtype or dtype
     if method == "draft_model":
         draft_config = tiny_config(2, hidden=hidden, vocab=vocab)
         draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, target.num_positions)
-        return ModelDraft(draft, draft.new_cache(num_slots, dtype), vocab)
+        return ModelDraft(draft, draft.new_cache(num_slots, kv_dtype), vocab)
     head_config = tiny_config(1, hidden=hidden, vocab=vocab)
     kind = "eagle3" if method == "eagle3" else "eagle"
     width = draft_vocab or vocab
@@ -126,7 +128,7 @@ def tiny_draft_net(
     load = loader(tensors, dtype, device)
     backend = attention(head_config, device)
     model = EagleHead(head, load, tensors.load, target, backend, target.num_positions, dtype, device)
-    return EagleDraft(model, model.new_cache(num_slots, dtype), target.config.num_layers, kind == "eagle3")
+    return EagleDraft(model, model.new_cache(num_slots, kv_dtype), target.config.num_layers, kind == "eagle3")
 
 
 def tiny_engine(
@@ -185,6 +187,7 @@ def tiny_device_engine(
     shape: DraftShape | None = None,
     *,
     dtype: torch.dtype = torch.float64,
+    kv_dtype: torch.dtype | None = None,
     num_pages: int = 64,
     page_size: int = 4,
     max_batch_size: int = 4,
@@ -195,17 +198,19 @@ def tiny_device_engine(
     draft_seed: int = 0,
     scale: float = 0.25,
     hidden: int = 32,
+    num_layers: int | None = None,
     eos: tuple[int, ...] = (),
     device: torch.device = CPU,
     graphs: GraphMode = "none",
     simulate: float | None = None,
 ) -> DeviceEngine:
-    """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins."""
+    """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins. `kv_dtype` None: `dtype`.
+    `num_layers`: of the target; None: as many as `method` needs."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
-    config = tiny_config(7 if method == "eagle3" else 3, hidden=hidden, vocab=vocab)
+    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden=hidden, vocab=vocab)
     lookahead = 1
     if shape is not None:
         lookahead = shape.num_draft_tokens if method == "ngram" else num_lookahead(shape, method == "draft_model")
@@ -225,13 +230,14 @@ def tiny_device_engine(
         assert shape is not None
         net = tiny_draft_net(
             method, target, num_slots, dtype, hidden=hidden, vocab=vocab, draft_vocab=draft_vocab,
-            draft_seed=draft_seed, scale=scale, attention=paged, device=device,
+            draft_seed=draft_seed, scale=scale, attention=paged, device=device, kv_dtype=kv_dtype,
         )  # fmt: skip
         drafter = NeuralDrafter(net, shape, ops)
     assert drafter.num_lookahead == lookahead
     pages_per_slot = pool.pages_for(max_length + lookahead)
     state = SlotState(max_batch_size, pages_per_slot, max_length, hidden, method == "ngram", dtype, device)
-    round_ = Round(target, target.new_cache(num_slots, dtype), drafter, state, page_size, eos, ops, simulate)
+    cache = target.new_cache(num_slots, kv_dtype or dtype)
+    round_ = Round(target, cache, drafter, state, page_size, eos, ops, simulate)
     executor = RoundExecutor(round_, max_batch_size, device, graphs)
     return DeviceEngine(
         round_,

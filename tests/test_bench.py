@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def test_the_floor_counts_what_a_round_reads() -> None:
     # 128 KiB of keys and values a token in the target, 4 KiB for each of three draft passes.
     more = round_floor(run, rates, 16, 1000, 2.5) - round_floor(run, rates, 16, 0, 2.5)
     assert more == pytest.approx(16 * 1000 * (131072 + 3 * 4096) / 3.85e12)
+    rounded = replace(run, kv_dtype=torch.float8_e4m3fn)
+    less = round_floor(rounded, rates, 16, 1000, 2.5) - round_floor(rounded, rates, 16, 0, 2.5)
+    assert less == pytest.approx(more / 2)
     # At large batches the products are what counts: 4 nodes of 15 GFLOP each.
     assert 4 * 15e9 * 2000 / 780e12 < round_floor(run, rates, 2000, 0, 2.5) < 4 * 17e9 * 2000 / 780e12
     plain = resolved("shape:llama-3-8b", "speculation.method=none")

@@ -91,6 +91,43 @@ def test_preemption() -> None:
     assert engine.stats.preemptions > 0
 
 
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize(("method", "shape"), DEVICE_CASES)
+def test_keys_and_values_in_float8(method: str, shape: DraftShape | None, graphs: GraphMode) -> None:
+    """In float64, over the twins: the CPU's tokens."""
+    prompts = random_prompts(9, shared=10)
+    settings = {"num_pages": 512, "max_batch_size": 8, "eos": (5,), "kv_dtype": FP8}
+    cpu = run(tiny_device_engine(method, shape, **settings), prompts, GREEDY)
+    gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, GREEDY)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+@pytest.mark.parametrize(("method", "shape"), DEVICE_CASES)
+def test_kernels_over_keys_and_values_in_float8(method: str, shape: DraftShape | None, page_size: int) -> None:
+    """In float32, speculative against plain, most prompts of them: a key whose last bit differs may round to float8's
+    next value, 2**-4 away, and turn a near tie."""
+    prompts = random_prompts(16, shared=10)
+    layers = 7 if method == "eagle3" else 3
+    settings = {
+        "num_pages": 2048 // page_size,
+        "page_size": page_size,
+        "max_batch_size": 8,
+        "dtype": torch.float32,
+        "kv_dtype": FP8,
+        "device": CUDA,
+        "graphs": "round",
+        "num_layers": layers,
+    }
+    expected = run(tiny_device_engine("none", None, **settings), prompts, GREEDY)
+    actual = run(tiny_device_engine(method, shape, **settings), prompts, GREEDY)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(actual, expected, strict=True))
+    assert same >= 14
+
+
 @pytest.mark.parametrize(("method", "shape"), [("none", None), *CASES[1:]])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_nothing_waits_for_the_device(method: str, shape: DraftShape | None, params: SamplingParams) -> None:

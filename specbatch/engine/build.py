@@ -59,7 +59,7 @@ def _build_engine(run: ResolvedRun) -> BatchEngine:
     return Engine(
         target,
         proposer,
-        target.new_cache(num_slots, run.dtype),
+        target.new_cache(num_slots, run.kv_dtype),
         pool,
         max_length=run.model_max_tokens,
         max_batch_size=engine.max_batch_size,
@@ -86,6 +86,7 @@ def _build_device_engine(run: ResolvedRun, target: Decoder, num_positions: int, 
         target,
         drafter,
         dtype=run.dtype,
+        kv_dtype=run.kv_dtype,
         device=run.device,
         max_length=run.model_max_tokens,
         max_batch_size=engine.max_batch_size,
@@ -142,11 +143,11 @@ def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions:
         load = loader(tensors, run.dtype, run.device)
         attention = _attention(head.decoder, run.dtype, run.device, paged)
         model = EagleHead(head, load, tensors.load, target, attention, num_positions, run.dtype, run.device)
-        cache = model.new_cache(num_slots, run.dtype)
+        cache = model.new_cache(num_slots, run.kv_dtype)
         return EagleDraft(model, cache, run.target.config.num_layers, head.kind == "eagle3")
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, paged)
-    return ModelDraft(draft, draft.new_cache(num_slots, run.dtype), vocab_size)
+    return ModelDraft(draft, draft.new_cache(num_slots, run.kv_dtype), vocab_size)
 
 
 def _eos_token_ids(run: ResolvedRun) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from specbatch.engine.round import PromptChunk, Round
 from specbatch.errors import ModelError
 from specbatch.graphs.runner import ladder
 from specbatch.kernels import ops_for
-from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.models.decoder import Decoder
 from specbatch.speculation.drafters import Drafter
 from specbatch.speculation.slots import SlotState
@@ -168,7 +168,7 @@ def _trial_prompt(
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     slot = torch.tensor([state.padding], device=device)
     saved = state.ints_SF[state.padding].clone()
-    round_.prefill(
-        PromptChunk(zeros, layout, slot, last, last + 1, torch.full_like(last, -1), zeros, layout, last), sampled
-    )
+    selected = Selected.of(layout, last, last, table)
+    root = torch.full_like(last, -1)
+    round_.prefill(PromptChunk(zeros, layout, slot, selected, last + 1, root, zeros, layout, selected), sampled)
     state.ints_SF[state.padding] = saved

@@ -36,14 +36,15 @@ class CachedModel:
 def auto_kv_tokens(
     models: Sequence[CachedModel],
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     memory_fraction: float,
     usable: int,
     page_size: int,
 ) -> tuple[int, str]:
     """Tokens that memory_fraction of the memory free after the weights holds, `usable` at most, in whole pages; and a
-    line that says so."""
-    per_token = sum(model.bytes_per_token(dtype) for model in models)
+    line that says so. `dtype`: of the weights."""
+    per_token = sum(model.bytes_per_token(kv_dtype) for model in models)
     weights = sum(model.num_parameters() for model in models) * dtype.itemsize
     available = _available_memory(device)
     budget = int((available - weights) * memory_fraction)

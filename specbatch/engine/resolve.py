@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specbatch.config import Config, DtypeName, EngineSection, SpeculationSection
+from specbatch.config import Config, DtypeName, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, auto_kv_tokens
 from specbatch.errors import ConfigError, ModelError
@@ -28,6 +28,7 @@ _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
+_KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**_DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
 NEURAL = ("draft_model", "eagle", "eagle3")
 DEFAULT_NUM_STEPS = 3
 DEFAULT_NGRAM_TOKENS = 6
@@ -70,6 +71,7 @@ class ResolvedRun:
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype  # of cached keys and values
     engine: EngineSettings
     model_max_tokens: int  # longest sequence, prompt and output, that model and cache hold
     num_kv_tokens: int  # slots of the cache
@@ -91,6 +93,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     device = _resolve_device(config.engine.device, notes)
     dtype = _resolve_dtype(config.model.dtype, device, notes)
     engine = _resolve_engine(config.engine, device, dtype, notes)
+    kv_dtype = _resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
     _check_simulation(speculation, engine)
     if speculation.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
@@ -113,7 +116,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             models.append(CachedModel(draft.config, draft.config.num_layers))
         # More than the longest sequence for each request of a full batch is never used.
         usable = engine.max_batch_size * (target.config.max_position_embeddings + lookahead + engine.page_size)
-        num_kv_tokens, note = auto_kv_tokens(models, dtype, device, engine.memory_fraction, usable, engine.page_size)
+        num_kv_tokens, note = auto_kv_tokens(
+            models, dtype, kv_dtype, device, engine.memory_fraction, usable, engine.page_size
+        )
         if not engine.on_device:  # there it is measured when the engine is built
             given_kv_tokens = num_kv_tokens
             notes.append(note)
@@ -135,6 +140,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             cuda_graphs=engine.graphs,
             max_batch_size=engine.max_batch_size,
             page_size=engine.page_size,
+            kv_dtype=_KV_DTYPE_NAMES[kv_dtype],
             kv_cache_tokens=given_kv_tokens,
             memory_fraction=engine.memory_fraction,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
@@ -144,7 +150,18 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if draft is not None:
         description["draft"] = f"{speculation.draft} ({speculation.method}{_random_weights(speculation.draft)})"
     return ResolvedRun(
-        resolved, target, draft, tokenizer, device, dtype, engine, max_length, num_kv_tokens, description, notes
+        resolved,
+        target,
+        draft,
+        tokenizer,
+        device,
+        dtype,
+        kv_dtype,
+        engine,
+        max_length,
+        num_kv_tokens,
+        description,
+        notes,
     )
 
 
@@ -336,3 +353,30 @@ def _resolve_dtype(name: str, device: torch.device, notes: list[str]) -> torch.d
         name = "float32" if device.type == "cpu" else "bfloat16"
         notes.append(f"model.dtype: {name} (the default on {device.type})")
     return next(dtype for dtype, known in _DTYPE_NAMES.items() if known == name)
+
+
+def _resolve_kv_dtype(
+    name: KVDtypeName, attention: str, device: torch.device, dtype: torch.dtype, notes: list[str]
+) -> torch.dtype:
+    """The dtype of cached keys and values: the model's own `dtype`, or float8 where kernels and card know it."""
+    if name in ("auto", _DTYPE_NAMES[dtype]):
+        return dtype
+    if name != "fp8_e4m3":
+        raise ConfigError(
+            f"engine.kv_dtype is {name}, but the model runs in {_DTYPE_NAMES[dtype]}",
+            hint="use engine.kv_dtype: auto (like the model) or fp8_e4m3, or change model.dtype",
+        )
+    if attention != "triton":
+        raise ConfigError(
+            f"engine.kv_dtype: fp8_e4m3 needs engine.attention triton, not {attention}",
+            hint="use engine.kv_dtype: auto, or engine.device: cuda with engine.attention: triton",
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise ConfigError(
+            f"engine.kv_dtype: fp8_e4m3 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, and {device} has "
+            f"{capability[0]}.{capability[1]}",
+            hint="use engine.kv_dtype: auto",
+        )
+    notes.append("engine.kv_dtype: fp8_e4m3 (keys and values are rounded: texts differ from an unrounded cache's)")
+    return torch.float8_e4m3fn

@@ -69,6 +69,14 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
 
 
 @triton.jit
+def _stored(x, dtype: tl.constexpr):
+    """`x` as a cache of `dtype` holds it; the clamp is the twin's, whatever the conversion does by itself."""
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
+@triton.jit
 def _rotary_write(
     qkv_ptr,
     q_ptr,
@@ -134,11 +142,12 @@ def _rotary_write(
     k_offsets = k_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
     v_offsets = v_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
     is_key = (heads >= NUM_HEADS)[:, None] & (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
-    cache = k_ptr.dtype.element_ty
-    tl.store(k_ptr + k_offsets, out1.to(cache), mask=written & is_key)
-    tl.store(k_ptr + k_offsets + half, out2.to(cache), mask=written & is_key)
-    tl.store(v_ptr + v_offsets, out1.to(cache), mask=written & is_value)
-    tl.store(v_ptr + v_offsets + half, out2.to(cache), mask=written & is_value)
+    cache: tl.constexpr = k_ptr.dtype.element_ty
+    stored1, stored2 = _stored(out1, cache), _stored(out2, cache)
+    tl.store(k_ptr + k_offsets, stored1, mask=written & is_key)
+    tl.store(k_ptr + k_offsets + half, stored2, mask=written & is_key)
+    tl.store(v_ptr + v_offsets, stored1, mask=written & is_value)
+    tl.store(v_ptr + v_offsets + half, stored2, mask=written & is_value)
 
 
 def rotary_write(

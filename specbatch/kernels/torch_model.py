@@ -2,6 +2,9 @@
 
 The last slot of a cache is spare: what a kernel leaves unwritten, a twin writes there. No sequence owns it.
 
+A cache has the model's dtype or float8_e4m3fn (scale 1, as in vLLM without calibrated scales): values beyond +-448
+become +-448, a NaN stays one.
+
 Shape suffixes: T packed tokens, E hidden size, I intermediate size, H query heads, K key/value heads, D head dimension,
 S slots, B sequences, L slots of the longest page table.
 """
@@ -13,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels.paged import PagedBatch, slots_of
+
+_LARGEST_E4M3 = 448.0
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -45,7 +50,8 @@ def rotary_write(
     eps: float,
 ) -> Tensor:
     """Split a fused projection, norm each head where the model does (Qwen3), rotate queries and keys (rotate-half; the
-    sign is in `sin_PD`), write keys and values to the cache at `slots_T` (nowhere for -1). Returns queries (T, H, D).
+    sign is in `sin_PD`), write keys and values to the cache at `slots_T` (nowhere for -1), in its dtype. Returns
+    queries (T, H, D).
     """
     num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
     heads = qkv_TZ.view(num_tokens, -1, head_dim)
@@ -55,9 +61,21 @@ def rotary_write(
     cos, sin = cos_PD[positions_T].unsqueeze(1), sin_PD[positions_T].unsqueeze(1)
     q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
     slots = torch.where(slots_T >= 0, slots_T, kv_2KSD.shape[2] - 1)
-    kv_2KSD[0].index_copy_(1, slots, k.transpose(0, 1).to(kv_2KSD.dtype))
-    kv_2KSD[1].index_copy_(1, slots, v.transpose(0, 1).to(kv_2KSD.dtype))
+    for plane_KSD, new_TKD in zip(_movable(kv_2KSD), (k, v), strict=True):
+        plane_KSD.index_copy_(1, slots, _movable(_stored(new_TKD, kv_2KSD.dtype)).transpose(0, 1))
     return q
+
+
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` as a cache of `dtype` holds it. The clamp comes first: torch rounds to NaN what float8 cannot hold."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
+    return x.to(dtype)
+
+
+def _movable(x: Tensor) -> Tensor:
+    """`x`, or its bytes where it is float8, for which torch does not index and copy on every device."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 class Workspace:
@@ -102,7 +120,7 @@ def attend(
     slots = slots_of(batch.page_table_BP, batch.page_size, keys_L.expand(batch.starts_B.shape[0], -1))
     group = num_heads // num_kv_heads
     wide = q_THD.dtype if q_THD.dtype == torch.float64 else torch.float32
-    k, v = (kv_2KSD[i][:, slots].to(wide)[:, seq_T] for i in (0, 1))  # (K, T, L, D)
+    k, v = (_movable(kv_2KSD[i])[:, slots].view(kv_2KSD.dtype).to(wide)[:, seq_T] for i in (0, 1))  # (K, T, L, D)
     q = q_THD.to(wide).view(num_tokens, num_kv_heads, group, head_dim).transpose(0, 1)
     scores = torch.einsum("ktgd,ktld->ktgl", q, k) * scale
     weights = torch.softmax(scores.masked_fill(~visible[None, :, None], -torch.inf), dim=-1)
@@ -116,4 +134,5 @@ def move_slots(kv_L2KSD: Tensor, source_R: Tensor, target_R: Tensor) -> None:
     spare = kv_L2KSD.shape[3] - 1
     moves = target_R >= 0
     source, target = torch.where(moves, source_R, spare), torch.where(moves, target_R, spare)
-    kv_L2KSD.index_copy_(3, target, kv_L2KSD.index_select(3, source))
+    kv = _movable(kv_L2KSD)
+    kv.index_copy_(3, target, kv.index_select(3, source))
