@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from specbatch.engine import round
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
 from specbatch.speculation.tree import DraftShape
@@ -46,6 +47,18 @@ def test_equals_the_oracle(method: str, shape: DraftShape | None, params: Sampli
     settings = {"num_pages": 256, "eos": (5,)}
     expected = run(tiny_engine(method, shape, **settings), prompts, params)
     assert_same(run(tiny_device_engine(method, shape, **settings), prompts, params), expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"), [("draft_model", TREE), ("draft_model", CHAIN), ("eagle", TREE), ("eagle3", CHAIN)]
+)
+def test_draft_extend_of_large_batches(method: str, shape: DraftShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last layer is computed for each request's last accepted token only."""
+    monkeypatch.setattr(round, "_FREE_ROWS", 0)
+    prompts = random_prompts(7, shared=10)
+    for params in (GREEDY, SAMPLED):
+        expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)
+        assert_same(run(tiny_device_engine(method, shape, num_pages=256), prompts, params), expected)
 
 
 @pytest.mark.parametrize(("method", "shape"), [("none", None), ("draft_model", TREE), ("eagle3", CHAIN)])
