@@ -1,6 +1,7 @@
 """All operations as plain torch: see `kernels.ops_for`."""
 
 from specbatch.kernels.torch_linear import gated_linear, linear, norm_gated_linear, norm_linear
+from specbatch.kernels.torch_mask import tree_mask_bits
 from specbatch.kernels.torch_model import Workspace, attend, move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.torch_round import (
     accept_chain,
@@ -38,5 +39,6 @@ __all__ = [
     "select_nodes",
     "silu_mul",
     "span_layout",
+    "tree_mask_bits",
     "uniform",
 ]

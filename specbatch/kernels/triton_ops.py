@@ -2,6 +2,7 @@
 
 from specbatch.kernels.attention import Workspace, attend
 from specbatch.kernels.dense import gated_linear, linear, norm_gated_linear, norm_linear
+from specbatch.kernels.mask_bits import tree_mask_bits
 from specbatch.kernels.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.round_ngram import ngram_lookup
 from specbatch.kernels.round_sampling import accept_chain, argmax, distribution, draw, sample, uniform
@@ -31,5 +32,6 @@ __all__ = [
     "select_nodes",
     "silu_mul",
     "span_layout",
+    "tree_mask_bits",
     "uniform",
 ]
