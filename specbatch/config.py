@@ -42,7 +42,7 @@ class SpeculationSection:
 @dataclass(frozen=True)
 class EngineSection:
     device: str = "auto"
-    attention: Literal["auto", "torch", "triton"] = "auto"
+    attention: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
     cuda_graphs: Literal["auto", "round", "phases", "none"] = "auto"
     max_batch_size: int | None = None  # None: decided by the device, like the others here
     page_size: int | None = None  # tokens in a KV page

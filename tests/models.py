@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specbatch.attention.backend_flashinfer import FlashInferAttention
 from specbatch.attention.backend_paged import PagedAttention
 from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import AttentionBackend
@@ -108,13 +109,14 @@ def tiny_draft_net(
     attention: AttentionOf,
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
+    head_dim: int = 8,
 ) -> DraftNet:
     kv_dtype = kv_dtype or dtype
     if method == "draft_model":
-        draft_config = tiny_config(2, hidden=hidden, vocab=vocab)
+        draft_config = tiny_config(2, hidden=hidden, vocab=vocab, head_dim=head_dim)
         draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, target.num_positions)
         return ModelDraft(draft, draft.new_cache(num_slots, kv_dtype), vocab)
-    head_config = tiny_config(1, hidden=hidden, vocab=vocab)
+    head_config = tiny_config(1, hidden=hidden, vocab=vocab, head_dim=head_dim)
     kind = "eagle3" if method == "eagle3" else "eagle"
     width = draft_vocab or vocab
     head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab)  # type: ignore[arg-type]
@@ -203,14 +205,16 @@ def tiny_device_engine(
     device: torch.device = CPU,
     graphs: GraphMode = "none",
     simulate: float | None = None,
+    backend: type[PagedAttention | FlashInferAttention] = PagedAttention,
+    head_dim: int = 8,
 ) -> DeviceEngine:
     """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins. `kv_dtype` None: `dtype`.
     `num_layers`: of the target; None: as many as `method` needs."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
-        return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+        return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
-    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden=hidden, vocab=vocab)
+    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden=hidden, vocab=vocab, head_dim=head_dim)
     lookahead = 1
     if shape is not None:
         lookahead = shape.num_draft_tokens if method == "ngram" else num_lookahead(shape, method == "draft_model")
@@ -231,6 +235,7 @@ def tiny_device_engine(
         net = tiny_draft_net(
             method, target, num_slots, dtype, hidden=hidden, vocab=vocab, draft_vocab=draft_vocab,
             draft_seed=draft_seed, scale=scale, attention=paged, device=device, kv_dtype=kv_dtype,
+            head_dim=head_dim,
         )  # fmt: skip
         drafter = NeuralDrafter(net, shape, ops)
     assert drafter.num_lookahead == lookahead

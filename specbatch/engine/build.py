@@ -6,13 +6,14 @@ import time
 
 import torch
 
+from specbatch.attention.backend_flashinfer import FlashInferAttention
 from specbatch.attention.backend_paged import PagedAttention
 from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import PagePool
 from specbatch.engine.build_device import GIB, build_device_engine
 from specbatch.engine.engine import Engine
-from specbatch.engine.resolve import HeadCheckpoint, ResolvedRun, lookahead_of, shape_of
+from specbatch.engine.resolve import AttentionName, HeadCheckpoint, ResolvedRun, lookahead_of, shape_of
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
@@ -49,7 +50,7 @@ def _build_engine(run: ResolvedRun) -> BatchEngine:
     began = time.perf_counter()
     num_positions = run.model_max_tokens + lookahead_of(run.config.speculation) + 1
     target = build_decoder(
-        run.target.config, run.target.tensors, num_positions, run.dtype, run.device, engine.on_device
+        run.target.config, run.target.tensors, num_positions, run.dtype, run.device, engine.attention, run.kv_dtype
     )
     if engine.on_device:
         return _build_device_engine(run, target, num_positions, began)
@@ -112,16 +113,21 @@ def build_decoder(
     num_positions: int,
     dtype: torch.dtype,
     device: torch.device,
-    paged: bool = False,
+    attention: AttentionName = "torch",
+    kv_dtype: torch.dtype | None = None,
 ) -> Decoder:
-    """A model with the weights of `tensors`; `paged`: for the device engine."""
-    attention = _attention(config, dtype, device, paged)
-    return Decoder(config, loader(tensors, dtype, device), attention, num_positions, dtype, device)
+    """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`."""
+    backend = _attention(config, dtype, device, attention, kv_dtype)
+    return Decoder(config, loader(tensors, dtype, device), backend, num_positions, dtype, device)
 
 
-def _attention(config: ModelConfig, dtype: torch.dtype, device: torch.device, paged: bool) -> AttentionBackend:
-    if paged:
+def _attention(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, name: AttentionName, kv_dtype: torch.dtype | None
+) -> AttentionBackend:
+    if name == "triton":
         return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+    if name == "flashinfer":
+        return FlashInferAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, kv_dtype)
     return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
 
 
@@ -137,16 +143,16 @@ def _build_proposer(run: ResolvedRun, target: Decoder, num_slots: int, num_posit
 
 
 def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> DraftNet:
-    vocab_size, paged = run.target.config.vocab_size, run.engine.on_device
+    vocab_size, name = run.target.config.vocab_size, run.engine.attention
     if isinstance(run.draft, HeadCheckpoint):
         head, tensors = run.draft.head, run.draft.tensors
         load = loader(tensors, run.dtype, run.device)
-        attention = _attention(head.decoder, run.dtype, run.device, paged)
+        attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype)
         model = EagleHead(head, load, tensors.load, target, attention, num_positions, run.dtype, run.device)
         cache = model.new_cache(num_slots, run.kv_dtype)
         return EagleDraft(model, cache, run.target.config.num_layers, head.kind == "eagle3")
     assert run.draft is not None, "resolve() opens the draft"
-    draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, paged)
+    draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype)
     return ModelDraft(draft, draft.new_cache(num_slots, run.kv_dtype), vocab_size)
 
 

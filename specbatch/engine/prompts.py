@@ -77,7 +77,10 @@ class PromptPacker:
     ) -> tuple[PagedBatch, Selected]:
         """`longs`, `ints`: what became of the lists of `packed`; `last_R`: the slot of each prompt's last token."""
         _, positions, slots, selected = longs
-        batch = PagedBatch(slots, positions, tables_BP, self._page_size, ints[0], ints[1], packed.max_queries)
+        batch = PagedBatch(
+            slots, positions, tables_BP, self._page_size, ints[0], ints[1], packed.max_queries,
+            host_query_starts=np.array(packed.ends, dtype=np.int32),
+        )  # fmt: skip
         return batch, Selected.of(batch, selected, last_R, tables_RP)
 
     def _upload(self, lists: list[list[int]], dtype: np.dtype) -> list[Tensor]:

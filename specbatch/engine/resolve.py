@@ -10,11 +10,14 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specbatch.attention.backend_flashinfer import DTYPES as FLASHINFER_DTYPES
+from specbatch.attention.backend_flashinfer import HEAD_DIMS as FLASHINFER_HEAD_DIMS
 from specbatch.config import Config, DtypeName, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, auto_kv_tokens
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
+from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_head import EagleConfig, EagleKind, open_head
 from specbatch.models.shapes import RANDOM_WEIGHTS, open_shape, open_shape_head
 from specbatch.models.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
@@ -29,6 +32,7 @@ _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float64: "float64",
 }
 _KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**_DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
+AttentionName = Literal["torch", "triton", "flashinfer"]
 NEURAL = ("draft_model", "eagle", "eagle3")
 DEFAULT_NUM_STEPS = 3
 DEFAULT_NGRAM_TOKENS = 6
@@ -48,7 +52,7 @@ class HeadCheckpoint:
 class EngineSettings:
     """What is decided for the options of `engine` that may be left open."""
 
-    attention: Literal["torch", "triton"]
+    attention: AttentionName
     graphs: GraphMode
     max_batch_size: int
     page_size: int
@@ -104,6 +108,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if speculation.topk > 1 and speculation.method in NEURAL:
         _check_topk(speculation.topk, draft)
 
+    if engine.attention == "flashinfer":
+        _check_flashinfer(target.config, kv_dtype)
+        if draft is not None:
+            _check_flashinfer(draft.head.decoder if isinstance(draft, HeadCheckpoint) else draft.config, kv_dtype)
     if engine.on_device and speculation.method in NEURAL:
         _check_device_shape(shape_of(speculation))
     lookahead = lookahead_of(speculation)
@@ -283,10 +291,22 @@ def _check_device_shape(shape: DraftShape) -> None:
     """The kernels of the device engine are built for trees of some size."""
     if shape.topk > MAX_TOPK or (shape.topk > 1 and shape.num_draft_tokens > MAX_TREE_TOKENS):
         raise ConfigError(
-            f"engine.attention: triton drafts trees of at most topk {MAX_TOPK} and {MAX_TREE_TOKENS} num_draft_tokens, "
+            f"the device engine drafts trees of at most topk {MAX_TOPK} and {MAX_TREE_TOKENS} num_draft_tokens, "
             f"not {shape}",
             hint="lower speculation.topk and num_draft_tokens, or use engine.attention: torch",
         )
+
+
+def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
+    """What FlashInfer's kernels are built for."""
+    hint = "use engine.attention: triton"
+    if any(window is not None for window in model.sliding_windows):
+        raise ConfigError(f"engine.attention: flashinfer has no sliding windows; {model.model_type} has", hint=hint)
+    if model.head_dim not in FLASHINFER_HEAD_DIMS:
+        dims = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
+        raise ConfigError(f"engine.attention: flashinfer needs heads of {dims}, not {model.head_dim}", hint=hint)
+    if kv_dtype == torch.float8_e4m3fn and model.head_dim == 64:
+        raise ConfigError("engine.attention: flashinfer reads no fp8_e4m3 cache with heads of 64", hint=hint)
 
 
 def _resolve_device(name: str, notes: list[str]) -> torch.device:
@@ -317,10 +337,21 @@ def _resolve_engine(
     on_cuda = device.type == "cuda"
     has_triton = importlib.util.find_spec("triton") is not None
     attention, graphs = section.attention, section.cuda_graphs
-    if attention == "triton" and on_cuda and not has_triton:
+    if attention in ("triton", "flashinfer") and on_cuda and not has_triton:
         raise ConfigError(
-            "engine.attention: triton needs the package triton, which is not installed",
+            f"engine.attention: {attention} needs the package triton, which is not installed",
             hint="pip install triton (CUDA builds of torch bring it along), or use engine.attention: torch",
+        )
+    if attention == "flashinfer" and (not on_cuda or dtype not in FLASHINFER_DTYPES):
+        raise ConfigError(
+            f"engine.attention: flashinfer needs a CUDA device and bfloat16 or float16, not {device} and "
+            f"{_DTYPE_NAMES[dtype]}",
+            hint=f"use engine.attention: {'triton' if on_cuda and dtype != torch.float64 else 'torch'}",
+        )
+    if attention == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "engine.attention: flashinfer needs the package flashinfer-python, which is not installed",
+            hint="pip install 'specbatch[gpu]', or use engine.attention: triton",
         )
     if attention == "triton" and (not on_cuda or dtype == torch.float64):
         raise ConfigError(
@@ -329,14 +360,14 @@ def _resolve_engine(
         )
     if attention == "auto":
         attention = "triton" if on_cuda and has_triton and dtype != torch.float64 else "torch"
-        why = "lengths are read on the device, so a round is one graph" if attention == "triton" else "the exact one"
+        why = "it needs no further package and has no limits of geometry" if attention == "triton" else "the exact one"
         notes.append(f"engine.attention: {attention} ({why})")
     if attention == "torch" and graphs in ("round", "phases"):
         raise ConfigError(
-            f"engine.cuda_graphs: {graphs} needs engine.attention triton, which plans nothing on the host",
+            f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
             hint="leave engine.cuda_graphs out, or set it to none",
         )
-    on_device = attention == "triton"
+    on_device = attention != "torch"
     batch, page, chunk, fraction = (256, 64, 8192, 0.9) if on_device else (16, 16, 512, 0.5)
     return EngineSettings(
         attention,
@@ -366,7 +397,7 @@ def _resolve_kv_dtype(
             f"engine.kv_dtype is {name}, but the model runs in {_DTYPE_NAMES[dtype]}",
             hint="use engine.kv_dtype: auto (like the model) or fp8_e4m3, or change model.dtype",
         )
-    if attention != "triton":
+    if attention == "torch":
         raise ConfigError(
             f"engine.kv_dtype: fp8_e4m3 needs engine.attention triton, not {attention}",
             hint="use engine.kv_dtype: auto, or engine.device: cuda with engine.attention: triton",

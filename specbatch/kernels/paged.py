@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,8 @@ class PagedBatch:
     max_queries: int  # bound of the new tokens of one sequence
     mask_TW: Tensor | None = None  # int32 words
     mask_starts_B: Tensor | None = None  # int32
+    # `query_starts` where the host knows them: of prompts. None: each sequence has `max_queries` new tokens.
+    host_query_starts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,191 @@
+"""FlashInfer's paged kernels over a `PagedBatch` (Ye et al. 2025, https://github.com/flashinfer-ai/flashinfer).
+
+FlashInfer plans on the host, and here the host never knows lengths. But with one split of the keys, its "fa2" prefill
+kernel reads a sequence's length on the device (`paged_kv_t::get_length`), and a plan is the list of (sequence, tile of
+queries) pairs: it follows the numbers of new tokens, which the host does know. So a plan is made once for each shape of
+a round and stays true while lengths change, under a captured graph as well; prompts are planned chunk by chunk.
+
+Read in FlashInfer 0.6.11, and relied on:
+
+- Every sequence has a whole row of the page table, `indptr[b] = b * P`, so its length is (P - 1) * page_size +
+  last_page_len[b], in unsigned arithmetic: a negative last_page_len is right, and nothing else reads it.
+- What the kernel reads is looked up in the wrapper at `run`: `_paged_kv_indices_buf`, `_paged_kv_last_page_len_buf`,
+  `_custom_mask_buf` and `_mask_indptr_buf` are replaced behind `plan`. The wrapper's own CUDA-graph mode is no use: it
+  pads the list of pairs, and without splits nothing masks the padding.
+- `plan` stages the list in page-locked memory and does not wait for the copy. The list of prompts is staged in a ring.
+- The kernel reads lengths before it waits for its predecessor, so it is not launched ahead of time (`enable_pdl`).
+
+Shape suffixes as in `interface.py`; P pages of a table, Z bytes of a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbatch.cache.pages import KVCache
+from specbatch.kernels import ops_for
+from specbatch.kernels.paged import PagedBatch
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+_RING = 4  # plans of prompts whose copies may be under way
+
+
+class _Planner:
+    """A wrapper of FlashInfer and where its plan is staged."""
+
+    def __init__(self, device: torch.device) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        self._device = device
+        self._splits = torch.empty(16, dtype=torch.uint8, device=device)  # there are none to keep
+        self._num_bytes = 0
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(self._splits, "HND", backend="fa2")
+
+    def plan(self, query_starts: np.ndarray, batch: PagedBatch, num_bytes: int, **geometry: Any) -> None:
+        """`num_bytes`: enough for the list of pairs; the wrapper's own 8 MiB are too many for one a shape."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if num_bytes > self._num_bytes:
+            self.wrapper.reset_workspace_buffer(
+                self._splits, torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            )
+            self._num_bytes = num_bytes
+        num_seqs, num_pages = batch.page_table_BP.shape
+        # Page-locked, so that no copy waits for the device. Lengths are bounds: no plan depends on them.
+        ones = np.ones(num_seqs, dtype=np.int32)
+        self.wrapper.plan(
+            self._host(query_starts.astype(np.int32)),
+            self._host(np.arange(num_seqs + 1, dtype=np.int32) * np.int32(num_pages)),
+            batch.page_table_BP.view(-1),
+            self._host(ones * np.int32(batch.page_size)),
+            page_size=batch.page_size,
+            causal=True,
+            seq_lens=self._host(ones * np.int32(num_pages * batch.page_size)),
+            max_token_per_sequence=batch.max_queries,
+            disable_split_kv=True,
+            **geometry,
+        )
+        if self._copied is not None:
+            self._copied.record()
+
+    def _host(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One forward pass."""
+
+    planner: _Planner
+    page_size: int
+    pages: Tensor  # (B * P,) int32
+    last_page_len_B: Tensor  # int32
+    mask_BZ: Tensor | None = None
+    mask_starts: Tensor | None = None  # (B + 1,) int32, bytes
+
+
+class FlashInferAttention:
+    """`num_heads` is a multiple of `num_kv_heads`; `head_dim` and `dtype` are among HEAD_DIMS and DTYPES. Sliding
+    windows are not supported."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`kv_dtype`: of the cache; None: `dtype`."""
+        self._device = device
+        self._group = num_heads // num_kv_heads
+        self._geometry = {
+            "num_qo_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim_qk": head_dim,
+            "q_data_type": dtype,
+            "kv_data_type": kv_dtype or dtype,
+        }
+        self._tree_mask_bits = ops_for(device, dtype).tree_mask_bits
+        self._planned: dict[tuple[int, ...], _Planner] = {}
+        self._mask_starts: dict[tuple[int, int], Tensor] = {}
+        self._ring: list[_Planner] = []
+
+    def plan(self, layout: PagedBatch) -> _Plan:
+        """Without `host_query_starts`, each sequence has `max_queries` new tokens; such a shape must have been planned
+        once before it is captured in a graph."""
+        num_pages, size = layout.page_table_BP.shape[1], layout.page_size
+        pages = layout.page_table_BP.view(-1)
+        if layout.host_query_starts is not None:
+            assert layout.mask_TW is None, "trees are of one size"
+            counts = layout.query_starts[1:] - layout.query_starts[:-1]
+            last_page_len = layout.starts_B + counts - (num_pages - 1) * size
+            return _Plan(self._plan_prompts(layout, layout.host_query_starts), size, pages, last_page_len)
+        planner = self._plan_shape(layout)
+        last_page_len = layout.starts_B + (layout.max_queries - (num_pages - 1) * size)
+        if layout.mask_TW is None:
+            return _Plan(planner, size, pages, last_page_len)
+        mask = self._tree_mask_bits(
+            layout.mask_TW, layout.mask_starts_B, layout.starts_B, layout.max_queries, num_pages * size
+        )
+        return _Plan(planner, size, pages, last_page_len, mask, self._mask_starts_of(*mask.shape))
+
+    def _plan_shape(self, layout: PagedBatch) -> _Planner:
+        (num_seqs, num_pages), queries = layout.page_table_BP.shape, layout.max_queries
+        assert layout.slots_T.shape[0] == num_seqs * queries, "sequences of uneven length need host_query_starts"
+        key = (num_seqs, queries, num_pages, layout.page_size)
+        if key not in self._planned:
+            assert not _capturing(self._device), f"{key} was not planned before it is captured"
+            planner = _Planner(self._device)
+            self._plan_into(planner, layout, np.arange(num_seqs + 1) * queries)
+            self._planned[key] = planner
+        return self._planned[key]
+
+    def _mask_starts_of(self, num_seqs: int, num_bytes: int) -> Tensor:
+        key = (num_seqs, num_bytes)
+        if key not in self._mask_starts:
+            assert not _capturing(self._device), f"masks of {key} were not made before they are captured"
+            assert (num_seqs + 1) * num_bytes < 2**31, "FlashInfer addresses masks in 32 bits"
+            ends = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device) * num_bytes
+            self._mask_starts[key] = ends
+        return self._mask_starts[key]
+
+    def _plan_prompts(self, layout: PagedBatch, query_starts: np.ndarray) -> _Planner:
+        assert not _capturing(self._device), "prompts are planned by the host"
+        planner = self._ring.pop(0) if len(self._ring) == _RING else _Planner(self._device)
+        self._ring.append(planner)
+        self._plan_into(planner, layout, query_starts)
+        return planner
+
+    def _plan_into(self, planner: _Planner, layout: PagedBatch, query_starts: np.ndarray) -> None:
+        num_seqs = len(query_starts) - 1
+        # Three numbers a pair, whose tile has 16 rows at least, and one a sequence.
+        num_pairs = int(query_starts[-1]) * self._group // 16 + num_seqs
+        planner.plan(query_starts, layout, 12 * num_pairs + 4 * num_seqs + 256, **self._geometry)
+
+    def attend(self, plan: _Plan, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+        assert window is None, "resolve() refuses sliding windows"
+        kv = cache.layer(layer)
+        _, heads, _, dim = kv.shape
+        k, v = kv.view(2, heads, -1, plan.page_size, dim).transpose(1, 2)  # (pages, H, page_size, D), strided
+        wrapper = plan.planner.wrapper
+        wrapper._paged_kv_indices_buf = plan.pages
+        wrapper._paged_kv_last_page_len_buf = plan.last_page_len_B
+        wrapper._custom_mask_buf = None if plan.mask_BZ is None else plan.mask_BZ.view(-1)
+        wrapper._mask_indptr_buf = plan.mask_starts
+        out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        wrapper.run(q_THD, (k, v), out=out, enable_pdl=False)
+        return out
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
