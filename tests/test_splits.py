@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specbatch.attention.backend_paged import MAX_SPLITS, WORKSPACE_ROWS, num_splits
+from specbatch.attention.backend_paged import WORKSPACE_ROWS, num_splits
 from specbatch.kernels.attention import Workspace, tile_for
 
 
@@ -22,7 +22,7 @@ def test_workspace_holds_every_launch(head_dim: int, itemsize: int) -> None:
                 for queries in (1, 2, 4, 5, 8, 10, 17, 33, 50, 60, 64, 100, 200, 1000):
                     rows = queries * group
                     splits = num_splits(num_seqs, kv_heads, rows)
-                    assert 1 <= splits <= MAX_SPLITS
-                    block_m = tile_for(rows, head_dim, itemsize)[0]
+                    assert splits in (1, 2, 4, 8, 16)
+                    block_m = tile_for(rows, head_dim, itemsize).block_m
                     if splits > 1:
                         workspace.reserve(num_seqs * kv_heads * -(-rows // block_m), splits, block_m, head_dim)

@@ -14,9 +14,10 @@ from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
 from specbatch.kernels.paged import PagedBatch
 
-MAX_SPLITS = 16
-# Programs that fill a GPU of 132 multiprocessors twice. A constant: results must not depend on the card.
-_PROGRAMS = 264
+# Few splits leave multiprocessors idle, many cost more to merge; measured on an H200 (`scripts/tune_attention.py`).
+# Constants: results must not depend on the card.
+_PROGRAMS = 512
+_SPLITS, _SPLITS_OF_FEW, _FEW = 8, 16, 4
 _ROWS = 64  # of one program, as counted here
 WORKSPACE_ROWS = 2 * _PROGRAMS * _ROWS  # tiles may have twice the rows
 
@@ -53,6 +54,7 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
     """Splits of each sequence's keys: a power of two, more for fewer sequences and fewer rows."""
     programs = num_seqs * num_kv_heads * -(-num_rows // _ROWS)
     splits = 1
-    while splits < MAX_SPLITS and splits * 2 * programs <= _PROGRAMS:
+    most = _SPLITS_OF_FEW if programs <= _FEW else _SPLITS
+    while splits < most and splits * 2 * programs <= _PROGRAMS:
         splits *= 2
     return splits

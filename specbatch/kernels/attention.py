@@ -160,7 +160,8 @@ def _attend(
     stop_block = tl.cdiv(end, BLOCK_N)
     if PEELED:
         # Blocks that every row sees to their ends need no comparisons.
-        seen_by_all = (start + row_block * BLOCK_M // GROUP + 1) // BLOCK_N
+        num_seen = mask_start if HAS_MASK else start + row_block * BLOCK_M // GROUP + 1
+        seen_by_all = num_seen // BLOCK_N
         acc, maximum, total = _walk(
             acc, maximum, total, q, k_base, v_base, table, begin_block, seen_by_all, end, start, query, row_ok, token,
             position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok,
@@ -212,7 +213,7 @@ def _attend(
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What one program computes at a time: block_m rows by block_n keys. `peeled`: keys that all rows see have a loop
-    of their own, which pays in prompts."""
+    of their own, which pays in prompts (and always under a mask)."""
 
     block_m: int
     block_n: int
@@ -307,7 +308,7 @@ def attend(
         HAS_MASK=has_mask,
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
-        PEELED=tile.peeled and not has_mask and window is None,
+        PEELED=(tile.peeled or has_mask) and window is None,
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -324,4 +325,4 @@ def tile_for(num_rows: int, head_dim: int, itemsize: int) -> Tile:
         return Tile(16, 64, 4, 3)
     if num_rows <= 64:
         return Tile(32 if num_rows <= 32 else 64, 64, 4, 3)
-    return Tile(128, 64, 8, 3 if head_dim <= 128 else 2, peeled=True)
+    return Tile(64, 64, 4, 2, peeled=True)
