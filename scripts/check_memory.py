@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -77,7 +78,7 @@ def main() -> int:
                 file.write(json.dumps({"prompt": f"row {i} " + "x" * 100, "id": i, "topic": "y" * 50}) + "\n")
         watch = Watch(args.rows)
 
-        def build(run: StubRun) -> StubEngine:
+        def build(run: StubRun, show: Callable[[str], None]) -> StubEngine:
             return WatchedEngine(watch)
 
         began = time.perf_counter()

@@ -14,7 +14,7 @@ import time
 import types
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ def resolve(config: Config, progress: object = None) -> StubRun:
     return StubRun(resolved, model_max_tokens=longest, cache_limits_rows=longest < 512)
 
 
-def build_engine(run: StubRun) -> StubEngine:
+def build_engine(run: StubRun, show: Callable[[str], None] = lambda progress: None) -> StubEngine:
     if log := os.environ.get("STUB_BUILT"):
         Path(log).touch()
     return StubEngine(

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Run:
         self.input.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
 
     def __call__(self, config: Config = CONFIG, engine: StubEngine | None = None, **options: Any) -> int:
-        def build(run: StubRun) -> StubEngine:
+        def build(run: StubRun, show: Callable[[str], None]) -> StubEngine:
             self.engines.append(engine or build_engine(run))
             return self.engines[-1]
 

@@ -9,9 +9,8 @@ Read in FlashInfer 0.6.11, and relied on:
 
 - Every sequence has a whole row of the page table, `indptr[b] = b * P`, so its length is (P - 1) * page_size +
   last_page_len[b], in unsigned arithmetic: a negative last_page_len is right, and nothing else reads it.
-- What the kernel reads is looked up in the wrapper at `run`: `_paged_kv_indices_buf`, `_paged_kv_last_page_len_buf`,
-  `_custom_mask_buf` and `_mask_indptr_buf` are replaced behind `plan`. The wrapper's own CUDA-graph mode is no use: it
-  pads the list of pairs, and without splits nothing masks the padding.
+- What the kernel reads is looked up in the wrapper at `run`: the `_REPLACED` are replaced behind `plan`. The wrapper's
+  own CUDA-graph mode is no use: it pads the list of pairs, and without splits nothing masks the padding.
 - `plan` stages the list in page-locked memory and does not wait for the copy. The list of prompts is staged in a ring.
 - The kernel reads lengths before it waits for its predecessor, so it is not launched ahead of time (`enable_pdl`).
 
@@ -28,11 +27,13 @@ import torch
 from torch import Tensor
 
 from specbatch.cache.pages import KVCache
+from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.paged import PagedBatch
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
+_REPLACED = ("_paged_kv_indices_buf", "_paged_kv_last_page_len_buf", "_custom_mask_buf", "_mask_indptr_buf")
 _RING = 4  # plans of prompts whose copies may be under way
 
 
@@ -47,6 +48,11 @@ class _Planner:
         self._num_bytes = 0
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self.wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(self._splits, "HND", backend="fa2")
+        if not all(hasattr(self.wrapper, name) for name in _REPLACED):
+            raise ModelError(
+                "the installed flashinfer-python keeps its buffers in another way than the versions known here",
+                hint="pip install 'specbatch[gpu]', or use engine.attention: triton",
+            )
 
     def plan(self, query_starts: np.ndarray, batch: PagedBatch, num_bytes: int, **geometry: Any) -> None:
         """`num_bytes`: enough for the list of pairs; the wrapper's own 8 MiB are too many for one a shape."""
@@ -178,10 +184,9 @@ class FlashInferAttention:
         _, heads, _, dim = kv.shape
         k, v = kv.view(2, heads, -1, plan.page_size, dim).transpose(1, 2)  # (pages, H, page_size, D), strided
         wrapper = plan.planner.wrapper
-        wrapper._paged_kv_indices_buf = plan.pages
-        wrapper._paged_kv_last_page_len_buf = plan.last_page_len_B
-        wrapper._custom_mask_buf = None if plan.mask_BZ is None else plan.mask_BZ.view(-1)
-        wrapper._mask_indptr_buf = plan.mask_starts
+        mask = None if plan.mask_BZ is None else plan.mask_BZ.view(-1)
+        for name, tensor in zip(_REPLACED, (plan.pages, plan.last_page_len_B, mask, plan.mask_starts), strict=True):
+            setattr(wrapper, name, tensor)
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         wrapper.run(q_THD, (k, v), out=out, enable_pdl=False)
         return out

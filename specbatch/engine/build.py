@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -27,13 +28,14 @@ from specbatch.speculation.proposer import Proposer
 from specbatch.types import BatchEngine
 
 
-def build_engine(run: ResolvedRun) -> BatchEngine:
-    """Read the weights and put the engine together; what is decided on the way is added to `run.notes`.
+def build_engine(run: ResolvedRun, show: Callable[[str], None] = lambda progress: None) -> BatchEngine:
+    """Read the weights and put the engine together; what is decided on the way is added to `run.notes`, and `show` is
+    told what is being done.
 
     Raises ModelError where the GPU's memory does not suffice.
     """
     try:
-        return _build_engine(run)
+        return _build_engine(run, show)
     except torch.cuda.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(run.device)
         raise ModelError(
@@ -43,7 +45,7 @@ def build_engine(run: ResolvedRun) -> BatchEngine:
         ) from error
 
 
-def _build_engine(run: ResolvedRun) -> BatchEngine:
+def _build_engine(run: ResolvedRun, show: Callable[[str], None]) -> BatchEngine:
     engine = run.engine
     if run.device.index is not None:
         torch.cuda.set_device(run.device)  # Triton, graphs and events go to the current device
@@ -53,7 +55,7 @@ def _build_engine(run: ResolvedRun) -> BatchEngine:
         run.target.config, run.target.tensors, num_positions, run.dtype, run.device, engine.attention, run.kv_dtype
     )
     if engine.on_device:
-        return _build_device_engine(run, target, num_positions, began)
+        return _build_device_engine(run, target, num_positions, began, show)
     pool = PagePool(run.num_kv_tokens // engine.page_size, engine.page_size)
     num_slots = pool.num_pages * pool.page_size
     proposer = _build_proposer(run, target, num_slots, num_positions)
@@ -70,7 +72,9 @@ def _build_engine(run: ResolvedRun) -> BatchEngine:
     )
 
 
-def _build_device_engine(run: ResolvedRun, target: Decoder, num_positions: int, began: float) -> BatchEngine:
+def _build_device_engine(
+    run: ResolvedRun, target: Decoder, num_positions: int, began: float, show: Callable[[str], None]
+) -> BatchEngine:
     engine, speculation = run.engine, run.config.speculation
     ops = ops_for(run.device, run.dtype)
     drafter: Drafter
@@ -102,8 +106,11 @@ def _build_device_engine(run: ResolvedRun, target: Decoder, num_positions: int, 
         eos_token_ids=_eos_token_ids(run),
         simulate=speculation.simulate_acceptance,
         say=run.notes.append,
+        show=show,
     )
-    built.start_seconds = {"weights": weights_seconds} | built.start_seconds
+    built.start_seconds = seconds = {"weights": weights_seconds} | built.start_seconds
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+    run.notes.append(f"engine: ready in {sum(seconds.values()):.1f} s ({parts})")
     return built
 
 

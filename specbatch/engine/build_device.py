@@ -24,6 +24,7 @@ GIB = 2**30
 # Of each captured size: what the driver keeps for a graph's nodes. A guess on the safe side; what the captures took is
 # reported.
 _GRAPH_BYTES = 24 * 2**20
+_SMALLEST_CHUNK = 32  # of the trial, tokens
 
 
 def build_device_engine(
@@ -46,9 +47,11 @@ def build_device_engine(
     eos_token_ids: tuple[int, ...],
     simulate: float | None,
     say: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> DeviceEngine:
     """`kv_cache_tokens` None: what `memory_fraction` of the device leaves beside everything else. `sampled`: requests
-    will draw samples, so their graphs are captured too. `say` is told what was decided, a line each.
+    will draw samples, so their graphs are captured too. `say` is told what was decided, a line each; `show` what is
+    being done.
 
     Raises ModelError, with numbers, where the memory does not suffice.
     """
@@ -68,9 +71,14 @@ def build_device_engine(
         net.cache.resize(trial_slots)
     round_ = Round(target, caches[0], drafter, state, page_size, eos_token_ids, ops, simulate)
 
-    prompt_bytes = _peak(device, lambda: _trial_prompt(round_, state, prefill_chunk_tokens, page_size, sampled, device))
+    show("trial run")
+    prompt_bytes = _peak(device, lambda: _trial_prompt(round_, state, prefill_chunk_tokens, page_size, device))
+    num_tokens = _SMALLEST_CHUNK
+    while num_tokens < prefill_chunk_tokens:  # compiles what chunks of other sizes need
+        _trial_prompt(round_, state, num_tokens, page_size, device)
+        num_tokens *= 2
     padding = torch.full((max_batch_size,), state.padding, dtype=torch.int64, device=device)
-    round_bytes = _peak(device, lambda: _trial_round(round_, padding, sampled))
+    round_bytes = _peak(device, lambda: _trial_round(round_, padding))
     seconds["trial run, kernels compiled"] = time.perf_counter() - began
 
     began = time.perf_counter()
@@ -102,7 +110,7 @@ def build_device_engine(
     if executor.runner is not None:
         with torch.inference_mode():
             for mode in [False, True] if sampled else [False]:
-                executor.capture(mode)
+                executor.capture(mode, show)
         seconds["graphs captured"] = executor.runner.seconds
         say(
             f"engine.cuda_graphs: {executor.num_graphs} graphs ({graphs}) for up to {max_batch_size} rows, captured in "
@@ -149,16 +157,15 @@ def _peak(device: torch.device, function: Callable[[], None]) -> int:
 
 
 @torch.inference_mode()
-def _trial_round(round_: Round, padding: torch.Tensor, sampled: bool) -> None:
-    """The largest round. All rows are padding: it computes everything and writes nothing."""
-    round_(padding, sampled)
+def _trial_round(round_: Round, padding: torch.Tensor) -> None:
+    """The largest round. All rows are padding: it computes everything and writes nothing. Any row may ask for samples,
+    which take the most memory."""
+    round_(padding, sampled=True)
 
 
 @torch.inference_mode()
-def _trial_prompt(
-    round_: Round, state: SlotState, num_tokens: int, page_size: int, sampled: bool, device: torch.device
-) -> None:
-    """The largest chunk: one prompt that fills it. It ends in padding's slot, which stays done."""
+def _trial_prompt(round_: Round, state: SlotState, num_tokens: int, page_size: int, device: torch.device) -> None:
+    """A chunk filled by one prompt. It ends in padding's slot, which stays done."""
     pages = -(-num_tokens // page_size)
     table = torch.arange(max(pages + 1, state.page_table_SP.shape[1]), dtype=torch.int32, device=device)[None]
     index = torch.arange(num_tokens, device=device)
@@ -170,5 +177,5 @@ def _trial_prompt(
     saved = state.ints_SF[state.padding].clone()
     selected = Selected.of(layout, last, last, table)
     root = torch.full_like(last, -1)
-    round_.prefill(PromptChunk(zeros, layout, slot, selected, last + 1, root, zeros, layout, selected), sampled)
+    round_.prefill(PromptChunk(zeros, layout, slot, selected, last + 1, root, zeros, layout, selected), sampled=True)
     state.ints_SF[state.padding] = saved

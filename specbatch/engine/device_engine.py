@@ -289,7 +289,7 @@ class DeviceEngine:
         device, size = self._state.ints_SF.device, len(self._num_pages_of)
         self._executor = RoundExecutor(self._round, size, device, mode, eager_phases=eager_phases)
         if self._executor.runner is not None:
-            self._executor.capture(False)
+            self._executor.capture(False, lambda progress: None)
 
     @torch.inference_mode()
     def time_phases(self, batch_size: int, context: int = 1000, repeats: int = 20) -> dict[str, float]:

@@ -50,9 +50,11 @@ class RoundExecutor:
     def num_graphs(self) -> int:
         return 0 if self.runner is None else len(self.runner)
 
-    def capture(self, sampled: bool) -> None:
-        """Capture all sizes for batches that hold sampled requests, or none. The rows must be padding."""
-        for size in reversed(self._sizes):
+    def capture(self, sampled: bool, show: Callable[[str], None]) -> None:
+        """Capture all sizes for batches that hold sampled requests, or none. The rows must be padding. `show` is told
+        how far it is."""
+        for i, size in enumerate(reversed(self._sizes)):
+            show(f"capturing CUDA graphs: {i + 1} of {len(self._sizes)}, {size} rows{', sampled' * sampled}")
             self._capture(size, sampled)
 
     def _capture(self, size: int, sampled: bool) -> None:

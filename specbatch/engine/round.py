@@ -27,6 +27,7 @@ from specbatch.speculation.slots import COLUMNS, Field, Rows, SlotState
 # Columns of a report in front of the tokens: how many are new, drafts verified, depth of the tree.
 REPORT_COUNT, REPORT_DRAFTED, REPORT_DEPTH, REPORT_TOKENS = range(4)
 MAX_TOP_LOGPROBS = 20
+_LOGPROB_ROWS = 32  # rows of a batch whose log-probabilities are computed at once
 # Up to so many rows a draft-extend only streams weights, and computing the hidden states of all of them costs nothing.
 _FREE_ROWS = 64
 
@@ -284,7 +285,10 @@ class PromptChunk:
 
 
 def logprobs_of(logits_BMV: Tensor, tokens_BM: Tensor) -> Logprobs:
-    """Before temperature and filters, in float32."""
-    values = torch.log_softmax(logits_BMV.float(), dim=-1)
-    top, ids = values.topk(min(MAX_TOP_LOGPROBS, values.shape[-1]), dim=-1)
-    return Logprobs(values.gather(2, tokens_BM[:, :, None])[:, :, 0], top, ids)
+    """Before temperature and filters, in float32; a few rows at a time, which bounds the memory."""
+    parts = []
+    for logits, tokens in zip(logits_BMV.split(_LOGPROB_ROWS), tokens_BM.split(_LOGPROB_ROWS), strict=True):
+        values = torch.log_softmax(logits.float(), dim=-1)
+        top, ids = values.topk(min(MAX_TOP_LOGPROBS, values.shape[-1]), dim=-1)
+        parts.append((values.gather(2, tokens[:, :, None])[:, :, 0], top, ids))
+    return Logprobs(*(torch.cat(part) for part in zip(*parts, strict=True)))

@@ -58,6 +58,7 @@ class GraphRunner:
         if warm_up:
             function()
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # a capture does it too: what it gives back is not the graph's
         free = torch.cuda.mem_get_info(self._device)[0]
         graph = torch.cuda.CUDAGraph()
         # What a collection frees on the device (another engine's graphs, say) would break the capture.

@@ -6,7 +6,6 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,7 +47,7 @@ class Runtime:
     """The parts that need models: `engine.build` in the tool, stubs in tests."""
 
     resolve: Callable[[Config], Any]  # -> Resolved
-    build_engine: Callable[[Any], BatchEngine]
+    build_engine: Callable[[Any, Callable[[str], None]], BatchEngine]  # told where to show what is being done
     model_paths: Callable[[Config], Mapping[str, Path]]  # by option, of a resolved config
 
 
@@ -100,9 +99,13 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
         progress = JobProgress(total, console)
 
         def load() -> BatchEngine:
-            with console.status(f"loading {escape(run.config.model.target)}") if console.is_terminal else nullcontext():
-                known = len(run.notes)
-                engine = runtime.build_engine(run)
+            known = len(run.notes)
+            loading = f"loading {escape(run.config.model.target)}"
+            if console.is_terminal:
+                with console.status(loading) as status:
+                    engine = runtime.build_engine(run, lambda doing: status.update(f"{loading}: {escape(doing)}"))
+            else:
+                engine = runtime.build_engine(run, lambda doing: None)
             for note in run.notes[known:]:  # what only the loaded model could tell
                 console.print(note, markup=False, soft_wrap=True)
             return engine
