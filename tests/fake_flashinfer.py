@@ -14,6 +14,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert (kv_layout, backend) == ("HND", "fa2")
         type(self).made += 1
         self._int_bytes = 8 * 2**20
+        self._paged_kv_indices_buf: Tensor | None = None
+        self._paged_kv_last_page_len_buf: Tensor | None = None
+        self._custom_mask_buf: Tensor | None = None
+        self._mask_indptr_buf: Tensor | None = None
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         self._int_bytes = int_workspace_buffer.numel()
@@ -54,8 +58,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._paged_kv_indptr_buf = paged_kv_indptr.clone()
         self._paged_kv_indices_buf = paged_kv_indices
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len
-        self._custom_mask_buf: Tensor | None = None
-        self._mask_indptr_buf: Tensor | None = None
+        self._custom_mask_buf = self._mask_indptr_buf = None
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor, enable_pdl: bool) -> Tensor:
         assert not enable_pdl
@@ -67,6 +70,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert k_cache.shape[2] == self._page_size
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         group = q.shape[1] // k_cache.shape[1]
+        assert self._paged_kv_indices_buf is not None
+        assert self._paged_kv_last_page_len_buf is not None
         for b in range(len(self._query_starts) - 1):
             first, end = self._query_starts[b : b + 2].tolist()
             page_first, page_end = self._paged_kv_indptr_buf[b : b + 2].tolist()

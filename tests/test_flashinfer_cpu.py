@@ -14,7 +14,7 @@ from torch import Tensor
 import specbatch.engine.resolve as resolving
 from specbatch.attention.backend_flashinfer import FlashInferAttention
 from specbatch.config import EngineSection
-from specbatch.errors import ConfigError
+from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels import torch_mask
 from specbatch.models.config import ModelConfig
 from specbatch.speculation.tree import DraftShape
@@ -48,6 +48,22 @@ def test_engine_over_the_fake_gives_the_same_tokens(
     engine = tiny_device_engine(method, shape, **settings, backend=FlashInferAttention)
     assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
     assert fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper.made > 4
+
+
+@pytest.mark.skipif(CUDA, reason="plans on the CPU")
+def test_another_flashinfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers under other names would be replaced in vain."""
+
+    class Renamed(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)  # type: ignore[arg-type]
+            del self._custom_mask_buf
+
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.setattr(fake_flashinfer, "BatchPrefillWithPagedKVCacheWrapper", Renamed)
+    engine = tiny_device_engine(backend=FlashInferAttention)
+    with pytest.raises(ModelError, match="keeps its buffers in another way"):
+        run(engine, [[1, 2, 3]], SamplingParams(max_tokens=2))
 
 
 def naive_mask(words: list[list[int]], mask_start: int, start: int, num_queries: int) -> list[int]:
