@@ -334,9 +334,11 @@ class Tuner:
                     if not torch.equal(first[0], y[0]):
                         say(f"  {product.name} M={M} {brief(config)}: row 0 depends on the other rows")  # noqa: B023
 
+                added = residual.clone()  # noqa: B023
+
                 def launch() -> None:
                     for call in range(num_calls):
-                        apply(product, x, norm, weights[call % num_copies], residual, config)  # noqa: B023
+                        apply(product, x, norm, weights[call % num_copies], added, config)  # noqa: B023
 
                 seconds = replay_time(launch) / num_calls
                 rate = product.weight_bytes / seconds / 1e12

@@ -150,6 +150,20 @@ def test_every_skinny_product_has_a_configuration(M: int) -> None:
         assert (elsewhere.tma, elsewhere.pdl, elsewhere.prefetch) == (False, False, 0)
 
 
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [65, 100, 128])
+def test_many_rows(M: int) -> None:
+    """The products that stay ours up to 128 rows, as the table has them."""
+    x = normal(M, 4096, seed=1, dtype=torch.bfloat16, device="cuda")
+    w = normal(28672, 4096, seed=2, dtype=torch.bfloat16, device="cuda") / 64
+    norm = normal(4096, seed=3, dtype=torch.bfloat16, device="cuda")
+    assert_close(ops.norm_gated_linear(x, norm, EPS, w), twin.norm_gated_linear(x, norm, EPS, w))
+    x = normal(M, 12288, seed=4, dtype=torch.bfloat16, device="cuda")
+    w = normal(4096, 12288, seed=5, dtype=torch.bfloat16, device="cuda") / 110
+    assert_close(ops.linear(x, w), twin.linear(x, w))
+
+
 def test_measured_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {(64, 128): {1: FMA, 2: FMA, 16: DOT, 64: None}}
     monkeypatch.setattr(linear_config, "_MEASURED", table)
@@ -162,6 +176,10 @@ def test_measured_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_skinny() -> None:
     assert not is_skinny(65, 4096, 4096, torch.bfloat16)
+    assert is_skinny(128, 28672, 4096, torch.bfloat16)  # by measurement, and nowhere else
+    assert not is_skinny(129, 28672, 4096, torch.bfloat16)
+    assert not is_skinny(128, 28672, 4096, torch.float16)
+    assert not is_skinny(128, 28672, 4096, torch.bfloat16, is_hopper=False)
     assert not is_skinny(4, 4096, 4096, torch.float32)
     assert not is_skinny(4, 4100, 4096, torch.bfloat16)
 

@@ -13,7 +13,9 @@ from typing import Literal
 
 import torch
 
-MAX_ROWS = 64  # above this a product has enough arithmetic for the library's kernels
+# Above this a product has enough arithmetic for the library's kernels, but for those that the table knows better (on
+# Hopper and in bfloat16).
+MAX_ROWS = 64
 _FMA_MAX_ROWS = 2  # at 4 the tensor cores are faster
 _SHARED_BYTES = 96_000  # of one program, on the smaller GPUs
 
@@ -22,7 +24,7 @@ _SHARED_BYTES = 96_000  # of one program, on the smaller GPUs
 class Config:
     """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
 
-    kind: "fma" multiplies on the ordinary units (block_m 1 or 2), "dot" on the tensor cores (block_m 8 to 64).
+    kind: "fma" multiplies on the ordinary units (block_m 1 or 2), "dot" on the tensor cores (block_m 8 to 128).
     block_m: rows of x in one program; M <= block_m. block_o, block_i: rows and columns of the tile of weights that is
         read in one step; of a gated product half the rows are gate, half are up.
     num_stages: tiles in flight of one program. num_warps: 32 threads each.
@@ -84,6 +86,7 @@ _MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {
         16: Config("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
         32: Config("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
         64: Config("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        128: Config("dot", 128, 256, 64, 4, 8, tma=True, fuse_norm=False, pdl=True),
     },
     (4096, 14336): {  # down
         1: Config("fma", 1, 4, 2048, 1, 8, pdl=True, early=True),
@@ -102,6 +105,7 @@ _MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {
         16: Config("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
         32: Config("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
         64: Config("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        128: Config("dot", 128, 256, 64, 4, 8, tma=True, fuse_norm=False, pdl=True),
     },
     (4096, 12288): {  # draft_fc
         1: Config("fma", 1, 2, 4096, 1, 8, pdl=True, early=True),
@@ -111,6 +115,7 @@ _MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {
         16: Config("dot", 16, 32, 256, 5, 2, tma=True, fuse_norm=False, pdl=True),
         32: Config("dot", 32, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
         64: Config("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        128: Config("dot", 128, 64, 128, 4, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
     },
     (6144, 8192): {  # draft_qkv
         1: Config("fma", 1, 2, 4096, 1, 8, pdl=True, early=True),
@@ -133,22 +138,25 @@ _MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {
 }
 
 
-def is_skinny(M: int, O: int, I: int, dtype: torch.dtype) -> bool:  # noqa: E741
+def is_skinny(M: int, O: int, I: int, dtype: torch.dtype, is_hopper: bool = True) -> bool:  # noqa: E741
     """Whether `kernels.linear` is the one for M x I times I x O, or the library's product (F.linear)."""
-    if not 0 < M <= MAX_ROWS or O % 8 or I % 8 or dtype not in (torch.bfloat16, torch.float16):
+    if M <= 0 or O % 8 or I % 8 or dtype not in (torch.bfloat16, torch.float16):
         return False
+    if M > MAX_ROWS:
+        return is_hopper and dtype == torch.bfloat16 and _measured(M, O, I, None) is not None
     return _measured(M, O, I, _guess(M, O)) is not None
 
 
 def config_for(M: int, O: int, I: int, dtype: torch.dtype) -> Config:  # noqa: E741
     """The configuration for x (M, I) and weights (O, I); for a gated product O counts the rows of gate and up.
 
-    Raises AssertionError for more than MAX_ROWS rows.
+    Raises AssertionError where nothing is known for more than MAX_ROWS rows.
     """
-    assert 0 < M <= MAX_ROWS, M
-    guess = _guess(M, O)
+    guess = _guess(M, O) if M <= MAX_ROWS else None
     # What was measured is bfloat16; the "fma" kernel needs more registers for other types.
-    return (_measured(M, O, I, guess) if dtype == torch.bfloat16 else None) or guess
+    config = (_measured(M, O, I, guess) if dtype == torch.bfloat16 else None) or guess
+    assert config is not None, (M, O, I, dtype)
+    return config
 
 
 def without_hopper(config: Config) -> Config:
@@ -158,7 +166,7 @@ def without_hopper(config: Config) -> Config:
     return replace(config, tma=False, pdl=False, prefetch=0, num_stages=num_stages)
 
 
-def _measured(M: int, O: int, I: int, default: Config) -> Config | None:  # noqa: E741
+def _measured(M: int, O: int, I: int, default: Config | None) -> Config | None:  # noqa: E741
     """What the table says, `default` for a size that is not in it."""
     rows = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
     config = _MEASURED[O, I][min(rows)] if rows else default
