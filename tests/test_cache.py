@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from functools import cache
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from specbatch.cache import prefix as prefix_module
 from specbatch.cache.pages import KVCache, PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.engine import Engine
+from specbatch.engine.scheduler import Scheduler
+from specbatch.speculation.sequence import Sequence
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import Completion, FinishReason, NoiseKey, Request, SamplingParams
 from tests.models import CPU, tiny_engine
@@ -87,24 +93,35 @@ class Paths(RuleBasedStateMachine):
         _, pages = self.owners.pop(which % len(self.owners))
         self.pool.release(pages)
 
+    @precondition(lambda self: self.owners)
+    @rule(which=st.integers(0, 99))
+    def hold_twice(self, which: int) -> None:
+        """Pages may be shared without the index knowing them."""
+        tokens, pages = self.owners[which % len(self.owners)]
+        self.pool.retain(pages)
+        self.owners.append((tokens, pages))
+
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:
         """Least recently used leaves first; never a page in use, never one with children."""
-        in_use = {page for _, pages in self.owners for page in pages}
-        assert self.index.num_evictable() == sum(page not in in_use for page in self.filed.values())
-        freed = self.index.evict(count)
-        assert freed == min(count, sum(page not in in_use for page in self.filed.values()))
-        left = set(self.index.pages())
-        for _ in range(freed):
+        in_use = self.in_use()
+        expected = 0
+        while expected < count:
             parents = {self.parent(key) for key in self.filed}
             leaves = [key for key, page in self.filed.items() if page not in in_use and key not in parents]
-            oldest = min(self.used[key] for key in leaves)
-            # Two leaves may be equally old: take the one that the index took.
-            gone = [k for k in leaves if self.used[k] == oldest and self.filed[k] not in left]
-            assert gone, "a page went before an older one"
-            del self.filed[gone[0]]
-            del self.used[gone[0]]
-        assert left == set(self.filed.values())
+            if not leaves:
+                break
+            # One use touches a single path, and of a path one page is a leaf: no two leaves are equally old.
+            assert len({self.used[key] for key in leaves}) == len(leaves)
+            oldest = min(leaves, key=self.used.__getitem__)
+            del self.filed[oldest]
+            del self.used[oldest]
+            expected += 1
+        assert self.index.evict(count) == expected
+        assert set(self.index.pages()) == set(self.filed.values())
+
+    def in_use(self) -> set[int]:
+        return {page for _, pages in self.owners for page in pages}
 
     def parent(self, key: tuple[int, ...]) -> tuple[int, ...]:
         return key[: len(key) - self.pool.page_size]
@@ -117,8 +134,9 @@ class Paths(RuleBasedStateMachine):
         assert Counter(self.index.pages()) == Counter(self.filed.values())
         assert len(self.index) == len(self.filed)
         self.pool.check_integrity([pages for _, pages in self.owners] + [self.index.pages()])
-        held = {page for _, pages in self.owners for page in pages} | set(self.filed.values())
-        assert self.pool.num_free == self.pool.num_pages - len(held)
+        in_use = self.in_use()
+        assert self.pool.num_free == self.pool.num_pages - len(in_use | set(self.filed.values()))
+        assert self.index.num_evictable() == sum(page not in in_use for page in self.filed.values())
 
 
 TestPaths = Paths.TestCase
@@ -153,6 +171,64 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     pool.release(in_use)
     assert index.evict(5) == 1
     assert pool.num_free == 6
+
+
+def test_eviction_of_the_last_page_leaves_those_of_others() -> None:
+    pool = PagePool(2, 2)
+    index = PrefixIndex(pool)
+    pages = pool.allocate(2)
+    index.insert([1, 1], pages, 2)
+    pool.release(pages[:1])
+    assert [index.evict(1), index.evict(1)] == [1, 0]
+    index.check_integrity()
+    pool.check_integrity([pages[1:]])
+
+
+def lines_of_1000_admissions(num_pages: int) -> int:
+    """Lines of the prefix index that run while 1000 requests of 10 pages come and go, in a cache full of old ones."""
+    pool = PagePool(num_pages, 2)
+    index = PrefixIndex(pool)
+    scheduler = Scheduler(pool, index, 1, lambda seq: None, max_batch_size=4, prefill_chunk_tokens=64)
+    for number in range(num_pages // 10):
+        pages = pool.allocate(10)
+        index.insert([-1 - number, *range(19)], pages, 20)
+        pool.release(pages)
+    assert (pool.num_free, index.num_evictable()) == (0, num_pages)
+    lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code.co_filename == prefix_module.__file__ else None
+
+    def admissions() -> None:
+        for number in range(1000):
+            prompt = (number // 2, *range(19))  # each comes twice
+            request = Request(number, prompt, SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+            scheduler.waiting.append(Sequence(request, list(prompt), 24))
+            (span,) = scheduler.plan_prefill()
+            assert span.num_cached == 18 * (number % 2)
+            span.seq.num_committed = span.end
+            scheduler.share(span.seq)
+            assert not scheduler.would_preempt()
+            scheduler.plan_round()
+            if len(scheduler.running) == 4:
+                scheduler.finish(scheduler.running[0])
+
+    tracer = sys.gettrace()
+    sys.settrace(count)
+    try:
+        admissions()
+    finally:
+        sys.settrace(tracer)
+    scheduler.check_integrity()
+    return lines
+
+
+def test_work_does_not_grow_with_the_cache() -> None:
+    small, large = lines_of_1000_admissions(2_000), lines_of_1000_admissions(20_000)
+    assert large < 1.1 * small
+    assert large < 1000 * 20_000 / 20  # of one walk over all pages for each admission
 
 
 def test_integrity_checks_notice_damage() -> None:

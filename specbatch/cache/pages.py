@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 class PagePool:
     """Refcounts of `num_pages` pages. Pure accounting: it never touches a tensor.
 
-    A page is free (count 0) or held by one or more owners: running requests and the prefix index.
+    A page is free (count 0) or held by one or more owners: running requests and the prefix index. `on_unshared` is told
+    of each page that is left with one owner.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -33,6 +34,7 @@ class PagePool:
         self._free = list(
             range(num_pages - 1, -1, -1)
         )  # a stack: the lowest page comes first, recently freed ones reuse warm memory
+        self.on_unshared: Callable[[int], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -66,6 +68,8 @@ class PagePool:
             self._refs[page] -= 1
             if self._refs[page] == 0:
                 self._free.append(page)
+            elif self._refs[page] == 1 and self.on_unshared is not None:
+                self.on_unshared(page)
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Assert that the counts are exactly what `holders` (the page lists of all owners) add up to."""

@@ -4,6 +4,9 @@ A node stands for one full page after a given path of pages, so two rows share e
 which their tokens differ. The index holds one reference to each of its pages; a page that nobody else holds can be
 evicted, leaves first, least recently used first.
 
+A cache of a GPU has 100,000 pages, and every step asks what could be evicted, so nothing here walks over all of them:
+pages that nobody else holds are counted as they come and go, and those that are leaves wait in a heap.
+
 `lookahead` is 1 where the draft's keys and values at a slot depend on the *next* token too (EAGLE pairs the feature of
 position i with token i + 1): then a page is shared only between rows that agree on the token behind it as well.
 """
@@ -17,7 +20,7 @@ from specbatch.cache.pages import PagePool
 
 
 class _Node:
-    __slots__ = ("children", "key", "last_used", "page", "parent")
+    __slots__ = ("children", "is_queued", "key", "last_used", "page", "parent")
 
     def __init__(self, key: tuple[int, ...], page: int, parent: _Node | None) -> None:
         self.key = key
@@ -25,21 +28,28 @@ class _Node:
         self.parent = parent
         self.children: dict[tuple[int, ...], _Node] = {}
         self.last_used = 0
+        self.is_queued = False  # has its one entry in the heap
 
 
 class PrefixIndex:
-    """Maps token prefixes to pages of `pool`."""
+    """Maps token prefixes to pages of `pool`, and listens to it: a pool has one index at most."""
 
     def __init__(self, pool: PagePool, lookahead: int = 0) -> None:
         self._pool = pool
         self._lookahead = lookahead
         self._root = _Node((), -1, None)
+        self._nodes: dict[int, _Node] = {}  # by page
         self._clock = 0
-        self._num_pages = 0
+        self._num_idle = 0  # pages that nobody else holds
+        # (last_used, page), cleaned lazily: every idle leaf has an entry, perhaps one from before its last use; other
+        # nodes may have one left.
+        self._heap: list[tuple[int, int]] = []
+        assert pool.on_unshared is None, "two indices over one pool"
+        pool.on_unshared = self._on_unshared
 
     def __len__(self) -> int:
         """Pages held."""
-        return self._num_pages
+        return len(self._nodes)
 
     def key(self, tokens: Sequence[int], page_number: int) -> tuple[int, ...] | None:
         """What identifies the `page_number`-th page of `tokens`, or None where the tokens do not fill it."""
@@ -63,6 +73,7 @@ class PrefixIndex:
         pages = []
         for node in self._walk(tokens, max_tokens // self._pool.page_size):
             node.last_used = self._clock
+            self._num_idle -= self._pool.refs(node.page) == 1
             pages.append(node.page)
         self._pool.retain(pages)
         return pages
@@ -80,50 +91,74 @@ class PrefixIndex:
             if child is None:
                 child = _Node(key, pages[number], node)
                 node.children[key] = child
-                self._pool.retain([pages[number]])
-                self._num_pages += 1
+                self._nodes[child.page] = child
+                self._pool.retain([child.page])
             child.last_used = self._clock
             node = child
 
     def num_evictable(self) -> int:
-        """Pages that eviction could free: nobody but the index holds them."""
-        # A page below one in use is itself evictable, and a page above one in use is in use too (every holder of a
-        # page holds its whole path), so counting single pages is exact.
-        return sum(self._pool.refs(node.page) == 1 for node in self._nodes())
+        """Pages that nobody but the index holds. Eviction could free them all, if whoever holds a page holds the path
+        above it too; that is so unless `insert` was given other pages for that path than those known."""
+        return self._num_idle
 
     def evict(self, count: int) -> int:
         """Free up to `count` pages, least recently used first; returns how many."""
-        heap = [(n.last_used, id(n), n) for n in self._nodes() if not n.children and self._pool.refs(n.page) == 1]
-        heapq.heapify(heap)
         freed = 0
-        while heap and freed < count:
-            _, _, node = heapq.heappop(heap)
+        while self._heap and freed < count:
+            last_used, page = heapq.heappop(self._heap)
+            node = self._nodes[page]
+            node.is_queued = False
+            if last_used < node.last_used:
+                self._queue(node)
+                continue
+            # Whoever takes a page or files another below it uses it.
+            is_idle_leaf = not node.children and self._pool.refs(page) == 1
+            assert is_idle_leaf, f"page {page} became busy without being used"
             parent = node.parent
             assert parent is not None
             del parent.children[node.key]
-            self._pool.release([node.page])
-            self._num_pages -= 1
+            del self._nodes[page]
+            self._pool.release([page])
+            self._num_idle -= 1
             freed += 1
-            if parent is not self._root and not parent.children and self._pool.refs(parent.page) == 1:
-                heapq.heappush(heap, (parent.last_used, id(parent), parent))
+            if parent is not self._root:
+                self._queue(parent)
         return freed
 
-    def pages(self) -> list[int]:
-        return [node.page for node in self._nodes()]
+    def _queue(self, node: _Node) -> None:
+        """Note a page for eviction, if it is an idle leaf."""
+        if not (node.is_queued or node.children) and self._pool.refs(node.page) == 1:
+            heapq.heappush(self._heap, (node.last_used, node.page))
+            node.is_queued = True
 
-    def _nodes(self) -> Iterator[_Node]:
+    def _on_unshared(self, page: int) -> None:
+        node = self._nodes.get(page)
+        if node is not None:
+            self._num_idle += 1
+            self._queue(node)
+
+    def pages(self) -> list[int]:
+        return list(self._nodes)
+
+    def check_integrity(self) -> None:
+        queued = {page: last_used for last_used, page in self._heap}
+        assert len(queued) == len(self._heap), "a page waits twice for eviction"
+        assert queued.keys() <= self._nodes.keys(), "a page that is gone waits for eviction"
+        num_idle = num_reached = 0
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
-            yield node
             stack.extend(node.children.values())
-
-    def check_integrity(self) -> None:
-        nodes = list(self._nodes())
-        assert len(nodes) == self._num_pages, f"{len(nodes)} nodes, {self._num_pages} counted"
-        assert len({n.page for n in nodes}) == len(nodes), "one page stands at two places of the index"
-        for node in nodes:
-            assert self._pool.refs(node.page) >= 1, f"the index points at free page {node.page}"
+            num_reached += 1
+            page, refs = node.page, self._pool.refs(node.page)
+            assert self._nodes.get(page) is node, f"page {page} stands at two places of the index, or is not known"
+            assert refs >= 1, f"the index points at free page {page}"
+            assert node.is_queued == (page in queued), f"page {page} has a wrong mark"
+            assert queued.get(page, 0) <= node.last_used, f"page {page} waits for a time to come"
+            num_idle += refs == 1
+            assert node.children or refs > 1 or node.is_queued, f"page {page} would never be evicted"
             for key, child in node.children.items():
                 assert child.key == key, f"page {child.page} is filed under another key"
                 assert child.parent is node, f"page {child.page} has a wrong parent"
+        assert num_reached == len(self._nodes), f"{num_reached} nodes, {len(self._nodes)} known"
+        assert num_idle == self._num_idle, f"{num_idle} idle pages, {self._num_idle} counted"

@@ -15,7 +15,7 @@ from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.speculation.sequence import Sequence
 
-# Evicted at once, at least: finding the oldest pages walks the whole index.
+# Evicted at once, at least: the next few requests find room without asking.
 EVICT_PAGES = 64
 
 
@@ -154,9 +154,8 @@ class Scheduler:
 
     def plan_round(self) -> list[Sequence]:
         """Sequences of the next round, each with pages for its tree and its drafts."""
-        for seq in list(self.running):
-            if seq not in self.running:
-                continue  # preempted for an older one
+        # Preemption shortens the list from its end: who has gone does not come up any more.
+        for seq in self.running:
             wanted = self._missing_pages(seq)
             if wanted <= 0:
                 continue
