@@ -81,9 +81,8 @@ class Paths(RuleBasedStateMachine):
         self.time += 1
         for number in range(computed // self.pool.page_size):
             key = self.key(tokens, number)
-            if key is None:
+            if key is None or self.filed.setdefault(key, pages[number]) != pages[number]:
                 break
-            self.filed.setdefault(key, pages[number])
             self.touch(key)
         self.index.insert(tokens, pages, computed)
 
@@ -118,6 +117,7 @@ class Paths(RuleBasedStateMachine):
             del self.used[oldest]
             expected += 1
         assert self.index.evict(count) == expected
+        assert expected == count or self.index.num_evictable() == 0
         assert set(self.index.pages()) == set(self.filed.values())
 
     def in_use(self) -> set[int]:
@@ -362,6 +362,25 @@ def test_pages_of_a_row_that_ended_at_its_first_token(method: str) -> None:
         assert not prefix or engine.stats.cached_prompt_tokens > 0
         found.append(done[1].speculation)
     assert found[0] == found[1]
+
+
+def test_a_page_computed_twice_does_not_block_the_cache() -> None:
+    """The shorter prompt ends with its page, so that its sampled token says what the page is called: the other request
+    computes the same page, and later needs the whole cache for itself."""
+    shape = DraftShape(2, 2, 4)
+    prompt, short = [5, 6, 7, 8], SamplingParams(max_tokens=1)
+    engine = tiny_engine("eagle", shape, max_batch_size=1)
+    engine.submit(Request(0, prompt, short, NoiseKey(0, 0, 0)))
+    (first,) = engine.step()
+    engine = tiny_engine("eagle", shape, num_pages=8, max_batch_size=2)
+    engine.submit(Request(0, prompt, short, NoiseKey(0, 0, 0)))
+    longer = [*prompt, *first.token_ids, 1, 2, 3, 4]
+    engine.submit(Request(1, longer, SamplingParams(max_tokens=200), NoiseKey(0, 1, 0)))
+    done: list[Completion] = []
+    while len(done) < 2:
+        done += engine.step()
+        engine.check_integrity()
+    assert len(done[1].token_ids) > 8
 
 
 def test_write_and_move() -> None:

@@ -79,8 +79,9 @@ class PrefixIndex:
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], num_computed: int) -> None:
-        """Offer the full pages among the first `num_computed` slots of a sequence; those already known are kept as
-        they are."""
+        """Offer the full pages among the first `num_computed` slots of a sequence, up to the first one that is known
+        as another page: filed below that, the sequence's own pages would keep it from being evicted, though nobody
+        holds it."""
         self._clock += 1
         node = self._root
         for number in range(min(num_computed // self._pool.page_size, len(pages))):
@@ -93,12 +94,14 @@ class PrefixIndex:
                 node.children[key] = child
                 self._nodes[child.page] = child
                 self._pool.retain([child.page])
+            elif child.page != pages[number]:
+                return
             child.last_used = self._clock
             node = child
 
     def num_evictable(self) -> int:
-        """Pages that nobody but the index holds. Eviction could free them all, if whoever holds a page holds the path
-        above it too; that is so unless `insert` was given other pages for that path than those known."""
+        """Pages that eviction could free: nobody but the index holds them."""
+        # Whoever holds a page of the index holds the path above it too, so that none of these stands above one in use.
         return self._num_idle
 
     def evict(self, count: int) -> int:
@@ -160,5 +163,6 @@ class PrefixIndex:
             for key, child in node.children.items():
                 assert child.key == key, f"page {child.page} is filed under another key"
                 assert child.parent is node, f"page {child.page} has a wrong parent"
+                assert refs > 1 or self._pool.refs(child.page) == 1, f"{child.page} holds up {page}"
         assert num_reached == len(self._nodes), f"{num_reached} nodes, {len(self._nodes)} known"
         assert num_idle == self._num_idle, f"{num_idle} idle pages, {self._num_idle} counted"
