@@ -13,6 +13,8 @@ from torch import Tensor
 
 from specbatch.kernels.launch import await_former, dependent_launch, launch_options
 
+_PLANES = 32  # (layer, key or value, head) triples of one program that moves a slot
+
 
 @triton.jit
 def _rms_norm(x_ptr, weight_ptr, y_ptr, eps, E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
@@ -198,26 +200,33 @@ def rotary_write(
 
 @triton.jit
 def _read_slots(
-    kv_ptr, scratch_ptr, source_ptr, target_ptr, num_rows, stride_plane, D: tl.constexpr, BLOCK: tl.constexpr
-):
-    row, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kv_ptr, scratch_ptr, source_ptr, target_ptr, num_rows, num_planes, stride_plane,
+    D: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
     if tl.load(target_ptr + row) < 0:
         return
-    dims = tl.arange(0, BLOCK)
-    slot = tl.load(source_ptr + row)
-    value = tl.load(kv_ptr + plane * stride_plane + slot * D + dims, mask=dims < D)
-    tl.store(scratch_ptr + (plane * num_rows + row) * D + dims, value, mask=dims < D)
+    planes = (tl.program_id(1) * PLANES + tl.arange(0, PLANES)).to(tl.int64)[:, None]
+    dims = tl.arange(0, BLOCK)[None, :]
+    ok = (planes < num_planes) & (dims < D)
+    value = tl.load(kv_ptr + planes * stride_plane + tl.load(source_ptr + row) * D + dims, mask=ok)
+    tl.store(scratch_ptr + (planes * num_rows + row) * D + dims, value, mask=ok)
 
 
 @triton.jit
-def _write_slots(kv_ptr, scratch_ptr, target_ptr, num_rows, stride_plane, D: tl.constexpr, BLOCK: tl.constexpr):
-    row, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+def _write_slots(
+    kv_ptr, scratch_ptr, target_ptr, num_rows, num_planes, stride_plane,
+    D: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
     slot = tl.load(target_ptr + row)
     if slot < 0:
         return
-    dims = tl.arange(0, BLOCK)
-    value = tl.load(scratch_ptr + (plane * num_rows + row) * D + dims, mask=dims < D)
-    tl.store(kv_ptr + plane * stride_plane + slot * D + dims, value, mask=dims < D)
+    planes = (tl.program_id(1) * PLANES + tl.arange(0, PLANES)).to(tl.int64)[:, None]
+    dims = tl.arange(0, BLOCK)[None, :]
+    ok = (planes < num_planes) & (dims < D)
+    value = tl.load(scratch_ptr + (planes * num_rows + row) * D + dims, mask=ok)
+    tl.store(kv_ptr + planes * stride_plane + slot * D + dims, value, mask=ok)
 
 
 def move_slots(kv_L2KSD: Tensor, source_R: Tensor, target_R: Tensor) -> None:
@@ -226,8 +235,10 @@ def move_slots(kv_L2KSD: Tensor, source_R: Tensor, target_R: Tensor) -> None:
     num_planes = planes[0] * planes[1] * planes[2]
     num_rows = source_R.shape[0]
     scratch = torch.empty(num_planes, num_rows, head_dim, dtype=kv_L2KSD.dtype, device=kv_L2KSD.device)
-    grid = (num_rows, num_planes)
+    grid = (num_rows, triton.cdiv(num_planes, _PLANES))
+    sizes = num_rows, num_planes, num_slots * head_dim
     block = triton.next_power_of_2(head_dim)
-    stride = num_slots * head_dim
-    _read_slots[grid](kv_L2KSD, scratch, source_R, target_R, num_rows, stride, D=head_dim, BLOCK=block, num_warps=1)
-    _write_slots[grid](kv_L2KSD, scratch, target_R, num_rows, stride, D=head_dim, BLOCK=block, num_warps=1)
+    _read_slots[grid](
+        kv_L2KSD, scratch, source_R, target_R, *sizes, D=head_dim, BLOCK=block, PLANES=_PLANES, num_warps=4
+    )
+    _write_slots[grid](kv_L2KSD, scratch, target_R, *sizes, D=head_dim, BLOCK=block, PLANES=_PLANES, num_warps=4)
