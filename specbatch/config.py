@@ -44,6 +44,7 @@ class EngineSection:
     device: str = "auto"
     attention: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
     cuda_graphs: Literal["auto", "round", "phases", "none"] = "auto"
+    tuned_products: bool = False  # CUDA: the library's fastest matrix products, measured at the first start
     max_batch_size: int | None = None  # None: decided by the device, like the others here
     page_size: int | None = None  # tokens in a KV page
     kv_dtype: KVDtypeName = "auto"  # of cached keys and values; auto: the model's

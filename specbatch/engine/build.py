@@ -17,6 +17,7 @@ from specbatch.engine.engine import Engine
 from specbatch.engine.resolve import AttentionName, HeadCheckpoint, ResolvedRun, lookahead_of, shape_of
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
+from specbatch.models.catalog import cache_dir
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleHead
@@ -105,6 +106,7 @@ def _build_device_engine(
         keeps_tokens=speculation.method == "ngram",
         eos_token_ids=_eos_token_ids(run),
         simulate=speculation.simulate_acceptance,
+        products_folder=cache_dir() / "products" if run.config.engine.tuned_products else None,
         say=run.notes.append,
         show=show,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -15,8 +16,11 @@ from specbatch.engine.round import PromptChunk, Round
 from specbatch.errors import ModelError
 from specbatch.graphs.runner import ladder
 from specbatch.kernels import ops_for
+from specbatch.kernels.cublaslt import CublasLt
 from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.kernels.products import choose_products
 from specbatch.models.decoder import Decoder
+from specbatch.models.layers import GatedLinear, Linear
 from specbatch.speculation.drafters import Drafter
 from specbatch.speculation.slots import SlotState
 
@@ -46,12 +50,13 @@ def build_device_engine(
     keeps_tokens: bool,
     eos_token_ids: tuple[int, ...],
     simulate: float | None,
+    products_folder: Path | None,
     say: Callable[[str], None],
     show: Callable[[str], None],
 ) -> DeviceEngine:
     """`kv_cache_tokens` None: what `memory_fraction` of the device leaves beside everything else. `sampled`: requests
-    will draw samples, so their graphs are captured too. `say` is told what was decided, a line each; `show` what is
-    being done.
+    will draw samples, so their graphs are captured too. `products_folder`: where the library's fastest algorithms are
+    remembered; None: torch's choice. `say` is told what was decided, a line each; `show` what is being done.
 
     Raises ModelError, with numbers, where the memory does not suffice.
     """
@@ -80,6 +85,13 @@ def build_device_engine(
     padding = torch.full((max_batch_size,), state.padding, dtype=torch.int64, device=device)
     round_bytes = _peak(device, lambda: _trial_round(round_, padding))
     seconds["trial run, kernels compiled"] = time.perf_counter() - began
+    if products_folder is not None:
+        began = time.perf_counter()
+        linears = [*target.linears, *([] if net is None else net.linears)]
+        sizes = ladder(max_batch_size)
+        rows = {size * nodes for size in sizes for nodes in (1, drafter.num_nodes, drafter.max_path)}
+        _choose_products(linears, {*rows, prefill_chunk_tokens}, dtype, device, products_folder, say, show)
+        seconds["products chosen"] = time.perf_counter() - began
 
     began = time.perf_counter()
     num_graphs = len(ladder(max_batch_size)) if graphs != "none" else 0
@@ -130,6 +142,26 @@ def build_device_engine(
     )
     engine.start_seconds = seconds
     return engine
+
+
+@torch.inference_mode()
+def _choose_products(
+    linears: list[Linear | GatedLinear],
+    rows: set[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    say: Callable[[str], None],
+    show: Callable[[str], None],
+) -> None:
+    library = CublasLt(device, dtype)
+    gpu = torch.cuda.get_device_name(device).replace(" ", "-")
+    path = folder / f"{gpu}-cublaslt-{library.version}.json"
+    chosen = choose_products({linear.shape for linear in linears}, rows, library, path, show)
+    for linear in linears:
+        linear.choose(chosen[linear.shape])
+    count = sum(map(len, chosen.values()))
+    say(f"engine.tuned_products: {count} products are faster than torch's by another algorithm ({path})")
 
 
 def _fitting_tokens(

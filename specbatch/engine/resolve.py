@@ -367,6 +367,12 @@ def _resolve_engine(
             f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
             hint="leave engine.cuda_graphs out, or set it to none",
         )
+    if section.tuned_products and (attention == "torch" or dtype not in FLASHINFER_DTYPES):
+        raise ConfigError(
+            f"engine.tuned_products needs a CUDA device and bfloat16 or float16, not {device} and "
+            f"{_DTYPE_NAMES[dtype]}",
+            hint="leave engine.tuned_products out",
+        )
     on_device = attention != "torch"
     batch, page, chunk, fraction = (256, 64, 8192, 0.9) if on_device else (16, 16, 512, 0.5)
     return EngineSettings(

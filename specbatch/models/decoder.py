@@ -60,6 +60,7 @@ class Attention:
         self._q_norm = RMSNorm(load(f"{prefix}q_norm.weight"), config.rms_norm_eps) if config.qk_norm else None
         self._k_norm = RMSNorm(load(f"{prefix}k_norm.weight"), config.rms_norm_eps) if config.qk_norm else None
         self._rotary_write = ops_for(weight.device, weight.dtype).rotary_write
+        self.linears = self._qkv, self._out
 
     def __call__(
         self,
@@ -123,6 +124,7 @@ class MLP:
         )
         self._gated = GatedLinear(gate[0], up[0], gate[1], up[1])
         self._down = Linear(*down)
+        self.linears = self._gated, self._down
 
     def __call__(self, x_TE: Tensor, *, norm: RMSNorm, residual_TE: Tensor) -> Tensor:
         """residual + mlp(norm(x)); the residual, which may be x, may be overwritten."""
@@ -166,6 +168,14 @@ class Decoder:
         self._layers = [DecoderLayer(config, i, load, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._norm = RMSNorm(load("model.norm.weight"), config.rms_norm_eps)
         self._head = Linear(self.embedding_VE if config.tie_word_embeddings else load("lm_head.weight"))
+
+    @property
+    def linears(self) -> list[Linear | GatedLinear]:
+        """All matrix products."""
+        found: list[Linear | GatedLinear] = [self._head]
+        for layer in self._layers:
+            found += [*layer.attention.linears, *layer.mlp.linears]
+        return found
 
     def forward(
         self,

@@ -29,7 +29,7 @@ from specbatch.errors import ModelError
 from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.models.config import ModelConfig, parse_hf_config
 from specbatch.models.decoder import MLP, Attention, Decoder, ForwardPass, Load
-from specbatch.models.layers import Linear, RMSNorm, Rotary
+from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
 from specbatch.models.weights import TensorSource, open_tensors, read_json
 
 EagleKind = Literal["eagle", "eagle3"]
@@ -226,6 +226,12 @@ class EagleHead:
                 self._target_ids = _target_ids(load_raw("d2t"), load_raw("t2d"), c.vocab_size).to(device)
         else:
             self._target = target
+
+    @property
+    def linears(self) -> list[Linear | GatedLinear]:
+        """All matrix products of its own."""
+        head = [self._head] if self._kind == "eagle3" else []
+        return [self._fc, *self._attention.linears, *self._mlp.linears, *head]
 
     def features(self, hidden_TE: Tensor, captured: list[Tensor]) -> Tensor:
         """The target's features (T, E), from what its forward pass returned."""

@@ -22,6 +22,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead, capture_layers
+from specbatch.models.layers import GatedLinear, Linear
 from specbatch.speculation.noise import Purpose, uniform
 from specbatch.speculation.proposer import TargetOutput
 from specbatch.speculation.sampling import distribution, draw
@@ -38,6 +39,7 @@ class DraftNet(Protocol):
     target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
     feature_size: int  # E
     reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
+    linears: list[Linear | GatedLinear]  # the network's matrix products
 
     def features(self, output: TargetOutput) -> Tensor | None:
         """(T, E) inputs taken from the target, None for a network that needs none."""
@@ -84,6 +86,7 @@ class ModelDraft:
         self._width = min(target_vocab_size, model.config.vocab_size)
         self.target_ids: Tensor | None = None
         self.feature_size = model.config.hidden_size
+        self.linears = model.linears
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return None
@@ -119,6 +122,7 @@ class EagleDraft:
         self._head = head
         self.target_ids = head.target_ids
         self.feature_size = head.config.hidden_size
+        self.linears = head.linears
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return self._head.features(output.hidden_TE, output.captured)
