@@ -256,14 +256,15 @@ def test_rotary_write_of_what_float8_cannot_hold() -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, FP8])
 def test_move_slots(dtype: torch.dtype) -> None:
     kv = random(3, 2, 2, 20, 16, dtype=dtype)
-    source = torch.tensor([4, 5, 9, 0, 2], device=DEVICE)
-    target = torch.tensor([5, 6, -1, 1, 2], device=DEVICE)
+    # A path that closes up (each target is a source before it), one that lies as it should, one over two pages.
+    source = torch.tensor([[4, 6, 8], [9, 0, 2], [19, 1, 3]], device=DEVICE)
+    target = torch.tensor([[4, 5, 6], [-1, -1, 2], [15, 19, 1]], device=DEVICE)
     expected, actual = kv.clone(), kv.clone()
     torch_model.move_slots(expected, source, target)
     model.move_slots(actual, source, target)
     kv, expected, actual = (x.float() for x in (kv, expected, actual))  # torch compares no float8 everywhere
     assert torch.equal(actual, expected)
-    for s, t in ((4, 5), (5, 6), (0, 1), (2, 2)):
+    for s, t in ((4, 4), (6, 5), (8, 6), (2, 2), (19, 15), (1, 19), (3, 1)):
         assert torch.equal(actual[:, :, :, t], kv[:, :, :, s])
 
 

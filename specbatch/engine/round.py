@@ -102,7 +102,8 @@ class Round:
         logits = self._target.raw_logits(hidden)
         committed = self._accept_and_commit(rows, draft, logits, sampled)
         if draft.parents_BN is not None:  # a chain's path is contiguous as it is
-            self._ops.move_slots(self._cache.all_layers, committed.source_T, committed.target_T)
+            paths = committed.path_BM.shape
+            self._ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
         chosen = None
         if logprobs:
             width = committed.path_BM.shape[1]

@@ -199,46 +199,28 @@ def rotary_write(
 
 
 @triton.jit
-def _read_slots(
-    kv_ptr, scratch_ptr, source_ptr, target_ptr, num_rows, num_planes, stride_plane,
-    D: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
+def _move_slots(
+    kv_ptr, source_ptr, target_ptr, num_planes, stride_plane,
+    M: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    if tl.load(target_ptr + row) < 0:
-        return
     planes = (tl.program_id(1) * PLANES + tl.arange(0, PLANES)).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
     ok = (planes < num_planes) & (dims < D)
-    value = tl.load(kv_ptr + planes * stride_plane + tl.load(source_ptr + row) * D + dims, mask=ok)
-    tl.store(scratch_ptr + (planes * num_rows + row) * D + dims, value, mask=ok)
+    # One after the other: what is written lies behind everything that is still to be read.
+    for i in range(M):
+        target = tl.load(target_ptr + row * M + i)
+        if target >= 0:
+            source = tl.load(source_ptr + row * M + i)
+            value = tl.load(kv_ptr + planes * stride_plane + source * D + dims, mask=ok)
+            tl.store(kv_ptr + planes * stride_plane + target * D + dims, value, mask=ok)
 
 
-@triton.jit
-def _write_slots(
-    kv_ptr, scratch_ptr, target_ptr, num_rows, num_planes, stride_plane,
-    D: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    slot = tl.load(target_ptr + row)
-    if slot < 0:
-        return
-    planes = (tl.program_id(1) * PLANES + tl.arange(0, PLANES)).to(tl.int64)[:, None]
-    dims = tl.arange(0, BLOCK)[None, :]
-    ok = (planes < num_planes) & (dims < D)
-    value = tl.load(scratch_ptr + (planes * num_rows + row) * D + dims, mask=ok)
-    tl.store(kv_ptr + planes * stride_plane + slot * D + dims, value, mask=ok)
-
-
-def move_slots(kv_L2KSD: Tensor, source_R: Tensor, target_R: Tensor) -> None:
-    # Two launches over all layers: sources and targets overlap, so everything is read before anything is written.
+def move_slots(kv_L2KSD: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
     *planes, num_slots, head_dim = kv_L2KSD.shape
     num_planes = planes[0] * planes[1] * planes[2]
-    num_rows = source_R.shape[0]
-    scratch = torch.empty(num_planes, num_rows, head_dim, dtype=kv_L2KSD.dtype, device=kv_L2KSD.device)
-    grid = (num_rows, triton.cdiv(num_planes, _PLANES))
-    sizes = num_rows, num_planes, num_slots * head_dim
-    block = triton.next_power_of_2(head_dim)
-    _read_slots[grid](
-        kv_L2KSD, scratch, source_R, target_R, *sizes, D=head_dim, BLOCK=block, PLANES=_PLANES, num_warps=4
-    )
-    _write_slots[grid](kv_L2KSD, scratch, target_R, *sizes, D=head_dim, BLOCK=block, PLANES=_PLANES, num_warps=4)
+    num_rows, width = source_BM.shape
+    _move_slots[(num_rows, triton.cdiv(num_planes, _PLANES))](
+        kv_L2KSD, source_BM, target_BM, num_planes, num_slots * head_dim,
+        M=width, D=head_dim, BLOCK=triton.next_power_of_2(head_dim), PLANES=_PLANES, num_warps=4,
+    )  # fmt: skip

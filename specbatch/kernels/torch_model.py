@@ -128,11 +128,14 @@ def attend(
     return out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim).to(q_THD.dtype)
 
 
-def move_slots(kv_L2KSD: Tensor, source_R: Tensor, target_R: Tensor) -> None:
-    """Copy slots `source_R` onto slots `target_R` in all layers at once; the two may overlap, targets are distinct;
-    -1 in `target_R`: nothing is copied."""
+def move_slots(kv_L2KSD: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
+    """Copy slots `source_BM` onto slots `target_BM` in all layers at once; -1 in `target_BM`: nothing is copied.
+
+    No slot is in two rows. Within a row no target is the source of a later column: paths of trees are moved towards
+    their roots.
+    """
     spare = kv_L2KSD.shape[3] - 1
-    moves = target_R >= 0
-    source, target = torch.where(moves, source_R, spare), torch.where(moves, target_R, spare)
+    moves = (target_BM >= 0).view(-1)
+    source, target = torch.where(moves, source_BM.view(-1), spare), torch.where(moves, target_BM.view(-1), spare)
     kv = _movable(kv_L2KSD)
     kv.index_copy_(3, target, kv.index_select(3, source))
