@@ -1,0 +1,71 @@
+"""Acceptance as validation sees it: how often each step is right, and how long chains would be.
+
+Shape suffixes: B sequences, L padded length, J steps, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.examples import Batch, Example
+from drafttrain.unroll import STEP_DECAY, Losses
+
+CHAINS = (3, 5, 7)  # lengths of the chains that are simulated, as far as that many steps are unrolled
+
+
+class Acceptance:
+    """Sums over batches of held-out sequences."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._losses = [0.0] * num_steps
+        self._hits, self._rows = [0] * num_steps, [0] * num_steps
+        self._chains = {steps: [0, 0] for steps in CHAINS if steps <= num_steps}  # tokens, rounds: of greedy answers
+        self._sampled = {steps: [0, 0] for steps in self._chains}
+
+    def add(self, examples: Sequence[Example], batch: Batch, found: Losses) -> None:
+        """`batch` is on the CPU. Losses are weighted by rows."""
+        hits_TJ = torch.zeros(batch.tokens_BL.numel(), len(self._losses), dtype=torch.bool)
+        for j, (loss, hit_R, step) in enumerate(zip(found.steps, found.hits, batch.steps, strict=True)):
+            hit_R = hit_R.cpu()
+            hits_TJ[step.rows_R, j] = hit_R
+            self._losses[j] += float(loss) * len(hit_R)
+            self._hits[j] += int(hit_R.sum())
+            self._rows[j] += len(hit_R)
+        hits_BLJ = hits_TJ.view(*batch.tokens_BL.shape, -1)
+        for b, example in enumerate(examples):
+            sums = self._chains if example.greedy else self._sampled
+            for steps, total in sums.items():
+                rounds = count_rounds(hits_BLJ[b, :, :steps], example)
+                total[0] += example.num_chains
+                total[1] += rounds
+
+    def summary(self) -> dict[str, Any]:
+        """`accuracy[j]`: share of rows whose step j is right, earlier steps being fed the true tokens.
+        `tokens_per_round`, by number of steps: of greedy answers drafted as chains, the engine's acceptance length (of
+        sampled ones where there are no greedy ones)."""
+        losses = [loss / max(rows, 1) for loss, rows in zip(self._losses, self._rows, strict=True)]
+        weights = [STEP_DECAY**j for j in range(len(losses))]
+        chains = self._chains if any(rounds for _, rounds in self._chains.values()) else self._sampled
+        return {
+            "loss": round(sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights), 5),
+            "losses": [round(x, 5) for x in losses],
+            "accuracy": [round(h / max(r, 1), 5) for h, r in zip(self._hits, self._rows, strict=True)],
+            "tokens_per_round": {str(s): round(t / max(r, 1), 4) for s, (t, r) in chains.items()},
+        }
+
+
+def count_rounds(hits_LJ: Tensor, example: Example) -> int:
+    """Rounds that a chain of J steps takes for an answer behind its first token, as the engine counts them.
+
+    A round whose root is token t + 1 commits as many tokens as steps of chain t are right in a row, and one more.
+    """
+    accepted = hits_LJ.long().cumprod(dim=1).sum(dim=1).tolist()
+    chain, rounds = example.prompt_length - 1, 0
+    while chain < len(example.tokens) - 2:  # the last token has nothing behind it
+        chain += accepted[chain] + 1
+        rounds += 1
+    return rounds

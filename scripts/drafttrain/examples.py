@@ -1,0 +1,182 @@
+"""Answers -> token sequences, the draft vocabulary, and the batches of a training run.
+
+Shape suffixes: B sequences, L padded length, W draft vocabulary, R rows to learn, Q rows of the target.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from drafttrain.unroll import StepRows
+from specbatch.config import DataSection
+from specbatch.errors import InputError, RowError
+from specbatch.pipeline.rows import Job
+from specbatch.pipeline.tokenizer import TextProcessor
+from specbatch.types import EngineLimits, SamplingParams
+
+LENGTH_STEP = 64  # padded lengths are multiples: few different shapes, and aligned masks
+_POOL = 32  # batches that are sorted by length together, so that padding is small and order still random
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with one of the target's answers. Tokens [prompt_length, len(tokens)) are the answer, its
+    end-of-sequence token included where the answer ended."""
+
+    tokens: list[int]
+    prompt_length: int
+    prompt: int  # number of the prompt: all its answers are on one side of the validation split
+    greedy: bool
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def num_chains(self) -> int:
+        """Rows that learn at step 0: roots in the answer whose next token is in it too."""
+        return max(len(self.tokens) - self.prompt_length - 1, 0)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences and what is learnt of them; all made on the CPU."""
+
+    tokens_BL: Tensor
+    target_rows_Q: Tensor  # rows of (B * L) whose prediction is wanted of the target
+    steps: list[StepRows]
+
+    def to(self, device: torch.device) -> Batch:
+        """A copy on `device`; the copies are not waited for."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+        steps = [StepRows(move(s.rows_R), move(s.target_R)) for s in self.steps]
+        return Batch(move(self.tokens_BL), move(self.target_rows_Q), steps)
+
+
+def make_examples(
+    prompts: Sequence[Mapping[str, Any]],
+    results: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataSection,
+    vocab_size: int,
+    max_length: int,
+) -> list[Example]:
+    """Rows of stage 1 and their results, as tokens; sequences are cut at `max_length`. Rows that failed are left out.
+
+    The prompt is encoded as the engine encodes it. The answer is its text encoded again, which now and then gives other
+    tokens than the target drew: a text that the target might have written as well. Raises InputError where nothing is
+    left.
+    """
+    texts = TextProcessor(tokenizer, data)
+    limits = EngineLimits(max_prompt_tokens=max_length - 2, vocab_size=vocab_size)
+    end = tokenizer.eos_token_id
+    examples = []
+    for row, result in zip(prompts, results, strict=True):
+        assert row["id"] == result["id"], (row["id"], result["id"])
+        if result.get("text") is None:
+            continue
+        kind = "messages" if "messages" in row else "prompt"
+        try:
+            prompt = texts.encode(Job(kind, row[kind], SamplingParams(), False), limits)
+        except RowError:  # longer than the sequences of the training
+            continue
+        answer = tokenizer.encode(result["text"], add_special_tokens=False)
+        if result["finish_reason"] == "stop" and isinstance(end, int):
+            answer.append(end)
+        tokens = (prompt + answer)[:max_length]
+        example = Example(tokens, len(prompt), row["metadata"]["prompt"], row["temperature"] == 0)
+        if example.num_chains > 0:
+            examples.append(example)
+    if not examples:
+        raise InputError("no answer is long enough to learn from", "raise --max-length or --max-tokens")
+    return examples
+
+
+def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Training and validation examples; no prompt is on both sides, and each side has one at least. Raises
+    InputError."""
+    numbers = sorted({e.prompt for e in examples})
+    if len(numbers) < 2:
+        raise InputError("a validation split needs answers to two prompts at least", "give more rows with --data")
+    random.Random(seed).shuffle(numbers)
+    count = min(max(round(len(numbers) * fraction), 1), len(numbers) - 1)
+    held_out = set(numbers[:count])
+    return [e for e in examples if e.prompt not in held_out], [e for e in examples if e.prompt in held_out]
+
+
+def draft_vocabulary(
+    examples: Sequence[Example], size: int, vocab_size: int, always: Sequence[int] = ()
+) -> tuple[Tensor, float]:
+    """The `size` most frequent tokens of the answers, as sorted target ids (W,) int64, and the share of the answers'
+    tokens that they make up. `always`: tokens that are in it whatever their number, such as those that end a text.
+    Equally frequent tokens (such as those that never occur) go by id, where merges that were learnt first stand
+    first."""
+    size = min(size, vocab_size)
+    counts = Counter(token for e in examples for token in e.answer)
+    forced = set(always)
+    order = sorted(range(vocab_size), key=lambda t: (t not in forced, -counts[t], t))
+    ids = sorted(order[:size])
+    covered = sum(counts[t] for t in ids) / max(sum(counts.values()), 1)
+    return torch.tensor(ids, dtype=torch.int64), covered
+
+
+def collate(examples: Sequence[Example], num_steps: int) -> Batch:
+    """Pad and number. Chains of which nothing can be learnt at a step (their tokens are past the end) are left out of
+    it."""
+    length = padded_length(max(len(e.tokens) for e in examples))
+    tokens_BL = torch.zeros(len(examples), length, dtype=torch.int64)
+    wanted: list[Tensor] = []
+    rows: list[list[Tensor]] = [[] for _ in range(num_steps)]
+    targets: list[list[Tensor]] = [[] for _ in range(num_steps)]
+    num_wanted = 0
+    for b, e in enumerate(examples):
+        tokens_BL[b, : len(e.tokens)] = torch.tensor(e.tokens)
+        # Position p of the target predicts token p + 1; wanted are predictions of answer tokens but the first, which no
+        # chain drafts. Chain t at step j is taught by position t + 1 + j.
+        wanted.append(b * length + torch.arange(e.prompt_length, len(e.tokens) - 1))
+        for j in range(min(num_steps, e.num_chains)):
+            count = e.num_chains - j
+            rows[j].append(b * length + e.prompt_length - 1 + torch.arange(count))
+            targets[j].append(num_wanted + j + torch.arange(count))
+        num_wanted += e.num_chains
+    none = torch.zeros(0, dtype=torch.int64)
+    steps = [StepRows(torch.cat([none, *r]), torch.cat([none, *t])) for r, t in zip(rows, targets, strict=True)]
+    return Batch(tokens_BL, torch.cat(wanted), steps)
+
+
+def padded_length(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Indices of the examples of each batch of an epoch: at most `batch_tokens` with padding (one sequence at least),
+    of similar lengths, in an order that seed and epoch decide."""
+    shuffler = random.Random(f"{seed} {epoch}")
+    order = list(range(len(lengths)))
+    shuffler.shuffle(order)
+    average = max(sum(map(padded_length, lengths)) // len(lengths), 1)
+    pool = _POOL * max(batch_tokens // average, 1)
+    found: list[list[int]] = []
+    for first in range(0, len(order), pool):
+        batch: list[int] = []
+        for i in sorted(order[first : first + pool], key=lambda i: -lengths[i]):
+            # The first of a batch is its longest.
+            if batch and (len(batch) + 1) * padded_length(lengths[batch[0]]) > batch_tokens:
+                found.append(batch)
+                batch = []
+            batch.append(i)
+        if batch:
+            found.append(batch)
+    shuffler.shuffle(found)
+    return found

@@ -1,0 +1,76 @@
+"""A trained head as a checkpoint under the public names (those of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): config.json
+with `LlamaForCausalLMEagle3`, model.safetensors with d2t and t2d, no embedding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specbatch.models.config import ModelConfig
+from specbatch.models.eagle_head import EagleConfig
+
+_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def vocabulary_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """d2t (W,) int64, target id minus draft id; t2d (V,) bool, whether the draft vocabulary has the token."""
+    t2d_V = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d_V[draft_ids_W] = True
+    return {"d2t": draft_ids_W - torch.arange(draft_ids_W.shape[0]), "t2d": t2d_V}
+
+
+def config_json(head: EagleConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+    """What other engines read of a head; `target` gives the tokens that end a text."""
+    c = head.decoder
+    ends = list(target.eos_token_ids)
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "draft_vocab_size": head.draft_vocab_size,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": c.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": c.intermediate_size,
+        "max_position_embeddings": c.max_position_embeddings,
+        "mlp_bias": False,
+        "num_attention_heads": c.num_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": c.num_kv_heads,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": c.rope.theta,
+        "tie_word_embeddings": False,
+        "torch_dtype": _DTYPE_NAMES[dtype],
+        "use_cache": True,
+        "vocab_size": c.vocab_size,
+    }
+
+
+def export(
+    folder: Path,
+    head: EagleConfig,
+    weights: Mapping[str, Tensor],
+    draft_ids_W: Tensor,
+    target: ModelConfig,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write the checkpoint into `folder`, weights first and by rename: where there is a config.json, there is all of
+    it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+    tensors |= vocabulary_maps(draft_ids_W, head.decoder.vocab_size)
+    path = folder / "model.safetensors"
+    temporary = folder / "model.safetensors.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.replace(path)
+    text = json.dumps(config_json(head, target, dtype), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return path

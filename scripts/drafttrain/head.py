@@ -1,0 +1,160 @@
+"""An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) that can be trained: the arithmetic and the names of
+`specbatch.models.eagle_head`, as a torch module.
+
+Shape suffixes: B sequences, L padded length, E hidden size, F = 3 * E features, W draft vocabulary, H query heads, K
+key/value heads, D head dimension, P positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specbatch.models.config import ModelConfig, RopeConfig
+from specbatch.models.eagle_head import EagleConfig
+from specbatch.models.weights import TensorSource
+
+
+class Norm(nn.Module):
+    """RMS norm in float32 at least; the result has the width of the weight (float32 in training)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Projections only: which keys a query sees is the business of `unroll.py`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, q, kv = 2 * config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(width, q, bias=False)
+        self.k_proj = nn.Linear(width, kv, bias=False)
+        self.v_proj = nn.Linear(width, kv, bias=False)
+        self.o_proj = nn.Linear(q, config.hidden_size, bias=False)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    """The head's decoder layer, in the two parts around attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._head_dim = config.head_dim
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.mlp = FeedForward(config)
+
+    def project(self, embedded_BLE: Tensor, features_BLE: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> tuple[Tensor, ...]:
+        """Rotated queries (B, H, L, D) and keys, and values (B, K, L, D)."""
+        x = torch.cat((self.input_layernorm(embedded_BLE), self.hidden_norm(features_BLE)), dim=-1)
+        a = self.self_attn
+        q, k, v = (p(x).unflatten(-1, (-1, self._head_dim)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
+        return rotate(q, cos_LD, sin_LD), rotate(k, cos_LD, sin_LD), v
+
+    def finish(self, features_BLE: Tensor, attended_BHLD: Tensor) -> Tensor:
+        """The layer's output (B, L, E)."""
+        x = features_BLE + self.self_attn.o_proj(attended_BHLD.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftHead(nn.Module):
+    """Its parameters have the names of a checkpoint. The embedding is the target's, frozen and not among them."""
+
+    def __init__(self, config: ModelConfig, draft_vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = MidLayer(config)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Draft logits (R, W)."""
+        return self.lm_head(self.norm(hidden_RE))
+
+
+def head_config(target: ModelConfig, draft_vocab_size: int) -> EagleConfig:
+    """A head of the target's own sizes.
+
+    Its rope has the target's base and no scaling: what scaling stretches is far beyond the lengths of training.
+    """
+    layer = ModelConfig(
+        model_type="llama",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=1,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=RopeConfig(theta=target.rope.theta),
+        max_position_embeddings=target.max_position_embeddings,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=(None,),
+        eos_token_ids=target.eos_token_ids,
+    )
+    return EagleConfig("eagle3", layer, target.hidden_size, draft_vocab_size, False, False, True)
+
+
+def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin (P, D) in float32, the sign of rotate-half in the sin."""
+    inverse, factor = config.rope.inverse_frequencies(config.head_dim)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.cat((cos, cos), dim=-1).to(device), torch.cat((-sin, sin), dim=-1).to(device)
+
+
+def rotate(x: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of (..., L, D), in x's dtype."""
+    cos, sin = cos_LD.to(x.dtype), sin_LD.to(x.dtype)
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+def initialise(head: DraftHead, target: TensorSource, tied: bool, draft_ids_W: Tensor, seed: int) -> None:
+    """Start from the target where it has a counterpart, small elsewhere.
+
+    LM head and final norm are the target's (rows of the draft vocabulary), for the head is to say what the target says.
+    `fc` passes the high feature on, since that is the nearest to what the LM head reads; low and middle start small.
+    All else is N(0, 0.02), as Llama is initialised, but what writes to the residual stream (o_proj, down_proj) is
+    zero: the layer begins as the identity, so all unrolled steps begin with sane activations, and none feeds noise to
+    the next.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size = head.config.hidden_size
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.02, generator=generator))
+        head.fc.weight[:, 2 * size :] += torch.eye(size)
+        head.midlayer.self_attn.o_proj.weight.zero_()
+        head.midlayer.mlp.down_proj.weight.zero_()
+        head.norm.weight.copy_(target.load("model.norm.weight"))
+        table = target.load("model.embed_tokens.weight" if tied else "lm_head.weight")
+        head.lm_head.weight.copy_(table[draft_ids_W])

@@ -1,0 +1,115 @@
+"""Prompts of training and evaluation: JSONL files of several known kinds -> rows as `specbatch generate` takes them.
+
+The kind is told by a row's fields, in this order:
+
+    {"messages": [...]}                    as it is; an answer at its end is dropped, the target writes its own
+    {"turns": ["...", ...]}                MT-bench, Arena-Hard: the first turn (text, or {"content": text})
+    {"question": "..."}                    GSM8K
+    {"instruction": "...", "instances": [{"input": "..."}]} or {"instruction": "...", "input": "..."}    Self-Instruct
+    {"prompt": "..."}                      anything else (HumanEval, Arena-Hard v0.1)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import InputError
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """A file and how many of its rows are wanted (None: all)."""
+
+    path: Path
+    limit: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> PromptFile:
+        """`FILE` or `FILE:ROWS`. Raises InputError for a number of rows below 1."""
+        name, colon, rows = text.rpartition(":")
+        if not colon or not rows.isdigit():
+            return PromptFile(Path(text))
+        if int(rows) < 1:
+            raise InputError(f"{text}: the number of rows must be at least 1")
+        return PromptFile(Path(name), int(rows))
+
+
+def messages_of(row: Any) -> Messages:
+    """The conversation that the target is to answer. Raises ValueError for a row of no known kind."""
+    if not isinstance(row, dict):
+        raise ValueError("it is no JSON object")
+    if isinstance(row.get("messages"), list):
+        messages = list(row["messages"])
+        while messages and messages[-1].get("role") == "assistant":
+            messages.pop()
+        if not messages:
+            raise ValueError("its messages hold no question")
+        return messages
+    if row.get("turns"):
+        first = row["turns"][0]
+        return _user(first["content"] if isinstance(first, dict) else first)
+    if row.get("question"):
+        return _user(row["question"])
+    if row.get("instruction"):
+        instances = row.get("instances") or [row]
+        given = instances[0].get("input") or ""
+        return _user(f"{row['instruction']}\n\n{given}" if given else row["instruction"])
+    if row.get("prompt"):
+        return _user(row["prompt"])
+    raise ValueError(f"it has none of messages, turns, question, instruction, prompt; its fields: {', '.join(row)}")
+
+
+def read_prompts(files: Sequence[PromptFile]) -> list[Messages]:
+    """The conversations of all files, each once, in order. Raises InputError naming file and line."""
+    found: dict[str, Messages] = {}
+    for file in files:
+        for messages in _read(file):
+            found.setdefault(json.dumps(messages, sort_keys=True), messages)
+    return list(found.values())
+
+
+def _read(file: PromptFile) -> Iterable[Messages]:
+    try:
+        lines = file.path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {file.path}: {error}") from error
+    taken = 0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if file.limit is not None and taken == file.limit:
+            return
+        try:
+            yield messages_of(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{file.path}, line {number}: this row is no prompt: {error}") from error
+        taken += 1
+
+
+def _user(content: Any) -> Messages:
+    if not isinstance(content, str):
+        raise ValueError(f"the prompt is {type(content).__name__}, not text")
+    return [{"role": "user", "content": content}]
+
+
+def write_rows(path: Path, prompts: Sequence[Messages], temperatures: Sequence[float], as_text: bool) -> None:
+    """One row for each prompt and temperature. The rows of one prompt stand together, and bear its number as metadata.
+
+    `as_text`: for a target without a chat template, the last message's text as a prompt to continue. The file is left
+    alone where it holds these rows already: a finished or half finished job belongs to it.
+    """
+    lines = []
+    for number, messages in enumerate(prompts):
+        prompt = {"prompt": messages[-1]["content"]} if as_text else {"messages": messages}
+        for temperature in temperatures:
+            row = {"id": f"{number}@{temperature:g}", **prompt, "temperature": temperature}
+            lines.append(json.dumps(row | {"metadata": {"prompt": number}}, ensure_ascii=False))
+    text = "\n".join(lines) + "\n"
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")

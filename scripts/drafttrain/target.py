@@ -1,0 +1,116 @@
+"""The frozen target: features to draft from and distributions to learn, for right-padded batches of whole sequences.
+
+It is the project's own Decoder under an attention for training: every sequence starts at 0 and is seen once, so keys
+and values of one layer are all that is kept, and torch's fused causal attention does the rest on any device.
+
+Shape suffixes: B sequences, L padded length, T = B * L, Q rows to learn, F = 3 * E features, E hidden size, V
+vocabulary, W draft vocabulary, H query heads, K key/value heads, D head dimension, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specbatch.attention.interface import BatchLayout, Span
+from specbatch.cache.pages import KVCache
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder, loader
+from specbatch.models.eagle_head import capture_layers
+from specbatch.models.weights import Checkpoint
+
+_LOGITS_AT_ONCE = 2**28  # elements: 0.5 GiB in bfloat16
+
+
+class PaddedAttention:
+    """Causal attention of B sequences of one padded length L; an `AttentionBackend`. Padding is at the end, where no
+    real token sees it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._num_heads, self._head_dim = config.num_heads, config.head_dim
+
+    def plan(self, layout: BatchLayout) -> tuple[int, int]:
+        return len(layout.spans), layout.page_size
+
+    def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+        batch, length = plan
+        kv = cache.layer(layer)[:, :, : batch * length].unflatten(2, (batch, length))  # (2, K, B, L, D)
+        q = q_THD.view(batch, length, self._num_heads, self._head_dim).transpose(1, 2)
+        mask = None
+        if window is not None and window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        k, v = kv[0].transpose(0, 1), kv[1].transpose(0, 1)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        return out.transpose(1, 2).reshape(batch * length, self._num_heads, self._head_dim)
+
+
+class OneLayerCache(KVCache):
+    """A cache whose layers share one place: what a layer wrote is read before the next one writes."""
+
+    def layer(self, layer: int) -> Tensor:
+        return super().layer(0)
+
+    def write(self, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
+        super().write(0, slots_T, k_THD, v_THD)
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """What the target says at Q positions of a batch."""
+
+    logits_QW: Tensor  # over the draft vocabulary, in the target's dtype
+    best_Q: Tensor  # its argmax as a draft token; -1 where the draft vocabulary lacks that token
+
+
+class FrozenTarget:
+    """`max_tokens`: most tokens of a batch, padding included. `draft_ids_W`: target ids of the draft vocabulary."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        draft_ids_W: Tensor,
+        max_tokens: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config = c = checkpoint.config
+        load = loader(checkpoint.tensors, dtype, device)
+        self._decoder = Decoder(c, load, PaddedAttention(c), max_length, dtype, device)
+        self._cache = OneLayerCache(1, max_tokens, c.num_kv_heads, c.head_dim, dtype, device)
+        self._capture = capture_layers(c.num_layers)
+        self._draft_ids_W = draft_ids_W.to(device)
+        self._draft_of_V = torch.full((c.vocab_size,), -1, dtype=torch.int64, device=device)
+        self._draft_of_V[self._draft_ids_W] = torch.arange(draft_ids_W.shape[0], device=device)
+
+    @property
+    def embedding_VE(self) -> Tensor:
+        return self._decoder.embedding_VE
+
+    @torch.no_grad()
+    def features(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """Low, middle and high features (B, L, F) and last hidden states (T, E)."""
+        batch, length = tokens_BL.shape
+        assert batch * length <= self._cache.num_slots, (tokens_BL.shape, self._cache.num_slots)
+        device = tokens_BL.device
+        slots_T = torch.arange(batch * length, device=device)
+        spans = [Span([b], 0, length) for b in range(batch)]
+        layout = BatchLayout(spans, length, slots_T, slots_T % length)
+        hidden_TE, captured = self._decoder.forward(tokens_BL.view(-1), layout, self._cache, self._capture)
+        return torch.cat(captured, dim=-1).view(batch, length, -1), hidden_TE
+
+    @torch.no_grad()
+    def rows(self, hidden_TE: Tensor, rows_Q: Tensor) -> TargetRows:
+        """What the target predicts at `rows_Q` of `hidden_TE`. Logits of the whole vocabulary are there in pieces
+        only."""
+        size = max(_LOGITS_AT_ONCE // self.config.vocab_size, 1)
+        parts, best = [], []
+        for rows in rows_Q.split(size):
+            logits = self._decoder.raw_logits(hidden_TE[rows])
+            best.append(self._draft_of_V[logits.argmax(dim=-1)])
+            parts.append(logits[:, self._draft_ids_W])
+        return TargetRows(torch.cat(parts), torch.cat(best))

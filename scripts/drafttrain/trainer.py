@@ -1,0 +1,279 @@
+"""The training loop: AdamW with warm-up and cosine, checkpoints to resume from, metrics, validation.
+
+Parameters are float32 and products run in bfloat16 (autocast) on CUDA: a head is small, so master copies apart from
+bfloat16 weights would save little, and float32 parameters keep small updates. On CPU everything is float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.acceptance import Acceptance
+from drafttrain.examples import Batch, Example, batches, collate, padded_length
+from drafttrain.head import DraftHead, rotary_tables
+from drafttrain.target import FrozenTarget
+from drafttrain.unroll import Losses, losses, unroll
+from specbatch.errors import InputError
+
+_BETAS, _CLIP, _LEAST_LR = (0.9, 0.95), 0.5, 0.05
+_LOGS, _VALIDATIONS = 400, 20  # records of a whole run, about
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What the weights depend on beside the examples; a checkpoint of other settings is refused."""
+
+    num_steps: int  # unrolled draft steps
+    epochs: int
+    max_steps: int | None  # of the optimiser; None: all epochs
+    lr: float
+    warmup: float  # share of all steps
+    weight_decay: float  # of matrices
+    batch_tokens: int
+    seed: int
+
+
+class Trainer:
+    """One training run in `folder` (checkpoint.pt, metrics.jsonl). `head` holds the initial weights."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        head: DraftHead,
+        target: FrozenTarget,
+        train: Sequence[Example],
+        validation: Sequence[Example],
+        folder: Path,
+        device: torch.device,
+        say: Callable[[str], None],
+        *,
+        save_seconds: float = 60.0,
+        compile_steps: bool = False,
+    ) -> None:
+        self._settings, self._head, self._target = settings, head, target
+        self._train, self._validation = train, validation
+        self._folder, self._device, self._say = folder, device, say
+        self._save_seconds = save_seconds
+        self._plan = _plan(train, settings)
+        self._fingerprint = _fingerprint(settings, head, train, validation)
+        longest = padded_length(max(len(e.tokens) for e in [*train, *validation]))
+        self._tables = rotary_tables(head.config, longest + settings.num_steps, device)
+        self._optimizer = torch.optim.AdamW(
+            _groups(head, settings.weight_decay), settings.lr, _BETAS, fused=device.type == "cuda"
+        )
+        self._unroll = torch.compile(unroll, dynamic=True) if compile_steps else unroll
+        self._step = 0
+        self._seconds = 0.0  # of training, over all sessions
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._plan)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self._folder / "checkpoint.pt"
+
+    @property
+    def metrics(self) -> Path:
+        return self._folder / "metrics.jsonl"
+
+    def run(self, *, overwrite: bool = False) -> list[dict[str, Any]]:
+        """Train to the end, from the checkpoint where there is one; returns all records of the metrics.
+
+        Raises InputError for a checkpoint of another run.
+        """
+        if not overwrite:
+            self._resume()
+        records = self._read_metrics()
+        if self._step == self.num_steps:
+            self._say(f"training: all {self.num_steps:,} steps are done")
+            return records
+        if self._step:
+            self._say(f"resuming training at step {self._step:,} of {self.num_steps:,}")
+        began = saved = shown = time.monotonic()
+        before, tokens = self._seconds, 0
+        log_every = max(self.num_steps // _LOGS, 1)
+        validate_every = max(self.num_steps // _VALIDATIONS, 1)
+        pending: list[Losses] = []
+        with self.metrics.open("a", encoding="utf-8") as file:
+
+            def record(entry: dict[str, Any]) -> None:
+                records.append(entry)
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
+
+            if not records:
+                record({"step": 0, "validation": self._validate()})
+            while self._step < self.num_steps:
+                chosen = [self._train[i] for i in self._plan[self._step]]
+                pending.append(self._optimise(chosen))
+                tokens += sum(len(e.tokens) for e in chosen)
+                self._step += 1
+                last = self._step == self.num_steps
+                if self._step % log_every == 0 or last:
+                    self._seconds = before + time.monotonic() - began
+                    record(self._summary(pending))
+                    pending = []
+                if self._step % validate_every == 0 or last:
+                    entry = {"step": self._step, "validation": self._validate()}
+                    record(entry)
+                    self._say(f"step {self._step:,}: " + described(entry["validation"]))
+                now = time.monotonic()
+                self._seconds = before + now - began
+                if last or now - saved >= self._save_seconds:
+                    self._save()
+                    saved = now
+                if now - shown >= 10 and records:
+                    shown = now
+                    left = (now - began) / max(tokens, 1) * self._tokens_left()
+                    loss = next((r["loss"] for r in reversed(records) if "loss" in r), math.nan)
+                    self._say(
+                        f"step {self._step:,}/{self.num_steps:,} · loss {loss:.3f}"
+                        f" · {tokens / (now - began):,.0f} tok/s · {left:,.0f} s left"
+                    )
+        return records
+
+    def _optimise(self, examples: Sequence[Example]) -> Losses:
+        rate = self._rate(self._step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        found = self._losses(collate(examples, self._settings.num_steps).to(self._device))
+        self._optimizer.zero_grad(set_to_none=True)
+        found.total.backward()
+        torch.nn.utils.clip_grad_norm_(self._head.parameters(), _CLIP)
+        self._optimizer.step()
+        return Losses(found.total.detach(), [x.detach() for x in found.steps], found.hits)
+
+    def _losses(self, batch: Batch) -> Losses:
+        features_BLF, hidden_TE = self._target.features(batch.tokens_BL)
+        target = self._target.rows(hidden_TE, batch.target_rows_Q)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            hidden = self._unroll(
+                self._head,
+                self._target.embedding_VE,
+                batch.tokens_BL,
+                features_BLF,
+                self._tables,
+                self._settings.num_steps,
+            )
+            return losses(self._head, hidden, batch.steps, target)
+
+    def _rate(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to a twentieth."""
+        s = self._settings
+        warmup = max(round(self.num_steps * s.warmup), 1)
+        if step < warmup:
+            return s.lr * (step + 1) / warmup
+        progress = (step - warmup) / max(self.num_steps - warmup, 1)
+        return s.lr * (_LEAST_LR + (1 - _LEAST_LR) * (1 + math.cos(math.pi * progress)) / 2)
+
+    @torch.no_grad()
+    def _validate(self) -> dict[str, Any]:
+        found = Acceptance(self._settings.num_steps)
+        lengths = [len(e.tokens) for e in self._validation]
+        for indices in batches(lengths, self._settings.batch_tokens, self._settings.seed, -1):
+            examples = [self._validation[i] for i in indices]
+            batch = collate(examples, self._settings.num_steps)
+            found.add(examples, batch, self._losses(batch.to(self._device)))
+        return found.summary()
+
+    def _summary(self, pending: Sequence[Losses]) -> dict[str, Any]:
+        """One record for the steps since the last one."""
+        num = self._settings.num_steps
+        hits = [torch.stack([p.hits[j].sum() for p in pending]).sum().item() for j in range(num)]
+        rows = [sum(p.hits[j].shape[0] for p in pending) for j in range(num)]
+        return {
+            "step": self._step,
+            "loss": round(torch.stack([p.total for p in pending]).mean().item(), 5),
+            "losses": [round(torch.stack([p.steps[j] for p in pending]).mean().item(), 5) for j in range(num)],
+            "accuracy": [round(h / max(r, 1), 5) for h, r in zip(hits, rows, strict=True)],
+            "lr": self._rate(self._step - 1),
+            "seconds": round(self._seconds, 2),
+        }
+
+    def _tokens_left(self) -> int:
+        return sum(len(self._train[i].tokens) for batch in self._plan[self._step :] for i in batch)
+
+    def _save(self) -> None:
+        state = {
+            "fingerprint": self._fingerprint,
+            "step": self._step,
+            "seconds": self._seconds,
+            "head": self._head.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+        temporary = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, self.checkpoint)
+
+    def _resume(self) -> None:
+        if not self.checkpoint.is_file():
+            return
+        state = torch.load(self.checkpoint, map_location=self._device, weights_only=True)
+        theirs, ours = state["fingerprint"], self._fingerprint
+        if changed := [f"{k}: {theirs.get(k)!r}, now {v!r}" for k, v in ours.items() if theirs.get(k) != v]:
+            raise InputError(
+                f"{self.checkpoint} belongs to another training: {'; '.join(changed)}",
+                "--overwrite starts again; -o DIR trains elsewhere",
+            )
+        self._head.load_state_dict(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._step, self._seconds = state["step"], state["seconds"]
+
+    def _read_metrics(self) -> list[dict[str, Any]]:
+        """Records up to the checkpoint; later ones, of steps that are done again, are dropped from the file."""
+        records = []
+        if self.metrics.is_file() and self._step:
+            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+            records = [r for r in map(json.loads, lines) if r["step"] <= self._step]
+        self.metrics.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+        return records
+
+
+def described(validation: dict[str, Any]) -> str:
+    """A validation in one line."""
+    shares = " ".join(f"{a:.2f}" for a in validation["accuracy"])
+    lengths = ", ".join(f"{steps} steps {length:.2f}" for steps, length in validation["tokens_per_round"].items())
+    return f"validation loss {validation['loss']:.3f}, right by step {shares}; tokens per round: {lengths}"
+
+
+def _plan(train: Sequence[Example], settings: TrainSettings) -> list[list[int]]:
+    lengths = [len(e.tokens) for e in train]
+    plan: list[list[int]] = []
+    for epoch in range(settings.epochs):
+        plan += batches(lengths, settings.batch_tokens, settings.seed, epoch)
+        if settings.max_steps is not None and len(plan) >= settings.max_steps:
+            return plan[: settings.max_steps]
+    return plan
+
+
+def _groups(head: DraftHead, weight_decay: float) -> list[dict[str, Any]]:
+    """Norm weights do not decay."""
+    matrices = [p for p in head.parameters() if p.dim() > 1]
+    norms = [p for p in head.parameters() if p.dim() <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": norms, "weight_decay": 0.0}]
+
+
+def _fingerprint(
+    settings: TrainSettings, head: DraftHead, train: Sequence[Example], validation: Sequence[Example]
+) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for e in (*train, *validation):
+        digest.update(torch.tensor([e.prompt_length, *e.tokens, -1]).numpy().tobytes())
+    initial = hashlib.sha256()
+    tensor: Tensor
+    for tensor in (head.fc.weight, head.lm_head.weight):
+        initial.update(tensor.detach().float().cpu().numpy().tobytes())
+    return {**dataclasses.asdict(settings), "examples": digest.hexdigest()[:16], "initial": initial.hexdigest()[:16]}

@@ -1,0 +1,244 @@
+"""Trains an EAGLE-3 draft head for a target, from nothing but prompts: see docs/draft-heads.md.
+
+    python scripts/train_draft.py TARGET --data FILE[:ROWS] ... -o DIR [--eval FILE[:ROWS] ...]
+
+Three stages, each of which skips what is done, so the same command goes on after an interruption:
+
+1. answers: the target answers the prompts with this project's engine, greedily and sampled (DIR/work/answers.jsonl);
+2. training: the head learns to say what the target says on these texts (DIR/config.json, DIR/model.safetensors,
+   DIR/training.png);
+3. evaluation: acceptance lengths on rows that were held out, with --eval (DIR/acceptance.json).
+
+DIR is then a speculation.draft for `specbatch generate`, and a draft model for SGLang and vLLM.
+
+The data is the user's business: what a head has been trained on must not be what it is measured on. Test sets (GSM8K
+test, HumanEval, MT-bench) belong to --eval alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from drafttrain.answers import INTERRUPTED, read_results, run_rows
+from drafttrain.evaluate import EvalJob, evaluate, parse_shapes, table
+from drafttrain.examples import Example, draft_vocabulary, make_examples, padded_length, split
+from drafttrain.export import export
+from drafttrain.head import DraftHead, head_config, initialise
+from drafttrain.plot import plot
+from drafttrain.prompts import PromptFile, read_prompts, write_rows
+from drafttrain.target import FrozenTarget
+from drafttrain.trainer import Trainer, TrainSettings, described
+
+from specbatch.config_load import load_config
+from specbatch.engine.resolve import ResolvedRun, resolve
+from specbatch.errors import ConfigError, InputError, SpecbatchError
+from specbatch.models.eagle_head import eagle_config, expected_tensors
+
+SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
+STAGES = ("answers", "training", "evaluation")
+USAGE_ERROR = 2
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="as model.target: directory, hub id, .gguf file or builtin:NAME")
+    parser.add_argument("--data", nargs="+", required=True, metavar="FILE[:ROWS]", help="JSONL files of prompts")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--eval", nargs="+", default=[], metavar="FILE[:ROWS]", help="JSONL files of held-out prompts")
+    parser.add_argument("-c", "--config", type=Path, help="YAML file, as for specbatch generate")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="an option; may be repeated")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="only this stage; may be repeated")
+    parser.add_argument("--overwrite", action="store_true", help="start the chosen stages again")
+    answers = parser.add_argument_group("answers")
+    answers.add_argument(
+        "--temperatures", default="0,0.8", help="one answer to each prompt at each (default: %(default)s)"
+    )
+    answers.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: %(default)s)")
+    training = parser.add_argument_group("training")
+    training.add_argument("--draft-vocab", type=int, default=32000, help="tokens of the draft (default: %(default)s)")
+    training.add_argument("--unroll", type=int, default=7, help="draft steps that are trained (default: %(default)s)")
+    training.add_argument("--epochs", type=int, default=4)
+    training.add_argument("--max-steps", type=int, help="steps of the optimiser, where fewer than all epochs")
+    training.add_argument("--lr", type=float, help="default: 1e-3 at hidden size 512, less by the root of larger ones")
+    training.add_argument("--warmup", type=float, default=0.05, help="share of all steps (default: %(default)s)")
+    training.add_argument("--batch-tokens", type=int, help="with padding; default: 16384 on CUDA, 1024 on CPU")
+    training.add_argument("--max-length", type=int, default=1024, help="longest sequence (default: %(default)s)")
+    training.add_argument("--validation", type=float, default=0.02, help="share of the prompts (default: %(default)s)")
+    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--compile", action="store_true", help="torch.compile the unrolled steps")
+    evaluation = parser.add_argument_group("evaluation")
+    evaluation.add_argument("--shapes", default=SHAPES, help="steps/topk/tokens, or none (default: %(default)s)")
+    args = parser.parse_args(arguments)
+    args.stage = args.stage or list(STAGES)
+    return args
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where things are in the output folder."""
+
+    folder: Path
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    @property
+    def prompts(self) -> Path:
+        return self.work / "prompts.jsonl"
+
+    @property
+    def answers(self) -> Path:
+        return self.work / "answers.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "acceptance.json"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit codes as of specbatch: 0, 2 for mistakes of the user, 130 where it was interrupted."""
+    args = parse_arguments(arguments)
+    try:
+        run(args)
+    except SpecbatchError as error:
+        say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        say("interrupted: run the same command again to go on")
+        return INTERRUPTED
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """All stages that are asked for. Raises SpecbatchError."""
+    began = time.perf_counter()
+    files = Files(args.output)
+    files.work.mkdir(parents=True, exist_ok=True)
+    shapes = parse_shapes(args.shapes)
+    data, held_out = ([PromptFile.parse(text) for text in texts] for texts in (args.data, args.eval))
+    sets = [f"model.target={args.target}", f"sampling.max_tokens={args.max_tokens}", *args.set]
+    temperatures = [_number(part) for part in args.temperatures.split(",")]
+    plan = resolve(load_config(args.config, [*sets, "speculation.method=none"]))
+    _check(args, plan)
+    as_text = not (getattr(plan.tokenizer, "chat_template", None) or plan.config.data.chat_template)
+    if as_text:
+        sets.append("data.prompts_as_chat=false")
+    if "answers" in args.stage:
+        write_rows(files.prompts, read_prompts(data), temperatures, as_text)
+        report = run_rows(
+            files.prompts, files.answers, [*sets, "speculation.method=none"], args.config, overwrite=args.overwrite
+        )
+        tokens = report["tokens"]["completion"]
+        say(f"answers: {report['rows']['ok']:,} with {tokens:,} tokens ({_seconds(began)} so far)")
+    if "training" in args.stage:
+        train(args, plan, files)
+        say(f"training: finished ({_seconds(began)} so far)")
+    if "evaluation" in args.stage and held_out:
+        jobs = []
+        for file in held_out:
+            job = EvalJob(file.path.stem, files.work / f"eval.{file.path.stem}.jsonl")
+            write_rows(job.rows, read_prompts([file]), [0.0], as_text)
+            jobs.append(job)
+        if args.overwrite:
+            files.report.unlink(missing_ok=True)
+        print(table(evaluate(files.folder, jobs, shapes, sets, args.config, files.report, say)))
+    say(f"done in {_seconds(began)}")
+
+
+def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
+    """Stage 2: from the answers to the checkpoint and the picture."""
+    device, config = plan.device, plan.target.config
+    train_set, validation = split(_examples(args, plan, files), args.validation, args.seed)
+    ends = [t for t in {*config.eos_token_ids, plan.tokenizer.eos_token_id} if isinstance(t, int)]
+    draft_ids_W, covered = draft_vocabulary(train_set, args.draft_vocab, config.vocab_size, ends)
+    num_tokens = sum(len(e.answer) for e in train_set)
+    say(
+        f"training: {len(train_set):,} answers with {num_tokens:,} tokens, {len(validation):,} held out;"
+        f" {len(draft_ids_W):,} draft tokens make up {covered:.2%} of them"
+    )
+    head_of_target = head_config(config, len(draft_ids_W))
+    head = DraftHead(head_of_target.decoder, len(draft_ids_W))
+    initialise(head, plan.target.tensors, config.tie_word_embeddings, draft_ids_W, args.seed)
+    batch_tokens = args.batch_tokens or (16384 if device.type == "cuda" else 1024)
+    longest = padded_length(max(len(e.tokens) for e in (*train_set, *validation)))
+    target = FrozenTarget(plan.target, draft_ids_W, max(batch_tokens, longest), longest, plan.dtype, device)
+    settings = TrainSettings(
+        num_steps=args.unroll,
+        epochs=args.epochs,
+        max_steps=args.max_steps,
+        lr=args.lr or 1e-3 * (512 / config.hidden_size) ** 0.5,
+        warmup=args.warmup,
+        weight_decay=0.01,
+        batch_tokens=batch_tokens,
+        seed=args.seed,
+    )
+    trainer = Trainer(
+        settings,
+        head.to(device),
+        target,
+        train_set,
+        validation,
+        files.work,
+        device,
+        say,
+        compile_steps=args.compile,
+    )
+    records = trainer.run(overwrite=args.overwrite)
+    path = export(files.folder, head_of_target, head.state_dict(), draft_ids_W, config)
+    say(f"{path}: {path.stat().st_size / 1e6:.2f} MB; " + described(records[-1]["validation"]))
+    plot(records, files.folder / "training.png", f"EAGLE-3 head for {args.target}", say)
+    del trainer, target, head
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the engines of the evaluation size themselves by what is free
+
+
+def _examples(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> list[Example]:
+    if not files.answers.is_file():
+        raise InputError(f"there are no answers in {files.work}", "run the stage answers first")
+    rows = [json.loads(line) for line in files.prompts.read_text(encoding="utf-8").splitlines()]
+    config = plan.target.config
+    return make_examples(
+        rows, read_results(files.answers), plan.tokenizer, plan.config.data, config.vocab_size, args.max_length
+    )
+
+
+def _check(args: argparse.Namespace, plan: ResolvedRun) -> None:
+    """Mistakes that would show late."""
+    config = plan.target.config
+    for name in ("unroll", "epochs", "max_tokens", "draft_vocab", "max_length"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 < args.validation < 1:
+        raise ConfigError("--validation is a share, above 0 and below 1")
+    # The same checks as for a head with files: a target that is too shallow is refused there.
+    head = head_config(config, min(args.draft_vocab, config.vocab_size))
+    eagle_config("eagle3", head.decoder, head.draft_vocab_size, expected_tensors(head), config)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"--temperatures: {text!r} is no number") from error
+
+
+def _seconds(began: float) -> str:
+    return f"{time.perf_counter() - began:.0f} s"
+
+
+def say(line: str) -> None:
+    """Progress goes to stderr; the table of the evaluation is the data of stdout."""
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
