@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from specbatch.kernels import torch_round
+from specbatch.kernels.torch_steps import Candidates, Committed, SlotColumns
 from specbatch.speculation import sampling
 from specbatch.speculation.ngram import NgramProposer
 from specbatch.speculation.noise import Purpose, uniform
 from specbatch.speculation.sequence import Sequence
+from specbatch.speculation.slots import NUM_FIELDS, Field
 from specbatch.speculation.tree import DraftShape, DraftTree, select_nodes
 from specbatch.speculation.verify import verify
 from specbatch.types import NoiseKey, Request, SamplingParams
@@ -45,16 +47,13 @@ class Ops:
     The kernels weigh in float32, so that of a token's interval of uniforms they may miss a millionth at the ends.
     """
 
-    def __init__(self, *modules: str) -> None:
-        self._modules = [importlib.import_module(f"specbatch.kernels.{m}") for m in modules]
-        self.is_slow = not CUDA and modules != ("torch_round",)  # interpreted
-        self.is_exact = not CUDA and modules == ("torch_round",)  # float64 as on the host
-
-    def raw(self, name: str) -> Callable:
-        return next(getattr(m, name) for m in self._modules if hasattr(m, name))
+    def __init__(self, name: str) -> None:
+        self.raw = importlib.import_module(f"specbatch.kernels.{name}_ops")
+        self.is_slow = not CUDA and name == "triton"  # interpreted
+        self.is_exact = not CUDA and name == "torch"  # float64 as on the host
 
     def __getattr__(self, name: str) -> Callable:
-        function = self.raw(name)
+        function = getattr(self.raw, name)
 
         def call(*args: object) -> object:
             result = function(*(a.to(DEVICE) if isinstance(a, Tensor) else a for a in args))
@@ -69,10 +68,9 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 def make_ops(name: str) -> Ops:
-    if name == "torch":
-        return Ops("torch_round")
-    pytest.importorskip("triton")
-    return Ops("round_sampling", "round_tree", "round_ngram")
+    if name == "triton":
+        pytest.importorskip("triton")
+    return Ops(name)
 
 
 def filter_tensors(params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -220,20 +218,35 @@ def tree_batch(batch: int, width: int, seed: int) -> tuple[list[list[int]], list
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 8, 33, 60, 64])
-def test_accept_path(ops: Ops, width: int) -> None:
-    """The choices are a greedy target's."""
+def test_path_down_a_tree(ops: Ops, width: int) -> None:
+    """What `commit_round` accepts, and the token behind it, with trees of all sizes. The choices are a greedy
+    target's."""
     tokens, parents, sizes, choice = tree_batch(24, width, width)
-    path, num_path = ops.accept_path(torch.tensor(tokens), torch.tensor(parents), choice)
+    found = commit(ops, torch.tensor(tokens).to(DEVICE), torch.tensor(parents).to(DEVICE), choice.to(DEVICE))
     tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), sizes, False, [None] * 24)
     logits = torch.cat([torch.nn.functional.one_hot(choice[b, :n], 8).double() for b, n in enumerate(sizes)])
     sequences = [sequence(SamplingParams(), NoiseKey(0, b, 0), 3) for b in range(24)]
     lengths = set()
     for b, kept in enumerate(verify(sequences, tree, logits)):
-        assert path[b].tolist() == kept.path + [0] * (width - len(kept.path))
-        assert num_path[b] == len(kept.path)
-        assert choice[b, kept.path[-1]] == kept.next_token
+        assert found.path_BM[b].tolist() == kept.path + [0] * (width - len(kept.path))
+        assert found.num_path_B[b] == len(kept.path)
+        assert found.tokens_BM[b, len(kept.path) - 1] == kept.next_token
         lengths.add(len(kept.path))
     assert width == 1 or len(lengths) > 1
+
+
+def commit(ops: Ops, tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -> Committed:
+    """Of new slots, that do not end here."""
+    batch, num_nodes = tokens_BN.shape
+    ints = torch.zeros((batch, NUM_FIELDS), dtype=torch.int64, device=DEVICE)
+    ints[:, Field.LIMIT] = 1000
+    history, table = torch.empty((batch, 0), device=DEVICE).int(), torch.zeros((batch, 1), device=DEVICE).int()
+    columns = SlotColumns(Field.LENGTH, Field.ROOT, Field.LIMIT, Field.DONE, Field.IGNORE_EOS, Field.STOP, 0)
+    rows, eos = torch.arange(batch, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    committed: Committed = ops.raw.commit_round(
+        ints, history, table, rows, columns, 4, eos, num_nodes, tokens_BN, choice_BN, parents_BN=parents_BN
+    )
+    return committed
 
 
 def chain_noise(keys: list[NoiseKey], committed: int, num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -362,32 +375,21 @@ def test_draft_topk(ops: Ops, k: int) -> None:
         assert torch.allclose(scores[b], torch.log_softmax(logits[b], 0)[order])
 
 
-def beam(ops: Ops, shape: DraftShape, batch: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates of drafting by `NeuralProposer._tree`'s rule: tokens, scores, parents (B, C); many scores tie."""
+def draft(ops: Ops, shape: DraftShape, batch: int, seed: int) -> Candidates:
+    """Candidates of a tree whose scores often tie."""
     generator = torch.Generator().manual_seed(seed)
     k = shape.topk
 
-    def step_of(rows: int) -> tuple[Tensor, Tensor]:
-        scores = -torch.randint(1, 5, (batch, rows, k), generator=generator).float() / 2
-        scores[::2, :, 0] = -0.0625  # deep trees among the broad ones
-        tokens = torch.stack([torch.randperm(50, generator=generator)[:k] for _ in range(batch * rows)])
-        return scores.sort(dim=-1, descending=True).values, tokens.view(batch, rows, k)
+    def step_of(*rows: int) -> tuple[Tensor, Tensor]:
+        scores = -torch.randint(1, 5, (batch, *rows, k), generator=generator).float() / 2
+        scores[::2, ..., 0] = -0.0625  # deep trees among the broad ones
+        tokens = torch.rand(batch, *rows, 50, generator=generator).argsort(dim=-1)[..., :k]
+        return scores.sort(dim=-1, descending=True).values.to(DEVICE), tokens.to(DEVICE)
 
-    scores_BK, tokens_BK = (x[:, 0] for x in step_of(1))
-    tokens, scores, parents = [tokens_BK], [scores_BK], [torch.full_like(tokens_BK, -1)]
-    index = torch.arange(k).expand(batch, k)
-    for _ in range(1, shape.num_steps):
-        first = sum(t.shape[1] for t in tokens)
-        cand_scores, cand_tokens, chosen, scores_BK, tokens_BK, parent = ops.beam_step(scores_BK, *step_of(k))
-        assert torch.equal(parent, chosen // k)
-        assert torch.equal(cand_tokens.gather(1, chosen), tokens_BK)
-        expected = [sorted(range(k * k), key=lambda i: (-float(row[i]), i))[:k] for row in cand_scores]
-        assert chosen.tolist() == expected
-        tokens.append(cand_tokens)
-        scores.append(cand_scores)
-        parents.append(index.repeat_interleave(k, dim=1))
-        index = first + chosen
-    return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
+    candidates, branches = ops.raw.beam_start(*step_of(), None, shape.num_candidates, 1)
+    for step in range(1, shape.num_steps):
+        branches = ops.raw.beam_expand(candidates, branches, *step_of(k), None, step)
+    return candidates
 
 
 def mask_bits(mask_NW: Tensor, num_nodes: int) -> Tensor:
@@ -399,11 +401,11 @@ SHAPES = [DraftShape(7, 10, 60), DraftShape(5, 4, 8), DraftShape(2, 2, 2), Draft
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_beam_step_and_select_nodes(ops: Ops, shape: DraftShape) -> None:
-    candidates = beam(ops, shape, 6, shape.topk)
+def test_select_nodes(ops: Ops, shape: DraftShape) -> None:
+    candidates = draft(ops, shape, 6, shape.topk)
     root = torch.arange(6)
     tokens, parents, depths, mask = ops.select_nodes(root, *candidates, shape.num_draft_tokens, shape.num_steps)
-    tree = select_nodes(root, *candidates, shape.num_draft_tokens)
+    tree = select_nodes(root, *(x.cpu() for x in candidates), shape.num_draft_tokens)
     assert torch.equal(tokens, tree.tokens_BN)
     assert torch.equal(parents, tree.parents_BN)
     assert mask.dtype == torch.int32
@@ -560,12 +562,17 @@ def test_garbage_gives_no_index_out_of_range(triton_ops: Ops) -> None:
         triton_ops.draft_topk(logits, 4)[1],
     ):
         assert bool(((ids >= 0) & (ids < vocab)).all())
-    scores = torch.full((3, 4), math.nan)
-    _, _, chosen, _, _, parent = triton_ops.beam_step(
-        scores, scores[:, :, None].expand(3, 4, 4), torch.ones(3, 4, 4).long()
-    )
-    assert bool(((chosen >= 0) & (chosen < 16)).all())
-    assert bool(((parent >= 0) & (parent < 4)).all())
+    for garbage in (math.nan, -math.inf, math.inf):
+        scores, ids = torch.full((3, 4, 4), garbage, device=DEVICE), torch.ones((3, 4, 4), device=DEVICE).long()
+        candidates, branches = triton_ops.raw.beam_start(scores[:, 0], ids[:, 0], None, 20, 1)
+        branches = triton_ops.raw.beam_expand(candidates, branches, scores, ids, None, 1)
+        assert bool(((branches.parent_BK >= 0) & (branches.parent_BK < 4)).all())
+        assert bool(((branches.index_BK >= 4) & (branches.index_BK < 20)).all())
+        assert bool((branches.tokens_BK == 1).all())
+        tokens, parents, depths, _ = triton_ops.select_nodes(ids[:, 0, 0], *candidates, 8, 2)
+        assert bool((tokens == 1).all())
+        assert bool((parents < torch.arange(8)).all())
+        assert bool(((depths >= 0) & (depths < 8)).all())
 
 
 @pytest.mark.gpu
@@ -593,29 +600,22 @@ def test_captured_in_a_graph(kind: str) -> None:
         logits: Tensor, seed: Tensor, stream: Tensor, sample: Tensor, position: Tensor, history: Tensor,
         parents: Tensor, root: Tensor,
     ) -> list[Tensor]:  # fmt: skip
-        u = ops.raw("uniform")(seed, stream, sample, position, Purpose.SAMPLE)
-        p = ops.raw("distribution")(logits, *filters)
-        choice = ops.raw("sample")(logits, *filters, u).view(3, 4)
+        u = ops.raw.uniform(seed, stream, sample, position, Purpose.SAMPLE)
+        p = ops.raw.distribution(logits, *filters)
+        choice = ops.raw.sample(logits, *filters, u).view(3, 4)
         tokens = torch.cat((root[:, None], choice[:, :3]), dim=1)
-        scores, ids = ops.raw("draft_topk")(logits[:3], 4)
-        steps = ops.raw("draft_topk")(logits, 4)
-        beam = ops.raw("beam_step")(scores, steps[0].view(3, 4, 4), steps[1].view(3, 4, 4))
-        first = torch.arange(4, device=DEVICE)
-        nodes = ops.raw("select_nodes")(
-            root,
-            torch.cat((ids, beam[1]), dim=1),
-            torch.cat((scores, beam[0]), dim=1),
-            torch.cat((torch.full_like(ids, -1), first.repeat_interleave(4).expand(3, -1)), dim=1),
-            8,
-            2,
-        )
+        scores, ids = ops.raw.draft_topk(logits[:3], 4)
+        steps = ops.raw.draft_topk(logits, 4)
+        candidates, beam = ops.raw.beam_start(scores, ids, None, 20, 1)
+        beam = ops.raw.beam_expand(candidates, beam, steps[0].view(3, 4, 4), steps[1].view(3, 4, 4), None, 1)
+        nodes = ops.raw.select_nodes(root, *candidates, 8, 2)
         q, coins = p.view(3, 4, -1)[:, 1:], u.view(3, 4)
-        chain = ops.raw("accept_chain")(
+        chain = ops.raw.accept_chain(
             choice[:, 1:], q, None, p.view(3, 4, -1), rows[-3:], filters[0][:3], coins[:, :3], coins[:, :3], coins
         )
-        found = [u, p, choice, ops.raw("argmax")(logits), ops.raw("draw")(p, u), scores, ids, *beam, *nodes, *chain]
-        found += ops.raw("accept_path")(tokens, parents, choice)
-        found += ops.raw("ngram_lookup")(history, rows, lengths, lengths + 4, 2, 4, 5)
+        found = [u, p, choice, ops.raw.argmax(logits), ops.raw.draw(p, u), scores, ids]
+        found += [*candidates, *beam, *nodes, *chain, *commit(ops, tokens, parents, choice)]
+        found += ops.raw.ngram_lookup(history, rows, lengths, lengths + 4, 2, 4, 5)
         return found
 
     static = inputs(0)

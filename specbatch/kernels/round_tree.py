@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Draft trees and their acceptance on the device (Triton); the twins in `torch_round` say what each does.
+"""The tokens of a draft tree and the choice of its nodes (Triton); the twins in `torch_round` say what each does.
 
 Shape suffixes as in `torch_round`.
 """
@@ -73,53 +73,6 @@ def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _beam_step(
-    scores_ptr, step_scores_ptr, step_tokens_ptr,
-    cand_scores_ptr, cand_tokens_ptr, chosen_ptr, new_scores_ptr, new_tokens_ptr, parent_ptr,
-    K: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    children = tl.arange(0, BLOCK)
-    real = children < K * K
-    at = row * K * K + children
-    scores = tl.load(scores_ptr + row * K + children // K, mask=real, other=0.0)
-    scores += tl.load(step_scores_ptr + at, mask=real, other=0.0)
-    tokens = tl.load(step_tokens_ptr + at, mask=real, other=0)
-    tl.store(cand_scores_ptr + at, scores, mask=real)
-    tl.store(cand_tokens_ptr + at, tokens, mask=real)
-    packed = tl.where(real, pack(scores, children), LOWEST)
-    for i in range(K):
-        best = tl.max(packed)
-        chosen = packed_index(best)
-        # Taken from the registers: what was stored above is not to be read by another thread yet.
-        token = tl.sum(tl.where(packed == best, tokens, 0))
-        out = row * K + i
-        tl.store(chosen_ptr + out, chosen)
-        tl.store(new_scores_ptr + out, packed_number(best))
-        tl.store(new_tokens_ptr + out, token)
-        tl.store(parent_ptr + out, chosen // K)
-        packed = tl.where(packed == best, LOWEST, packed)
-
-
-def beam_step(
-    scores_BK: Tensor, step_scores_BKK: Tensor, step_tokens_BKK: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`torch_round.beam_step`."""
-    batch, k = scores_BK.shape
-    device = scores_BK.device
-    cand_scores = torch.empty((batch, k * k), dtype=torch.float32, device=device)
-    cand_tokens = torch.empty((batch, k * k), dtype=torch.int64, device=device)
-    chosen, new_tokens, parent = torch.empty((3, batch, k), dtype=torch.int64, device=device)
-    new_scores = torch.empty((batch, k), dtype=torch.float32, device=device)
-    _beam_step[(batch,)](
-        scores_BK.contiguous(), step_scores_BKK.contiguous(), step_tokens_BKK.contiguous(),
-        cand_scores, cand_tokens, chosen, new_scores, new_tokens, parent,
-        K=k, BLOCK=triton.next_power_of_2(k * k), num_warps=1 if k <= 4 else 4,
-    )  # fmt: skip
-    return cand_scores, cand_tokens, chosen, new_scores, new_tokens, parent
-
-
-@triton.jit
 def _select_nodes(
     root_ptr, tokens_ptr, scores_ptr, parents_ptr,
     out_tokens_ptr, out_parents_ptr, depths_ptr, mask_ptr, num_candidates,
@@ -186,36 +139,3 @@ def select_nodes(
         BLOCK_N=max(16, triton.next_power_of_2(num_draft_tokens)), WORDS=words,
     )  # fmt: skip
     return tokens, parents, depths, mask
-
-
-@triton.jit
-def _accept_path(tokens_ptr, parents_ptr, choice_ptr, path_ptr, num_path_ptr, num_nodes, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    nodes = tl.arange(0, BLOCK_N)
-    real = nodes < num_nodes
-    tokens = tl.load(tokens_ptr + row * num_nodes + nodes, mask=real, other=-1)
-    parents = tl.load(parents_ptr + row * num_nodes + nodes, mask=real, other=-2)
-    path = tl.zeros((BLOCK_N,), tl.int64)
-    node = tl.full((), 0, tl.int32)
-    count = tl.full((), 0, tl.int32)
-    while node < BLOCK_N:
-        path = tl.where(nodes == count, node, path)
-        count += 1
-        choice = tl.load(choice_ptr + row * num_nodes + node)
-        # Only downwards, so that the walk ends whatever the parents are.
-        child = (nodes > node) & (parents == node) & (tokens == choice)
-        node = tl.min(tl.where(child, nodes, BLOCK_N))
-    tl.store(path_ptr + row * num_nodes + nodes, path, mask=real)
-    tl.store(num_path_ptr + row, count.to(tl.int64))
-
-
-def accept_path(tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch_round.accept_path`."""
-    batch, num_nodes = tokens_BN.shape
-    path = torch.empty((batch, num_nodes), dtype=torch.int64, device=tokens_BN.device)
-    num_path = torch.empty(batch, dtype=torch.int64, device=tokens_BN.device)
-    _accept_path[(batch,)](
-        tokens_BN.contiguous(), parents_BN.contiguous(), choice_BN.contiguous(), path, num_path, num_nodes,
-        BLOCK_N=max(16, triton.next_power_of_2(num_nodes)), num_warps=1,
-    )  # fmt: skip
-    return path, num_path

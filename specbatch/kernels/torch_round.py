@@ -189,32 +189,6 @@ def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return log_p.gather(1, ids).float(), ids
 
 
-def beam_step(
-    scores_BK: Tensor, step_scores_BKK: Tensor, step_tokens_BKK: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One step of tree drafting (EAGLE-2, Li et al. 2024; `NeuralProposer._tree`): K children of each of K branches,
-    of which the K with the highest cumulative score are the next branches, the earlier of equals first.
-
-    scores_BK: of the branches, float32. step_scores_BKK, step_tokens_BKK: log-probabilities and tokens (int64) of
-    each branch's children.
-
-    Returns (cand_scores_BC, cand_tokens_BC, chosen_BK, new_scores_BK, new_tokens_BK, parent_BK) with C = K * K: all
-    children; and of the next branches the index among them, score, token and the branch each hangs on (int64).
-    """
-    batch, k = scores_BK.shape
-    cand_scores = (scores_BK[:, :, None] + step_scores_BKK).reshape(batch, k * k)
-    cand_tokens = step_tokens_BKK.reshape(batch, k * k)
-    chosen = cand_scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    return (
-        cand_scores,
-        cand_tokens,
-        chosen,
-        cand_scores.gather(1, chosen),
-        cand_tokens.gather(1, chosen),
-        chosen // k,
-    )
-
-
 def select_nodes(
     root_B: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor, num_draft_tokens: int, num_steps: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

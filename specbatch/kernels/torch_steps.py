@@ -136,8 +136,13 @@ def beam_expand(
     target_ids_W: Tensor | None,
     step: int,
 ) -> Beam:
-    """Step 1, 2, .. of a tree: what `torch_round.beam_step` does, with its surroundings. The K * K children become
-    candidates (in place) and the best K of them the next branches."""
+    """Step 1, 2, .. of a tree (EAGLE-2, Li et al. 2024; `NeuralProposer._tree`): the K children of each of K branches
+    become candidates (in place), and the K of the highest cumulative score the next branches, the earlier of equals
+    first.
+
+    step_scores_BKK, step_ids_BKK: log-probabilities (float32) and draft tokens (int64) of each branch's children.
+    `target_ids_W` as in `beam_start`.
+    """
     batch, k = beam.scores_BK.shape
     first = k + (step - 1) * k * k
     tokens = (step_ids_BKK if target_ids_W is None else target_ids_W[step_ids_BKK]).reshape(batch, k * k)
