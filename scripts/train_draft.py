@@ -40,6 +40,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.models.eagle_head import eagle_config, expected_tensors
+from specbatch.pipeline.tokenizer import with_chat_template_text
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 STAGES = ("answers", "training", "evaluation")
@@ -126,16 +127,17 @@ def run(args: argparse.Namespace) -> None:
     data, held_out = ([PromptFile.parse(text) for text in texts] for texts in (args.data, args.eval))
     sets = [f"model.target={args.target}", f"sampling.max_tokens={args.max_tokens}", *args.set]
     temperatures = [_number(part) for part in args.temperatures.split(",")]
-    plan = resolve(load_config(args.config, [*sets, "speculation.method=none"]))
-    _check(args, plan)
+    plan = _resolve(args, sets)
     as_text = not (getattr(plan.tokenizer, "chat_template", None) or plan.config.data.chat_template)
     if as_text:
         sets.append("data.prompts_as_chat=false")
+        plan = _resolve(args, sets)
+    _check(args, plan)
     if "answers" in args.stage:
         write_rows(files.prompts, read_prompts(data), temperatures, as_text)
-        report = run_rows(
-            files.prompts, files.answers, [*sets, "speculation.method=none"], args.config, overwrite=args.overwrite
-        )
+        # Rows have temperatures of their own; the engine prepares for sampling by the config's.
+        how = ["speculation.method=none", f"sampling.temperature={max(temperatures)}"]
+        report = run_rows(files.prompts, files.answers, [*sets, *how], args.config, overwrite=args.overwrite)
         tokens = report["tokens"]["completion"]
         say(f"answers: {report['rows']['ok']:,} with {tokens:,} tokens ({_seconds(began)} so far)")
     if "training" in args.stage:
@@ -209,6 +211,10 @@ def _examples(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> list
     return make_examples(
         rows, read_results(files.answers), plan.tokenizer, plan.config.data, config.vocab_size, args.max_length
     )
+
+
+def _resolve(args: argparse.Namespace, sets: list[str]) -> ResolvedRun:
+    return resolve(with_chat_template_text(load_config(args.config, [*sets, "speculation.method=none"])))
 
 
 def _check(args: argparse.Namespace, plan: ResolvedRun) -> None:

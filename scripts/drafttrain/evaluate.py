@@ -48,8 +48,7 @@ def evaluate(
     report_path: Path,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run what `report_path` does not hold yet for this head, greedily unless `sets` say otherwise, and return the
-    report.
+    """Run what `report_path` does not hold yet for this head, and return the report.
 
     The acceptance length is tokens per round, the one from the target itself included.
     """

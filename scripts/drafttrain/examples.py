@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def make_examples(
         assert row["id"] == result["id"], (row["id"], result["id"])
         if result.get("text") is None:
             continue
-        kind = "messages" if "messages" in row else "prompt"
+        kind: Literal["messages", "prompt"] = "messages" if "messages" in row else "prompt"
         try:
             prompt = texts.encode(Job(kind, row[kind], SamplingParams(), False), limits)
         except RowError:  # longer than the sequences of the training

@@ -107,8 +107,8 @@ def write_rows(path: Path, prompts: Sequence[Messages], temperatures: Sequence[f
     lines = []
     for number, messages in enumerate(prompts):
         prompt = {"prompt": messages[-1]["content"]} if as_text else {"messages": messages}
-        for temperature in temperatures:
-            row = {"id": f"{number}@{temperature:g}", **prompt, "temperature": temperature}
+        for k, temperature in enumerate(temperatures):  # one may be there twice
+            row = {"id": f"{number}-{k}@{temperature:g}", **prompt, "temperature": temperature}
             lines.append(json.dumps(row | {"metadata": {"prompt": number}}, ensure_ascii=False))
     text = "\n".join(lines) + "\n"
     if not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -127,9 +127,9 @@ class Trainer:
                     record(self._summary(pending))
                     pending = []
                 if self._step % validate_every == 0 or last:
-                    entry = {"step": self._step, "validation": self._validate()}
-                    record(entry)
-                    self._say(f"step {self._step:,}: " + described(entry["validation"]))
+                    validation = self._validate()
+                    record({"step": self._step, "validation": validation})
+                    self._say(f"step {self._step:,}: " + described(validation))
                 now = time.monotonic()
                 self._seconds = before + now - began
                 if last or now - saved >= self._save_seconds:
