@@ -595,3 +595,29 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     assert plot(records, tmp_path / "a.png", "title", said.append)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bfloat16_products_give_nearly_the_same_loss_and_gradients() -> None:
+    """As on CUDA: the target in bfloat16, the head's parameters in float32 under autocast."""
+    from drafttrain.examples import Example, collate
+    from drafttrain.head import rotary_tables
+    from drafttrain.target import FrozenTarget
+    from drafttrain.unroll import losses, unroll
+
+    batch = collate([Example(p[:40], 2, i, True) for i, p in enumerate(random_prompts(6, shared=8, longest=30))], 3)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        head = random_head().float()
+        frozen = FrozenTarget(target_checkpoint(), DRAFT_IDS, 6 * 64, 64, dtype, CPU)
+        features, hidden = frozen.features(batch.tokens_BL)
+        assert features.dtype == dtype
+        tables = rotary_tables(head.config, 64 + 3, CPU)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            unrolled = unroll(head, frozen.embedding_VE, batch.tokens_BL, features, tables, 3)
+            total = losses(head, unrolled, batch.steps, frozen.rows(hidden, batch.target_rows_Q)).total
+        total.backward()
+        assert {h.dtype for h in unrolled} == {torch.float32}, "the residual stream is as wide as the parameters"
+        found.append((total.detach(), head.fc.weight.grad, head.midlayer.self_attn.k_proj.weight.grad))
+    assert abs(float(found[0][0] - found[1][0])) < 0.02 * float(found[0][0])
+    for a, b in zip(found[0][1:], found[1][1:], strict=True):
+        assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.95
