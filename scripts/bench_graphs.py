@@ -54,9 +54,8 @@ def main() -> None:
     parser.add_argument("--commit")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
-    method = parse_method(args.method) if isinstance(args.method, str) else args.method
     batches = [int(part) for part in args.batch.split(",")]
-    sets = [f"model.target={args.target}", *method.sets(), f"engine.max_batch_size={max(batches)}"]
+    sets = [f"model.target={args.target}", *args.method.sets(), f"engine.max_batch_size={max(batches)}"]
     run = resolve(load_config(None, [*sets, "engine.prefix_cache=false", *args.set]))
     engine = build_engine(run)
     assert isinstance(engine, DeviceEngine), "only the device engine has graphs"
@@ -71,7 +70,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "versions": versions(),
         "target": args.target,
-        "method": method.text,
+        "method": args.method.text,
         "ms_per_round": times,
         "gain": {
             name: {b: round(pair[0][b] / pair[1][b] - 1, 4) for b in batches} for name, pair in pairs(times).items()

@@ -83,7 +83,8 @@ def test_draft_vocabulary_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("method", "shape"), [("none", None), ("eagle", TREE), ("ngram", CHAIN)])
-def test_logprobs(method: str, shape: DraftShape | None) -> None:
+def test_logprobs(method: str, shape: DraftShape | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round, "_LOGPROB_ROWS", 2)  # in several parts
     prompts = random_prompts(5)
     params = SamplingParams(max_tokens=12, logprobs=3)
     expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)

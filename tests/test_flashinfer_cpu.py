@@ -42,12 +42,14 @@ def test_engine_over_the_fake_gives_the_same_tokens(
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     monkeypatch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "made", 0)
     prompts = random_prompts(8, seed=1, longest=30, shared=6)
-    settings = {"num_pages": 40, "prefill_chunk_tokens": 17, "eos": (5,)}
+    num_pages = 40 if shape is not None and shape.topk > 1 else 24
+    settings = {"num_pages": num_pages, "prefill_chunk_tokens": 17, "eos": (5,)}
     params = SamplingParams(max_tokens=16)
     expected = run(tiny_device_engine(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(method, shape, **settings, backend=FlashInferAttention)
     assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
-    assert fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper.made > 4
+    assert engine.stats.preemptions > 0
+    assert fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper.made > 0, "something else computed it"
 
 
 @pytest.mark.skipif(CUDA, reason="plans on the CPU")
@@ -170,3 +172,10 @@ def test_the_package_is_optional() -> None:
     assert not any(
         line.startswith(("import flashinfer", "from flashinfer")) for line in source.read_text().splitlines()
     )
+
+
+def test_masks_of_more_than_two_gib_are_refused() -> None:
+    resolving._check_mask_size(DraftShape(7, 1, 8), 1024, 2**20)  # chains have none
+    resolving._check_mask_size(DraftShape(7, 10, 60), 256, 8192)
+    with pytest.raises(ConfigError, match=r"at most 2 GiB.* take 2\.0"):
+        resolving._check_mask_size(DraftShape(7, 10, 128), 1024, 131072)

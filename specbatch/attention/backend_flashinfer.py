@@ -125,6 +125,7 @@ class FlashInferAttention:
         self._planned: dict[tuple[int, ...], _Planner] = {}
         self._mask_starts: dict[tuple[int, int], Tensor] = {}
         self._ring: list[_Planner] = []
+        self._is_compiled = False  # FlashInfer compiles at its first plan
 
     def plan(self, layout: PagedBatch) -> _Plan:
         """Without `host_query_starts`, each sequence has `max_queries` new tokens; such a shape must have been planned
@@ -176,7 +177,18 @@ class FlashInferAttention:
         num_seqs = len(query_starts) - 1
         # Three numbers a pair, whose tile has 16 rows at least, and one a sequence.
         num_pairs = int(query_starts[-1]) * self._group // 16 + num_seqs
-        planner.plan(query_starts, layout, 12 * num_pairs + 4 * num_seqs + 256, **self._geometry)
+        try:
+            planner.plan(query_starts, layout, 12 * num_pairs + 4 * num_seqs + 256, **self._geometry)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError) as error:
+            if self._is_compiled:
+                raise
+            raise ModelError(
+                f"FlashInfer could not compile or load its kernels: {str(error).strip()[-300:]}",
+                hint="it needs nvcc and ninja at the first start; or use engine.attention: triton",
+            ) from error
+        self._is_compiled = True
 
     def attend(self, plan: _Plan, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
         assert window is None, "resolve() refuses sliding windows"
@@ -189,6 +201,8 @@ class FlashInferAttention:
             setattr(wrapper, name, tensor)
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         wrapper.run(q_THD, (k, v), out=out, enable_pdl=False)
+        for name in _REPLACED:  # kept, they would keep memory that the graphs of other batch sizes share
+            setattr(wrapper, name, None)
         return out
 
 

@@ -18,8 +18,8 @@ from specbatch.kernels.paged import PagedBatch
 # Constants: results must not depend on the card.
 _PROGRAMS = 512
 _SPLITS, _SPLITS_OF_FEW, _FEW = 8, 16, 4
-_ROWS = 64  # of one program, as counted here
-WORKSPACE_ROWS = 2 * _PROGRAMS * _ROWS  # tiles may have twice the rows
+_ROWS = 64  # of one program, at most
+WORKSPACE_ROWS = _PROGRAMS * _ROWS
 
 
 class PagedAttention:

@@ -1,5 +1,5 @@
 """Puts the device engine together: weights, a trial run that measures working memory, the KV cache from what is left,
-graphs. See `build.py`, which resolves the run."""
+graphs. See `build.py`, which reads the weights, and `resolve.py`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from specbatch.cache.pages import PagePool
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.executor import GraphMode, RoundExecutor
+from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.errors import ModelError
 from specbatch.graphs.runner import ladder
@@ -76,7 +77,7 @@ def build_device_engine(
         net.cache.resize(trial_slots)
     round_ = Round(target, caches[0], drafter, state, page_size, eos_token_ids, ops, simulate)
 
-    show("trial run")
+    show("compiling kernels, trial run")
     prompt_bytes = _peak(device, lambda: _trial_prompt(round_, state, prefill_chunk_tokens, page_size, device))
     num_tokens = _SMALLEST_CHUNK
     while num_tokens < prefill_chunk_tokens:  # compiles what chunks of other sizes need
@@ -94,8 +95,11 @@ def build_device_engine(
         seconds["products chosen"] = time.perf_counter() - began
 
     began = time.perf_counter()
-    num_graphs = len(ladder(max_batch_size)) if graphs != "none" else 0
-    reserved = prompt_bytes + (round_bytes * 5 // 4 + num_graphs * _GRAPH_BYTES if num_graphs else round_bytes)
+    reserved = max(prompt_bytes, round_bytes)  # of what runs eagerly: prompts, rounds with log-probabilities, warm-ups
+    if graphs != "none":
+        # And what the graphs keep to themselves. Rows may ask for samples at any time: twice as many graphs then.
+        num_graphs = 2 * len(ladder(max_batch_size)) * (len(PHASES) if graphs == "phases" else 1)
+        reserved += round_bytes * 5 // 4 + num_graphs * _GRAPH_BYTES
     per_token = sum(cache.slot_bytes for cache in caches)
     for cache in caches:
         cache.resize(0)
@@ -190,24 +194,35 @@ def _peak(device: torch.device, function: Callable[[], None]) -> int:
 
 @torch.inference_mode()
 def _trial_round(round_: Round, padding: torch.Tensor) -> None:
-    """The largest round. All rows are padding: it computes everything and writes nothing. Any row may ask for samples,
-    which take the most memory."""
-    round_(padding, sampled=True)
+    """The largest round. All rows are padding: it computes everything and writes nothing. Rows may ask for samples and
+    log-probabilities, which take the most memory."""
+    round_(padding, sampled=False)
+    round_(padding, sampled=True, logprobs=True)
 
 
 @torch.inference_mode()
 def _trial_prompt(round_: Round, state: SlotState, num_tokens: int, page_size: int, device: torch.device) -> None:
-    """A chunk filled by one prompt. It ends in padding's slot, which stays done."""
+    """A chunk filled by one prompt. As many of its tokens as slots are chosen behind, as if short prompts ended there;
+    all in padding's slot, which stays done."""
     pages = -(-num_tokens // page_size)
     table = torch.arange(max(pages + 1, state.page_table_SP.shape[1]), dtype=torch.int32, device=device)[None]
     index = torch.arange(num_tokens, device=device)
-    starts, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0], [0, num_tokens]))
-    layout = PagedBatch(index, index % round_.num_positions, table, page_size, starts, ends, num_tokens)
-    last = torch.tensor([num_tokens - 1], device=device)
-    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    slot = torch.tensor([state.padding], device=device)
+    ends = np.array([0, num_tokens], dtype=np.int32)
+    layout = PagedBatch(
+        index,
+        index % round_.num_positions,
+        table,
+        page_size,
+        torch.zeros(1, dtype=torch.int32, device=device),
+        torch.from_numpy(ends).to(device),
+        num_tokens,
+        host_query_starts=ends,
+    )
+    last = index[-state.padding :]
+    slots = torch.full_like(last, state.padding)
+    zeros = torch.zeros_like(index)
     saved = state.ints_SF[state.padding].clone()
-    selected = Selected.of(layout, last, last, table)
-    root = torch.full_like(last, -1)
-    round_.prefill(PromptChunk(zeros, layout, slot, selected, last + 1, root, zeros, layout, selected), sampled=True)
+    selected = Selected.of(layout, last, last, table.repeat(last.shape[0], 1))
+    chunk = PromptChunk(zeros, layout, slots, selected, last + 1, torch.full_like(last, -1), zeros, layout, selected)
+    round_.prefill(chunk, sampled=True, logprobs=True)
     state.ints_SF[state.padding] = saved

@@ -19,7 +19,8 @@ import torch
 
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
-from specbatch.engine.append import append_tokens, new_sequence
+from specbatch.engine.append import append_tokens
+from specbatch.engine.base import EngineBase
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.round import REPORT_COUNT, REPORT_DEPTH, REPORT_DRAFTED, REPORT_TOKENS, Logprobs, Round
@@ -29,8 +30,6 @@ from specbatch.speculation.sequence import Sequence
 from specbatch.speculation.slots import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 from specbatch.types import (
     Completion,
-    EngineLimits,
-    EngineStats,
     FinishReason,
     NoiseKey,
     Request,
@@ -52,11 +51,8 @@ class _Report:
     is_prompt: bool
 
 
-class DeviceEngine:
-    """Runs requests to completion. See `types.BatchEngine` for what each method promises.
-
-    `max_length` is the longest sequence, prompt and output, that the model and the cache can hold.
-    """
+class DeviceEngine(EngineBase):
+    """Runs requests to completion. See `types.BatchEngine` for what each method promises."""
 
     def __init__(
         self,
@@ -75,14 +71,13 @@ class DeviceEngine:
         self._round = round_
         self._executor = executor
         self._state: SlotState = round_.state
-        self._max_length = max_length
-        self._eos = frozenset(eos_token_ids)
         self._page_size = pool.page_size
         net = round_.drafter.net
         prefix = PrefixIndex(pool, 1 - net.lead if net is not None else 0) if prefix_cache else None
-        self._scheduler = Scheduler(
+        scheduler = Scheduler(
             pool, prefix, round_.drafter.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens
         )
+        super().__init__(scheduler, vocab_size=vocab_size, max_length=max_length, eos_token_ids=eos_token_ids)
         self._transfers = Transfers(device)
         self._packer = PromptPacker(self._transfers, pool.page_size, None if net is None else net.lead)
         self._page_table = np.zeros(self._state.page_table_SP.shape, dtype=np.int32)
@@ -90,25 +85,7 @@ class DeviceEngine:
         self._started: list[Sequence] = []  # admitted, not yet told to the device
         self._reports: deque[_Report] = deque()
         self._last_read = time.perf_counter()
-        self.limits = EngineLimits(max_length - 1, vocab_size)
         self.start_seconds: dict[str, float] = {}
-        self._stats = EngineStats()
-
-    @property
-    def stats(self) -> EngineStats:
-        self._stats.preemptions = self._scheduler.num_preemptions
-        return self._stats
-
-    @property
-    def num_running(self) -> int:
-        return len(self._scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._scheduler.waiting)
-
-    def submit(self, request: Request) -> None:
-        self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -160,10 +137,7 @@ class DeviceEngine:
             chunk, any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
         )
         for s in spans:
-            self._stats.prefill_tokens += s.end - s.start
-            if s.is_new:
-                self._stats.prompt_tokens += s.seq.num_prompt
-                self._stats.cached_prompt_tokens += s.num_cached
+            self._count_prefill(s)
             s.seq.num_committed = s.end
             # Whoever is given these pages reads them behind this chunk.
             self._scheduler.share(s.seq)
@@ -228,13 +202,6 @@ class DeviceEngine:
             committed=committed,
         )
         return reason
-
-    def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
-        seq.is_finished = True
-        self._scheduler.finish(seq)
-        self._stats.speculation.add(seq.counts)
-        logprobs = seq.logprobs if seq.request.params.logprobs is not None else None
-        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts)
 
     def _start(self, seq: Sequence) -> None:
         """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
@@ -314,8 +281,8 @@ class DeviceEngine:
         return times
 
     def check_integrity(self) -> None:
-        """Assert that every page is accounted for, and that the device knows the pages. For tests, between steps."""
-        self._scheduler.check_integrity()
+        """Assert that every page is accounted for, and every slot too. For tests, between steps."""
+        super().check_integrity()
         slots = [seq.slot for seq in self._scheduler.running]
         assert len(set(slots)) == len(slots), "two requests share a slot"
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache, PagePool
 from specbatch.cache.prefix import PrefixIndex
-from specbatch.engine.append import append_tokens, new_sequence
+from specbatch.engine.append import append_tokens
+from specbatch.engine.base import EngineBase
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.models.decoder import Decoder
 from specbatch.speculation.proposer import Proposer, TargetOutput
@@ -21,14 +22,11 @@ from specbatch.speculation.sampling import token_logprob
 from specbatch.speculation.sequence import Sequence
 from specbatch.speculation.tree import DraftTree
 from specbatch.speculation.verify import Accepted, sample_token, verify
-from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request
+from specbatch.types import Completion, FinishReason
 
 
-class Engine:
-    """Runs requests to completion. See `types.BatchEngine` for what each method promises.
-
-    `max_length` is the longest sequence, prompt and output, that the model and the cache can hold.
-    """
+class Engine(EngineBase):
+    """Runs requests to completion. See `types.BatchEngine` for what each method promises."""
 
     def __init__(
         self,
@@ -47,30 +45,13 @@ class Engine:
         self._proposer = proposer
         self._cache = cache
         self._page_size = pool.page_size
-        self._max_length = max_length
-        self._eos = frozenset(eos_token_ids)
         prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
-        self._scheduler = Scheduler(
+        scheduler = Scheduler(
             pool, prefix, proposer.num_lookahead, proposer.start, max_batch_size, prefill_chunk_tokens
         )
-        self.limits = EngineLimits(max_length - 1, target.config.vocab_size)
-        self._stats = EngineStats()
-
-    @property
-    def stats(self) -> EngineStats:
-        self._stats.preemptions = self._scheduler.num_preemptions
-        return self._stats
-
-    @property
-    def num_running(self) -> int:
-        return len(self._scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._scheduler.waiting)
-
-    def submit(self, request: Request) -> None:
-        self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
+        super().__init__(
+            scheduler, vocab_size=target.config.vocab_size, max_length=max_length, eos_token_ids=eos_token_ids
+        )
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -94,10 +75,7 @@ class Engine:
         last_rows, row = [], -1
         for s in spans:
             row += s.end - s.start
-            self._stats.prefill_tokens += s.end - s.start
-            if s.is_new:
-                self._stats.prompt_tokens += s.seq.num_prompt
-                self._stats.cached_prompt_tokens += s.num_cached
+            self._count_prefill(s)
             if s.end == len(s.seq.tokens):
                 last_rows.append(row)
         first_logits = iter(self._target.logits(hidden[last_rows]) if last_rows else ())
@@ -210,18 +188,8 @@ class Engine:
             hidden_TE, captured = hidden_TE[rows], [c[rows] for c in captured]
         self._proposer.extend([seq for seq, _ in keep], TargetOutput([start for _, start in keep], hidden_TE, captured))
 
-    def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
-        self._scheduler.finish(seq)
-        self._stats.speculation.add(seq.counts)
-        logprobs = seq.logprobs if seq.request.params.logprobs is not None else None
-        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts)
-
     def _layout(self, spans: list[Span]) -> BatchLayout:
         return BatchLayout.build(spans, self._page_size, self._target.device)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._target.device)
-
-    def check_integrity(self) -> None:
-        """Assert that every page is accounted for. For tests, between steps."""
-        self._scheduler.check_integrity()

@@ -137,6 +137,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             f"a KV cache of {num_kv_tokens} tokens cannot hold one request: a round looks {lookahead} tokens ahead",
             hint="raise engine.kv_cache_tokens or engine.memory_fraction",
         )
+    if engine.attention == "flashinfer" and speculation.method in NEURAL:
+        _check_mask_size(shape_of(speculation), engine.max_batch_size, max_length + lookahead + engine.page_size)
     resolved = replace(
         config,
         model=replace(config.model, dtype=_DTYPE_NAMES[dtype]),
@@ -309,6 +311,19 @@ def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
         raise ConfigError("engine.attention: flashinfer reads no fp8_e4m3 cache with heads of 64", hint=hint)
 
 
+def _check_mask_size(shape: DraftShape, max_batch_size: int, max_length: int) -> None:
+    """FlashInfer reads a bit for each node and each slot of its row, and addresses all of them in 32 bits of bytes."""
+    if shape.is_chain:
+        return
+    num_bytes = (max_batch_size + 1) * max(shape.num_draft_tokens, shape.topk) * max_length // 8
+    if num_bytes >= 2**31:
+        raise ConfigError(
+            f"engine.attention: flashinfer holds tree masks of at most 2 GiB, and {max_batch_size} rows of "
+            f"{max_length} tokens with trees of {shape.num_draft_tokens} take {num_bytes / 2**30:.1f}",
+            hint="lower engine.max_batch_size or speculation.num_draft_tokens, or use engine.attention: triton",
+        )
+
+
 def _resolve_device(name: str, notes: list[str]) -> torch.device:
     if name == "auto":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -405,7 +420,7 @@ def _resolve_kv_dtype(
         )
     if attention == "torch":
         raise ConfigError(
-            f"engine.kv_dtype: fp8_e4m3 needs engine.attention triton, not {attention}",
+            f"engine.kv_dtype: fp8_e4m3 needs engine.attention triton or flashinfer, not {attention}",
             hint="use engine.kv_dtype: auto, or engine.device: cuda with engine.attention: triton",
         )
     capability = torch.cuda.get_device_capability(device)

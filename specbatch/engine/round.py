@@ -219,7 +219,7 @@ class Round:
         batch, width = committed.path_BM.shape
         layout = rows.layout(width, start=net.lead, position=net.lead, num_written_B=committed.num_path_B)
         picked = committed.picked_T
-        hidden = verified.hidden_TE if verified.captured else verified.hidden_TE[picked]
+        hidden = verified.hidden_TE[picked] if self._reads_hidden else verified.hidden_TE
         features = net.features(TargetOutput([], hidden, [c[picked] for c in verified.captured]))
         tokens_T, last_B = committed.tokens_BM.reshape(-1), committed.num_path_B - 1
         rows_B = torch.arange(0, batch * width, width, device=last_B.device) + last_B

@@ -46,11 +46,18 @@ class Selected:
     @staticmethod
     def of(batch: PagedBatch, rows_R: Tensor, starts_R: Tensor, page_table_RP: Tensor) -> Selected:
         """`starts_R`: slots in front of each; `page_table_RP`: the pages of its sequence."""
-        ends = torch.arange(rows_R.shape[0] + 1, dtype=torch.int32, device=rows_R.device)
-        slots, positions = batch.slots_T[rows_R], batch.positions_T[rows_R]
-        return Selected(
-            rows_R, PagedBatch(slots, positions, page_table_RP, batch.page_size, starts_R.to(torch.int32), ends, 1)
+        count = rows_R.shape[0] + 1
+        alone = PagedBatch(
+            batch.slots_T[rows_R],
+            batch.positions_T[rows_R],
+            page_table_RP,
+            batch.page_size,
+            starts_R.to(torch.int32),
+            torch.arange(count, dtype=torch.int32, device=rows_R.device),
+            max_queries=1,
+            host_query_starts=None if batch.host_query_starts is None else np.arange(count, dtype=np.int32),
         )
+        return Selected(rows_R, alone)
 
 
 def slots_of(page_table_BP: Tensor, page_size: int, index_BQ: Tensor) -> Tensor:

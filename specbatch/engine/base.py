@@ -1,0 +1,55 @@
+"""What both engines share: the queue in front of the scheduler, the counters, and how a request ends."""
+
+from __future__ import annotations
+
+from specbatch.engine.append import new_sequence
+from specbatch.engine.scheduler import PrefillSpan, Scheduler
+from specbatch.speculation.sequence import Sequence
+from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request
+
+
+class EngineBase:
+    """The parts of `types.BatchEngine` that do not compute. `max_length` is the longest sequence, prompt and output,
+    that the model and the cache can hold."""
+
+    def __init__(
+        self, scheduler: Scheduler, *, vocab_size: int, max_length: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._scheduler = scheduler
+        self._max_length = max_length
+        self._eos = frozenset(eos_token_ids)
+        self._stats = EngineStats()
+        self.limits = EngineLimits(max_length - 1, vocab_size)
+
+    @property
+    def stats(self) -> EngineStats:
+        self._stats.preemptions = self._scheduler.num_preemptions
+        return self._stats
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    def submit(self, request: Request) -> None:
+        self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
+
+    def check_integrity(self) -> None:
+        """Assert that every page is accounted for. For tests, between steps."""
+        self._scheduler.check_integrity()
+
+    def _count_prefill(self, span: PrefillSpan) -> None:
+        self._stats.prefill_tokens += span.end - span.start
+        if span.is_new:
+            self._stats.prompt_tokens += span.seq.num_prompt
+            self._stats.cached_prompt_tokens += span.num_cached
+
+    def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
+        seq.is_finished = True
+        self._scheduler.finish(seq)
+        self._stats.speculation.add(seq.counts)
+        logprobs = seq.logprobs if seq.request.params.logprobs is not None else None
+        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts)
