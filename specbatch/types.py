@@ -154,8 +154,8 @@ class EngineStats:
 
 
 class BatchEngine(Protocol):
-    """What the file job needs of an engine. `engine.engine.Engine` and
-    `engine.device_engine.DeviceEngine` are the real ones; tests use stubs."""
+    """What the file job needs of an engine. `engine.engine.Engine` and `engine.device_engine.DeviceEngine` are the real
+    ones; tests use stubs."""
 
     @property
     def limits(self) -> EngineLimits: ...

@@ -12,12 +12,9 @@ class EngineBase:
     """The parts of `types.BatchEngine` that do not compute. `max_length` is the longest sequence, prompt and output,
     that the model and the cache can hold."""
 
-    def __init__(
-        self, scheduler: Scheduler, *, vocab_size: int, max_length: int, eos_token_ids: tuple[int, ...]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, vocab_size: int, max_length: int) -> None:
         self._scheduler = scheduler
         self._max_length = max_length
-        self._eos = frozenset(eos_token_ids)
         self._stats = EngineStats()
         self.limits = EngineLimits(max_length - 1, vocab_size)
 

@@ -71,13 +71,13 @@ class DeviceEngine(EngineBase):
         self._round = round_
         self._executor = executor
         self._state: SlotState = round_.state
-        self._page_size = pool.page_size
+        self._eos = frozenset(eos_token_ids)
         net = round_.drafter.net
         prefix = PrefixIndex(pool, 1 - net.lead if net is not None else 0) if prefix_cache else None
         scheduler = Scheduler(
             pool, prefix, round_.drafter.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens
         )
-        super().__init__(scheduler, vocab_size=vocab_size, max_length=max_length, eos_token_ids=eos_token_ids)
+        super().__init__(scheduler, vocab_size, max_length)
         self._transfers = Transfers(device)
         self._packer = PromptPacker(self._transfers, pool.page_size, None if net is None else net.lead)
         self._page_table = np.zeros(self._state.page_table_SP.shape, dtype=np.int32)

@@ -45,13 +45,12 @@ class Engine(EngineBase):
         self._proposer = proposer
         self._cache = cache
         self._page_size = pool.page_size
+        self._eos = frozenset(eos_token_ids)
         prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
         scheduler = Scheduler(
             pool, prefix, proposer.num_lookahead, proposer.start, max_batch_size, prefill_chunk_tokens
         )
-        super().__init__(
-            scheduler, vocab_size=target.config.vocab_size, max_length=max_length, eos_token_ids=eos_token_ids
-        )
+        super().__init__(scheduler, target.config.vocab_size, max_length)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
