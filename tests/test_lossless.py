@@ -63,7 +63,6 @@ def plain6(prompts: list[list[int]]) -> list[tuple[list[int], str]]:
 
     engine = tiny_engine("eagle3", SHAPES["chain-1"], num_pages=256)
     engine._proposer = NoProposer()  # type: ignore[assignment]
-    engine._scheduler._proposer = engine._proposer
     return texts(run(engine, prompts, GREEDY))
 
 

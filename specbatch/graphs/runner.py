@@ -49,14 +49,13 @@ class GraphRunner:
     def __len__(self) -> int:
         return len(self._captured)
 
-    def capture(self, key: tuple[Any, ...], function: Callable[[], Any], *, warm_up: bool = True) -> Any:
+    def capture(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
         """Capture `function` under `key`; returns its output, valid as after a replay. It must not touch the host, and
         running it in vain must do no harm: it is run once beforehand, so that what is loaded and compiled on first use
         is, before the capture, and replayed once behind it."""
         assert key not in self._captured, f"{key} is captured already"
         began = time.perf_counter()
-        if warm_up:
-            function()
+        function()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # a capture does it too: what it gives back is not the graph's
         free = torch.cuda.mem_get_info(self._device)[0]

@@ -237,7 +237,7 @@ def _kept_weight(row_ptr, ids, vocab, peak, temperature, bar, last_id, min_p):
 
 
 @triton.jit
-def _pick_block(sums, target, blocks, BLOCKS: tl.constexpr):
+def _pick_block(sums, target, blocks):
     """The first block at which the running sum exceeds `target`, and the sum in front of it."""
     hit = (sums > 0.0) & (tl.cumsum(sums, 0) > target)
     # Where nothing exceeds it, by a rounding: the last that holds anything.
@@ -271,7 +271,7 @@ def _sample(
             weight = _kept_weight(row_ptr, i * BLOCK + lanes, vocab, peak, temperature, bar, last_id, min_p)
             sums = tl.where(blocks == i, tl.sum(weight.to(tl.float64)), sums)
         target = tl.load(uniform_ptr + row) * tl.sum(sums)
-        block, before = _pick_block(sums, target, blocks, BLOCKS)
+        block, before = _pick_block(sums, target, blocks)
         ids = block * BLOCK + lanes
         weight = _kept_weight(row_ptr, ids, vocab, peak, temperature, bar, last_id, min_p)
         token = _pick_id(weight.to(tl.float64), before, target, ids)
@@ -378,7 +378,7 @@ def _draw(p_ptr, uniform_ptr, out_ptr, stride, vocab, BLOCK: tl.constexpr, BLOCK
     lanes, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
     sums = _block_sums(row_ptr, row_ptr, row_ptr, vocab, vocab, False, False, BLOCK, BLOCKS)
     target = tl.load(uniform_ptr + row) * tl.sum(sums)
-    block, before = _pick_block(sums, target, blocks, BLOCKS)
+    block, before = _pick_block(sums, target, blocks)
     ids = block * BLOCK + lanes
     p = _probabilities(row_ptr, row_ptr, row_ptr, ids, vocab, vocab, False, False)
     tl.store(out_ptr + row, _pick_id(p, before, target, ids).to(tl.int64))
@@ -434,7 +434,7 @@ def _accept_chain(
     u = tl.load(residual_ptr + seq * D + last, mask=rejected, other=0.0)
     u += tl.load(sample_ptr + seq * (D + 1) + last, mask=rejected == 0, other=0.0)
     target = u * tl.sum(sums)
-    block, before = _pick_block(sums, target, blocks, BLOCKS)
+    block, before = _pick_block(sums, target, blocks)
     ids = block * BLOCK + lanes
     if subtract:
         weight = _probabilities(p_row_ptr, q_row_ptr, inverse_ptr, ids, vocab, q_width, True, MAPPED)

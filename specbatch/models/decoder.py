@@ -27,9 +27,9 @@ class TensorReader(Protocol):
     def load(self, name: str) -> Tensor: ...
 
 
-def loader(tensors: TensorReader, dtype: torch.dtype, device: torch.device, prefix: str = "") -> Load:
-    """Load from `tensors` and convert; names are looked up with `prefix` in front."""
-    return lambda name: tensors.load(prefix + name).to(device=device, dtype=dtype)
+def loader(tensors: TensorReader, dtype: torch.dtype, device: torch.device) -> Load:
+    """Load from `tensors` and convert."""
+    return lambda name: tensors.load(name).to(device=device, dtype=dtype)
 
 
 class ForwardPass:

@@ -169,7 +169,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     generation_file = path / "generation_config.json"
     config = parse_hf_config(raw, read_json(generation_file) if generation_file.is_file() else None)
     tensors = open_tensors(path)
-    if config.tie_word_embeddings and _has_own_head(config, tensors):
+    if config.tie_word_embeddings and _has_own_head(tensors):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     _check_tensors(path, config, tensors)
     return Checkpoint(path, config, tensors, _describe(tensors))
@@ -191,7 +191,7 @@ def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
         )
 
 
-def _has_own_head(config: ModelConfig, tensors: TensorSource) -> bool:
+def _has_own_head(tensors: TensorSource) -> bool:
     """True where a checkpoint that calls itself tied has an output head that differs from its embedding.
 
     transformers (5.x) then uses the head and warns; earlier versions ignored it.
