@@ -99,24 +99,21 @@ def tiny_draft_net(
     method: str,
     target: Decoder,
     num_slots: int,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     *,
-    hidden: int,
-    vocab: int,
     draft_vocab: int | None,
     draft_seed: int,
     scale: float,
-    attention: AttentionOf,
-    device: torch.device,
-    kv_dtype: torch.dtype | None = None,
-    head_dim: int = 8,
+    attention: AttentionOf = attention_of,
 ) -> DraftNet:
-    kv_dtype = kv_dtype or dtype
+    """The draft of `target`, as wide as it and of its type."""
+    hidden, vocab, head_dim = target.config.hidden_size, target.config.vocab_size, target.config.head_dim
+    dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
     if method == "draft_model":
-        draft_config = tiny_config(2, hidden=hidden, vocab=vocab, head_dim=head_dim)
-        draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, target.num_positions)
+        draft_config = tiny_config(2, hidden, vocab, head_dim=head_dim)
+        draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions)
         return ModelDraft(draft, draft.new_cache(num_slots, kv_dtype), vocab)
-    head_config = tiny_config(1, hidden=hidden, vocab=vocab, head_dim=head_dim)
+    head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
     kind = "eagle3" if method == "eagle3" else "eagle"
     width = draft_vocab or vocab
     head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab)  # type: ignore[arg-type]
@@ -129,7 +126,7 @@ def tiny_draft_net(
     tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     load = loader(tensors, dtype, device)
     backend = attention(head_config, device)
-    model = EagleHead(head, load, tensors.load, target, backend, target.num_positions, dtype, device)
+    model = EagleHead(head, load, tensors.load, target, backend, num_positions, dtype, device)
     return EagleDraft(model, model.new_cache(num_slots, kv_dtype), target.config.num_layers, kind == "eagle3")
 
 
@@ -153,7 +150,7 @@ def tiny_engine(
 ) -> Engine:
     """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer
     less)."""
-    config = tiny_config(7 if method == "eagle3" else 3, hidden=hidden, vocab=vocab)
+    config = tiny_config(7 if method == "eagle3" else 3, hidden, vocab)
     target = tiny_decoder(config, dtype, scale=scale, device=device)
     pool = PagePool(num_pages, page_size)
     num_slots = num_pages * page_size
@@ -166,9 +163,8 @@ def tiny_engine(
     else:
         assert shape is not None
         net = tiny_draft_net(
-            method, target, num_slots, dtype, hidden=hidden, vocab=vocab, draft_vocab=draft_vocab,
-            draft_seed=draft_seed, scale=scale, attention=attention_of, device=device,
-        )  # fmt: skip
+            method, target, num_slots, dtype, draft_vocab=draft_vocab, draft_seed=draft_seed, scale=scale
+        )
         proposer = NeuralProposer(net, shape, vocab, page_size, device)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
     return Engine(
@@ -214,7 +210,7 @@ def tiny_device_engine(
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
-    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden=hidden, vocab=vocab, head_dim=head_dim)
+    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden, vocab, head_dim=head_dim)
     lookahead = 1
     if shape is not None:
         lookahead = shape.num_draft_tokens if method == "ngram" else num_lookahead(shape, method == "draft_model")
@@ -233,9 +229,8 @@ def tiny_device_engine(
     else:
         assert shape is not None
         net = tiny_draft_net(
-            method, target, num_slots, dtype, hidden=hidden, vocab=vocab, draft_vocab=draft_vocab,
-            draft_seed=draft_seed, scale=scale, attention=paged, device=device, kv_dtype=kv_dtype,
-            head_dim=head_dim,
+            method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
+            scale=scale, attention=paged,
         )  # fmt: skip
         drafter = NeuralDrafter(net, shape, ops)
     assert drafter.num_lookahead == lookahead
