@@ -168,7 +168,7 @@ def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
     )
     head_of_target = head_config(config, len(draft_ids_W))
     head = DraftHead(head_of_target.decoder, len(draft_ids_W))
-    initialise(head, plan.target.tensors, config.tie_word_embeddings, draft_ids_W, args.seed)
+    initialise(head, plan.target, draft_ids_W, args.seed)
     batch_tokens = args.batch_tokens or (16384 if device.type == "cuda" else 1024)
     longest = padded_length(max(len(e.tokens) for e in (*train_set, *validation)))
     target = FrozenTarget(plan.target, draft_ids_W, max(batch_tokens, longest), longest, plan.dtype, device)

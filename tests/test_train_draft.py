@@ -370,7 +370,7 @@ def trainer(folder: Path, examples: list[Any], say: Callable[[str], None], max_s
 
     target = target_checkpoint()
     head = DraftHead(head_config(target.config, WIDTH).decoder, WIDTH).double()
-    initialise(head, target.tensors, False, DRAFT_IDS, 0)
+    initialise(head, target, DRAFT_IDS, 0)
     folder.mkdir(exist_ok=True)
     settings = TrainSettings(3, 1000, max_steps, 1e-2, 0.1, 0.01, 256, 0)
     frozen = FrozenTarget(target, DRAFT_IDS, 256, 64, torch.float64, CPU)
