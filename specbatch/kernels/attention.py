@@ -321,8 +321,9 @@ def tile_for(num_rows: int, head_dim: int, itemsize: int) -> Tile:
     """For so many rows of one sequence and key/value head."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
+    stages = 3 if head_dim <= 128 else 2  # what shared memory holds
     if num_rows <= 16:
-        return Tile(16, 64, 4, 3)
+        return Tile(16, 64, 4, stages)
     if num_rows <= 64:
-        return Tile(32 if num_rows <= 32 else 64, 64, 4, 3)
+        return Tile(32 if num_rows <= 32 else 64, 64, 4, stages)
     return Tile(64, 64, 4, 2, peeled=True)
