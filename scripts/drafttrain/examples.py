@@ -81,26 +81,37 @@ def make_examples(
     texts = TextProcessor(tokenizer, data)
     limits = EngineLimits(max_prompt_tokens=max_length - 2, vocab_size=vocab_size)
     end = tokenizer.eos_token_id
+    answered = [(row, result) for row, result in zip(prompts, results, strict=True) if result.get("text") is not None]
+    # All at once: the tokenizer encodes a list on all cores.
+    answers = tokenizer([result["text"] for _, result in answered], add_special_tokens=False)["input_ids"]
+    encoded: dict[
+        int, list[int] | None
+    ] = {}  # by number of the prompt; None: longer than the sequences of the training
     examples = []
-    for row, result in zip(prompts, results, strict=True):
+    for (row, result), answer in zip(answered, answers, strict=True):
         assert row["id"] == result["id"], (row["id"], result["id"])
-        if result.get("text") is None:
+        number = row["metadata"]["prompt"]
+        if number not in encoded:
+            encoded[number] = _encode_prompt(row, texts, limits)
+        prompt = encoded[number]
+        if prompt is None:
             continue
-        kind: Literal["messages", "prompt"] = "messages" if "messages" in row else "prompt"
-        try:
-            prompt = texts.encode(Job(kind, row[kind], SamplingParams(), False), limits)
-        except RowError:  # longer than the sequences of the training
-            continue
-        answer = tokenizer.encode(result["text"], add_special_tokens=False)
         if result["finish_reason"] == "stop" and isinstance(end, int):
-            answer.append(end)
-        tokens = (prompt + answer)[:max_length]
-        example = Example(tokens, len(prompt), row["metadata"]["prompt"], row["temperature"] == 0)
+            answer = [*answer, end]
+        example = Example((prompt + answer)[:max_length], len(prompt), number, row["temperature"] == 0)
         if example.num_chains > 0:
             examples.append(example)
     if not examples:
         raise InputError("no answer is long enough to learn from", "raise --max-length or --max-tokens")
     return examples
+
+
+def _encode_prompt(row: Mapping[str, Any], texts: TextProcessor, limits: EngineLimits) -> list[int] | None:
+    kind: Literal["messages", "prompt"] = "messages" if "messages" in row else "prompt"
+    try:
+        return texts.encode(Job(kind, row[kind], SamplingParams(), False), limits)
+    except RowError:
+        return None
 
 
 def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:

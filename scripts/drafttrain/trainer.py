@@ -29,6 +29,7 @@ from specbatch.errors import InputError
 
 _BETAS, _CLIP, _LEAST_LR = (0.9, 0.95), 0.5, 0.05
 _LOGS, _VALIDATIONS = 400, 20  # records of a whole run, about
+_STEPS_A_VALIDATED_BATCH = 4
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Trainer:
         began = saved = shown = time.monotonic()
         before, tokens = self._seconds, 0
         log_every = max(self.num_steps // _LOGS, 1)
-        validate_every = max(self.num_steps // _VALIDATIONS, 1)
+        # Far enough apart that validation takes a small part of the time, however short the run is.
+        validate_every = max(self.num_steps // _VALIDATIONS, _STEPS_A_VALIDATED_BATCH * len(self._validation_plan()))
         pending: list[Losses] = []
         with self.metrics.open("a", encoding="utf-8") as file:
 
@@ -182,12 +184,15 @@ class Trainer:
     @torch.no_grad()
     def _validate(self) -> dict[str, Any]:
         found = Acceptance(self._settings.num_steps)
-        lengths = [len(e.tokens) for e in self._validation]
-        for indices in batches(lengths, self._settings.batch_tokens, self._settings.seed, -1):
+        for indices in self._validation_plan():
             examples = [self._validation[i] for i in indices]
             batch = collate(examples, self._settings.num_steps)
             found.add(examples, batch, self._losses(batch.to(self._device)))
         return found.summary()
+
+    def _validation_plan(self) -> list[list[int]]:
+        lengths = [len(e.tokens) for e in self._validation]
+        return batches(lengths, self._settings.batch_tokens, self._settings.seed, -1)
 
     def _summary(self, pending: Sequence[Losses]) -> dict[str, Any]:
         """One record for the steps since the last one."""
