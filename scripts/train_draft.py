@@ -171,7 +171,10 @@ def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
     initialise(head, plan.target, draft_ids_W, args.seed)
     batch_tokens = args.batch_tokens or (16384 if device.type == "cuda" else 1024)
     longest = padded_length(max(len(e.tokens) for e in (*train_set, *validation)))
-    target = FrozenTarget(plan.target, draft_ids_W, max(batch_tokens, longest), longest, plan.dtype, device)
+
+    def load_target() -> FrozenTarget:
+        return FrozenTarget(plan.target, draft_ids_W, max(batch_tokens, longest), longest, plan.dtype, device)
+
     settings = TrainSettings(
         num_steps=args.unroll,
         epochs=args.epochs,
@@ -185,7 +188,7 @@ def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
     trainer = Trainer(
         settings,
         head.to(device),
-        target,
+        load_target,
         train_set,
         validation,
         files.work,
@@ -197,7 +200,7 @@ def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
     path = export(files.folder, head_of_target, head.state_dict(), draft_ids_W, config)
     say(f"{path}: {path.stat().st_size / 1e6:.2f} MB; " + described(records[-1]["validation"]))
     plot(records, files.folder / "training.png", f"EAGLE-3 head for {args.target}", say)
-    del trainer, target, head
+    del trainer, head
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engines of the evaluation size themselves by what is free

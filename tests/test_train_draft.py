@@ -374,7 +374,7 @@ def trainer(folder: Path, examples: list[Any], say: Callable[[str], None], max_s
     folder.mkdir(exist_ok=True)
     settings = TrainSettings(3, 1000, max_steps, 1e-2, 0.1, 0.01, 256, 0)
     frozen = FrozenTarget(target, DRAFT_IDS, 256, 64, torch.float64, CPU)
-    return Trainer(settings, head, frozen, examples, examples[:4], folder, CPU, say, save_seconds=0.0)
+    return Trainer(settings, head, lambda: frozen, examples, examples[:4], folder, CPU, say, save_seconds=0.0)
 
 
 def tiny_run(proposer: Callable[[Any], Proposer], decoder: Any, prompts: list[list[int]]) -> tuple[list[Any], Engine]:

@@ -47,13 +47,14 @@ class TrainSettings:
 
 
 class Trainer:
-    """One training run in `folder` (checkpoint.pt, metrics.jsonl). `head` holds the initial weights."""
+    """One training run in `folder` (checkpoint.pt, metrics.jsonl). `head` holds the initial weights; `load_target` is
+    called once there is something to train, and not before."""
 
     def __init__(
         self,
         settings: TrainSettings,
         head: DraftHead,
-        target: FrozenTarget,
+        load_target: Callable[[], FrozenTarget],
         train: Sequence[Example],
         validation: Sequence[Example],
         folder: Path,
@@ -63,7 +64,7 @@ class Trainer:
         save_seconds: float = 60.0,
         compile_steps: bool = False,
     ) -> None:
-        self._settings, self._head, self._target = settings, head, target
+        self._settings, self._head, self._load_target = settings, head, load_target
         self._train, self._validation = train, validation
         self._folder, self._device, self._say = folder, device, say
         self._save_seconds = save_seconds
@@ -101,6 +102,7 @@ class Trainer:
         if self._step == self.num_steps:
             self._say(f"training: all {self.num_steps:,} steps are done")
             return records
+        self._target = self._load_target()
         if self._step:
             self._say(f"resuming training at step {self._step:,} of {self.num_steps:,}")
         began = saved = shown = time.monotonic()
