@@ -621,3 +621,30 @@ def test_bfloat16_products_give_nearly_the_same_loss_and_gradients() -> None:
     assert abs(float(found[0][0] - found[1][0])) < 0.02 * float(found[0][0])
     for a, b in zip(found[0][1:], found[1][1:], strict=True):
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.95
+
+
+@pytest.mark.gpu
+def test_training_on_cuda_goes_as_on_cpu(tmp_path: Path) -> None:
+    """The target over Triton's kernels in bfloat16, autocast, the fused optimiser: losses near float32's on CPU."""
+    from drafttrain.examples import Example
+    from drafttrain.head import DraftHead, head_config, initialise
+    from drafttrain.target import FrozenTarget
+    from drafttrain.trainer import Trainer, TrainSettings
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    examples = [Example(p[:60], 2, i, True) for i, p in enumerate(random_prompts(24, shared=8, longest=50))]
+    target, settings = target_checkpoint(), TrainSettings(3, 100, 30, 1e-2, 0.1, 0.01, 512, 0)
+    losses = []
+    for device, dtype in ((CPU, torch.float32), (torch.device("cuda"), torch.bfloat16)):
+        folder = tmp_path / device.type
+        folder.mkdir()
+        for _ in range(2):  # the second reads the checkpoint on the device, and has nothing to do
+            head = DraftHead(head_config(target.config, WIDTH).decoder, WIDTH)
+            initialise(head, target, DRAFT_IDS, 0)
+            frozen = partial(FrozenTarget, target, DRAFT_IDS, 512, 64, dtype, device)
+            arguments = (examples[4:], examples[:4], folder, device, lambda line: None)
+            records = Trainer(settings, head.to(device), frozen, *arguments, save_seconds=0.0).run()
+            assert sum("loss" in r for r in records) == 30
+        losses.append(torch.tensor([r["loss"] for r in records if "loss" in r]))
+    assert (losses[0] - losses[1]).abs().max() < 0.05 * losses[0].max()
