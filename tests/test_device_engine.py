@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from specbatch.engine import round
+from specbatch.engine.build_device import _trial_prompt, _trial_round
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
 from specbatch.speculation.tree import DraftShape
@@ -184,3 +186,18 @@ def test_vocabulary_is_checked() -> None:
     engine = tiny_device_engine()
     with pytest.raises(ValueError, match="vocabulary"):
         run(engine, [[VOCAB]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"), [("none", None), ("ngram", CHAIN), ("draft_model", CHAIN), ("eagle", TREE)]
+)
+def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) -> None:
+    """What measures memory and compiles kernels before the cache has its size; fewer tokens than slots, too."""
+    state = (engine := tiny_device_engine(method, shape, num_pages=64, max_batch_size=8))._state
+    before = state.ints_SF.clone()
+    for num_tokens in (4, 32, 64):
+        _trial_prompt(engine._round, state, num_tokens, 4, torch.device("cpu"))
+    _trial_round(engine._round, torch.full((8,), state.padding))
+    assert torch.equal(state.ints_SF, before)
+    prompts = random_prompts(3)
+    assert_same(run(engine, prompts, GREEDY), run(tiny_engine(method, shape, num_pages=64), prompts, GREEDY))
