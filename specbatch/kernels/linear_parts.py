@@ -1,0 +1,69 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""What both kernels of `linear.py` are made of: weights read once, and the roundings around a product.
+
+Shape suffixes as in `linear.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prefetch_rows(
+    weight, row, OUT, IN: tl.constexpr, i0, BLOCK_O: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr
+):
+    """Asks PREFETCH elements of each of BLOCK_O rows of the weight, from column i0 on, into L2: a row per thread."""
+    LANES: tl.constexpr = THREADS if THREADS > BLOCK_O else BLOCK_O
+    lane = tl.arange(0, LANES)
+    rows = tl.minimum(row + lane % BLOCK_O, OUT - 1).to(tl.int64)
+    num_bytes = tl.full((LANES,), PREFETCH * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.b32 p, $3, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [weight + rows * IN + i0, num_bytes, (lane < BLOCK_O).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def normalised(x, scale, weight, dtype: tl.constexpr):
+    """x * scale rounded to dtype, times the norm's weight, rounded again; all in float32 but the result."""
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype)
+
+
+@triton.jit
+def rounded(acc, bias, residual, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, dtype: tl.constexpr):
+    """A sum as stored: + bias, rounded, + residual, rounded."""
+    if HAS_BIAS:
+        acc += bias.to(tl.float32)
+    y = acc.to(dtype)
+    if HAS_RESIDUAL:
+        y = (residual.to(tl.float32) + y.to(tl.float32)).to(dtype)
+    return y
+
+
+@triton.jit
+def gate_and_up(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up with every step rounded."""
+    g = gate.to(dtype).to(tl.float32)
+    silu = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
+    return (silu * up.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def load_weights(ptrs, mask, MASKED: tl.constexpr):
+    """Weights, each read once."""
+    if MASKED:
+        v = tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    else:
+        v = tl.load(ptrs, eviction_policy="evict_first")
+    return v
