@@ -4,7 +4,7 @@
 
 Three stages, each of which skips what is done, so the same command goes on after an interruption:
 
-1. answers: the target answers the prompts with this project's engine, greedily and sampled (DIR/work/answers.jsonl);
+1. answers: the target answers the prompts with this project's engine, greedily and sampled (DIR/training/answers.jsonl);
 2. training: the head learns to say what the target says on these texts (DIR/config.json, DIR/model.safetensors,
    DIR/training.png);
 3. evaluation: acceptance lengths on rows that were held out, with --eval (DIR/acceptance.json).
@@ -88,16 +88,16 @@ class Files:
     folder: Path
 
     @property
-    def work(self) -> Path:
-        return self.folder / "work"
+    def training(self) -> Path:
+        return self.folder / "training"
 
     @property
     def prompts(self) -> Path:
-        return self.work / "prompts.jsonl"
+        return self.training / "prompts.jsonl"
 
     @property
     def answers(self) -> Path:
-        return self.work / "answers.jsonl"
+        return self.training / "answers.jsonl"
 
     @property
     def report(self) -> Path:
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
     """All stages that are asked for. Raises SpecbatchError."""
     began = time.perf_counter()
     files = Files(args.output)
-    files.work.mkdir(parents=True, exist_ok=True)
+    files.training.mkdir(parents=True, exist_ok=True)
     shapes = parse_shapes(args.shapes)
     data, held_out = ([PromptFile.parse(text) for text in texts] for texts in (args.data, args.eval))
     sets = [f"model.target={args.target}", f"sampling.max_tokens={args.max_tokens}", *args.set]
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
     if "evaluation" in args.stage and held_out:
         jobs = []
         for file in held_out:
-            job = EvalJob(file.path.stem, files.work / f"eval.{file.path.stem}.jsonl")
+            job = EvalJob(file.path.stem, files.training / f"eval.{file.path.stem}.jsonl")
             write_rows(job.rows, read_prompts([file]), [0.0], as_text)
             jobs.append(job)
         if args.overwrite:
@@ -191,7 +191,7 @@ def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
         load_target,
         train_set,
         validation,
-        files.work,
+        files.training,
         device,
         say,
         compile_steps=args.compile,
@@ -208,7 +208,7 @@ def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
 
 def _examples(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> list[Example]:
     if not files.answers.is_file():
-        raise InputError(f"there are no answers in {files.work}", "run the stage answers first")
+        raise InputError(f"there are no answers in {files.training}", "run the stage answers first")
     rows = [json.loads(line) for line in files.prompts.read_text(encoding="utf-8").splitlines()]
     config = plan.target.config
     return make_examples(

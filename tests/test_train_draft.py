@@ -532,12 +532,12 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     lines = shown.out.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [["q", s, "2"] for s in ("none", "3/1/4", "2/2/5")]
     out = tmp_path / "out"
-    records = [json.loads(line) for line in (out / "work" / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (out / "training" / "metrics.jsonl").read_text().splitlines()]
     validations = [r["validation"]["loss"] for r in records if "validation" in r]
     assert validations[-1] < validations[0]
     texts = []
     for shape in ("none", "3-1-4", "2-2-5"):
-        results = (out / "work" / f"eval.q.{shape}.results.jsonl").read_text().splitlines()
+        results = (out / "training" / f"eval.q.{shape}.results.jsonl").read_text().splitlines()
         texts.append([json.loads(line)["text"] for line in results])
     assert texts[0] == texts[1] == texts[2]
     report = json.loads((out / "acceptance.json").read_text())
@@ -575,7 +575,7 @@ def test_mistakes_are_found_before_any_work(tmp_path: Path, capsys: pytest.Captu
     ):
         assert train_draft.main([*command, *more]) == 2
         assert words in capsys.readouterr().err
-    assert not (tmp_path / "out" / "work" / "answers.jsonl").exists()
+    assert not (tmp_path / "out" / "training" / "answers.jsonl").exists()
     assert issubclass(ModelError, Exception)
 
 
