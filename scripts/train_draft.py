@@ -4,7 +4,8 @@
 
 Three stages, each of which skips what is done, so the same command goes on after an interruption:
 
-1. answers: the target answers the prompts with this project's engine, greedily and sampled (DIR/training/answers.jsonl);
+1. answers: the target answers the prompts with this project's engine, greedily and sampled
+   (DIR/training/answers.jsonl);
 2. training: the head learns to say what the target says on these texts (DIR/config.json, DIR/model.safetensors,
    DIR/training.png);
 3. evaluation: acceptance lengths on rows that were held out, with --eval (DIR/acceptance.json).
