@@ -197,7 +197,7 @@ def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) ->
     before = state.ints_SF.clone()
     for num_tokens in (4, 32, 64):
         _trial_prompt(engine._round, state, num_tokens, 4, torch.device("cpu"))
-    _trial_round(engine._round, torch.full((8,), state.padding))
+    _trial_round(engine._round, torch.full((8,), state.padding), logprobs=True)
     assert torch.equal(state.ints_SF, before)
     prompts = random_prompts(3)
     assert_same(run(engine, prompts, GREEDY), run(tiny_engine(method, shape, num_pages=64), prompts, GREEDY))

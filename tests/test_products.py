@@ -27,6 +27,8 @@ class FakeLibrary:
 
     dtype = torch.bfloat16
     version = 1
+    is_hopper = True
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.measured: list[tuple[tuple[int, int], list[int]]] = []
@@ -51,7 +53,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
 
 
 def choose(library: Any, path: Path) -> dict[tuple[int, int], dict[int, Product]]:
-    return choose_products(SHAPES, ROWS, library, path, lambda doing: None)
+    return choose_products(dict.fromkeys(SHAPES, ROWS), library, path, lambda doing: None)
 
 
 def test_measured_once(library: FakeLibrary, tmp_path: Path) -> None:
@@ -81,18 +83,29 @@ def test_a_folder_that_cannot_be_written_to(library: FakeLibrary, tmp_path: Path
     assert list(choose(library, tmp_path / "file" / "gpu.json")[256, 128]) == [512]
 
 
-def test_no_memory_for_a_measurement(library: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(*args: object) -> dict[int, int]:
-        raise torch.cuda.OutOfMemoryError("full")
+def test_no_memory_for_one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are measured and remembered; the next start tries that one again."""
+    tried: list[int] = []
 
-    monkeypatch.setattr(products, "_measure", measure)
-    assert choose(library, tmp_path / "gpu.json") == {(256, 128): {}, (512, 64): {}}
-    assert not (tmp_path / "gpu.json").exists()  # the next start tries again
+    def best(library: Any, shape: tuple[int, int], num_rows: int) -> int:
+        tried.append(num_rows)
+        if num_rows == 512:
+            raise torch.cuda.OutOfMemoryError("full")
+        return 1
+
+    monkeypatch.setattr(products, "_best", best)
+    path = tmp_path / "gpu.json"
+    for _ in range(2):
+        chosen = choose(FakeLibrary(), path)
+        assert {shape: list(by_rows) for shape, by_rows in chosen.items()} == {(256, 128): [128], (512, 64): [128]}
+    assert tried == [512, 128] * 2 + [512, 512]
 
 
 def test_the_fastest_wins_by_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"torch": 1.0, "a": 0.99, "b": 0.9, "c": 1.2, "d": 2.0}
-    monkeypatch.setattr(products, "_captured", lambda x, weights, name: name)
+    monkeypatch.setattr(products, "_captured", lambda x, weights, name, stream, pool: name)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(products, "_seconds", lambda name, count: times[name])
     x = torch.zeros(1)
 
@@ -178,8 +191,8 @@ def test_measuring_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     library = CublasLt(torch.device("cuda"), torch.bfloat16)
     path = tmp_path / "gpu.json"
-    first = choose_products([(6144, 4096)], [256, 1024], library, path, lambda doing: None)
+    first = choose_products({(6144, 4096): [256, 1024]}, library, path, lambda doing: None)
     assert len(json.loads(path.read_text())) == 2
     monkeypatch.setattr(products, "_measure", lambda *args: pytest.fail("measured again"))
-    second = choose_products([(6144, 4096)], [256, 1024], library, path, lambda doing: None)
+    second = choose_products({(6144, 4096): [256, 1024]}, library, path, lambda doing: None)
     assert [list(p) for p in first.values()] == [list(p) for p in second.values()]

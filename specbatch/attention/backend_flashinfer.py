@@ -185,8 +185,8 @@ class FlashInferAttention:
             if self._is_compiled:
                 raise
             raise ModelError(
-                f"FlashInfer could not compile or load its kernels: {str(error).strip()[-300:]}",
-                hint="it needs nvcc and ninja at the first start; or use engine.attention: triton",
+                f"FlashInfer's first plan, which compiles its kernels, failed: {str(error).strip()[-300:]}",
+                hint="it needs nvcc and ninja to compile; or use engine.attention: triton",
             ) from error
         self._is_compiled = True
 

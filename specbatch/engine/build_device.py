@@ -84,18 +84,22 @@ def build_device_engine(
         _trial_prompt(round_, state, num_tokens, page_size, device)
         num_tokens *= 2
     padding = torch.full((max_batch_size,), state.padding, dtype=torch.int64, device=device)
-    round_bytes = _peak(device, lambda: _trial_round(round_, padding))
+    round_bytes = _peak(device, lambda: _trial_round(round_, padding, logprobs=False))
+    eager_bytes = max(prompt_bytes, _peak(device, lambda: _trial_round(round_, padding, logprobs=True)))
     seconds["trial run, kernels compiled"] = time.perf_counter() - began
     if products_folder is not None:
         began = time.perf_counter()
-        linears = [*target.linears, *([] if net is None else net.linears)]
         sizes = ladder(max_batch_size)
-        rows = {size * nodes for size in sizes for nodes in (1, drafter.num_nodes, drafter.max_path)}
-        _choose_products(linears, {*rows, prefill_chunk_tokens}, dtype, device, products_folder, say, show)
+        rows = {size * drafter.num_nodes for size in sizes} | {prefill_chunk_tokens}
+        linears = [(linear, rows) for linear in target.linears]
+        if net is not None:
+            rows = {size * count for size in sizes for count in (1, drafter.branches, drafter.max_path)}
+            linears += [(linear, rows | {prefill_chunk_tokens}) for linear in net.linears]
+        _choose_products(linears, dtype, device, products_folder, say, show)
         seconds["products chosen"] = time.perf_counter() - began
 
     began = time.perf_counter()
-    reserved = max(prompt_bytes, round_bytes)  # of what runs eagerly: prompts, rounds with log-probabilities, warm-ups
+    reserved = max(eager_bytes, round_bytes)  # of what runs eagerly: prompts, rounds with log-probabilities, warm-ups
     if graphs != "none":
         # And what the graphs keep to themselves. Rows may ask for samples at any time: twice as many graphs then.
         num_graphs = 2 * len(ladder(max_batch_size)) * (len(PHASES) if graphs == "phases" else 1)
@@ -150,19 +154,27 @@ def build_device_engine(
 
 @torch.inference_mode()
 def _choose_products(
-    linears: list[Linear | GatedLinear],
-    rows: set[int],
+    linears: list[tuple[Linear | GatedLinear, set[int]]],
     dtype: torch.dtype,
     device: torch.device,
     folder: Path,
     say: Callable[[str], None],
     show: Callable[[str], None],
 ) -> None:
-    library = CublasLt(device, dtype)
+    """`linears`: each product with the numbers of rows that it meets."""
+    try:
+        library = CublasLt(device, dtype)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(
+            f"engine.tuned_products: cuBLASLt does not load: {error}", hint="leave engine.tuned_products out"
+        ) from error
     gpu = torch.cuda.get_device_name(device).replace(" ", "-")
     path = folder / f"{gpu}-cublaslt-{library.version}.json"
-    chosen = choose_products({linear.shape for linear in linears}, rows, library, path, show)
-    for linear in linears:
+    wanted: dict[tuple[int, int], set[int]] = {}
+    for linear, rows in linears:
+        wanted.setdefault(linear.shape, set()).update(rows)
+    chosen = choose_products(wanted, library, path, show)
+    for linear, _ in linears:
         linear.choose(chosen[linear.shape])
     count = sum(map(len, chosen.values()))
     say(f"engine.tuned_products: {count} products are faster than torch's by another algorithm ({path})")
@@ -193,11 +205,11 @@ def _peak(device: torch.device, function: Callable[[], None]) -> int:
 
 
 @torch.inference_mode()
-def _trial_round(round_: Round, padding: torch.Tensor) -> None:
+def _trial_round(round_: Round, padding: torch.Tensor, logprobs: bool) -> None:
     """The largest round. All rows are padding: it computes everything and writes nothing. Rows may ask for samples and
     log-probabilities, which take the most memory."""
     round_(padding, sampled=False)
-    round_(padding, sampled=True, logprobs=True)
+    round_(padding, sampled=True, logprobs=logprobs)
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from specbatch.config import Config, DtypeName, EngineSection, KVDtypeName, Spec
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, auto_kv_tokens
 from specbatch.errors import ConfigError, ModelError
+from specbatch.kernels.cublaslt import DTYPES as CUBLASLT_DTYPES
 from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_head import EagleConfig, EagleKind, open_head
@@ -382,7 +383,7 @@ def _resolve_engine(
             f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
             hint="leave engine.cuda_graphs out, or set it to none",
         )
-    if section.tuned_products and (attention == "torch" or dtype not in FLASHINFER_DTYPES):
+    if section.tuned_products and (attention == "torch" or dtype not in CUBLASLT_DTYPES):
         raise ConfigError(
             f"engine.tuned_products needs a CUDA device and bfloat16 or float16, not {device} and "
             f"{_DTYPE_NAMES[dtype]}",

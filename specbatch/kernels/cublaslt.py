@@ -17,7 +17,7 @@ from torch import Tensor
 WORKSPACE_BYTES = 64 * 2**20
 _MOST_ALGORITHMS = 32
 _COMPUTE_32F, _R_32F = 68, 0
-_DTYPES = {torch.bfloat16: 14, torch.float16: 2}
+DTYPES = {torch.bfloat16: 14, torch.float16: 2}
 _DESC_TRANSA, _PREF_MAX_WORKSPACE_BYTES, _OP_T = 3, 1, 1
 
 
@@ -44,6 +44,7 @@ class CublasLt:
         self.version = int(self._lib.cublasLtGetVersion())
         self.device = device
         self.dtype = dtype
+        self.is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._handle = c_void_p()
         _check(self._lib.cublasLtCreate(byref(self._handle)))
@@ -60,8 +61,8 @@ class CublasLt:
         )
 
     def layouts(self, num_rows: int, num_out: int, num_in: int) -> tuple[c_void_p, c_void_p, c_void_p]:
-        """Of the weight, x and y. They live as long as the process: there are some hundreds, of a few bytes."""
-        dtype = _DTYPES[self.dtype]
+        """Of the weight, x and y. They live as long as the process; each is a few bytes."""
+        dtype = DTYPES[self.dtype]
         made = []
         for rows, columns in ((num_in, num_out), (num_in, num_rows), (num_out, num_rows)):
             layout = c_void_p()

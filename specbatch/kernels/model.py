@@ -207,7 +207,7 @@ def _move_slots(
     planes = (tl.program_id(1) * PLANES + tl.arange(0, PLANES)).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
     ok = (planes < num_planes) & (dims < D)
-    # One after the other: what is written lies behind everything that is still to be read.
+    # One after the other: no target is the source of a later column.
     for i in range(M):
         target = tl.load(target_ptr + row * M + i)
         if target >= 0:

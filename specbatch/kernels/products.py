@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ _FINALISTS = 3
 _SPELL_SECONDS = 4e-3  # of one measurement of a finalist
 _LEAST_GAIN = 1.015  # what is less is noise
 _TORCH = -1  # stands for torch's own choice
+_ALIGNMENT = 256  # bytes; cuBLASLt's default
 
 Shape = tuple[int, int]  # (O, I)
 
@@ -43,6 +45,7 @@ class Product:
     def __call__(self, x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """(M, O). A residual is overwritten by the sum, which is rounded once."""
         assert x_MI.is_contiguous(), x_MI.stride()
+        assert x_MI.data_ptr() % _ALIGNMENT == 0, "the heuristic counts on more than this view has"
         assert residual_MO is None or residual_MO.is_contiguous(), residual_MO.stride()
         y_MO = x_MI.new_empty(self._size) if residual_MO is None else residual_MO
         self._library.launch(self._layouts, self._algorithm, x_MI, weight_OI, y_MO, residual_MO is not None)
@@ -50,30 +53,26 @@ class Product:
 
 
 def choose_products(
-    shapes: Iterable[Shape],
-    rows: Iterable[int],
+    sizes: Mapping[Shape, Iterable[int]],
     library: CublasLt,
     path: Path,
     show: Callable[[str], None],
 ) -> dict[Shape, dict[int, Product]]:
-    """The products that are faster than torch's, by shape and number of rows. What `path` does not know is measured,
-    and written there."""
+    """The products that are faster than torch's, by shape and number of rows, of all in `sizes`. What `path` does not
+    know is measured, and written there."""
     known = _read(path)
-    chosen: dict[Shape, dict[int, Product]] = {shape: {} for shape in shapes}
-    wanted = sorted(set(rows), reverse=True)
+    chosen: dict[Shape, dict[int, Product]] = {shape: {} for shape in sizes}
     for number, shape in enumerate(chosen):
+        wanted = sorted(set(sizes[shape]), reverse=True)
         names = {m: f"{library.dtype} {m} {shape[0]} {shape[1]}" for m in wanted}
         # Few rows have kernels of their own.
-        missing = [m for m in wanted if names[m] not in known and not is_skinny(m, *shape, library.dtype)]
+        large = [m for m in wanted if not is_skinny(m, *shape, library.dtype, library.is_hopper)]
+        missing = [m for m in large if names[m] not in known]
         if missing:
             show(f"measuring products: {number + 1} of {len(chosen)}")
-            try:
-                measured = _measure(library, shape, missing)
-            except torch.cuda.OutOfMemoryError:  # torch's own will do; where there is more room, it is made up for
-                continue
-            known |= {names[m]: index for m, index in measured.items()}
-            _write(path, known)
-        for m in wanted:
+            known |= {names[m]: index for m, index in _measure(library, shape, missing).items()}
+            _write(path, _read(path) | known)
+        for m in large:
             index = known.get(names[m], _TORCH)
             algorithms = library.algorithms(m, *shape) if index != _TORCH else []
             if index < len(algorithms) and index != _TORCH:
@@ -82,30 +81,42 @@ def choose_products(
 
 
 def _measure(library: CublasLt, shape: Shape, rows: Iterable[int]) -> dict[int, int]:
-    """By number of rows: the number of the best algorithm in the library's list, or `_TORCH`."""
+    """By number of rows: the number of the best algorithm in the library's list, or `_TORCH`. Sizes for which there is
+    no memory are left out: torch's own will do, and where there is more room, they are made up for."""
+    best: dict[int, int] = {}
+    for num_rows in rows:
+        try:
+            best[num_rows] = _best(library, shape, num_rows)
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    return best
+
+
+def _best(library: CublasLt, shape: Shape, num_rows: int) -> int:
     num_out, num_in = shape
     copies = max(1, math.ceil(_ROTATION_BYTES / (num_out * num_in * library.dtype.itemsize)))
     options = {"device": library.device, "dtype": library.dtype}
     weights = [torch.randn(shape, **options).mul_(num_in**-0.5) for _ in range(copies)]  # type: ignore[call-overload]
-    best = {}
-    for num_rows in rows:
-        x = torch.randn(num_rows, num_in, **options)  # type: ignore[call-overload]
-        expected = F.linear(x, weights[0])
-        candidates: dict[int, Callable[[Tensor, Tensor], Tensor]] = {_TORCH: F.linear}
-        for index, algorithm in enumerate(library.algorithms(num_rows, *shape)):
-            product = Product(library, num_rows, shape, algorithm)
-            try:
-                error = (product(x, weights[0]) - expected).float().norm() / expected.float().norm()
-            except RuntimeError:  # refused
-                continue
-            if float(error) < 1e-2:
-                candidates[index] = product
-        best[num_rows] = _fastest(x, weights, candidates)
-    return best
+    x = torch.randn(num_rows, num_in, **options)  # type: ignore[call-overload]
+    expected = F.linear(x, weights[0])
+    candidates: dict[int, Callable[[Tensor, Tensor], Tensor]] = {_TORCH: F.linear}
+    for index, algorithm in enumerate(library.algorithms(num_rows, *shape)):
+        product = Product(library, num_rows, shape, algorithm)
+        try:
+            y = product(x, weights[0])
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError:  # refused
+            continue
+        if float((y - expected).norm() / expected.norm()) < 1e-2:
+            candidates[index] = product
+    return _fastest(x, weights, candidates)
 
 
 def _fastest(x: Tensor, weights: list[Tensor], candidates: Mapping[int, Callable[[Tensor, Tensor], Tensor]]) -> int:
-    replays = {name: _captured(x, weights, function) for name, function in candidates.items()}
+    # One stream and one pool for all: they run in turn, and a stream of its own would cost a workspace each.
+    stream, pool = torch.cuda.Stream(x.device), torch.cuda.graph_pool_handle()
+    replays = {name: _captured(x, weights, function, stream, pool) for name, function in candidates.items()}
     first = {name: _seconds(replay, 1) for name, replay in replays.items()}
     finalists = sorted((name for name in first if name != _TORCH), key=first.__getitem__)[:_FINALISTS]
     times: dict[int, list[float]] = {name: [] for name in (_TORCH, *finalists)}
@@ -117,17 +128,25 @@ def _fastest(x: Tensor, weights: list[Tensor], candidates: Mapping[int, Callable
     return winner if medians[_TORCH] > _LEAST_GAIN * medians[winner] else _TORCH
 
 
-def _captured(x: Tensor, weights: list[Tensor], function: Callable[[Tensor, Tensor], Tensor]) -> torch.cuda.CUDAGraph:
+def _captured(
+    x: Tensor,
+    weights: list[Tensor],
+    function: Callable[[Tensor, Tensor], Tensor],
+    stream: torch.cuda.Stream,
+    pool: Any,  # a handle, opaque
+) -> torch.cuda.CUDAGraph:
     """A graph of one product with each weight: launching by the host would be what is measured."""
-    function(x, weights[0])
     torch.cuda.synchronize(x.device)
     graph = torch.cuda.CUDAGraph()
     # Not `torch.cuda.graph`: it collects garbage each time, and there are hundreds of these.
-    with torch.cuda.stream(torch.cuda.Stream(x.device)):
-        graph.capture_begin()
-        for weight in weights:
-            function(x, weight)
-        graph.capture_end()
+    with torch.cuda.stream(stream):
+        function(x, weights[0])
+        graph.capture_begin(pool=pool)
+        try:
+            for weight in weights:
+                function(x, weight)
+        finally:  # a capture left open would break everything behind it
+            graph.capture_end()
     graph.replay()
     return graph
 

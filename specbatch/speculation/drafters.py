@@ -37,6 +37,7 @@ class Drafter(Protocol):
 
     num_nodes: int  # N
     max_path: int  # M: nodes of the longest path, the root counted
+    branches: int  # rows of a request in one step of the draft network
     num_lookahead: int  # slots past the committed ones that a round may write
     net: DraftNet | None  # what draft-extend runs; None: nothing
 
@@ -48,7 +49,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Plain decoding: roots alone."""
 
-    num_nodes = max_path = num_lookahead = 1
+    num_nodes = max_path = num_lookahead = branches = 1
     net: DraftNet | None = None
 
     def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
@@ -58,6 +59,7 @@ class NoDrafter:
 class NgramDrafter:
     """Prompt lookup (see `NgramProposer`)."""
 
+    branches = 1
     net: DraftNet | None = None
 
     def __init__(self, num_draft_tokens: int, min_match: int, max_match: int, ops: ModuleType) -> None:
@@ -87,6 +89,7 @@ class NeuralDrafter:
         self._shape = shape
         self._ops = ops
         self.num_nodes = shape.num_draft_tokens
+        self.branches = shape.topk
         self.max_path = min(shape.num_steps + 1, shape.num_draft_tokens)
         self.num_lookahead = num_lookahead(shape, net.lead)
 
