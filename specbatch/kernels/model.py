@@ -207,12 +207,14 @@ def _move_slots(
     planes = (tl.program_id(1) * PLANES + tl.arange(0, PLANES)).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
     ok = (planes < num_planes) & (dims < D)
-    # One after the other: no target is the source of a later column.
+    # One after the other: no target is the source of a later column, but it may be that of an earlier one.
     for i in range(M):
         target = tl.load(target_ptr + row * M + i)
         if target >= 0:
             source = tl.load(source_ptr + row * M + i)
             value = tl.load(kv_ptr + planes * stride_plane + source * D + dims, mask=ok)
+            # A small tile has each element in several warps: none may write the next column before all have read this.
+            tl.debug_barrier()
             tl.store(kv_ptr + planes * stride_plane + target * D + dims, value, mask=ok)
 
 
