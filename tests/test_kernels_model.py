@@ -255,7 +255,7 @@ def test_rotary_write_of_what_float8_cannot_hold() -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, FP8])
 def test_move_slots(dtype: torch.dtype) -> None:
-    kv = random(3, 2, 2, 20, 16, dtype=dtype)
+    kv = random(3, 2, 2, 24, 16, dtype=dtype)  # the last slot is spare, as in every cache
     # A path that closes up (each target is a source before it), one that lies as it should, one over two pages.
     source = torch.tensor([[4, 6, 8], [9, 0, 2], [19, 1, 3]], device=DEVICE)
     target = torch.tensor([[4, 5, 6], [-1, -1, 2], [15, 19, 1]], device=DEVICE)

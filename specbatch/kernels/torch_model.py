@@ -131,8 +131,8 @@ def attend(
 def move_slots(kv_L2KSD: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
     """Copy slots `source_BM` onto slots `target_BM` in all layers at once; -1 in `target_BM`: nothing is copied.
 
-    No slot is in two rows. Within a row no target is the source of a later column: paths of trees are moved towards
-    their roots.
+    No slot is in two rows, and the last one, spare in every cache, in none. Within a row no target is the source of a
+    later column: paths of trees are moved towards their roots.
     """
     spare = kv_L2KSD.shape[3] - 1
     moves = (target_BM >= 0).view(-1)
