@@ -140,10 +140,9 @@ def test_layers_multiply_as_chosen() -> None:
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
     plain(x[:2])
-    biased = Linear(weight, torch.zeros(8, dtype=torch.float64))
-    biased.choose({3: multiply})
-    biased(x)
     assert seen == [3] * 5
+    with pytest.raises(AssertionError, match="no bias"):
+        Linear(weight, torch.zeros(8, dtype=torch.float64)).choose({3: multiply})
 
 
 def test_refused_without_cuda() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import numpy as np
@@ -90,12 +91,13 @@ def build_device_engine(
     if products_folder is not None:
         began = time.perf_counter()
         sizes = ladder(max_batch_size)
-        rows = {size * drafter.num_nodes for size in sizes} | {prefill_chunk_tokens}
-        linears = [(linear, rows) for linear in target.linears]
+        rows = {size * drafter.num_nodes for size in sizes}
+        products = [(target.linears, rows | {prefill_chunk_tokens}), ([target.head], rows)]
         if net is not None:
             rows = {size * count for size in sizes for count in (1, drafter.branches, drafter.max_path)}
-            linears += [(linear, rows | {prefill_chunk_tokens}) for linear in net.linears]
-        _choose_products(linears, dtype, device, products_folder, say, show)
+            heads = [] if net.head is None else [net.head]
+            products += [(net.linears, rows | {prefill_chunk_tokens}), (heads, rows)]
+        _choose_products(products, dtype, device, products_folder, say, show)
         seconds["products chosen"] = time.perf_counter() - began
 
     began = time.perf_counter()
@@ -154,14 +156,14 @@ def build_device_engine(
 
 @torch.inference_mode()
 def _choose_products(
-    linears: list[tuple[Linear | GatedLinear, set[int]]],
+    products: Seq[tuple[Seq[Linear | GatedLinear], set[int]]],
     dtype: torch.dtype,
     device: torch.device,
     folder: Path,
     say: Callable[[str], None],
     show: Callable[[str], None],
 ) -> None:
-    """`linears`: each product with the numbers of rows that it meets."""
+    """`products`: layers with the numbers of rows that they meet."""
     try:
         library = CublasLt(device, dtype)
     except (OSError, RuntimeError) as error:
@@ -171,6 +173,7 @@ def _choose_products(
     gpu = torch.cuda.get_device_name(device).replace(" ", "-")
     path = folder / f"{gpu}-cublaslt-{library.version}.json"
     wanted: dict[tuple[int, int], set[int]] = {}
+    linears = [(linear, rows) for group, rows in products for linear in group if not linear.has_bias]
     for linear, rows in linears:
         wanted.setdefault(linear.shape, set()).update(rows)
     chosen = choose_products(wanted, library, path, show)

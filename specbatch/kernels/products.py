@@ -24,8 +24,10 @@ from specbatch.kernels.cublaslt import Algorithm, CublasLt
 from specbatch.kernels.linear_config import is_skinny
 
 _ROTATION_BYTES = 200e6  # of the weights that one measurement goes through: more than any L2 holds
-_FINALISTS = 3
+_FINALISTS = 4
 _SPELL_SECONDS = 4e-3  # of one measurement of a finalist
+# Prompts multiply for so long without a break that the GPU's power is the limit, which takes a while to show.
+_LONG_ROWS, _LONG_SPELL_SECONDS = 4096, 60e-3
 _LEAST_GAIN = 1.015  # what is less is noise
 _TORCH = -1  # stands for torch's own choice
 _ALIGNMENT = 256  # bytes; cuBLASLt's default
@@ -120,9 +122,10 @@ def _fastest(x: Tensor, weights: list[Tensor], candidates: Mapping[int, Callable
     first = {name: _seconds(replay, 1) for name, replay in replays.items()}
     finalists = sorted((name for name in first if name != _TORCH), key=first.__getitem__)[:_FINALISTS]
     times: dict[int, list[float]] = {name: [] for name in (_TORCH, *finalists)}
+    spell = _SPELL_SECONDS if x.shape[0] < _LONG_ROWS else _LONG_SPELL_SECONDS
     for _ in range(3):  # in turn, since the clock falls as the GPU warms up
         for name in times:
-            times[name].append(_seconds(replays[name], max(1, round(_SPELL_SECONDS / first[name]))))
+            times[name].append(_seconds(replays[name], max(1, round(spell / first[name]))))
     medians = {name: sorted(values)[1] for name, values in times.items()}
     winner = min(medians, key=medians.__getitem__)
     return winner if medians[_TORCH] > _LEAST_GAIN * medians[winner] else _TORCH

@@ -51,7 +51,7 @@ class Attention:
 
     def __init__(self, config: ModelConfig, layer: int, load: Load, prefix: str) -> None:
         self._layer = layer
-        self._heads, self._kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.heads, self._kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._window = config.sliding_windows[layer]
         weight = torch.cat([load(f"{prefix}{name}_proj.weight") for name in "qkv"])
         bias = torch.cat([load(f"{prefix}{name}_proj.bias") for name in "qkv"]) if config.qkv_bias else None
@@ -86,8 +86,8 @@ class Attention:
 
     def _rotate_and_write(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         assert step.angles is not None
-        sizes = (self._heads, self._kv_heads, self._kv_heads)
-        qkv = qkv.view(qkv.shape[0], sum(sizes), self._head_dim)
+        sizes = (self.heads, self._kv_heads, self._kv_heads)
+        qkv = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
         if self._q_norm is not None and self._k_norm is not None:
             q, k, v = qkv.split(sizes, dim=1)
             qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
@@ -100,7 +100,7 @@ class Attention:
     def _rotate_and_write_fused(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         q: Tensor = self._rotary_write(
             qkv,
-            self._heads,
+            self.heads,
             self._kv_heads,
             step.rotary.cos_PD,
             step.rotary.sin_PD,
@@ -167,12 +167,12 @@ class Decoder:
         self._rotary = Rotary(inv_freq, factor, num_positions, dtype, device)
         self._layers = [DecoderLayer(config, i, load, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._norm = RMSNorm(load("model.norm.weight"), config.rms_norm_eps)
-        self._head = Linear(self.embedding_VE if config.tie_word_embeddings else load("lm_head.weight"))
+        self.head = Linear(self.embedding_VE if config.tie_word_embeddings else load("lm_head.weight"))
 
     @property
     def linears(self) -> list[Linear | GatedLinear]:
-        """All matrix products."""
-        found: list[Linear | GatedLinear] = [self._head]
+        """The matrix products of the layers."""
+        found: list[Linear | GatedLinear] = []
         for layer in self._layers:
             found += [*layer.attention.linears, *layer.mlp.linears]
         return found
@@ -203,7 +203,7 @@ class Decoder:
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits (R, V) in the model's dtype."""
-        return self._head(hidden_RE)
+        return self.head(hidden_RE)
 
     def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
         c = self.config

@@ -221,17 +221,17 @@ class EagleHead:
             self._hidden_norm = RMSNorm(load("midlayer.hidden_norm.weight"), c.rms_norm_eps)
             self._input_norm = RMSNorm(load("midlayer.input_layernorm.weight"), c.rms_norm_eps)
             self._norm = RMSNorm(load("norm.weight"), c.rms_norm_eps)
-            self._head = Linear(load("lm_head.weight"))
+            self.head: Linear | None = Linear(load("lm_head.weight"))
             if head.has_vocab_map:
                 self._target_ids = _target_ids(load_raw("d2t"), load_raw("t2d"), c.vocab_size).to(device)
         else:
+            self.head = None  # the target's
             self._target = target
 
     @property
     def linears(self) -> list[Linear | GatedLinear]:
-        """All matrix products of its own."""
-        head = [self._head] if self._kind == "eagle3" else []
-        return [self._fc, *self._attention.linears, *self._mlp.linears, *head]
+        """The matrix products of its own, but for the head."""
+        return [self._fc, *self._attention.linears, *self._mlp.linears]
 
     def features(self, hidden_TE: Tensor, captured: list[Tensor]) -> Tensor:
         """The target's features (T, E), from what its forward pass returned."""
@@ -264,9 +264,9 @@ class EagleHead:
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W) in the model's dtype."""
-        if self._kind == "eagle":
+        if self.head is None:
             return self._target.raw_logits(hidden_RE)
-        return self._head(hidden_RE, norm=self._norm)
+        return self.head(hidden_RE, norm=self._norm)
 
     @property
     def target_ids(self) -> Tensor | None:

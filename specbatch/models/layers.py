@@ -40,6 +40,7 @@ class Linear:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         self.shape = self.out_features, self.in_features
+        self.has_bias = bias_O is not None
         self._packed = PackedLinear(weight_OI, bias_O) if is_packable(weight_OI) else None
         self._chosen: Mapping[int, Multiply] = {}
         if self._packed is None:
@@ -47,8 +48,10 @@ class Linear:
             self._ops = ops_for(weight_OI.device, weight_OI.dtype)
 
     def choose(self, products: Mapping[int, Multiply]) -> None:
-        """Multiply so, by number of rows. A product with a bias stays as it is."""
-        self._chosen = products if self._packed is None and self._bias is None else {}
+        """Multiply so, by number of rows. Not for a product with a bias, or a packed one."""
+        assert self._packed is None, "packed"
+        assert not self.has_bias, "a chosen product adds no bias"
+        self._chosen = products
 
     def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None, residual_TO: Tensor | None = None) -> Tensor:
         if self._packed is not None:
@@ -80,11 +83,14 @@ class GatedLinear:
             self._bias = None if gate_bias_O is None or up_bias_O is None else torch.cat((gate_bias_O, up_bias_O))
             self._ops = ops_for(gate_OI.device, gate_OI.dtype)
         self.shape = gate_OI.shape[0] + up_OI.shape[0], gate_OI.shape[1]
+        self.has_bias = gate_bias_O is not None
         self._chosen: Mapping[int, Multiply] = {}
 
     def choose(self, products: Mapping[int, Multiply]) -> None:
         """As `Linear.choose`, of gate and up together."""
-        self._chosen = products if not self._is_packed and self._bias is None else {}
+        assert not self._is_packed, "packed"
+        assert not self.has_bias, "a chosen product adds no bias"
+        self._chosen = products
 
     def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None) -> Tensor:
         if not self._is_packed:

@@ -39,7 +39,8 @@ class DraftNet(Protocol):
     target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
     feature_size: int  # E
     reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
-    linears: list[Linear | GatedLinear]  # the network's matrix products
+    linears: list[Linear | GatedLinear]  # the matrix products of its layers
+    head: Linear | None  # None: the target's
 
     def features(self, output: TargetOutput) -> Tensor | None:
         """(T, E) inputs taken from the target, None for a network that needs none."""
@@ -86,7 +87,7 @@ class ModelDraft:
         self._width = min(target_vocab_size, model.config.vocab_size)
         self.target_ids: Tensor | None = None
         self.feature_size = model.config.hidden_size
-        self.linears = model.linears
+        self.linears, self.head = model.linears, model.head
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return None
@@ -122,7 +123,7 @@ class EagleDraft:
         self._head = head
         self.target_ids = head.target_ids
         self.feature_size = head.config.hidden_size
-        self.linears = head.linears
+        self.linears, self.head = head.linears, head.head
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return self._head.features(output.hidden_TE, output.captured)
