@@ -92,7 +92,8 @@ def build_device_engine(
         began = time.perf_counter()
         sizes = ladder(max_batch_size)
         rows = {size * drafter.num_nodes for size in sizes}
-        products = [(target.linears, rows | {prefill_chunk_tokens}), ([target.head], rows)]
+        products: list[tuple[Seq[Linear | GatedLinear], set[int]]] = [([target.head], rows)]
+        products.append((target.linears, rows | {prefill_chunk_tokens}))
         if net is not None:
             rows = {size * count for size in sizes for count in (1, drafter.branches, drafter.max_path)}
             heads = [] if net.head is None else [net.head]

@@ -1,8 +1,9 @@
 """The library's matrix products, with the algorithm that is fastest here: measured once, remembered in a file.
 
 cuBLAS picks an algorithm by a model of the GPU, and often not the fastest: on an H200 the best of the few that its
-heuristic names saves 4 to 11% of a Llama-3-8B layer's products at 256 and more rows. What was chosen is kept by GPU and
-library version, so that another start multiplies with the same algorithms, and gives the same bits.
+heuristic names saves 6% of a Llama-3-8B layer's products at 256 and at 8192 rows, nothing at 512 and 1024, and about 1%
+of a whole job. What was chosen is kept by GPU and library version, so that another start multiplies with the same
+algorithms, and gives the same bits.
 
 Shape suffixes: M rows, I input features, O output features.
 """
@@ -24,7 +25,7 @@ from specbatch.kernels.cublaslt import Algorithm, CublasLt
 from specbatch.kernels.linear_config import is_skinny
 
 _ROTATION_BYTES = 200e6  # of the weights that one measurement goes through: more than any L2 holds
-_FINALISTS = 4
+_FINALISTS = 5
 _SPELL_SECONDS = 4e-3  # of one measurement of a finalist
 # Prompts multiply for so long without a break that the GPU's power is the limit, which takes a while to show.
 _LONG_ROWS, _LONG_SPELL_SECONDS = 4096, 60e-3

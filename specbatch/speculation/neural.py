@@ -87,7 +87,8 @@ class ModelDraft:
         self._width = min(target_vocab_size, model.config.vocab_size)
         self.target_ids: Tensor | None = None
         self.feature_size = model.config.hidden_size
-        self.linears, self.head = model.linears, model.head
+        self.linears = model.linears
+        self.head: Linear | None = model.head
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return None
