@@ -29,12 +29,21 @@ class NgramSection:
 
 
 @dataclass(frozen=True)
+class ScheduleSection:
+    max_batch: int  # for so many running rows at most
+    num_steps: int | None = None  # 0: plain decoding
+    topk: int = 1
+    num_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class SpeculationSection:
     method: Literal["none", "ngram", "draft_model", "eagle", "eagle3"] = "ngram"
     draft: str | None = None  # like model.target; needed by draft_model, eagle and eagle3
     num_steps: int | None = None  # depth of drafting; None: decided with num_draft_tokens
     topk: int = 1  # branches kept at each step; 1 = chain
     num_draft_tokens: int | None = None  # nodes verified in a round, root included
+    schedule: tuple[ScheduleSection, ...] | None = None  # the three above by the number of running rows
     simulate_acceptance: float | None = None  # for measurements: tokens committed in a round on average; None: off
     ngram: NgramSection = field(default_factory=NgramSection)
 

@@ -30,6 +30,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "speculation.num_steps": _AT_LEAST_1,
     "speculation.topk": _AT_LEAST_1,
     "speculation.num_draft_tokens": _AT_LEAST_1,
+    "speculation.schedule[].max_batch": _AT_LEAST_1,
+    "speculation.schedule[].num_steps": (lambda v: v >= 0, ">= 0 (0 = plain decoding)"),
+    "speculation.schedule[].topk": _AT_LEAST_1,
+    "speculation.schedule[].num_draft_tokens": _AT_LEAST_1,
     "speculation.simulate_acceptance": _AT_LEAST_1,
     "speculation.ngram.min_match": _AT_LEAST_1,
     "speculation.ngram.max_match": _AT_LEAST_1,
@@ -171,9 +175,29 @@ def _section(cls: Any, tree: Any, path: str) -> Any:
             values[key] = _sampling(str(key), value)
         elif dataclasses.is_dataclass(hints[key]):
             values[key] = _section(hints[key], value, full)
+        elif value is not None and (element := _element(hints[key])) is not None:
+            if not isinstance(value, list):
+                raise ConfigError(f"{full} must be a list of mappings, not {_kind(value)}")
+            values[key] = tuple(_section(element, item, f"{full}[{i}]") for i, item in enumerate(value))
         else:
             values[key] = _leaf(hints[key], value, full)
+    missing = [f.name for f in dataclasses.fields(cls) if _is_required(f) and f.name not in values]
+    if missing:
+        raise ConfigError(f"{path} needs {' and '.join(missing)}")
     return cls(**values)
+
+
+def _element(annotation: Any) -> Any:
+    """The dataclass of whose instances an option is a list; None for other options."""
+    for kind in _alternatives(annotation):
+        args = typing.get_args(kind)
+        if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(args[0]):
+            return args[0]
+    return None
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _sampling(name: str, value: Any) -> Any:
@@ -206,7 +230,7 @@ def _leaf(annotation: Any, value: Any, path: str) -> Any:
             raise ConfigError(f"{path} must be a finite number, not {value}")
     elif not any(isinstance(value, k) for k in kinds):
         raise _wrong_type(path, kinds, value)
-    legal = _RANGES.get(path)
+    legal = _RANGES.get(re.sub(r"\[\d+\]", "[]", path))
     if legal and not legal[0](value):
         raise ConfigError(f"{path} must be {legal[1]}, not {_shown(value)}")
     return value

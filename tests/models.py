@@ -25,8 +25,9 @@ from specbatch.models.eagle_head import EagleConfig, EagleHead
 from specbatch.models.eagle_head import expected_tensors as head_tensors
 from specbatch.speculation.drafters import Drafter, NeuralDrafter, NgramDrafter, NoDrafter
 from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer, num_lookahead
-from specbatch.speculation.ngram import NgramProposer, NoProposer
+from specbatch.speculation.ngram import NgramProposer
 from specbatch.speculation.proposer import Proposer
+from specbatch.speculation.schedule import ByBatch, Schedule, scheduled
 from specbatch.speculation.slots import SlotState
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import Completion, NoiseKey, Request, SamplingParams
@@ -130,9 +131,13 @@ def tiny_draft_net(
     return EagleDraft(model, model.new_cache(num_slots, kv_dtype), target.config.num_layers, kind == "eagle3")
 
 
+def as_schedule(shape: DraftShape | Schedule | None) -> Schedule:
+    return shape if isinstance(shape, ByBatch) else ByBatch.always(shape)
+
+
 def tiny_engine(
     method: str = "none",
-    shape: DraftShape | None = None,
+    shape: DraftShape | Schedule | None = None,
     *,
     dtype: torch.dtype = torch.float64,
     num_pages: int = 64,
@@ -154,18 +159,18 @@ def tiny_engine(
     target = tiny_decoder(config, dtype, scale=scale, device=device)
     pool = PagePool(num_pages, page_size)
     num_slots = num_pages * page_size
-    proposer: Proposer
-    if method == "none":
-        proposer = NoProposer()
-    elif method == "ngram":
-        assert shape is not None
-        proposer = NgramProposer(shape.num_draft_tokens, 1, 3)
-    else:
-        assert shape is not None
+    net = None
+    if method not in ("none", "ngram"):
         net = tiny_draft_net(
             method, target, num_slots, dtype, draft_vocab=draft_vocab, draft_seed=draft_seed, scale=scale
         )
-        proposer = NeuralProposer(net, shape, vocab, page_size, device)
+
+    def proposer_of(shape: DraftShape) -> Proposer:
+        if net is None:
+            return NgramProposer(shape.num_draft_tokens, 1, 3)
+        return NeuralProposer(net, shape, vocab, page_size, device)
+
+    proposer = scheduled(as_schedule(shape), proposer_of)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
     return Engine(
         target,
@@ -182,7 +187,7 @@ def tiny_engine(
 
 def tiny_device_engine(
     method: str = "none",
-    shape: DraftShape | None = None,
+    shape: DraftShape | Schedule | None = None,
     *,
     dtype: torch.dtype = torch.float64,
     kv_dtype: torch.dtype | None = None,
@@ -211,36 +216,37 @@ def tiny_device_engine(
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
     config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden, vocab, head_dim=head_dim)
-    lookahead = 1
-    if shape is not None:
-        lookahead = shape.num_draft_tokens if method == "ngram" else num_lookahead(shape, method == "draft_model")
+    lookahead, schedule = 1, as_schedule(shape)
+    for one in schedule.items:
+        if one is not None:
+            own = one.num_draft_tokens if method == "ngram" else num_lookahead(one, method == "draft_model")
+            lookahead = max(lookahead, own)
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
     # As large as they are in earnest: what reads past them must show.
     target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1)
     pool = PagePool(num_pages, page_size)
     num_slots = (num_pages + 1) * page_size  # the last page is spare
     ops = ops_for(device, dtype)
-    drafter: Drafter
-    if method == "none":
-        drafter = NoDrafter()
-    elif method == "ngram":
-        assert shape is not None
-        drafter = NgramDrafter(shape.num_draft_tokens, 1, 3, ops)
-    else:
-        assert shape is not None
+    net = None
+    if method not in ("none", "ngram"):
         net = tiny_draft_net(
             method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
             scale=scale, attention=paged,
         )  # fmt: skip
-        drafter = NeuralDrafter(net, shape, ops)
-    assert drafter.num_lookahead == lookahead
+
+    def drafter_of(shape: DraftShape | None) -> Drafter:
+        if shape is None:
+            return NoDrafter(net)
+        return NgramDrafter(shape.num_draft_tokens, 1, 3, ops) if net is None else NeuralDrafter(net, shape, ops)
+
+    drafters = schedule.map(drafter_of)
+    assert max(drafter.num_lookahead for drafter in drafters.items) == lookahead
     pages_per_slot = pool.pages_for(max_length + lookahead)
     state = SlotState(max_batch_size, pages_per_slot, max_length, hidden, method == "ngram", dtype, device)
     cache = target.new_cache(num_slots, kv_dtype or dtype)
-    round_ = Round(target, cache, drafter, state, page_size, eos, ops, simulate)
-    executor = RoundExecutor(round_, max_batch_size, device, graphs)
+    rounds = drafters.map(lambda drafter: Round(target, cache, drafter, state, page_size, eos, ops, simulate))
+    executor = RoundExecutor(rounds, max_batch_size, device, graphs)
     return DeviceEngine(
-        round_,
         executor,
         pool,
         device,

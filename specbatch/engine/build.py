@@ -14,7 +14,8 @@ from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import PagePool
 from specbatch.engine.build_device import GIB, build_device_engine
 from specbatch.engine.engine import Engine
-from specbatch.engine.resolve import AttentionName, HeadCheckpoint, ResolvedRun, lookahead_of, shape_of
+from specbatch.engine.resolve import AttentionName, HeadCheckpoint, ResolvedRun
+from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.models.catalog import cache_dir
@@ -24,8 +25,10 @@ from specbatch.models.eagle_head import EagleHead
 from specbatch.models.weights import TensorSource
 from specbatch.speculation.drafters import Drafter, NeuralDrafter, NgramDrafter, NoDrafter
 from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer
-from specbatch.speculation.ngram import NgramProposer, NoProposer
+from specbatch.speculation.ngram import NgramProposer
 from specbatch.speculation.proposer import Proposer
+from specbatch.speculation.schedule import scheduled
+from specbatch.speculation.tree import DraftShape
 from specbatch.types import BatchEngine
 
 
@@ -78,19 +81,20 @@ def _build_device_engine(
 ) -> BatchEngine:
     engine, speculation = run.engine, run.config.speculation
     ops = ops_for(run.device, run.dtype)
-    drafter: Drafter
-    if speculation.method == "none":
-        drafter = NoDrafter()
-    elif speculation.method == "ngram":
-        ngram = speculation.ngram
-        drafter = NgramDrafter(shape_of(speculation).num_draft_tokens, ngram.min_match, ngram.max_match, ops)
-    else:
-        drafter = NeuralDrafter(_build_net(run, target, engine.page_size, num_positions), shape_of(speculation), ops)
+    net = _build_net(run, target, engine.page_size, num_positions) if run.draft is not None else None
+
+    def drafter(shape: DraftShape | None) -> Drafter:
+        if shape is None:
+            return NoDrafter(net)
+        if net is not None:
+            return NeuralDrafter(net, shape, ops)
+        return NgramDrafter(shape.num_draft_tokens, speculation.ngram.min_match, speculation.ngram.max_match, ops)
+
     torch.cuda.synchronize(run.device)
     weights_seconds = time.perf_counter() - began
     built = build_device_engine(
         target,
-        drafter,
+        schedule_of(speculation).map(drafter),
         dtype=run.dtype,
         kv_dtype=run.kv_dtype,
         device=run.device,
@@ -142,13 +146,14 @@ def _attention(
 
 def _build_proposer(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> Proposer:
     speculation = run.config.speculation
-    if speculation.method == "none":
-        return NoProposer()
-    shape = shape_of(speculation)
-    if speculation.method == "ngram":
+    net = _build_net(run, target, num_slots, num_positions) if run.draft is not None else None
+
+    def proposer(shape: DraftShape) -> Proposer:
+        if net is not None:
+            return NeuralProposer(net, shape, run.target.config.vocab_size, run.engine.page_size, run.device)
         return NgramProposer(shape.num_draft_tokens, speculation.ngram.min_match, speculation.ngram.max_match)
-    net = _build_net(run, target, num_slots, num_positions)
-    return NeuralProposer(net, shape, run.target.config.vocab_size, run.engine.page_size, run.device)
+
+    return scheduled(schedule_of(speculation), proposer)
 
 
 def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> DraftNet:

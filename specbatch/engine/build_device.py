@@ -24,6 +24,7 @@ from specbatch.kernels.products import choose_products
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import GatedLinear, Linear
 from specbatch.speculation.drafters import Drafter
+from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.slots import SlotState
 
 GIB = 2**30
@@ -35,7 +36,7 @@ _SMALLEST_CHUNK = 32  # of the trial, tokens
 
 def build_device_engine(
     target: Decoder,
-    drafter: Drafter,
+    drafters: ByBatch[Drafter],
     *,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -56,16 +57,17 @@ def build_device_engine(
     say: Callable[[str], None],
     show: Callable[[str], None],
 ) -> DeviceEngine:
-    """`kv_cache_tokens` None: what `memory_fraction` of the device leaves beside everything else. `sampled`: requests
-    will draw samples, so their graphs are captured too. `products_folder`: where the library's fastest algorithms are
-    remembered; None: torch's choice. `say` is told what was decided, a line each; `show` what is being done.
+    """`drafters`: of one draft network or of none. `kv_cache_tokens` None: what `memory_fraction` of the device leaves
+    beside everything else. `sampled`: requests will draw samples, so their graphs are captured too. `products_folder`:
+    where the library's fastest algorithms are remembered; None: torch's choice. `say` is told what was decided, a line
+    each; `show` what is being done.
 
     Raises ModelError, with numbers, where the memory does not suffice.
     """
     seconds: dict[str, float] = {}
     began = time.perf_counter()
-    net = drafter.net
-    lookahead = drafter.num_lookahead
+    net = drafters.items[0].net
+    lookahead = max(drafter.num_lookahead for drafter in drafters.items)
     pages_per_slot = -(-(max_length + lookahead) // page_size)
     hidden = target.config.hidden_size if net is None else net.feature_size
     state = SlotState(max_batch_size, pages_per_slot, max_length + 1, hidden, keeps_tokens, dtype, device)
@@ -76,7 +78,8 @@ def build_device_engine(
     if net is not None:
         caches.append(net.cache)
         net.cache.resize(trial_slots)
-    round_ = Round(target, caches[0], drafter, state, page_size, eos_token_ids, ops, simulate)
+    rounds = drafters.map(lambda d: Round(target, caches[0], d, state, page_size, eos_token_ids, ops, simulate))
+    round_ = rounds.items[0]  # for prompts, which are nothing to drafters
 
     show("compiling kernels, trial run")
     prompt_bytes = _peak(device, lambda: _trial_prompt(round_, state, prefill_chunk_tokens, page_size, device))
@@ -85,17 +88,23 @@ def build_device_engine(
         _trial_prompt(round_, state, num_tokens, page_size, device)
         num_tokens *= 2
     padding = torch.full((max_batch_size,), state.padding, dtype=torch.int64, device=device)
-    round_bytes = _peak(device, lambda: _trial_round(round_, padding, logprobs=False))
-    eager_bytes = max(prompt_bytes, _peak(device, lambda: _trial_round(round_, padding, logprobs=True)))
+    round_bytes, eager_bytes = 0, prompt_bytes
+    for i, one in enumerate(rounds.items):
+        batches = rounds.batches(i, max_batch_size)
+        if not batches:  # the batch is never so large
+            continue
+        rows_B = padding[: batches[-1]]
+        round_bytes = max(round_bytes, _round_peak(one, rows_B, device, logprobs=False))
+        eager_bytes = max(eager_bytes, _round_peak(one, rows_B, device, logprobs=True))
     seconds["trial run, kernels compiled"] = time.perf_counter() - began
     if products_folder is not None:
         began = time.perf_counter()
-        sizes = ladder(max_batch_size)
-        rows = {size * drafter.num_nodes for size in sizes}
+        sizes = [(size, drafters.at(size)) for size in ladder(max_batch_size)]
+        rows = {size * drafter.num_nodes for size, drafter in sizes}
         products: list[tuple[Seq[Linear | GatedLinear], set[int]]] = [([target.head], rows)]
         products.append((target.linears, rows | {prefill_chunk_tokens}))
         if net is not None:
-            rows = {size * count for size in sizes for count in (1, drafter.branches, drafter.max_path)}
+            rows = {size * count for size, d in sizes for count in (1, d.branches, d.max_path)}
             heads = [] if net.head is None else [net.head]
             products += [(net.linears, rows | {prefill_chunk_tokens}), (heads, rows)]
         _choose_products(products, dtype, device, products_folder, say, show)
@@ -105,7 +114,8 @@ def build_device_engine(
     reserved = max(eager_bytes, round_bytes)  # of what runs eagerly: prompts, rounds with log-probabilities, warm-ups
     if graphs != "none":
         # And what the graphs keep to themselves. Rows may ask for samples at any time: twice as many graphs then.
-        num_graphs = 2 * len(ladder(max_batch_size)) * (len(PHASES) if graphs == "phases" else 1)
+        num_sizes = len(ladder(max_batch_size)) + len(rounds.items) - 1  # where two rounds meet, a size has both
+        num_graphs = 2 * num_sizes * (len(PHASES) if graphs == "phases" else 1)
         reserved += round_bytes * 5 // 4 + num_graphs * _GRAPH_BYTES
     per_token = sum(cache.slot_bytes for cache in caches)
     for cache in caches:
@@ -129,7 +139,7 @@ def build_device_engine(
         cache.resize((num_pages + 1) * page_size)
     seconds["KV cache"] = time.perf_counter() - began
 
-    executor = RoundExecutor(round_, max_batch_size, device, graphs)
+    executor = RoundExecutor(rounds, max_batch_size, device, graphs)
     if executor.runner is not None:
         with torch.inference_mode():
             for mode in [False, True] if sampled else [False]:
@@ -140,7 +150,6 @@ def build_device_engine(
             f"{executor.runner.seconds:.1f} s, {executor.runner.bytes / GIB:.2f} GiB"
         )
     engine = DeviceEngine(
-        round_,
         executor,
         PagePool(num_pages, page_size),
         device,
@@ -206,6 +215,10 @@ def _peak(device: torch.device, function: Callable[[], None]) -> int:
     function()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _round_peak(round_: Round, rows_B: torch.Tensor, device: torch.device, logprobs: bool) -> int:
+    return _peak(device, lambda: _trial_round(round_, rows_B, logprobs))
 
 
 @torch.inference_mode()

@@ -48,7 +48,7 @@ class _Report:
     sequences: Seq[Sequence | None]  # None: nothing to read
     rows: Download  # (B, Z) int32 of a round, (R, 1) of a prompt chunk
     logprobs: tuple[Download, Download, Download] | None
-    is_prompt: bool
+    max_path: int | None  # tokens that the round may commit; None: a prompt chunk
 
 
 class DeviceEngine(EngineBase):
@@ -56,7 +56,6 @@ class DeviceEngine(EngineBase):
 
     def __init__(
         self,
-        round_: Round,
         executor: RoundExecutor,
         pool: PagePool,
         device: torch.device,
@@ -68,15 +67,15 @@ class DeviceEngine(EngineBase):
         prefix_cache: bool,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        self._round = round_
+        rounds = executor.rounds.items
         self._executor = executor
-        self._state: SlotState = round_.state
+        self._round: Round = rounds[0]  # for prompts, which are nothing to drafters
+        self._state: SlotState = self._round.state
         self._eos = frozenset(eos_token_ids)
-        net = round_.drafter.net
+        net = self._round.drafter.net
         prefix = PrefixIndex(pool, 1 - net.lead if net is not None else 0) if prefix_cache else None
-        scheduler = Scheduler(
-            pool, prefix, round_.drafter.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens
-        )
+        lookahead = max(round_.drafter.num_lookahead for round_ in rounds)
+        scheduler = Scheduler(pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens)
         super().__init__(scheduler, vocab_size, max_length)
         self._transfers = Transfers(device)
         self._packer = PromptPacker(self._transfers, pool.page_size, None if net is None else net.lead)
@@ -116,14 +115,12 @@ class DeviceEngine(EngineBase):
         verified = self._executor.run(
             [seq.slot for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs
         )
+        max_path = self._executor.rounds.at(len(rows)).drafter.max_path
         for seq in rows:
-            seq.num_in_flight += self._round.drafter.max_path
+            seq.num_in_flight += max_path
             seq.rounds_in_flight += 1
-        self._reports.append(
-            _Report(
-                rows, self._transfers.download(verified.committed.report_BZ), self._download(verified.logprobs), False
-            )
-        )
+        report = self._transfers.download(verified.committed.report_BZ)
+        self._reports.append(_Report(rows, report, self._download(verified.logprobs), max_path))
         self._stats.rounds += 1
         return True
 
@@ -146,7 +143,7 @@ class DeviceEngine(EngineBase):
             # A request that is computed again after a preemption has its root already.
             first_tokens.append(seq if len(seq.tokens) == seq.num_committed else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
-        self._reports.append(_Report(first_tokens, self._transfers.download(tokens), self._download(logprobs), True))
+        self._reports.append(_Report(first_tokens, self._transfers.download(tokens), self._download(logprobs), None))
 
     def _download(self, logprobs: Logprobs | None) -> tuple[Download, Download, Download] | None:
         if logprobs is None:
@@ -160,7 +157,7 @@ class DeviceEngine(EngineBase):
         rows = report.rows.wait()
         logprobs = None if report.logprobs is None else tuple(d.wait() for d in report.logprobs)
         now = time.perf_counter()
-        if report.is_prompt:
+        if report.max_path is None:
             self._stats.prefill_seconds += now - self._last_read
         else:
             self._stats.decode_seconds += now - self._last_read
@@ -169,9 +166,11 @@ class DeviceEngine(EngineBase):
         for row, seq in enumerate(report.sequences):
             if seq is None or seq.is_finished:
                 continue
-            read = self._read_prompt if report.is_prompt else self._read_round
-            before = len(seq.tokens)
-            reason = read(seq, rows[row].tolist())
+            before, words = len(seq.tokens), rows[row].tolist()
+            if report.max_path is None:
+                reason = self._read_prompt(seq, words)
+            else:
+                reason = self._read_round(seq, words, report.max_path)
             count = len(seq.tokens) - before
             self._stats.generated_tokens += count
             if seq.request.params.logprobs is not None and logprobs is not None:
@@ -186,11 +185,11 @@ class DeviceEngine(EngineBase):
         seq.rounds_in_flight -= 1
         return append_tokens(seq, report, self._eos)
 
-    def _read_round(self, seq: Sequence, report: list[int]) -> FinishReason | None:
+    def _read_round(self, seq: Sequence, report: list[int], max_path: int) -> FinishReason | None:
         count = report[REPORT_COUNT]
         assert count >= 1, f"request {seq.request.request_id} ended on the device only"
         seq.rounds_in_flight -= 1
-        seq.num_in_flight -= self._round.drafter.max_path
+        seq.num_in_flight -= max_path
         seq.num_committed += count
         before = len(seq.tokens)
         reason = append_tokens(seq, report[REPORT_TOKENS : REPORT_TOKENS + count], self._eos)
@@ -254,7 +253,7 @@ class DeviceEngine(EngineBase):
         see `RoundExecutor`."""
         assert not self._reports, "a round is under way"
         device, size = self._state.ints_SF.device, len(self._num_pages_of)
-        self._executor = RoundExecutor(self._round, size, device, mode, eager_phases=eager_phases)
+        self._executor = RoundExecutor(self._executor.rounds, size, device, mode, eager_phases=eager_phases)
         if self._executor.runner is not None:
             self._executor.capture(False, lambda progress: None)
 

@@ -17,6 +17,7 @@ import torch
 from specbatch.engine.round import Round, Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
+from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.slots import Field
 
 GraphMode = Literal["round", "phases", "none"]
@@ -24,11 +25,11 @@ PHASES = ("draft", "verify", "extend")
 
 
 class RoundExecutor:
-    """Runs `Round` on lists of slots."""
+    """Runs rounds on lists of slots, each by the number of them."""
 
     def __init__(
         self,
-        round_: Round,
+        rounds: ByBatch[Round],
         max_batch_size: int,
         device: torch.device,
         mode: GraphMode,
@@ -36,12 +37,19 @@ class RoundExecutor:
         eager_phases: frozenset[str] = frozenset(),
     ) -> None:
         """`eager_phases`: with `phases`, those to leave uncaptured, for measurements."""
-        self._round = round_
+        self.rounds = rounds
         self._sizes = ladder(max_batch_size)
+        # What is captured: each size with each round that is run padded to it, the largest first.
+        pairs = {
+            (self._padded(batch_size), i)
+            for i in range(len(rounds.items))
+            for batch_size in rounds.batches(i, max_batch_size)
+        }
+        self._captures = sorted(pairs, reverse=True)
         self._mode = mode if device.type == "cuda" else "none"
         self._eager_phases = eager_phases
         self._transfers = Transfers(device)
-        self._padding = round_.state.padding
+        self._padding = rounds.items[0].state.padding
         self._rows_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
         self.runner = GraphRunner(device) if self._mode != "none" else None
@@ -53,21 +61,22 @@ class RoundExecutor:
     def capture(self, sampled: bool, show: Callable[[str], None]) -> None:
         """Capture all sizes for batches that hold sampled requests, or none. The rows must be padding. `show` is told
         how far it is."""
-        for i, size in enumerate(reversed(self._sizes)):
-            show(f"capturing CUDA graphs: {i + 1} of {len(self._sizes)}, {size} rows{', sampled' * sampled}")
-            self._capture(size, sampled)
+        for number, (size, i) in enumerate(self._captures, start=1):
+            show(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
+            self._capture(size, i, sampled)
 
-    def _capture(self, size: int, sampled: bool) -> None:
+    def _capture(self, size: int, i: int, sampled: bool) -> None:
         assert self.runner is not None
         rows_B, saved = self._rows_B[:size], self._uploaded
         rows_B.fill_(self._padding)
+        round_, key = self.rounds.items[i], (size, i, sampled)
         if self._mode == "round":
-            self.runner.capture(("round", size, sampled), lambda: self._round(rows_B, sampled))
+            self.runner.capture(("round", *key), lambda: round_(rows_B, sampled))
         else:
             capture = self.runner.capture
-            rows, draft = capture(("draft", size, sampled), lambda: self._round.draft(rows_B, sampled))
-            verified = capture(("verify", size, sampled), lambda: self._round.verify(rows, draft, sampled))
-            capture(("extend", size, sampled), lambda: self._round.extend(verified))
+            rows, draft = capture(("draft", *key), lambda: round_.draft(rows_B, sampled))
+            verified = capture(("verify", *key), lambda: round_.verify(rows, draft, sampled))
+            capture(("extend", *key), lambda: round_.extend(verified))
         self._uploaded = []
         if saved:
             self._upload(saved)
@@ -79,50 +88,49 @@ class RoundExecutor:
 
     def run(self, slots: list[int], sampled: bool, logprobs: bool) -> Verified:
         """Launch a round of these slots. The output is valid until the next launch."""
-        size = next(s for s in self._sizes if s >= len(slots))
+        size, i = self._padded(len(slots)), self.rounds.index(len(slots))
         self._upload(slots + [self._padding] * (size - len(slots)))
         rows_B = self._rows_B[:size]
+        round_, key = self.rounds.items[i], (size, i, sampled)
         if self.runner is None or logprobs:
-            return self._round(rows_B, sampled, logprobs)
+            return round_(rows_B, sampled, logprobs)
+        if ("round" if self._mode == "round" else "draft", *key) not in self.runner:  # its first sampled batch
+            self._capture(*key)
+        verified: Verified
         if self._mode == "round":
-            if ("round", size, sampled) not in self.runner:  # the first sampled batch of its size
-                self._capture(size, sampled)
-            verified: Verified = self.runner.replay(("round", size, sampled))
+            verified = self.runner.replay(("round", *key))
             return verified
-        return self._run_phases(rows_B, size, sampled)
-
-    def _run_phases(self, rows_B: torch.Tensor, size: int, sampled: bool) -> Verified:
-        assert self.runner is not None
-        if ("draft", size, sampled) not in self.runner:
-            self._capture(size, sampled)
-        rows, draft = self._phase("draft", size, sampled, lambda: self._round.draft(rows_B, sampled))
-        verified: Verified = self._phase("verify", size, sampled, lambda: self._round.verify(rows, draft, sampled))
-        self._phase("extend", size, sampled, lambda: self._round.extend(verified))
+        rows, draft = self._phase("draft", key, lambda: round_.draft(rows_B, sampled))
+        verified = self._phase("verify", key, lambda: round_.verify(rows, draft, sampled))
+        self._phase("extend", key, lambda: round_.extend(verified))
         return verified
 
-    def _phase(self, name: str, size: int, sampled: bool, function: Callable[[], Any]) -> Any:
+    def _padded(self, batch_size: int) -> int:
+        return next(size for size in self._sizes if size >= batch_size)
+
+    def _phase(self, name: str, key: tuple[int, int, bool], function: Callable[[], Any]) -> Any:
         """Replay a phase; an eager one writes its output where the captured phases behind it look for it."""
         assert self.runner is not None
         if name not in self._eager_phases:
-            return self.runner.replay((name, size, sampled))
-        output = self.runner.output((name, size, sampled))
+            return self.runner.replay((name, *key))
+        output = self.runner.output((name, *key))
         _copy_into(output, function())
         return output
 
     def time_phases(self, slots: list[int], repeats: int) -> dict[str, float]:
         """Median milliseconds of each phase and of a whole round, each as a graph, over these slots as they stand; what
         they hold is put back after every round."""
-        size = next(s for s in self._sizes if s >= len(slots))
-        state = self._round.state
+        size, round_ = self._padded(len(slots)), self.rounds.at(len(slots))
+        state = round_.state
         rows_B = torch.full((size,), self._padding, dtype=torch.int64, device=self._rows_B.device)
         rows_B[: len(slots)] = torch.tensor(slots, device=self._rows_B.device)
         kept = state.ints_SF.clone(), state.features_SE.clone()
         state.ints_SF[:, Field.DONE] = 1  # captures run rounds, too: these must write nothing and advance nobody
         runner = GraphRunner(self._rows_B.device)
-        rows, draft = runner.capture(("draft",), lambda: self._round.draft(rows_B, False))
-        verified = runner.capture(("verify",), lambda: self._round.verify(rows, draft, False))
-        runner.capture(("extend",), lambda: self._round.extend(verified))
-        runner.capture(("round",), lambda: self._round(rows_B, False))
+        rows, draft = runner.capture(("draft",), lambda: round_.draft(rows_B, False))
+        verified = runner.capture(("verify",), lambda: round_.verify(rows, draft, False))
+        runner.capture(("extend",), lambda: round_.extend(verified))
+        runner.capture(("round",), lambda: round_(rows_B, False))
         times: dict[str, list[float]] = {name: [] for name in (*PHASES, "round")}
         for _ in range(repeats):
             state.ints_SF.copy_(kept[0])

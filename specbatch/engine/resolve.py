@@ -15,6 +15,15 @@ from specbatch.attention.backend_flashinfer import HEAD_DIMS as FLASHINFER_HEAD_
 from specbatch.config import Config, DtypeName, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, auto_kv_tokens
+from specbatch.engine.resolve_speculation import (
+    NEURAL,
+    check_device_shape,
+    check_mask_size,
+    check_simulation,
+    lookahead_of,
+    resolve_speculation,
+    schedule_of,
+)
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.cublaslt import DTYPES as CUBLASLT_DTYPES
 from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
@@ -23,8 +32,6 @@ from specbatch.models.eagle_head import EagleConfig, EagleKind, open_head
 from specbatch.models.shapes import RANDOM_WEIGHTS, open_shape, open_shape_head
 from specbatch.models.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.weights import Checkpoint, TensorSource, open_checkpoint
-from specbatch.speculation.neural import EagleDraft, ModelDraft, num_lookahead
-from specbatch.speculation.tree import DraftShape
 
 _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float32: "float32",
@@ -34,11 +41,6 @@ _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
 }
 _KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**_DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
 AttentionName = Literal["torch", "triton", "flashinfer"]
-NEURAL = ("draft_model", "eagle", "eagle3")
-DEFAULT_NUM_STEPS = 3
-DEFAULT_NGRAM_TOKENS = 6
-DEFAULT_TREE_TOKENS = 8
-MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # of the device engine
 
 
 @dataclass(frozen=True)
@@ -94,27 +96,30 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     Raises ConfigError or ModelError. Downloads the models where they are not there yet.
     """
     notes: list[str] = []
-    speculation = _resolve_speculation(config.speculation)
+    speculation = resolve_speculation(config.speculation)
     device = _resolve_device(config.engine.device, notes)
     dtype = _resolve_dtype(config.model.dtype, device, notes)
     engine = _resolve_engine(config.engine, device, dtype, notes)
     kv_dtype = _resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
-    _check_simulation(speculation, engine)
+    check_simulation(speculation, engine.on_device)
     if speculation.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
     if target.path is None:
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
     draft = _open_draft(speculation, target, tokenizer, dtype, device, progress)
-    if speculation.topk > 1 and speculation.method in NEURAL:
-        _check_topk(speculation.topk, draft)
+    shapes = [shape for shape in schedule_of(speculation).items if shape is not None]
+    topk = max((shape.topk for shape in shapes), default=1)
+    if topk > 1:
+        _check_topk(topk, draft)
 
     if engine.attention == "flashinfer":
         _check_flashinfer(target.config, kv_dtype)
         if draft is not None:
             _check_flashinfer(draft.head.decoder if isinstance(draft, HeadCheckpoint) else draft.config, kv_dtype)
     if engine.on_device and speculation.method in NEURAL:
-        _check_device_shape(shape_of(speculation))
+        for shape in shapes:
+            check_device_shape(shape)
     lookahead = lookahead_of(speculation)
     given_kv_tokens = num_kv_tokens = config.engine.kv_cache_tokens
     if num_kv_tokens is None:
@@ -139,7 +144,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             hint="raise engine.kv_cache_tokens or engine.memory_fraction",
         )
     if engine.attention == "flashinfer" and speculation.method in NEURAL:
-        _check_mask_size(shape_of(speculation), engine.max_batch_size, max_length + lookahead + engine.page_size)
+        for shape in shapes:
+            check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
     resolved = replace(
         config,
         model=replace(config.model, dtype=_DTYPE_NAMES[dtype]),
@@ -174,73 +180,6 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         description,
         notes,
     )
-
-
-def _resolve_speculation(section: SpeculationSection) -> SpeculationSection:
-    """Fill in num_steps and num_draft_tokens and check the shape."""
-    if section.method == "none":
-        return replace(section, num_steps=None, num_draft_tokens=None, topk=1, draft=None)
-    if section.method in NEURAL and section.draft is None:
-        raise ConfigError(
-            f"speculation.method {section.method} needs speculation.draft",
-            hint="name one (a directory, a hub id, a .gguf file or builtin:NAME), or use ngram, which needs none",
-        )
-    steps, tokens = section.num_steps, section.num_draft_tokens
-    if section.method == "ngram":
-        if section.topk != 1:
-            raise ConfigError(f"speculation.topk must be 1 for ngram, which drafts chains, got {section.topk}")
-        if steps is None and tokens is None:
-            tokens = DEFAULT_NGRAM_TOKENS
-    if steps is None:
-        steps = tokens - 1 if tokens is not None and section.topk == 1 else DEFAULT_NUM_STEPS
-    if tokens is None:
-        tokens = (
-            steps + 1
-            if section.topk == 1
-            else min(DEFAULT_TREE_TOKENS, DraftShape(steps, section.topk, 2).num_candidates + 1)
-        )
-    DraftShape(steps, section.topk, tokens).check()
-    draft = section.draft if section.method in NEURAL else None
-    return replace(section, num_steps=steps, num_draft_tokens=tokens, draft=draft)
-
-
-def _check_simulation(speculation: SpeculationSection, engine: EngineSettings) -> None:
-    simulated = speculation.simulate_acceptance
-    if simulated is None:
-        return
-    option = "speculation.simulate_acceptance"
-    if speculation.method == "none":
-        raise ConfigError(
-            f"{option} needs drafts to accept, and speculation.method is none",
-            hint=f"set speculation.method, or {option} to null",
-        )
-    longest = shape_of(speculation).num_steps + 1
-    if simulated > longest:
-        raise ConfigError(
-            f"{option} is {simulated:g}, but a round of {longest - 1} steps commits at most {longest} tokens",
-            hint="raise speculation.num_steps",
-        )
-    if not engine.on_device:
-        raise ConfigError(
-            f"{option} needs engine.device cuda, and not engine.attention torch",
-            hint="elsewhere, acceptance is what the drafts are worth; set it to null",
-        )
-
-
-def lookahead_of(speculation: SpeculationSection) -> int:
-    """Slots past the committed ones that a round of this shape may write, in either cache."""
-    if speculation.method == "none":
-        return 1
-    shape = shape_of(speculation)
-    if speculation.method == "ngram":
-        return shape.num_draft_tokens
-    return num_lookahead(shape, ModelDraft.lead if speculation.method == "draft_model" else EagleDraft.lead)
-
-
-def shape_of(speculation: SpeculationSection) -> DraftShape:
-    assert speculation.num_steps is not None, "resolve() decides the shape"
-    assert speculation.num_draft_tokens is not None, "resolve() decides the shape"
-    return DraftShape(speculation.num_steps, speculation.topk, speculation.num_draft_tokens)
 
 
 def _open_model(
@@ -283,23 +222,6 @@ def _open_draft(
     return HeadCheckpoint(*open_head(resolve_model(speculation.draft, progress=progress), kind, target.config))
 
 
-def _check_topk(topk: int, draft: Checkpoint | HeadCheckpoint | None) -> None:
-    assert draft is not None
-    width = draft.head.draft_vocab_size if isinstance(draft, HeadCheckpoint) else draft.config.vocab_size
-    if topk > width:
-        raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")
-
-
-def _check_device_shape(shape: DraftShape) -> None:
-    """The kernels of the device engine are built for trees of some size."""
-    if shape.topk > MAX_TOPK or (shape.topk > 1 and shape.num_draft_tokens > MAX_TREE_TOKENS):
-        raise ConfigError(
-            f"the device engine drafts trees of at most topk {MAX_TOPK} and {MAX_TREE_TOKENS} num_draft_tokens, "
-            f"not {shape}",
-            hint="lower speculation.topk and num_draft_tokens, or use engine.attention: torch",
-        )
-
-
 def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
     """What FlashInfer's kernels are built for."""
     hint = "use engine.attention: triton"
@@ -310,19 +232,6 @@ def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
         raise ConfigError(f"engine.attention: flashinfer needs heads of {dims}, not {model.head_dim}", hint=hint)
     if kv_dtype == torch.float8_e4m3fn and model.head_dim == 64:
         raise ConfigError("engine.attention: flashinfer reads no fp8_e4m3 cache with heads of 64", hint=hint)
-
-
-def _check_mask_size(shape: DraftShape, max_batch_size: int, max_length: int) -> None:
-    """FlashInfer reads a bit for each node and each slot of its row, and addresses all of them in 32 bits of bytes."""
-    if shape.is_chain:
-        return
-    num_bytes = (max_batch_size + 1) * max(shape.num_draft_tokens, shape.topk) * max_length // 8
-    if num_bytes >= 2**31:
-        raise ConfigError(
-            f"engine.attention: flashinfer holds tree masks of at most 2 GiB, and {max_batch_size} rows of "
-            f"{max_length} tokens with trees of {shape.num_draft_tokens} take {num_bytes / 2**30:.1f}",
-            hint="lower engine.max_batch_size or speculation.num_draft_tokens, or use engine.attention: triton",
-        )
 
 
 def _resolve_device(name: str, notes: list[str]) -> torch.device:
@@ -433,3 +342,10 @@ def _resolve_kv_dtype(
         )
     notes.append("engine.kv_dtype: fp8_e4m3 (keys and values are rounded: texts differ from an unrounded cache's)")
     return torch.float8_e4m3fn
+
+
+def _check_topk(topk: int, draft: Checkpoint | HeadCheckpoint | None) -> None:
+    assert draft is not None
+    width = draft.head.draft_vocab_size if isinstance(draft, HeadCheckpoint) else draft.config.vocab_size
+    if topk > width:
+        raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")

@@ -47,10 +47,13 @@ class Drafter(Protocol):
 
 
 class NoDrafter:
-    """Plain decoding: roots alone."""
+    """Plain decoding: roots alone. A `net` follows what is committed, for other rounds to draft with."""
 
-    num_nodes = max_path = num_lookahead = branches = 1
-    net: DraftNet | None = None
+    num_nodes = max_path = branches = 1
+
+    def __init__(self, net: DraftNet | None = None) -> None:
+        self.net = net
+        self.num_lookahead = 1 if net is None else 1 + net.lead
 
     def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
         return Draft(rows.field(Field.ROOT)[:, None])

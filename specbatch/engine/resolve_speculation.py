@@ -1,0 +1,147 @@
+"""Decides what is drafted: fills in and checks the `speculation` section."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specbatch.config import ScheduleSection, SpeculationSection
+from specbatch.errors import ConfigError
+from specbatch.speculation.neural import EagleDraft, ModelDraft, num_lookahead
+from specbatch.speculation.schedule import ByBatch, Schedule
+from specbatch.speculation.tree import DraftShape
+
+NEURAL = ("draft_model", "eagle", "eagle3")
+DEFAULT_NUM_STEPS = 3
+DEFAULT_NGRAM_TOKENS = 6
+DEFAULT_TREE_TOKENS = 8
+MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # of the device engine
+
+
+def resolve_speculation(section: SpeculationSection) -> SpeculationSection:
+    """Fill in num_steps and num_draft_tokens and check the shapes."""
+    if section.method == "none":
+        return replace(section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None)
+    if section.method in NEURAL and section.draft is None:
+        raise ConfigError(
+            f"speculation.method {section.method} needs speculation.draft",
+            hint="name one (a directory, a hub id, a .gguf file or builtin:NAME), or use ngram, which needs none",
+        )
+    draft = section.draft if section.method in NEURAL else None
+    if section.schedule is not None:
+        return replace(section, draft=draft, schedule=_resolve_schedule(section, section.schedule))
+    shape = _resolve_shape(section.method, section.num_steps, section.topk, section.num_draft_tokens)
+    return replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens, draft=draft)
+
+
+def _resolve_shape(method: str, steps: int | None, topk: int, tokens: int | None) -> DraftShape:
+    if method == "ngram":
+        if topk != 1:
+            raise ConfigError(f"speculation.topk must be 1 for ngram, which drafts chains, got {topk}")
+        if steps is None and tokens is None:
+            tokens = DEFAULT_NGRAM_TOKENS
+    if steps is None:
+        steps = tokens - 1 if tokens is not None and topk == 1 else DEFAULT_NUM_STEPS
+    if tokens is None:
+        tokens = steps + 1 if topk == 1 else min(DEFAULT_TREE_TOKENS, DraftShape(steps, topk, 2).num_candidates + 1)
+    shape = DraftShape(steps, topk, tokens)
+    shape.check()
+    return shape
+
+
+def _resolve_schedule(section: SpeculationSection, entries: tuple[ScheduleSection, ...]) -> tuple[ScheduleSection, ...]:
+    option = "speculation.schedule"
+    if (section.num_steps, section.topk, section.num_draft_tokens) != (None, 1, None):
+        raise ConfigError(
+            f"{option} and speculation.num_steps, topk or num_draft_tokens are both set",
+            hint=f"give the shapes in {option}, or set {option} to null",
+        )
+    if all(entry.num_steps == 0 for entry in entries):
+        raise ConfigError(f"{option} drafts for no number of rows", hint="set speculation.method to none instead")
+    resolved, last = [], 0
+    for i, entry in enumerate(entries):
+        if entry.max_batch <= last:
+            raise ConfigError(f"{option}[{i}].max_batch must be more than the entry's before it, {last}")
+        last = entry.max_batch
+        if entry.num_steps == 0:
+            resolved.append(ScheduleSection(entry.max_batch, 0, 1, 1))
+            continue
+        try:
+            shape = _resolve_shape(section.method, entry.num_steps, entry.topk, entry.num_draft_tokens)
+        except ConfigError as error:
+            raise ConfigError(f"{option}[{i}]: {error.message}", hint=error.hint) from error
+        resolved.append(ScheduleSection(entry.max_batch, shape.num_steps, shape.topk, shape.num_draft_tokens))
+    return tuple(resolved)
+
+
+def check_simulation(speculation: SpeculationSection, on_device: bool) -> None:
+    simulated = speculation.simulate_acceptance
+    if simulated is None:
+        return
+    option = "speculation.simulate_acceptance"
+    if speculation.method == "none":
+        raise ConfigError(
+            f"{option} needs drafts to accept, and speculation.method is none",
+            hint=f"set speculation.method, or {option} to null",
+        )
+    if speculation.schedule is not None:
+        raise ConfigError(f"{option} is one figure for one shape, and speculation.schedule has several")
+    assert speculation.num_steps is not None, "resolve() decides the shape"
+    longest = speculation.num_steps + 1
+    if simulated > longest:
+        raise ConfigError(
+            f"{option} is {simulated:g}, but a round of {longest - 1} steps commits at most {longest} tokens",
+            hint="raise speculation.num_steps",
+        )
+    if not on_device:
+        raise ConfigError(
+            f"{option} needs engine.device cuda, and not engine.attention torch",
+            hint="elsewhere, acceptance is what the drafts are worth; set it to null",
+        )
+
+
+def check_device_shape(shape: DraftShape) -> None:
+    """The kernels of the device engine are built for trees of some size."""
+    if shape.topk > MAX_TOPK or (shape.topk > 1 and shape.num_draft_tokens > MAX_TREE_TOKENS):
+        raise ConfigError(
+            f"the device engine drafts trees of at most topk {MAX_TOPK} and {MAX_TREE_TOKENS} num_draft_tokens, "
+            f"not {shape}",
+            hint="lower speculation.topk and num_draft_tokens, or use engine.attention: torch",
+        )
+
+
+def check_mask_size(shape: DraftShape, max_batch_size: int, max_length: int) -> None:
+    """FlashInfer reads a bit for each node and each slot of its row, and addresses all of them in 32 bits of bytes."""
+    if shape.is_chain:
+        return
+    num_bytes = (max_batch_size + 1) * max(shape.num_draft_tokens, shape.topk) * max_length // 8
+    if num_bytes >= 2**31:
+        raise ConfigError(
+            f"engine.attention: flashinfer holds tree masks of at most 2 GiB, and {max_batch_size} rows of "
+            f"{max_length} tokens with trees of {shape.num_draft_tokens} take {num_bytes / 2**30:.1f}",
+            hint="lower engine.max_batch_size or speculation.num_draft_tokens, or use engine.attention: triton",
+        )
+
+
+def lookahead_of(speculation: SpeculationSection) -> int:
+    """Slots past the committed ones that a round of the largest shape may write, in either cache."""
+    shapes = [shape for shape in schedule_of(speculation).items if shape is not None]
+    if speculation.method not in NEURAL:
+        return max((shape.num_draft_tokens for shape in shapes), default=1)
+    lead = ModelDraft.lead if speculation.method == "draft_model" else EagleDraft.lead
+    return max(num_lookahead(shape, lead) for shape in shapes)
+
+
+def schedule_of(speculation: SpeculationSection) -> Schedule:
+    """Of a resolved section."""
+    if speculation.method == "none":
+        return ByBatch.always(None)
+    if speculation.schedule is None:
+        return ByBatch.always(_decided(speculation))
+    bounds = tuple(entry.max_batch for entry in speculation.schedule)
+    return ByBatch(bounds, tuple(None if e.num_steps == 0 else _decided(e) for e in speculation.schedule))
+
+
+def _decided(section: SpeculationSection | ScheduleSection) -> DraftShape:
+    assert section.num_steps is not None, "resolve() decides the shape"
+    assert section.num_draft_tokens is not None, "resolve() decides the shape"
+    return DraftShape(section.num_steps, section.topk, section.num_draft_tokens)
