@@ -1,0 +1,103 @@
+"""Rows -> prompts, with worked examples before them where the task wants some.
+
+Completion prompts are lm-evaluation-harness' (`ConfigurableTask.fewshot_context`, `ContextSampler`): question,
+delimiter and answer of each example, then the question. Its examples are drawn with one `random.Random(seed)` that goes through
+the rows in order, so that the prompt of a row depends on how many came before it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specbatch.errors import InputError
+from specbatch.evals.schema import FewShot, Prompt, Task
+
+Row = Mapping[str, Any]
+Messages = list[dict[str, str]]
+
+
+def _regex_replace(text: str, pattern: str, replacement: str, count: int = 0) -> str:
+    return re.sub(pattern, replacement, text, count=count)
+
+
+def jinja_environment() -> jinja2.Environment:
+    """Templates see a row and nothing else: sandboxed, and a field that is not there is an error."""
+    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters["regex_replace"] = _regex_replace
+    return environment
+
+
+class Renderer:
+    """Fills one template. Raises InputError for a row that it does not fit."""
+
+    def __init__(self, name: str, template: str) -> None:
+        self._name = name
+        self._template = jinja_environment().from_string(template)
+
+    def __call__(self, row: Row, **more: str) -> str:
+        try:
+            return self._template.render({**row, **more})
+        except Exception as exc:  # templates fail in many ways, and all of them mean: not this row
+            fields = ", ".join(list(row)[:8]) or "none"
+            raise InputError(f"{self._name} does not fit a row: {exc}", f"the row's fields: {fields}") from exc
+
+
+def prompts(task: Task, rows: Sequence[Row], pool: Sequence[Row], num_examples: int) -> Iterator[str | Messages]:
+    """The prompt of each row, in order: text, or messages where the task is chat. `pool`: rows to take examples from.
+
+    Raises InputError for a row or an example that lacks a field.
+    """
+    question = Renderer("prompt.question", task.prompt.question)
+    answer = Renderer("prompt.answer", _example_answer(task.prompt))
+    same_rows = task.few_shot is not None and task.few_shot.data == task.data
+    examples = _examples(task.few_shot, rows, pool, num_examples, same_rows)
+    for row, chosen in zip(rows, examples, strict=True):
+        pairs = [(question(example), answer(example)) for example in chosen]
+        if task.prompt.kind == "chat":
+            yield _chat(task.prompt.system, pairs, question(row))
+        else:
+            yield _completion(task.prompt, pairs, question(row))
+
+
+def _completion(prompt: Prompt, examples: Sequence[tuple[str, str]], question: str) -> str:
+    shown = [f"{q}{prompt.answer_delimiter}{a}{prompt.example_delimiter}" for q, a in examples]
+    return "".join(shown) + question
+
+
+def _chat(system: str | None, examples: Sequence[tuple[str, str]], question: str) -> Messages:
+    messages: Messages = [] if system is None else [{"role": "system", "content": system}]
+    for q, a in examples:
+        messages += [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
+    return [*messages, {"role": "user", "content": question}]
+
+
+def _example_answer(prompt: Prompt) -> str:
+    return prompt.answer if prompt.example_answer is None else prompt.example_answer
+
+
+def _examples(
+    few: FewShot | None, rows: Sequence[Row], pool: Sequence[Row], count: int, same_rows: bool
+) -> Iterator[Sequence[Row]]:
+    """The examples of each row. `same_rows`: the pool holds the rows themselves, and none may be its own example."""
+    if few is None or count == 0:
+        yield from ([] for _ in rows)
+        return
+    if count + same_rows > len(pool):
+        raise InputError(f"{count} examples are wanted, and there are {len(pool)} rows to take them from")
+    generator = random.Random(few.seed)
+    for row in rows:
+        if few.sampler == "first":
+            yield [example for example in pool if not same_rows or example != row][:count]
+        elif not same_rows:
+            yield generator.sample(pool, count)
+        else:
+            chosen = [example for example in generator.sample(pool, count + 1) if example != row][:count]
+            if len(chosen) < count:  # the row is there more than once
+                chosen = generator.sample([example for example in pool if example != row], count)
+            yield chosen
