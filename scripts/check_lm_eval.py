@@ -3,9 +3,9 @@
     python scripts/check_lm_eval.py MODEL --out DIR [--rows 200] [--minutes 25] [--data FOLDER] [--set a.b=c ...]
 
 Wants lm-eval (`pip install lm-eval accelerate`; seen with 0.4.13) beside specbatch. MODEL is a folder in Hugging Face
-format. Both run greedily in float32 on the CPU, lm-eval with its `hf` model at batch size 1 (its larger batches pad, which
-rounds differently); OMP_NUM_THREADS says how many cores they take. lm-eval answers rows until --rows or --minutes is
-reached, then specbatch answers the same ones. Both keep what they have: the same command goes on.
+format. Both run greedily in float32 on the CPU, lm-eval with its `hf` model at batch size 1 (its larger batches pad,
+which rounds differently); OMP_NUM_THREADS says how many cores they take. lm-eval answers rows until --rows or --minutes
+is reached, then specbatch answers the same ones. Both keep what they have: the same command goes on.
 
 Where two texts differ, the margin between specbatch's two most probable tokens at the first difference says whether
 rounding can explain it. Exit code 1: a prompt differs, or a score differs without a tie (margin below --tie nats).
@@ -29,7 +29,7 @@ FILTERS = ("strict-match", "flexible-extract")
 
 
 def lm_eval_task() -> Any:
-    """lm-eval's own gsm8k, reading our copy of the rows (its own come from the hub), seeded as its command line does."""
+    """lm-eval's own gsm8k, reading our copy of the rows (its own come from the hub), seeded as by its command line."""
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.defaults import DEFAULT_OTHER_SEED
@@ -98,13 +98,14 @@ def run_specbatch(model: str, folder: Path, rows: int, sets: list[str]) -> list[
 
 def first_difference(ours: dict[str, Any], theirs: str) -> tuple[int, float]:
     """(token, margin in nats between the two most probable) where our text leaves theirs."""
-    text = ""
+    text, last = "", len(ours["logprobs"]) - 1  # the last: where ours is the beginning of theirs
     for i, token in enumerate(ours["logprobs"]):
         text += token["token"]
         if not theirs.startswith(text.rstrip("\ufffd")):
+            last = i
             break
-    top = ours["logprobs"][i]["top"]
-    return i, top[0]["logprob"] - top[1]["logprob"]
+    top = ours["logprobs"][last]["top"]
+    return last, top[0]["logprob"] - top[1]["logprob"]
 
 
 def main() -> int:

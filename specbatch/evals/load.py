@@ -102,7 +102,7 @@ def _read(annotation: Any, value: Any, path: str) -> Any:
         if not isinstance(value, list):
             raise ConfigError(f"{path} must be a list, not {_shown(value)}")
         return tuple(_read(item, v, f"{path}[{i}]") for i, v in enumerate(value))
-    if origin is Mapping or isinstance(origin, type) and issubclass(origin, Mapping):
+    if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
         if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
             raise ConfigError(f"{path} must be a mapping with names as keys, not {_shown(value)}")
         return value
@@ -154,7 +154,7 @@ def _sampling(tree: Any, path: str) -> SamplingParams:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path} must be a mapping of options, not {_shown(tree)}")
     known = [f.name for f in dataclasses.fields(SamplingParams)]
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -181,7 +181,8 @@ def _metric(tree: Any, path: str) -> Metric:
 
 
 def _step(value: Any, path: str) -> Step:
-    name, options = value, {}
+    name: Any = value
+    options: Any = {}
     if isinstance(value, Mapping) and len(value) == 1:
         ((name, options),) = value.items()
     cls = STEPS.get(name) if isinstance(name, str) else None
