@@ -1,0 +1,100 @@
+"""Runs generated programs: a process each, with limits of time and memory, without network, in a temporary folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_CHILD = Path(__file__).parent / "sandbox_child.py"
+_REPORT_BYTES = 1 << 16
+# What a program needs to start; nothing of the user's, no tokens and no proxies. numpy's libraries start no threads.
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`passed`: the program ran to its end. `detail`: what went wrong. `isolation`: what it was kept from, and how."""
+
+    passed: bool
+    detail: str
+    isolation: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_programs(
+    programs: Sequence[str], timeout_seconds: float, memory_mb: int, shown: Callable[[int], None] = lambda done: None
+) -> list[Verdict]:
+    """A verdict for each program, a few at a time. `shown` is told how many are done."""
+    verdicts = []
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        try:
+            for verdict in pool.map(lambda program: run_program(program, timeout_seconds, memory_mb), programs):
+                verdicts.append(verdict)
+                shown(len(verdicts))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return verdicts
+
+
+def run_program(program: str, timeout_seconds: float, memory_mb: int) -> Verdict:
+    """Whether `program`, Python source, runs to its end within wall seconds and MiB of address space."""
+    secret = secrets.token_hex(16)
+    job = {"program": program, "secret": secret, "timeout_seconds": timeout_seconds, "memory_mb": memory_mb}
+    with tempfile.TemporaryDirectory(prefix="specbatch-eval-", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(_CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
+            start_new_session=True,
+        )
+        timed_out = False
+        try:
+            output, _ = process.communicate(json.dumps(job).encode(), timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            output = b""
+        finally:
+            _end(process)
+    return _verdict(output[:_REPORT_BYTES], secret, f"timed out after {timeout_seconds:g} s" if timed_out else "")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The launcher and its whole group; what is in its namespace of processes ends with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process that got away may hold the pipe open
+        process.communicate(timeout=2)
+
+
+def _verdict(output: bytes, secret: str, detail: str) -> Verdict:
+    isolation: dict[str, str] = {}
+    passed = False
+    for line in output.splitlines():
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(said, dict):
+            continue
+        if not isolation and "network" in said:  # the first line, from before the program ran
+            isolation = said
+        elif said.get("secret") == secret and not detail:
+            passed = True
+        elif said.get("outcome") == "failed" and not detail:
+            detail = str(said.get("detail", ""))
+    if not passed and not detail:
+        detail = "the program ended before its tests did"
+    return Verdict(passed, "" if passed else detail, isolation)
