@@ -19,6 +19,7 @@ LAYERS = [
     ["engine"],
     ["config_load"],
     ["config"],
+    ["tuning"],
     ["speculation"],
     ["models", "graphs"],
     ["attention"],
