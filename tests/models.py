@@ -23,11 +23,9 @@ from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleConfig, EagleHead
 from specbatch.models.eagle_head import expected_tensors as head_tensors
-from specbatch.speculation.drafters import Drafter, NeuralDrafter, NgramDrafter, NoDrafter
-from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer, num_lookahead
-from specbatch.speculation.ngram import NgramProposer
-from specbatch.speculation.proposer import Proposer
-from specbatch.speculation.schedule import ByBatch, Schedule, scheduled
+from specbatch.speculation.factory import DraftFactory
+from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, num_lookahead
+from specbatch.speculation.schedule import ByBatch, Schedule
 from specbatch.speculation.slots import SlotState
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import Completion, NoiseKey, Request, SamplingParams
@@ -165,12 +163,8 @@ def tiny_engine(
             method, target, num_slots, dtype, draft_vocab=draft_vocab, draft_seed=draft_seed, scale=scale
         )
 
-    def proposer_of(shape: DraftShape) -> Proposer:
-        if net is None:
-            return NgramProposer(shape.num_draft_tokens, 1, 3)
-        return NeuralProposer(net, shape, vocab, page_size, device)
-
-    proposer = scheduled(as_schedule(shape), proposer_of)
+    drafts = DraftFactory(net, (1, 3), vocab, page_size, device, ops_for(device, dtype))
+    proposer = drafts.proposer(as_schedule(shape))
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
     return Engine(
         target,
@@ -233,13 +227,7 @@ def tiny_device_engine(
             method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
             scale=scale, attention=paged,
         )  # fmt: skip
-
-    def drafter_of(shape: DraftShape | None) -> Drafter:
-        if shape is None:
-            return NoDrafter(net)
-        return NgramDrafter(shape.num_draft_tokens, 1, 3, ops) if net is None else NeuralDrafter(net, shape, ops)
-
-    drafters = schedule.map(drafter_of)
+    drafters = schedule.map(DraftFactory(net, (1, 3), vocab, page_size, device, ops).drafter)
     assert max(drafter.num_lookahead for drafter in drafters.items) == lookahead
     pages_per_slot = pool.pages_for(max_length + lookahead)
     state = SlotState(max_batch_size, pages_per_slot, max_length, hidden, method == "ngram", dtype, device)

@@ -14,6 +14,7 @@ from torch import Tensor
 import specbatch.engine.resolve as resolving
 from specbatch.attention.backend_flashinfer import FlashInferAttention
 from specbatch.config import EngineSection
+from specbatch.engine.resolve_speculation import check_mask_size
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels import torch_mask
 from specbatch.models.config import ModelConfig
@@ -175,7 +176,7 @@ def test_the_package_is_optional() -> None:
 
 
 def test_masks_of_more_than_two_gib_are_refused() -> None:
-    resolving._check_mask_size(DraftShape(7, 1, 8), 1024, 2**20)  # chains have none
-    resolving._check_mask_size(DraftShape(7, 10, 60), 256, 8192)
+    check_mask_size(DraftShape(7, 1, 8), 1024, 2**20)  # chains have none
+    check_mask_size(DraftShape(7, 10, 60), 256, 8192)
     with pytest.raises(ConfigError, match=r"at most 2 GiB.* take 2\.0"):
-        resolving._check_mask_size(DraftShape(7, 10, 128), 1024, 131072)
+        check_mask_size(DraftShape(7, 10, 128), 1024, 131072)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,7 @@ from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import PagePool
 from specbatch.engine.build_device import GIB, build_device_engine
+from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
 from specbatch.engine.resolve import AttentionName, HeadCheckpoint, ResolvedRun
 from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
@@ -23,13 +25,17 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.weights import TensorSource
-from specbatch.speculation.drafters import Drafter, NeuralDrafter, NgramDrafter, NoDrafter
-from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, NeuralProposer
-from specbatch.speculation.ngram import NgramProposer
-from specbatch.speculation.proposer import Proposer
-from specbatch.speculation.schedule import scheduled
-from specbatch.speculation.tree import DraftShape
+from specbatch.speculation.factory import DraftFactory
+from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft
 from specbatch.types import BatchEngine
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine, and what makes other drafts for it."""
+
+    engine: Engine | DeviceEngine
+    drafts: DraftFactory
 
 
 def build_engine(run: ResolvedRun, show: Callable[[str], None] = lambda progress: None) -> BatchEngine:
@@ -38,8 +44,13 @@ def build_engine(run: ResolvedRun, show: Callable[[str], None] = lambda progress
 
     Raises ModelError where the GPU's memory does not suffice.
     """
+    return build(run, show).engine
+
+
+def build(run: ResolvedRun, show: Callable[[str], None] = lambda progress: None) -> Built:
+    """As `build_engine`."""
     try:
-        return _build_engine(run, show)
+        return _build(run, show)
     except torch.cuda.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(run.device)
         raise ModelError(
@@ -49,23 +60,33 @@ def build_engine(run: ResolvedRun, show: Callable[[str], None] = lambda progress
         ) from error
 
 
-def _build_engine(run: ResolvedRun, show: Callable[[str], None]) -> BatchEngine:
-    engine = run.engine
+def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
+    engine, speculation = run.engine, run.config.speculation
     if run.device.index is not None:
         torch.cuda.set_device(run.device)  # Triton, graphs and events go to the current device
     began = time.perf_counter()
-    num_positions = run.model_max_tokens + lookahead_of(run.config.speculation) + 1
+    num_positions = run.model_max_tokens + lookahead_of(speculation) + 1
     target = build_decoder(
         run.target.config, run.target.tensors, num_positions, run.dtype, run.device, engine.attention, run.kv_dtype
     )
-    if engine.on_device:
-        return _build_device_engine(run, target, num_positions, began, show)
     pool = PagePool(run.num_kv_tokens // engine.page_size, engine.page_size)
-    num_slots = pool.num_pages * pool.page_size
-    proposer = _build_proposer(run, target, num_slots, num_positions)
-    return Engine(
+    # The device engine measures how large its caches may be.
+    num_slots = engine.page_size if engine.on_device else pool.num_pages * pool.page_size
+    net = _build_net(run, target, num_slots, num_positions) if run.draft is not None else None
+    drafts = DraftFactory(
+        net,
+        (speculation.ngram.min_match, speculation.ngram.max_match),
+        target.config.vocab_size,
+        engine.page_size,
+        run.device,
+        ops_for(run.device, run.dtype),
+    )
+    if engine.on_device:
+        torch.cuda.synchronize(run.device)
+        return Built(_device_engine(run, target, drafts, time.perf_counter() - began, show), drafts)
+    oracle = Engine(
         target,
-        proposer,
+        drafts.proposer(schedule_of(speculation)),
         target.new_cache(num_slots, run.kv_dtype),
         pool,
         max_length=run.model_max_tokens,
@@ -74,27 +95,16 @@ def _build_engine(run: ResolvedRun, show: Callable[[str], None]) -> BatchEngine:
         prefix_cache=run.config.engine.prefix_cache,
         eos_token_ids=_eos_token_ids(run),
     )
+    return Built(oracle, drafts)
 
 
-def _build_device_engine(
-    run: ResolvedRun, target: Decoder, num_positions: int, began: float, show: Callable[[str], None]
-) -> BatchEngine:
+def _device_engine(
+    run: ResolvedRun, target: Decoder, drafts: DraftFactory, weights_seconds: float, show: Callable[[str], None]
+) -> DeviceEngine:
     engine, speculation = run.engine, run.config.speculation
-    ops = ops_for(run.device, run.dtype)
-    net = _build_net(run, target, engine.page_size, num_positions) if run.draft is not None else None
-
-    def drafter(shape: DraftShape | None) -> Drafter:
-        if shape is None:
-            return NoDrafter(net)
-        if net is not None:
-            return NeuralDrafter(net, shape, ops)
-        return NgramDrafter(shape.num_draft_tokens, speculation.ngram.min_match, speculation.ngram.max_match, ops)
-
-    torch.cuda.synchronize(run.device)
-    weights_seconds = time.perf_counter() - began
     built = build_device_engine(
         target,
-        schedule_of(speculation).map(drafter),
+        schedule_of(speculation).map(drafts.drafter),
         dtype=run.dtype,
         kv_dtype=run.kv_dtype,
         device=run.device,
@@ -142,18 +152,6 @@ def _attention(
     if name == "flashinfer":
         return FlashInferAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, kv_dtype)
     return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
-
-
-def _build_proposer(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> Proposer:
-    speculation = run.config.speculation
-    net = _build_net(run, target, num_slots, num_positions) if run.draft is not None else None
-
-    def proposer(shape: DraftShape) -> Proposer:
-        if net is not None:
-            return NeuralProposer(net, shape, run.target.config.vocab_size, run.engine.page_size, run.device)
-        return NgramProposer(shape.num_draft_tokens, speculation.ngram.min_match, speculation.ngram.max_match)
-
-    return scheduled(schedule_of(speculation), proposer)
 
 
 def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> DraftNet:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.round import REPORT_COUNT, REPORT_DEPTH, REPORT_DRAFTED, REPORT_TOKENS, Logprobs, Round
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.transfers import Download, Transfers
+from specbatch.speculation.drafters import Drafter
+from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.sequence import Sequence
 from specbatch.speculation.slots import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 from specbatch.types import (
@@ -246,6 +249,23 @@ class DeviceEngine(EngineBase):
         if changed:
             slots = self._transfers.upload(np.array(changed, dtype=np.int64))
             self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
+
+    @torch.inference_mode()
+    def redraft(
+        self, drafters: ByBatch[Drafter], mode: GraphMode, show: Callable[[str], None] = lambda progress: None
+    ) -> None:
+        """Draft so from now on, with the same draft network or none, and with other graphs, of greedy rounds. The
+        engine must be idle, and was built for the widest; what its prefix cache holds is of use to the network that it
+        was computed with only."""
+        assert not self._scheduler.running, "requests are running"
+        assert not self._reports, "a round is under way"
+        lookahead = max(drafter.num_lookahead for drafter in drafters.items)
+        assert lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
+        device, size = self._state.ints_SF.device, len(self._num_pages_of)
+        self._executor = RoundExecutor(drafters.map(self._round.drafting), size, device, mode)
+        self._round = self._executor.rounds.items[0]
+        if self._executor.runner is not None:
+            self._executor.capture(False, show)
 
     @torch.inference_mode()
     def capture(self, mode: GraphMode, eager_phases: frozenset[str] = frozenset()) -> None:

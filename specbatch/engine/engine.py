@@ -47,10 +47,20 @@ class Engine(EngineBase):
         self._page_size = pool.page_size
         self._eos = frozenset(eos_token_ids)
         prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
-        scheduler = Scheduler(
-            pool, prefix, proposer.num_lookahead, proposer.start, max_batch_size, prefill_chunk_tokens
-        )
+        scheduler = Scheduler(pool, prefix, proposer.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens)
         super().__init__(scheduler, target.config.vocab_size, max_length)
+        # What drafting, the target and draft-extend took in the last round.
+        self.phase_seconds = 0.0, 0.0, 0.0
+
+    def redraft(self, proposer: Proposer) -> None:
+        """Draft so from now on, with the same draft network or none. The engine must be idle, and was built for the
+        widest; what its prefix cache holds is of use to the network that it was computed with only."""
+        assert not self.num_running, "requests are running"
+        assert proposer.num_lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
+        self._proposer = proposer
+
+    def _start(self, seq: Sequence) -> None:
+        self._proposer.start(seq)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -97,8 +107,11 @@ class Engine(EngineBase):
         return [self._complete(seq, reason) for seq, reason in finished]
 
     def _round(self, sequences: list[Sequence]) -> list[Completion]:
+        began = time.perf_counter()
         tree = self._proposer.propose(sequences)
+        drafted = time.perf_counter()
         hidden, captured, logits = self._verify_forward(sequences, tree)
+        verified = time.perf_counter()
         accepted = verify(sequences, tree, logits)
         self._compact(sequences, tree, accepted)
 
@@ -123,7 +136,9 @@ class Engine(EngineBase):
                 finished.append((seq, reason))
         self._stats.rounds += 1
         going_on = set(sequences) - {seq for seq, _ in finished}
+        committed_at = time.perf_counter()
         self._extend(starts, hidden[rows], [c[rows] for c in captured], going_on)
+        self.phase_seconds = drafted - began, verified - drafted, time.perf_counter() - committed_at
         return [self._complete(seq, reason) for seq, reason in finished]
 
     def _verify_forward(self, sequences: list[Sequence], tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -9,6 +9,7 @@ words of a mask or draft vocabulary, R selected rows, Z report columns.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -66,7 +67,6 @@ class Round:
         ops: ModuleType,
         simulate: float | None = None,
     ) -> None:
-        self.drafter = drafter
         self.state = state
         self._target = target
         self._cache = cache
@@ -74,6 +74,16 @@ class Round:
         self._eos = torch.tensor(eos_token_ids or (-2,), device=target.device)
         self._ops = ops
         self._simulate = simulate
+        self._follow(drafter)
+
+    def drafting(self, drafter: Drafter) -> Round:
+        """This round with another drafter, of the same draft network or of none."""
+        other = copy(self)
+        other._follow(drafter)
+        return other
+
+    def _follow(self, drafter: Drafter) -> None:
+        self.drafter = drafter
         self._capture = drafter.net.capture if drafter.net is not None else ()
         self._reads_hidden = drafter.net is not None and drafter.net.reads_hidden
 

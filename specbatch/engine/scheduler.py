@@ -51,7 +51,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._pool = pool
         self._prefix = prefix
-        self._num_lookahead = num_lookahead
+        self.num_lookahead = num_lookahead
         self._on_start = on_start
         self._max_batch_size = max_batch_size
         self._chunk_tokens = prefill_chunk_tokens
@@ -115,7 +115,7 @@ class Scheduler:
         enough."""
         # At least one token must be computed: the first sample needs its logits.
         cached = self._prefix.match(seq.tokens, seq.prefill_end - 1) if self._prefix is not None else []
-        wanted = self._pool.pages_for(seq.prefill_end + self._num_lookahead) - len(cached)
+        wanted = self._pool.pages_for(seq.prefill_end + self.num_lookahead) - len(cached)
         # A page for each running sequence stays free, or the newcomer would be preempted by the next round.
         if not self._make_room(wanted + len(self.running)):
             self._pool.release(cached)
@@ -145,7 +145,7 @@ class Scheduler:
     def _missing_pages(self, seq: Sequence) -> int:
         """Pages to add for the next round, the worst case of rounds under way counted in."""
         committed = min(seq.num_committed + seq.num_in_flight, seq.max_length - 1)
-        return self._pool.pages_for(committed + self._num_lookahead) - len(seq.pages)
+        return self._pool.pages_for(committed + self.num_lookahead) - len(seq.pages)
 
     def would_preempt(self) -> bool:
         """Whether `plan_round` would have to take pages from a running request."""

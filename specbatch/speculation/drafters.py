@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specbatch.kernels.torch_steps import Candidates
 from specbatch.speculation.neural import DraftNet, num_lookahead
 from specbatch.speculation.noise import Purpose
 from specbatch.speculation.slots import Field, Rows, SlotState
@@ -97,10 +98,11 @@ class NeuralDrafter:
         self.num_lookahead = num_lookahead(shape, net.lead)
 
     def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
-        hidden = state.features_SE[rows.rows_B]
-        return self._chain(rows, hidden, sampled) if self._shape.is_chain else self._tree(rows, hidden)
+        return self.chain(rows, state, sampled) if self._shape.is_chain else self._tree(rows, state)
 
-    def _chain(self, rows: Rows, hidden_BE: Tensor, sampled: bool) -> Draft:
+    def chain(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+        """A chain of num_steps drafts, whatever topk is."""
+        hidden_BE = state.features_SE[rows.rows_B]
         tokens, probs = [rows.field(Field.ROOT)], []
         for step in range(self._shape.num_steps):
             if step > 0:
@@ -117,7 +119,21 @@ class NeuralDrafter:
             tokens.append(ids if self._net.target_ids is None else self._net.target_ids[ids])
         return Draft(torch.stack(tokens, dim=1), probs_BDW=torch.stack(probs, dim=1) if probs else None)
 
-    def _tree(self, rows: Rows, hidden_BE: Tensor) -> Draft:
+    def _tree(self, rows: Rows, state: SlotState) -> Draft:
+        candidates = self.candidates(rows, state)
+        nodes = self._ops.select_nodes(
+            rows.field(Field.ROOT),
+            candidates.tokens_BC,
+            candidates.scores_BC,
+            candidates.parents_BC,
+            self.num_nodes,
+            self._shape.num_steps,
+        )
+        return Draft(nodes[0], None, *nodes[1:])
+
+    def candidates(self, rows: Rows, state: SlotState) -> Candidates:
+        """What trees are chosen from: topk drafts of the root, and topk of each of the best topk at every step."""
+        hidden_BE = state.features_SE[rows.rows_B]
         batch, k, lead = hidden_BE.shape[0], self._shape.topk, self._net.lead
         target_ids = self._net.target_ids
         words = max(1, -(-k * (self._shape.num_steps - 1) // 32))
@@ -140,12 +156,4 @@ class NeuralDrafter:
             )
             parent = beam.parent_BK[:, :, None].expand(-1, -1, out.shape[-1])
             features = out.view(batch, k, -1).gather(1, parent).view(batch * k, -1)
-        nodes = self._ops.select_nodes(
-            rows.field(Field.ROOT),
-            candidates.tokens_BC,
-            candidates.scores_BC,
-            candidates.parents_BC,
-            self.num_nodes,
-            self._shape.num_steps,
-        )
-        return Draft(nodes[0], None, *nodes[1:])
+        return candidates

@@ -20,6 +20,7 @@ from torch import Tensor
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
 from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.kernels.torch_steps import Candidates
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead, capture_layers
 from specbatch.models.layers import GatedLinear, Linear
@@ -213,17 +214,26 @@ class NeuralProposer:
                 state.logits, state.hidden = logits, last
 
     def propose(self, sequences: list[Sequence]) -> DraftTree:
+        if self._shape.is_chain:
+            return self.chain(sequences)
+        candidates = self.candidates(sequences)
+        root = torch.tensor([seq.tokens[-1] for seq in sequences], device=self._device)
+        return select_nodes(
+            root, candidates.tokens_BC, candidates.scores_BC, candidates.parents_BC, self._shape.num_draft_tokens
+        )
+
+    def _start(self, sequences: list[Sequence]) -> tuple[list[_State], Tensor, Tensor]:
+        """The sequences' states, and their roots' draft logits (B, W) and hidden states (B, E)."""
         states: list[_State] = [seq.draft for seq in sequences]
         logits = torch.stack([s.logits for s in states if s.logits is not None])
         hidden = torch.stack([s.hidden for s in states if s.hidden is not None])
         assert len(logits) == len(hidden) == len(states), "a sequence drafts before its draft-extend"
-        if self._shape.is_chain:
-            return self._chain(sequences, states, logits, hidden)
-        return self._tree(sequences, states, logits, hidden)
+        return states, logits, hidden
 
-    def _chain(
-        self, sequences: list[Sequence], states: list[_State], logits_BW: Tensor, hidden_BE: Tensor
-    ) -> DraftTree:
+    def chain(self, sequences: list[Sequence], *, greedy: bool = False) -> DraftTree:
+        """A chain of num_steps drafts for each sequence, whatever topk is: drawn where the request samples, unless
+        `greedy`."""
+        states, logits_BW, hidden_BE = self._start(sequences)
         chains = [[seq.tokens[-1]] for seq in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
         for step in range(self._shape.num_steps):
@@ -236,7 +246,7 @@ class NeuralProposer:
                 logits_BW = self._net.logits(hidden_BE)
             best = self._to_target(logits_BW.argmax(dim=-1)).tolist()
             for b, seq in enumerate(sequences):
-                if seq.request.params.temperature == 0:
+                if greedy or seq.request.params.temperature == 0:
                     chains[b].append(best[b])
                     continue
                 q = self._widen(distribution(logits_BW[b], seq.request.params))
@@ -248,7 +258,9 @@ class NeuralProposer:
                 state.num_kept = self._shape.num_steps - 1
         return DraftTree.chain(chains, [torch.stack(p) if p else None for p in probs])
 
-    def _tree(self, sequences: list[Sequence], states: list[_State], logits_BW: Tensor, hidden_BE: Tensor) -> DraftTree:
+    def candidates(self, sequences: list[Sequence]) -> Candidates:
+        """What trees are chosen from: topk drafts of the root, and topk of each of the best topk at every step."""
+        states, logits_BW, hidden_BE = self._start(sequences)
         batch, k, device = len(sequences), self._shape.topk, self._device
         rows = torch.arange(batch, device=device)[:, None]
         scores_BK, ids = torch.log_softmax(logits_BW, dim=-1).topk(k, dim=-1)
@@ -279,10 +291,7 @@ class NeuralProposer:
             parent = chosen // k
             features = out.view(batch, k, -1)[rows, parent]
             seen = torch.cat((seen[rows, parent], own), dim=2)
-        root = torch.tensor([seq.tokens[-1] for seq in sequences], device=device)
-        return select_nodes(
-            root, torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1), self._shape.num_draft_tokens
-        )
+        return Candidates(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1))
 
     def _to_target(self, ids: Tensor) -> Tensor:
         return ids if self._net.target_ids is None else self._net.target_ids[ids]
