@@ -105,6 +105,68 @@ def generate(
         raise typer.Exit(code)
 
 
+@app.command("eval")
+def evaluate(
+    tasks: Annotated[
+        list[str] | None, typer.Argument(metavar="TASK...", help="gsm8k, gsm8k_chat, humaneval, mt_bench_speed.")
+    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of each task.")] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="K", help="Examples before each question; else the task's number."),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL rows instead of the task's.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Default: eval-TASK in the current folder.")
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="none", help="none: the same without speculation too, and what differs.")
+    ] = None,
+    task: Annotated[
+        list[Path] | None, typer.Option("--task", metavar="FILE", help="A task of your own, YAML; may be repeated.")
+    ] = None,
+    allow_code_execution: Annotated[
+        bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval).")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop earlier results and start again.")] = False,
+) -> None:
+    """Run known tasks and score them: accuracy, speed, acceptance. The same command again resumes an unfinished run."""
+    began = time.perf_counter()
+    with _user_errors() as console:
+        from specbatch.config_load import load_config
+        from specbatch.evals.command import EvalOptions
+        from specbatch.evals.command import evaluate as evaluate_tasks
+        from specbatch.pipeline.command import Runtime
+
+        settings = load_config(config, set_ or [])
+        _quiet_libraries()
+        sampling = [item.split("=", 1)[0].strip() for item in set_ or [] if item.strip().startswith("sampling.")]
+        options = EvalOptions(
+            tasks=tuple(tasks or ()),
+            task_files=tuple(task or ()),
+            output=output,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            data=data,
+            compare=compare,
+            allow_code_execution=allow_code_execution,
+            overwrite=overwrite,
+            overrides=tuple(name.removeprefix("sampling.") for name in sampling),
+        )
+
+        from specbatch.engine.build import build_engine
+        from specbatch.engine.resolve import resolve
+
+        def resolve_showing(settings: Config) -> ResolvedRun:
+            with _download_bar(console) as show:
+                return resolve(settings, progress=show)
+
+        runtime = Runtime(resolve_showing, build_engine, _model_paths)
+        raise typer.Exit(evaluate_tasks(options, settings, runtime, console, began=began))
+
+
 @app.command("config")
 def show_config(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Print the configuration with every `auto` decided; the reasons go to stderr."""

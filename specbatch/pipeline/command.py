@@ -61,8 +61,11 @@ class GenerateOptions:
     overwrite: bool = False
 
 
-def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, console: Console, *, began: float) -> int:
-    """Run or resume a job; returns the exit code. `began` is when the command did (time.perf_counter).
+def generate_file(
+    options: GenerateOptions, config: Config, runtime: Runtime, console: Console, *, began: float, summary: bool = True
+) -> int:
+    """Run or resume a job; returns the exit code. `began` is when the command did (time.perf_counter). `summary`: show
+    the closing table.
 
     Raises SpecbatchError for everything that no row is to blame for.
     """
@@ -145,7 +148,8 @@ def generate_file(options: GenerateOptions, config: Config, runtime: Runtime, co
         results.discard_partial()
     finally:
         results.close()
-    console.print(closing_table(report))
+    if summary:
+        console.print(closing_table(report))
     return _verdict(report, console)
 
 

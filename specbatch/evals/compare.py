@@ -1,0 +1,45 @@
+"""With and without speculation: where the texts part, and by how little.
+
+Greedy texts are the same token for token where arithmetic is exact. Elsewhere (bfloat16, another batch) two tokens that
+are about equally probable may change places; how much closer than any accident they were is what `margin` tells.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one row. `token`: the first one that differs, from 0; `margin`: between the logarithms of the probabilities
+    of the two likeliest tokens there, without speculation. None where running the row again gave the other text."""
+
+    index: int
+    id: Any
+    token: int | None
+    margin: float | None
+    tokens: tuple[str, ...] = ()  # the two
+
+
+def differing_rows(results: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Rows that both have answered, and not with the same text."""
+    pairs = enumerate(zip(results, others, strict=True))
+    return [i for i, (a, b) in pairs if "error" not in a and "error" not in b and a["text"] != b["text"]]
+
+
+def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> Difference:
+    """Where `text` leaves `plain`, the row's result without speculation, run with logprobs >= 2."""
+    logprobs = plain["logprobs"]
+    ids = [entry["token_id"] for entry in logprobs]
+    if plain["text"] == text or not ids:
+        return Difference(index, plain["id"], None, None)
+    # Tokens in common are a beginning: once a token differs, no longer text is the beginning of the other.
+    lengths = range(1, len(ids) + 1)
+    common = bisect.bisect_left(lengths, 1, key=lambda n: int(not text.startswith(decode(ids[:n]).rstrip("\ufffd"))))
+    token = min(common, len(ids) - 1)  # the last one, where this text only ends earlier
+    top = logprobs[token]["top"][:2]
+    margin = top[0]["logprob"] - top[1]["logprob"]
+    return Difference(index, plain["id"], token, round(margin, 6), tuple(entry["token"] for entry in top))

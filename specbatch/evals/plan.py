@@ -1,0 +1,125 @@
+"""What a run of a task will do, decided and checked before any model is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbatch.config import Config, DataSection
+from specbatch.errors import ConfigError, InputError
+from specbatch.evals.data import example_rows, task_rows
+from specbatch.evals.prompts import Messages, Renderer, prompts
+from specbatch.evals.schema import ExactMatch, Execution, Task
+from specbatch.pipeline.jsonl import encode_line
+from specbatch.pipeline.results import disk_errors, replace_durably
+from specbatch.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One task with its rows and prompts."""
+
+    task: Task
+    num_examples: int
+    source: str  # of the rows, by name
+    identity: dict[str, Any]  # of the rows
+    rows: list[dict[str, Any]]
+    ids: list[Any]
+    prompts: list[str | Messages]
+    answers: list[str] | None  # what exact_match compares with; None for other metrics
+    sampling: SamplingParams
+    folder: Path  # of this task's files
+
+
+def make_plan(
+    task: Task,
+    *,
+    num_examples: int | None,
+    data: Path | None,
+    limit: int | None,
+    config: Config,
+    overrides: Sequence[str],
+    folder: Path,
+) -> Plan:
+    """Read the rows and write the prompts of `task`. `num_examples` None: the task's own number; `overrides`: the
+    sampling options that `config` has from the command line, which go before the task's.
+
+    Raises ConfigError or InputError.
+    """
+    count = task.few_shot.count if task.few_shot is not None else 0
+    if num_examples is not None:
+        if task.few_shot is None and num_examples > 0:
+            raise ConfigError(f"the task {task.name} has no examples to show: --num-fewshot {num_examples}")
+        count = num_examples
+    found = task_rows(task, data, limit)
+    pool = example_rows(task) if count else []
+    written = list(prompts(task, found.rows, pool, count))
+    answers = None
+    if isinstance(task.metric, ExactMatch):
+        answer = Renderer("prompt.answer", task.prompt.answer)
+        answers = [answer(row) for row in found.rows]
+    elif isinstance(task.metric, Execution):
+        program = Renderer("metric.program", task.metric.program)
+        for row in found.rows:
+            program(row, response="")  # a field that is missing is found now
+    sampling = dataclasses.replace(task.sampling, **{name: getattr(config.sampling, name) for name in overrides})
+    return Plan(
+        task,
+        count,
+        found.name,
+        found.identity,
+        found.rows,
+        [_id(task, row, i) for i, row in enumerate(found.rows)],
+        written,
+        answers,
+        sampling,
+        folder / task.name,
+    )
+
+
+def plan_config(config: Config, plan: Plan, stop_token_ids: Sequence[int]) -> Config:
+    """`config` as the rows of `plan` want it: the task samples, and its prompts are run as they stand.
+    `stop_token_ids`: further ones."""
+    ids = (*plan.sampling.stop_token_ids, *stop_token_ids)
+    data = DataSection(chat_template=config.data.chat_template, system_prompt=config.data.system_prompt)
+    return dataclasses.replace(config, sampling=dataclasses.replace(plan.sampling, stop_token_ids=ids), data=data)
+
+
+def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
+    """Ids of the special tokens among stop strings: decoded text does not show them. `</s>` stops a model that has it
+    as a token, as it does in lm-evaluation-harness."""
+    special = set(getattr(tokenizer, "all_special_tokens", ()))
+    return sorted({tokenizer.convert_tokens_to_ids(text) for text in stop if text in special})
+
+
+def write_prompts(path: Path, ids: Sequence[Any], prompts: Sequence[str | Messages]) -> None:
+    """The rows that the file job reads. Raises InputError where the disk refuses."""
+    lines = []
+    for row_id, prompt in zip(ids, prompts, strict=True):
+        lines.append(encode_line({"id": row_id, "prompt" if isinstance(prompt, str) else "messages": prompt}))
+    write_whole(path, b"".join(lines))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Atomically; its folder is made. Raises InputError where the disk refuses."""
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        replace_durably(temporary, path)
+
+
+def _id(task: Task, row: dict[str, Any], index: int) -> Any:
+    if task.id_field is None:
+        return f"{task.name}/{index}"
+    value = row.get(task.id_field)
+    if not isinstance(value, str | int):
+        raise InputError(f"row {index + 1} has no {task.id_field!r} that could be its id (id_field of {task.name})")
+    return value
