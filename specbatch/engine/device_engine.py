@@ -258,7 +258,8 @@ class DeviceEngine(EngineBase):
         engine must be idle, and was built for the widest; what its prefix cache holds is of use to the network that it
         was computed with only."""
         assert not self._scheduler.running, "requests are running"
-        assert not self._reports, "a round is under way"
+        while self._reports:  # the round in which the last request was seen to have ended
+            self._read()
         lookahead = max(drafter.num_lookahead for drafter in drafters.items)
         assert lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
         device, size = self._state.ints_SF.device, len(self._num_pages_of)

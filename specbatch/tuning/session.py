@@ -1,0 +1,132 @@
+"""An engine that is asked to draft in many ways, one after the other: to trace, to time, to compare.
+
+Prefix caching must be off: pages computed without the draft network would be of no use to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from specbatch.engine.build import Built
+from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.executor import GraphMode
+from specbatch.speculation.drafters import Drafter, NoDrafter
+from specbatch.speculation.ngram import NoProposer
+from specbatch.speculation.schedule import ByBatch, Schedule
+from specbatch.speculation.tracing import Drafted, TracingDrafter, TracingProposer
+from specbatch.speculation.tree import DraftShape
+from specbatch.tuning.trace import RowTrace, Trace
+from specbatch.types import Completion, Request, SpeculationCounts
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Requests that were run to their end."""
+
+    completions: list[Completion]  # in the requests' order
+    seconds: float  # from the first submit to the last completion
+    counts: SpeculationCounts
+    num_tokens: int
+
+
+class Session:
+    """`graphs`: of the device engine. `show` is told what is being done."""
+
+    def __init__(self, built: Built, graphs: GraphMode, show: Callable[[str], None] = lambda doing: None) -> None:
+        self.engine = built.engine
+        self.drafts = built.drafts
+        self._graphs: GraphMode = graphs
+        self._show = show
+        self._in_use: Schedule | None = None
+
+    @property
+    def is_on_device(self) -> bool:
+        return isinstance(self.engine, DeviceEngine)
+
+    def use(self, schedule: Schedule) -> None:
+        """Draft so from now on. Where it never drafts, this is plain decoding without a draft network."""
+        if schedule == self._in_use:
+            return
+        drafts_at_all = any(shape is not None for shape in schedule.items)
+        if isinstance(self.engine, DeviceEngine):
+            plain: ByBatch[Drafter] = ByBatch.always(NoDrafter())
+            drafters = schedule.map(self.drafts.drafter) if drafts_at_all else plain
+            self.engine.redraft(drafters, self._graphs, self._show)
+        else:
+            self.engine.redraft(self.drafts.proposer(schedule) if drafts_at_all else NoProposer())
+        self._in_use = schedule
+
+    def run(self, requests: Sequence[Request]) -> Finished:
+        """All of them, submitted at once."""
+        began = time.perf_counter()
+        for request in requests:
+            self.engine.submit(request)
+        done: dict[int, Completion] = {}
+        while len(done) < len(requests):
+            done |= {c.request_id: c for c in self.engine.step()}
+        seconds = time.perf_counter() - began
+        completions = [done[request.request_id] for request in requests]
+        counts = SpeculationCounts()
+        for completion in completions:
+            counts.add(completion.speculation)
+        return Finished(completions, seconds, counts, sum(len(c.token_ids) for c in completions))
+
+    def trace(self, requests: Sequence[Request], topk: int, depth: int) -> Trace:
+        """What trees of `topk` branches and chains, both of `depth` steps, would have drafted at every place of these
+        requests' own texts. Lookups need the texts alone: topk 0. The requests' noise streams must differ."""
+        sampled = any(request.params.temperature > 0 for request in requests)
+        if self.drafts.net is None:
+            self.use(ByBatch.always(None))
+            return Trace(tuple(_row(r, c, None) for r, c in self._pairs(requests)), 0, 0, sampled)
+        streams = {request.noise.stream: i for i, request in enumerate(requests)}
+        assert len(streams) == len(requests), "two requests share a stream of noise"
+        records = [_Record() for _ in requests]
+
+        def record(drafted: Drafted) -> None:
+            for b, (stream, root) in enumerate(zip(drafted.streams_B, drafted.roots_B, strict=True)):
+                own = (drafted.chain_BS[b], drafted.tokens_BC[b], drafted.scores_BC[b], drafted.parents_BC[b])
+                records[streams[int(stream)]].rounds[int(root)] = own
+
+        wide = DraftShape(depth, topk, 1 + topk + (depth - 1) * topk**2)
+        self._in_use = None
+        if isinstance(self.engine, DeviceEngine):
+            drafter = TracingDrafter(self.drafts.neural_drafter(wide), record)
+            self.engine.redraft(ByBatch.always(drafter), "none")
+        else:
+            self.engine.redraft(TracingProposer(self.drafts.neural_proposer(wide), record))
+        rows = [_row(r, c, records[i]) for i, (r, c) in enumerate(self._pairs(requests))]
+        return Trace(tuple(rows), topk, depth, sampled)
+
+    def _pairs(self, requests: Sequence[Request]) -> list[tuple[Request, Completion]]:
+        return list(zip(requests, self.run(requests).completions, strict=True))
+
+
+@dataclass(slots=True)
+class _Record:
+    # By the root's place in the request's tokens: chain (S,); tokens, scores and parents of the candidates, (C,) each.
+    rounds: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
+
+
+def _row(request: Request, completion: Completion, record: _Record | None) -> RowTrace:
+    num_prompt = len(request.prompt_token_ids)
+    tokens = np.array([*request.prompt_token_ids, *completion.token_ids], dtype=np.int32)
+    if record is None or not record.rounds:
+        return RowTrace(num_prompt, tokens)
+    first = next(iter(record.rounds.values()))
+    columns = [np.full((len(completion.token_ids), len(part)), -1, dtype=part.dtype) for part in first]
+    for root, parts in record.rounds.items():
+        # The device engine may run a round past the end of a row that a stop string cut short.
+        if 0 <= root - num_prompt < len(completion.token_ids):
+            for column, part in zip(columns, parts, strict=True):
+                column[root - num_prompt] = part
+    return RowTrace(num_prompt, tokens, *columns)
+
+
+def synchronize(session: Session) -> None:
+    if session.is_on_device and torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,82 @@
+"""Traces through both engines, and replays of them against live runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specbatch.engine.build import Built
+from specbatch.kernels import ops_for
+from specbatch.speculation.factory import DraftFactory
+from specbatch.speculation.schedule import ByBatch
+from specbatch.speculation.tree import DraftShape
+from specbatch.tuning.candidates import NgramShape
+from specbatch.tuning.replay import replay
+from specbatch.tuning.session import Session
+from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.models import CPU, VOCAB, random_prompts, tiny_device_engine, tiny_engine
+
+TOPK, DEPTH = 3, 3
+WIDE = DraftShape(DEPTH, TOPK, 1 + TOPK + (DEPTH - 1) * TOPK**2)
+SHAPES = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(2, 3, 6), DraftShape(3, 3, 10)]
+
+
+def session(method: str, on_device: bool) -> Session:
+    """Over a tiny engine that was built for the widest shape."""
+    engine: Any = (tiny_device_engine if on_device else tiny_engine)(method, WIDE, num_pages=512, prefix_cache=False)
+    net = engine._round.drafter.net if on_device else getattr(engine._proposer, "_net", None)
+    drafts = DraftFactory(net, (1, 3), VOCAB, 4, CPU, ops_for(CPU, torch.float64))
+    return Session(Built(engine, drafts), "none")
+
+
+def requests(temperature: float = 0.0) -> list[Request]:
+    return [
+        Request(i, prompt, SamplingParams(max_tokens=6 + 5 * i, temperature=temperature), NoiseKey(7, i, 0))
+        for i, prompt in enumerate(random_prompts(6))
+    ]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_both_engines_record_the_same(method: str) -> None:
+    traces = [session(method, on_device).trace(requests(), TOPK, DEPTH) for on_device in (False, True)]
+    for mine, theirs in zip(*(trace.rows for trace in traces), strict=True):
+        assert mine.tokens.tolist() == theirs.tokens.tolist()
+        rounds = slice(0, len(mine.tokens) - mine.num_prompt - 1)  # the last token is the root of no round
+        for name in ("chain_PS", "tokens_PC", "parents_PC"):
+            assert getattr(mine, name)[rounds].tolist() == getattr(theirs, name)[rounds].tolist(), name
+        np.testing.assert_allclose(mine.scores_PC[rounds], theirs.scores_PC[rounds], atol=1e-5)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["oracle", "device"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
+def test_replay_is_what_a_run_does(method: str, on_device: bool) -> None:
+    tuned = session(method, on_device)
+    trace = tuned.trace(requests(), TOPK, DEPTH)
+    for shape in SHAPES:
+        tuned.use(ByBatch.always(shape))
+        if method == "ngram" and not shape.is_chain:
+            continue
+        live = tuned.run(requests())
+        candidate: Any = shape
+        if method == "ngram":
+            candidate = NgramShape(shape.num_draft_tokens, 1, 3)
+        replayed = replay(trace, candidate)
+        assert replayed.rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
+        assert replayed.tokens_R.tolist() == [c.speculation.committed for c in live.completions]
+
+
+def test_plain_again_and_sampled_trees() -> None:
+    """After all of that, plain decoding gives the same text, and sampled trees are replayed exactly, too."""
+    tuned = session("draft_model", on_device=False)
+    tuned.use(ByBatch.always(None))
+    expected = [c.token_ids for c in tuned.run(requests(0.9)).completions]
+    trace = tuned.trace(requests(0.9), TOPK, DEPTH)
+    assert trace.sampled
+    assert [row.tokens[row.num_prompt :].tolist() for row in trace.rows] == expected
+    tuned.use(ByBatch.always(SHAPES[-1]))
+    live = tuned.run(requests(0.9))
+    assert [c.token_ids for c in live.completions] == expected
+    assert replay(trace, SHAPES[-1]).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
