@@ -14,6 +14,8 @@ from specbatch.speculation.factory import DraftFactory
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import NgramShape
+from specbatch.tuning.costs import CostModel
+from specbatch.tuning.measure import measure
 from specbatch.tuning.replay import replay
 from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request, SamplingParams
@@ -80,3 +82,29 @@ def test_plain_again_and_sampled_trees() -> None:
     live = tuned.run(requests(0.9))
     assert [c.token_ids for c in live.completions] == expected
     assert replay(trace, SHAPES[-1]).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
+def test_costs_are_measured_for_every_part(method: str) -> None:
+    tuned = session(method, on_device=False)
+    found = list(measure(tuned, [1, 3], context=20, depth=DEPTH, topk=TOPK, chunk_tokens=32))
+    assert tuned.engine.num_running == 0
+    tuned.engine.check_integrity()
+    model = CostModel.fit(found)
+    lookup = NgramShape(5, 1, 3)
+    for batch in (1, 2, 3):
+        candidates: list[Any] = [lookup] if method == "ngram" else list(SHAPES)
+        for candidate in candidates:
+            assert 0 < model.round_ms(batch, candidate) < 10_000
+        assert 0 < model.plain_ms(batch) < 10_000
+    assert 0 < model.prefill_ms(7) <= model.prefill_ms(32)
+    # The engine is as good as new.
+    tuned.use(ByBatch.always(None))
+    plain = [c.token_ids for c in tuned.run(requests()).completions]
+    tuned.use(ByBatch.always(SHAPES[1]))
+    assert [c.token_ids for c in tuned.run(requests()).completions] == plain
+
+
+def test_time_is_up() -> None:
+    tuned = session("ngram", on_device=False)
+    assert {m.kind for m in measure(tuned, [1, 3], 20, DEPTH, TOPK, 32, out_of_time=lambda: True)} == {"prefill"}

@@ -31,8 +31,25 @@ class EngineBase:
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
 
+    @property
+    def num_lookahead(self) -> int:
+        """Slots past the committed ones that a round may write."""
+        return self._scheduler.num_lookahead
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the prompts of all running requests are computed."""
+        return all(seq.is_computed for seq in self._scheduler.running)
+
     def submit(self, request: Request) -> None:
         self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
+
+    def abandon(self) -> None:
+        """Drop all requests unfinished: for measurements, and for who gives up."""
+        for seq in list(self._scheduler.running):
+            seq.is_finished = True
+            self._scheduler.finish(seq)
+        self._scheduler.waiting.clear()
 
     def check_integrity(self) -> None:
         """Assert that every page is accounted for. For tests, between steps."""

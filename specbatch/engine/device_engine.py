@@ -42,6 +42,8 @@ from specbatch.types import (
 
 # Reports that may be unread when the next step is launched.
 _READ_BEHIND = 1
+# What a timed request may still write: rounds are put back after each, so that one must fit.
+_TIMED_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,14 +280,26 @@ class DeviceEngine(EngineBase):
         if self._executor.runner is not None:
             self._executor.capture(False, lambda progress: None)
 
-    @torch.inference_mode()
+    def abandon(self) -> None:
+        while self._reports:  # what is under way writes to its pages
+            self._read()
+        super().abandon()
+        self._started.clear()
+
     def time_phases(self, batch_size: int, context: int = 1000, repeats: int = 20) -> dict[str, float]:
+        """As `time_drafters`, of what is drafted for so many rows."""
+        return self.time_drafters(batch_size, context, [self._executor.rounds.at(batch_size).drafter], repeats)[0]
+
+    @torch.inference_mode()
+    def time_drafters(
+        self, batch_size: int, context: int, drafters: Seq[Drafter], repeats: int = 20
+    ) -> list[dict[str, float]]:
         """Milliseconds that draft, verify and draft-extend take for `batch_size` requests of `context` tokens, each as
-        a graph of its own. CUDA only; the engine must be idle."""
+        a graph of its own, and a whole round as one, with each of the drafters. CUDA only; the engine must be idle."""
         assert not self._scheduler.running, "requests are running"
         assert not self._scheduler.waiting, "requests are waiting"
-        params = SamplingParams(max_tokens=repeats, ignore_eos=True)
-        context = min(context, self.limits.max_prompt_tokens - repeats)
+        params = SamplingParams(max_tokens=_TIMED_TOKENS, ignore_eos=True)
+        context = min(context, self.limits.max_prompt_tokens - _TIMED_TOKENS)
         for i in range(batch_size):
             prompt = [(i * 7919 + j * 104729) % self.limits.vocab_size for j in range(context)]
             self.submit(Request(-1 - i, prompt, params, NoiseKey(0, i, 0)))
@@ -295,9 +309,12 @@ class DeviceEngine(EngineBase):
             self._read()
         running = self._scheduler.plan_round()
         self._upload_pages(running)
-        times = self._executor.time_phases([seq.slot for seq in running], repeats)
-        while self._scheduler.running or self._reports:
-            self.step()
+        slots = [seq.slot for seq in running]
+        device, times = self._state.ints_SF.device, []
+        for drafter in drafters:
+            one = ByBatch.always(self._round.drafting(drafter))
+            times.append(RoundExecutor(one, len(self._num_pages_of), device, "none").time_phases(slots, repeats))
+        self.abandon()
         return times
 
     def check_integrity(self) -> None:

@@ -14,9 +14,11 @@ import torch
 
 from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode
 from specbatch.speculation.drafters import Drafter, NoDrafter
 from specbatch.speculation.ngram import NoProposer
+from specbatch.speculation.proposer import Proposer
 from specbatch.speculation.schedule import ByBatch, Schedule
 from specbatch.speculation.tracing import Drafted, TracingDrafter, TracingProposer
 from specbatch.speculation.tree import DraftShape
@@ -60,6 +62,12 @@ class Session:
         else:
             self.engine.redraft(self.drafts.proposer(schedule) if drafts_at_all else NoProposer())
         self._in_use = schedule
+
+    def use_proposer(self, proposer: Proposer) -> None:
+        """As `use`, of the oracle engine."""
+        assert isinstance(self.engine, Engine)
+        self._in_use = None
+        self.engine.redraft(proposer)
 
     def run(self, requests: Sequence[Request]) -> Finished:
         """All of them, submitted at once."""

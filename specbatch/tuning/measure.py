@@ -1,0 +1,203 @@
+"""Times the parts of rounds and prompt chunks, for `costs.CostModel` to be fitted to.
+
+On CUDA each part is timed as a captured graph over rows that stand still; the oracle engine runs real rounds and says
+what their parts took.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
+from specbatch.speculation.drafters import Draft, Drafter, NoDrafter
+from specbatch.speculation.neural import DraftNet
+from specbatch.speculation.ngram import NoProposer
+from specbatch.speculation.proposer import Proposer
+from specbatch.speculation.schedule import ByBatch, ScheduledProposer
+from specbatch.speculation.sequence import Sequence as Row
+from specbatch.speculation.slots import Field, Rows, SlotState
+from specbatch.speculation.tree import DraftShape, DraftTree
+from specbatch.tuning.costs import Measurement
+from specbatch.tuning.session import Session
+from specbatch.types import NoiseKey, Request, SamplingParams
+
+# Nodes of a batch that are timed at most: logits of more would not fit beside a full cache.
+_MOST_NODES = 8192
+_ROUNDS = 3  # of the oracle engine, for each shape; after one to warm up
+_NGRAM_NODES = (2, 3, 5, 9, 17, 33)
+
+
+def probes(depth: int, topk: int) -> list[DraftShape]:
+    """Shapes that between them show every part: chains up to `depth`, and trees of 1 and 2 steps by branches up to
+    `topk`, which is where a later step's costs come from."""
+    chains = [DraftShape(steps, 1, steps + 1) for steps in sorted({1, 2, max(1, depth // 2), depth})]
+    trees = []
+    branches = [k for k in (2, 4, 8, 16) if k <= topk]
+    for k, nodes in zip(branches, (6, 16, 32, 64), strict=False):
+        trees += [DraftShape(1, k, k + 1), DraftShape(2, k, min(nodes, 1 + k + k * k))]
+    return chains + trees
+
+
+def measure(
+    session: Session,
+    batches: Sequence[int],
+    context: int,
+    depth: int,
+    topk: int,
+    chunk_tokens: int,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> Iterator[Measurement]:
+    """Prompts first, then batch after batch, so that what is there when the time is up is complete for smaller ones.
+    `context`: tokens of the timed rows. Without a draft network, widths are those of lookups."""
+    yield from _prompts(session, chunk_tokens)
+    if session.drafts.net is None:
+        shapes = [DraftShape(n - 1, 1, n) for n in _NGRAM_NODES if n <= session.engine.num_lookahead]
+    else:
+        shapes = probes(depth, topk)
+    for batch in batches:
+        if out_of_time():
+            return
+        fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= _MOST_NODES]
+        if isinstance(session.engine, DeviceEngine):
+            yield from _on_device(session, session.engine, batch, context, fitting)
+        else:
+            yield from _oracle(session, session.engine, batch, context, fitting)
+
+
+def _requests(session: Session, count: int, tokens: int, max_tokens: int) -> list[Request]:
+    vocabulary = session.engine.limits.vocab_size
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompts = ([(i * 7919 + j * 104729) % vocabulary for j in range(tokens)] for i in range(count))
+    return [Request(-1 - i, prompt, params, NoiseKey(0, i, 0)) for i, prompt in enumerate(prompts)]
+
+
+def _prompts(session: Session, chunk_tokens: int) -> Iterator[Measurement]:
+    """A chunk of each size: one prompt, prefill and first token."""
+    # With the draft network, whose own prompts are part of what a prompt costs.
+    session.use(ByBatch.always(DraftShape(1, 1, 2)))
+    longest = min(chunk_tokens, session.engine.limits.max_prompt_tokens - 1)
+    for tokens in sorted({min(longest, size) for size in (16, 128, 512, 2048, chunk_tokens)}):
+        times = []
+        for _ in range(3):
+            times.append(session.run(_requests(session, 1, tokens, 1)).seconds)
+        yield Measurement("prefill", 1, tokens, 1e3 * min(times))
+
+
+def _on_device(
+    session: Session, engine: DeviceEngine, batch: int, context: int, shapes: list[DraftShape]
+) -> Iterator[Measurement]:
+    net = session.drafts.net
+    drafters: list[Drafter] = [NoDrafter()]
+    drafters += [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
+    plain, *times = engine.time_drafters(batch, context, drafters)
+    yield Measurement("plain", batch, 1, plain["round"])
+    if net is not None:
+        followed = engine.time_drafters(batch, context, [NoDrafter(net)])[0]
+        yield Measurement("extend", batch, 1, followed["extend"])
+    for shape, parts in zip(shapes, times, strict=True):
+        yield from _parts(batch, shape, net, parts["draft"], parts["verify"], parts["extend"], times, shapes)
+
+
+def _parts(
+    batch: int,
+    shape: DraftShape,
+    net: DraftNet | None,
+    draft: float,
+    verify: float,
+    extend: float,
+    times: list[dict[str, float]],
+    shapes: list[DraftShape],
+) -> Iterator[Measurement]:
+    yield Measurement("verify", batch, shape.num_draft_tokens, verify)
+    if net is None:
+        return
+    yield Measurement("extend", batch, min(shape.num_steps + 1, shape.num_draft_tokens), extend)
+    if shape.num_steps == 1:
+        yield Measurement("draft_start", batch, shape.topk, draft)
+        return
+    first = next(t for s, t in zip(shapes, times, strict=True) if (s.num_steps, s.topk) == (1, shape.topk))
+    yield Measurement("draft_step", batch, shape.topk, max(0.0, (draft - first["draft"]) / (shape.num_steps - 1)))
+
+
+def _oracle(
+    session: Session, engine: Engine, batch: int, context: int, shapes: list[DraftShape]
+) -> Iterator[Measurement]:
+    net = session.drafts.net
+    proposers: list[Proposer] = []
+    for shape in shapes:
+        proposers.append(_FixedProposer(shape) if net is None else session.drafts.neural_proposer(shape))
+    switch = _Switch(NoProposer() if net is None else proposers[0])
+    session.use_proposer(switch)
+    # Never as many tokens as end a row.
+    rounds = (len(shapes) + 2) * (_ROUNDS + 1)
+    tokens = rounds * (1 + max(shape.num_steps for shape in shapes))
+    limit = engine.limits.max_prompt_tokens
+    context = max(1, min(context, limit - tokens))
+    for request in _requests(session, batch, context, min(tokens, limit - context)):
+        engine.submit(request)
+    while engine.num_waiting or not engine.is_prefilled:
+        engine.step()
+
+    def timed(proposer: Proposer) -> dict[str, float]:
+        switch.current = proposer
+        parts: dict[str, list[float]] = {"draft": [], "verify": [], "extend": [], "round": []}
+        for number in range(_ROUNDS + 1):
+            began = time.perf_counter()
+            engine.step()
+            values = (*engine.phase_seconds, time.perf_counter() - began)
+            if number:
+                for name, value in zip(parts, values, strict=True):
+                    parts[name].append(1e3 * value)
+        return {name: statistics.median(values) for name, values in parts.items()}
+
+    plain = timed(NoProposer())
+    if net is None:
+        yield Measurement("plain", batch, 1, plain["round"])
+    else:
+        yield Measurement("plain", batch, 1, plain["round"] - plain["extend"])
+        yield Measurement("extend", batch, 1, plain["extend"])
+    times = [timed(proposer) for proposer in proposers]
+    engine.abandon()
+    for shape, parts in zip(shapes, times, strict=True):
+        yield from _parts(batch, shape, net, parts["draft"], parts["verify"], parts["extend"], times, shapes)
+    rest = [p["round"] - p["draft"] - p["verify"] - p["extend"] for p in times]
+    yield Measurement("overhead", batch, 1, max(0.0, statistics.median(rest)))
+
+
+class _Switch(ScheduledProposer):
+    """Drafts as `current` does, whoever that is; the leader follows what is committed."""
+
+    def __init__(self, leader: Proposer) -> None:
+        super().__init__(ByBatch.always(leader), leader)
+        self.current = leader
+
+    def propose(self, sequences: list[Row]) -> DraftTree:
+        return self.current.propose(sequences)
+
+
+class _FixedProposer(NoProposer):
+    """Chains of full length whatever the text offers: what verifying them costs, not what they are worth."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        self._count = shape.num_draft_tokens - 1
+        self.num_lookahead = shape.num_draft_tokens
+
+    def propose(self, sequences: list[Row]) -> DraftTree:
+        return DraftTree.chain([[seq.tokens[-1], *[0] * self._count] for seq in sequences])
+
+
+class _FixedDrafter(NoDrafter):
+    """The same for the device engine."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
+
+    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+        root_B1 = rows.field(Field.ROOT)[:, None]
+        return Draft(torch.cat((root_B1, torch.zeros_like(root_B1).expand(-1, self.num_nodes - 1)), dim=1))
