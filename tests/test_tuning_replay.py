@@ -1,4 +1,4 @@
-"""Replay against obvious, slow versions of itself: drafts of a made-up draft model, every tree of which can be drawn."""
+"""Replay against obvious, slow versions of itself: a made-up draft model, every tree of which can be drawn anew."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_ngrams_equal_the_projects_lookup(min_match: int, max_match: int) -> Non
             behind = text[len(known) :]
             expected.append(next((i for i, t in enumerate(drafted) if behind[i : i + 1] != [t]), len(drafted)))
     assert accepted.tolist() == expected
-    assert max(expected) == 8 and len(set(expected)) > 5, "nothing long was found"
+    assert set(expected) >= {0, 1, 2, 3, 8}, "too little was found"
 
 
 def test_chains_on_sampled_text_are_an_expectation() -> None:

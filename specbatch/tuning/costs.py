@@ -1,0 +1,170 @@
+"""What a round costs, from measurements of its parts at some batch sizes and widths.
+
+Each part is a surface over (batch, width) that does not fall along either axis: more work never takes less time, and a
+measurement that says so is noise. A batch costs what the next size does for which graphs are captured, since it is
+padded to that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.tuning.candidates import Candidate, NgramShape, max_path
+from specbatch.tuning.errors import TuningError
+from specbatch.tuning.monotone import filled, monotone_grid
+
+# What is measured, and over which width.
+KINDS = {
+    "verify": "nodes of a row's tree, num_draft_tokens",
+    "draft_start": "topk; the first draft step, which has its hidden states already",
+    "draft_step": "branches of a row, topk; every later draft step",
+    "extend": "tokens of a row, the longest path",
+    "prefill": "tokens of a prompt chunk; its batch is 1",
+    "plain": "1; a whole round of plain decoding, without a draft network",
+    "lookup": "1; finding n-grams, if that is not in `verify`",
+    "overhead": "1; what a whole drafting round takes beyond its parts, if anything",
+}
+OPTIONAL = ("lookup", "overhead")  # 0 where not measured
+# A cell that was not measured is filled in, and counts next to nothing in the fit.
+_FILLED_WEIGHT = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    kind: str  # of KINDS
+    batch: int  # rows
+    width: int
+    milliseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A measurement (the mean of its repetitions) beside the fit."""
+
+    kind: str
+    batch: int
+    width: int
+    measured_ms: float
+    fitted_ms: float
+
+    @property
+    def percent(self) -> float:
+        """Fitted against measured."""
+        return 100.0 * (self.fitted_ms / self.measured_ms - 1.0) if self.measured_ms else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surface:
+    """Milliseconds over (batch, width); piecewise bilinear, straight on with the last slope above what was measured,
+    constant below."""
+
+    batches: tuple[int, ...]  # ascending
+    widths: tuple[int, ...]  # ascending
+    ms_BW: NDArray[np.float64]
+
+    def at(self, batch: int, width: int) -> float:
+        b, t = _segment(self.batches, batch)
+        w, u = _segment(self.widths, width)
+        low = _along(self.ms_BW[b], w, u)
+        high = _along(self.ms_BW[min(b + 1, len(self.batches) - 1)], w, u)
+        value = low + t * (high - low)
+        # Two slopes that fall against each other must not bring it below what was measured for less.
+        return max(value, high) if t > 1 else value
+
+
+def _along(ms_W: NDArray[np.float64], w: int, u: float) -> float:
+    low, high = float(ms_W[w]), float(ms_W[min(w + 1, len(ms_W) - 1)])
+    return low + u * (high - low)
+
+
+def _segment(axis: tuple[int, ...], value: int) -> tuple[int, float]:
+    """Index of the segment that holds `value`, the last one for what is above, and where in it: 0 .. 1, or more."""
+    if len(axis) == 1 or value <= axis[0]:
+        return 0, 0.0
+    index = min(bisect_left(axis, value), len(axis) - 1) - 1
+    return index, (value - axis[index]) / (axis[index + 1] - axis[index])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostModel:
+    """Milliseconds of rounds and of prompt chunks."""
+
+    surfaces: dict[str, Surface]
+    residuals: tuple[Residual, ...]
+    graph_sizes: tuple[int, ...]  # batch sizes that batches are padded to, ascending; (): none
+
+    @staticmethod
+    def fit(measurements: Sequence[Measurement], graph_sizes: Sequence[int] = ()) -> CostModel:
+        """Repeated measurements of one point are averaged. Raises TuningError for a kind that is not in KINDS, and for
+        values that are no times."""
+        points: dict[str, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+        for m in measurements:
+            if m.kind not in KINDS:
+                raise TuningError(f"{m.kind!r} is no kind of measurement", hint=f"the kinds are {', '.join(KINDS)}")
+            if m.batch < 1 or m.width < 1 or not 0 <= m.milliseconds < float("inf"):
+                raise TuningError(f"not a measurement: {m}")
+            points[m.kind][m.batch, m.width].append(m.milliseconds)
+        surfaces: dict[str, Surface] = {}
+        residuals: list[Residual] = []
+        for kind, values in points.items():
+            surface = surfaces[kind] = _fit(values)
+            for (batch, width), repeated in sorted(values.items()):
+                mean = float(np.mean(repeated))
+                residuals.append(Residual(kind, batch, width, mean, surface.at(batch, width)))
+        return CostModel(surfaces, tuple(residuals), tuple(sorted(graph_sizes)))
+
+    def round_ms(self, batch: int, candidate: Candidate | None) -> float:
+        """A round of `batch` rows. Raises TuningError naming what was not measured."""
+        if candidate is None:
+            return self.plain_ms(batch)
+        verify = self.part_ms("verify", batch, candidate.num_draft_tokens) + self.part_ms("overhead", batch, 1)
+        if isinstance(candidate, NgramShape):
+            return verify + self.part_ms("lookup", batch, 1)
+        draft = self.part_ms("draft_start", batch, candidate.topk)
+        if candidate.num_steps > 1:
+            draft += (candidate.num_steps - 1) * self.part_ms("draft_step", batch, candidate.topk)
+        return draft + verify + self.part_ms("extend", batch, max_path(candidate))
+
+    def plain_ms(self, batch: int, *, followed: bool = False) -> float:
+        """A round of plain decoding; `followed`: with the draft network brought along, for later rounds to draft."""
+        extend = self.part_ms("extend", batch, 1) if followed else 0.0
+        return self.part_ms("plain", batch, 1) + extend
+
+    def prefill_ms(self, tokens: int) -> float:
+        """A prompt chunk."""
+        return self._surface("prefill").at(1, tokens)
+
+    def part_ms(self, kind: str, batch: int, width: int) -> float:
+        """One part of a round. Raises TuningError for one that was not measured, unless it is optional."""
+        if kind in OPTIONAL and kind not in self.surfaces:
+            return 0.0
+        return self._surface(kind).at(self._padded(batch), width)
+
+    def _surface(self, kind: str) -> Surface:
+        if kind not in self.surfaces:
+            raise TuningError(
+                f"there is no measurement of {kind} (over {KINDS[kind]})",
+                hint=f"measured are: {', '.join(sorted(self.surfaces)) or 'none'}",
+            )
+        return self.surfaces[kind]
+
+    def _padded(self, batch: int) -> int:
+        place = bisect_left(self.graph_sizes, batch)
+        return self.graph_sizes[place] if place < len(self.graph_sizes) else batch
+
+
+def _fit(values: dict[tuple[int, int], list[float]]) -> Surface:
+    batches = sorted({batch for batch, _ in values})
+    widths = sorted({width for _, width in values})
+    means_BW = np.full((len(batches), len(widths)), np.nan)
+    weights_BW = np.full(means_BW.shape, _FILLED_WEIGHT)
+    for (batch, width), repeated in values.items():
+        place = batches.index(batch), widths.index(width)
+        means_BW[place], weights_BW[place] = float(np.mean(repeated)), len(repeated)
+    return Surface(tuple(batches), tuple(widths), monotone_grid(filled(means_BW, batches, widths), weights_BW))

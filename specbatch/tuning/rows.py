@@ -1,0 +1,69 @@
+"""A sample of the user's rows: some to trace, more for their lengths."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from specbatch.errors import InputError
+from specbatch.pipeline.rows import RowParser
+from specbatch.pipeline.sources import RawRow, Source
+from specbatch.pipeline.tokenizer import TextProcessor
+from specbatch.types import EngineLimits, NoiseKey, Request, RowError
+
+_MEASURED_PROMPTS = 1024
+FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    requests: list[Request]  # to trace, in the file's order; each has a stream of noise of its own
+    prompt_tokens: list[int]  # of the measured rows
+    num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
+    num_failed: int  # of the sampled rows
+    max_tokens: int  # the most that a sampled row may write
+
+
+def sample_rows(
+    source: Source, parser: RowParser, texts: TextProcessor, limits: EngineLimits, num_rows: int, seed: int
+) -> Sample:
+    """`num_rows` rows drawn evenly from all of the source, and the lengths of up to 1024.
+
+    Raises InputError where too few can run.
+    """
+    draw = random.Random(seed)
+    kept: list[RawRow] = []
+    total = 0
+    for total, raw in enumerate(source.rows(), start=1):  # reservoir sampling (Vitter 1985)
+        if len(kept) < max(_MEASURED_PROMPTS, num_rows):
+            kept.append(raw)
+        elif (place := draw.randrange(total)) < len(kept):
+            kept[place] = raw
+    draw.shuffle(kept)
+    requests: list[tuple[int, Request]] = []
+    lengths, num_failed, max_tokens, completions = [], 0, 1, 0
+    for raw in kept:
+        head, job = parser.parse(raw)
+        try:
+            if isinstance(job, RowError):
+                raise job
+            prompt = texts.encode(job, limits)
+        except RowError:
+            num_failed += 1
+            continue
+        lengths += [len(prompt)] * job.params.n
+        completions += job.params.n
+        max_tokens = max(max_tokens, job.params.max_tokens)
+        if len(requests) < num_rows:
+            noise = NoiseKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
+            request = Request(len(requests), prompt, job.params, noise, texts.stop_check(job.params))
+            requests.append((head.index, request))
+    if len(requests) < FEWEST_ROWS:
+        failed = f" ({num_failed} of {len(kept)} rows fail)" if num_failed else ""
+        raise InputError(
+            f"{source.name} has {len(requests)} rows to tune on, and {FEWEST_ROWS} are the least{failed}",
+            "give more rows; `specbatch generate` says what is wrong with rows that fail" if num_failed else None,
+        )
+    requests.sort(key=lambda pair: pair[0])
+    expected = round(total * completions / len(kept))
+    return Sample([request for _, request in requests], lengths, expected, num_failed, max_tokens)

@@ -1,0 +1,288 @@
+"""The choice: the best candidate at each batch size, and the schedule that the whole file is predicted to be fastest
+with.
+
+How the rows of a file spread over batch sizes hardly depends on what is drafted, so the tokens that are made at each
+size are taken from one simulation; a set of shapes then costs, at each size, what its best one costs. The set of the
+best of each size is narrowed by dropping the shape that is missed least, and improved by exchanging one at a time. What
+comes out is simulated for itself, beside the best single shapes and plain decoding.
+
+Shape suffixes: C candidates (the last is plain decoding), B batch sizes of the ladder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.speculation.tree import DraftShape
+from specbatch.tuning.candidates import Candidate, NgramShape, label, lookahead, num_nodes
+from specbatch.tuning.costs import CostModel
+from specbatch.tuning.errors import TuningError
+from specbatch.tuning.predict import MIN_SIMULATED, FileProfile, Limits, Prediction, predict
+from specbatch.tuning.replay import Replay
+from specbatch.tuning.schedule import Schedule, ScheduleEntry
+from specbatch.tuning.space import batch_ladder
+
+Floats = NDArray[np.float64]
+_FIXED_SIMULATED = 6  # single shapes that are simulated
+_GROUPS_SIMULATED = 3  # schedules of different match lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A candidate at a batch size."""
+
+    candidate: Candidate | None
+    batch: int
+    round_ms: float
+    tokens_per_round: float  # of a row
+    low: float  # of tokens_per_round, 90% interval over rows
+    high: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.batch * self.tokens_per_round / self.round_ms
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChoice:
+    """A batch size: its best candidates, fastest first (plain decoding among them where it is), and plain decoding."""
+
+    batch: int
+    ranked: tuple[Point, ...]
+    plain: Point
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A candidate that the limits forbid, at all or for larger batches."""
+
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A schedule with its prediction."""
+
+    schedule: Schedule
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    choices: tuple[BatchChoice, ...]  # by rising batch size
+    best: Option
+    fixed: tuple[Option, ...]  # single candidates without plain decoding, fastest first
+    plain: Option
+    dropped: tuple[Dropped, ...]
+    num_candidates: int  # that were compared
+
+    @property
+    def pays(self) -> bool:
+        """Whether anything is predicted to be faster than plain decoding."""
+        return not self.best.schedule.is_plain
+
+
+def search(
+    replays: Sequence[Replay],
+    costs: CostModel,
+    profile: FileProfile,
+    limits: Limits,
+    *,
+    batches: Sequence[int] = (),
+    max_shapes: int = 4,
+    seed: int = 0,
+    min_simulated: int = MIN_SIMULATED,
+    num_ranked: int = 5,
+) -> SearchResult:
+    """`batches`: sizes to choose for, ascending, the largest of which is limits.max_running; (): those of captured
+    graphs, or a ladder. `max_shapes`: most different entries of the schedule, plain decoding counted.
+
+    Prompt lookup has one min_match and max_match for all entries. Raises TuningError where nothing fits the limits, and
+    for costs that were not measured.
+    """
+    assert max_shapes >= 1, max_shapes
+    kept, dropped = _fitting(replays, profile, limits)
+    ladder = list(batches) or batch_ladder(limits.max_running, costs.graph_sizes)
+    table = _Table.of(kept, costs, limits, ladder)
+    by_candidate = {replay.candidate: replay for replay in kept}
+
+    def option(schedule: Schedule) -> Option:
+        found = predict(profile, limits, costs, by_candidate, schedule, seed=seed, min_simulated=min_simulated)
+        return Option(schedule, found)
+
+    plain = option(Schedule.always(None, ladder[-1]))
+    # Where the tokens are made depends a little on how fast, so: with the best of each size.
+    reference = option(table.best_of_each_size()).prediction.tokens_by_batch
+    weights_B = _weights(reference, ladder)
+    schedules: list[tuple[float, Schedule]] = []
+    singles: list[tuple[float, Schedule]] = []
+    for group in table.groups():
+        total, chosen_B = _choose(group.cost_CB * weights_B, max_shapes)
+        schedules.append((total, group.schedule(chosen_B)))
+        totals_C = (group.cost_CB[:-1] * weights_B).sum(axis=1).tolist()
+        whole = zip(totals_C, group.candidates, strict=False)
+        singles += [(total, Schedule.always(c, ladder[-1])) for total, c in whole if total < np.inf]
+    fixed = [option(schedule) for schedule in _least(singles, _FIXED_SIMULATED)]
+    options = [plain, *(option(schedule) for schedule in _least(schedules, _GROUPS_SIMULATED))]
+    fixed.sort(key=lambda o: o.prediction.seconds)
+    # Of equals the simplest: plain, a single shape, a schedule.
+    options[1:1] = fixed[:1]
+    best = min(options, key=lambda o: o.prediction.seconds)
+    return SearchResult(
+        _choices(kept, table, num_ranked), best, tuple(fixed), plain, tuple(dropped), len(table.candidates)
+    )
+
+
+def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) -> tuple[list[Replay], list[Dropped]]:
+    """Those whose rounds fit the cache and the verification's memory, and what is wrong with the others. Raises
+    TuningError where not even plain decoding fits."""
+    longest = int(profile.prompt_tokens.max()) + profile.max_tokens
+    # The last token is never written to the cache.
+    room = limits.kv_tokens // limits.page_size * limits.page_size - (longest - 1)
+    if room < lookahead(None, 0):
+        raise TuningError(
+            f"no legal point: a row of {longest} tokens does not fit a cache of {limits.kv_tokens} tokens, drafts or no"
+            " drafts",
+            hint="raise engine.kv_cache_tokens or engine.memory_fraction, or lower sampling.max_tokens",
+        )
+    kept, dropped = [], []
+    for replay in replays:
+        candidate, nodes = replay.candidate, replay.candidate.num_draft_tokens
+        ahead = lookahead(candidate, limits.lead)
+        if ahead > room:
+            reason = (
+                f"a row of {longest} tokens and {ahead} slots ahead do not fit a cache of {limits.kv_tokens} tokens"
+            )
+            dropped.append(Dropped(candidate, reason))
+        elif limits.max_verify_tokens is not None and nodes > limits.max_verify_tokens:
+            reason = f"{nodes} nodes are more than the {limits.max_verify_tokens} tokens that a round may verify"
+            dropped.append(Dropped(candidate, reason))
+        else:
+            kept.append(replay)
+            if limits.max_verify_tokens is not None and nodes * limits.max_running > limits.max_verify_tokens:
+                most = limits.max_verify_tokens // nodes
+                dropped.append(Dropped(candidate, f"above {most} rows: {limits.max_verify_tokens} tokens to verify"))
+    return kept, dropped
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    candidates: tuple[Candidate | None, ...]  # the last is None
+    ladder: tuple[int, ...]
+    round_CB: Floats  # milliseconds of a round; infinite where that is not legal
+    tokens_C: Floats  # tokens per round and row
+    follow_B: Floats  # milliseconds that following with the draft network adds to a plain round
+
+    @staticmethod
+    def of(replays: Sequence[Replay], costs: CostModel, limits: Limits, ladder: Sequence[int]) -> _Table:
+        candidates = (*(replay.candidate for replay in replays), None)
+        most = limits.max_verify_tokens
+        round_CB = np.array(
+            [
+                [
+                    np.inf if most is not None and c is not None and b * num_nodes(c) > most else costs.round_ms(b, c)
+                    for b in ladder
+                ]
+                for c in candidates
+            ]
+        )
+        neural = any(isinstance(c, DraftShape) for c in candidates)
+        follow_B = [costs.plain_ms(b, followed=neural) - costs.plain_ms(b) for b in ladder]
+        tokens_C = np.array([*(replay.tokens_per_round for replay in replays), 1.0])
+        return _Table(candidates, tuple(ladder), round_CB, tokens_C, np.array(follow_B))
+
+    def best_of_each_size(self) -> Schedule:
+        """Of all candidates, whether one schedule may mix them or not."""
+        best_B = (self.round_CB / self.tokens_C[:, None]).argmin(axis=0)
+        return _Group(self.candidates, self.ladder, self.round_CB).schedule(best_B)
+
+    def groups(self) -> list[_Group]:
+        """Candidates that one schedule may mix, each group with plain decoding at its end."""
+        matches = dict.fromkeys(
+            (c.min_match, c.max_match) if isinstance(c, NgramShape) else None for c in self.candidates[:-1]
+        )
+        groups = []
+        for match in matches:
+            rows = [
+                i
+                for i, c in enumerate(self.candidates[:-1])
+                if match == ((c.min_match, c.max_match) if isinstance(c, NgramShape) else None)
+            ]
+            rows.append(len(self.candidates) - 1)
+            cost_CB = self.round_CB[rows] / self.tokens_C[rows, None]
+            cost_CB[-1] += self.follow_B
+            groups.append(_Group(tuple(self.candidates[i] for i in rows), self.ladder, cost_CB / np.array(self.ladder)))
+        return groups
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    candidates: tuple[Candidate | None, ...]
+    ladder: tuple[int, ...]
+    cost_CB: Floats  # milliseconds of a token
+
+    def schedule(self, chosen_B: NDArray[np.intp]) -> Schedule:
+        entries = zip(self.ladder, chosen_B.tolist(), strict=True)
+        return Schedule(tuple(ScheduleEntry(batch, self.candidates[c]) for batch, c in entries)).merged()
+
+
+def _weights(tokens_by_batch: Floats, ladder: Sequence[int]) -> Floats:
+    """(B,) share of the tokens that is made at each size of the ladder, up from the one below it. A size that none are
+    made at counts a little, so that there too the best of the chosen shapes is taken."""
+    places = np.searchsorted(np.array(ladder), np.arange(len(tokens_by_batch)))
+    totals = np.bincount(np.minimum(places, len(ladder) - 1), weights=tokens_by_batch, minlength=len(ladder))
+    return np.maximum(totals / max(totals.sum(), 1e-300), 1e-9)
+
+
+def _least(schedules: list[tuple[float, Schedule]], count: int) -> list[Schedule]:
+    return [schedule for _, schedule in sorted(schedules, key=lambda pair: pair[0])[:count]]
+
+
+def _choose(time_CB: Floats, max_shapes: int) -> tuple[float, NDArray[np.intp]]:
+    """The least sum of times over all sizes with at most `max_shapes` different candidates, and (B,) the candidate of
+    each size."""
+    shapes = list(dict.fromkeys(time_CB.argmin(axis=0).tolist()))
+    while len(shapes) > max_shapes:
+        losses = [time_CB[[s for s in shapes if s != out]].min(axis=0).sum() for out in shapes]
+        del shapes[int(np.argmin(losses))]
+    total = time_CB[shapes].min(axis=0).sum()
+    while True:
+        # (C, shapes): the time with one shape exchanged for a candidate.
+        others = [[s for s in shapes if s != out] for out in shapes]
+        kept = [time_CB[rest].min(axis=0) if rest else np.full(time_CB.shape[1], np.inf) for rest in others]
+        times = np.stack([np.minimum(time_CB, best_B).sum(axis=1) for best_B in kept], axis=1)
+        into, out = np.unravel_index(int(times.argmin()), times.shape)
+        if not times[into, out] < total * (1 - 1e-12):
+            break
+        shapes, total = [*others[int(out)], int(into)], times[into, out]
+    chosen: NDArray[np.intp] = np.array(shapes, dtype=np.intp)[time_CB[shapes].argmin(axis=0)]
+    return float(total), chosen
+
+
+def _choices(replays: Sequence[Replay], table: _Table, num_ranked: int) -> tuple[BatchChoice, ...]:
+    intervals: dict[int, tuple[float, float]] = {len(replays): (1.0, 1.0)}
+
+    def point(c: int, b: int) -> Point:
+        if c not in intervals:
+            intervals[c] = replays[c].interval()
+        batch, ms, tokens = table.ladder[b], float(table.round_CB[c, b]), float(table.tokens_C[c])
+        return Point(table.candidates[c], batch, ms, tokens, *intervals[c])
+
+    choices = []
+    for b, batch in enumerate(table.ladder):
+        order = np.argsort(table.round_CB[:, b] / table.tokens_C, kind="stable")
+        ranked = tuple(point(int(c), b) for c in order[:num_ranked] if np.isfinite(table.round_CB[c, b]))
+        choices.append(BatchChoice(batch, ranked, point(len(replays), b)))
+    return tuple(choices)
+
+
+def describe(option: Option) -> str:
+    """One line: what is drafted, and how long the file takes."""
+    entries = option.schedule.entries
+    what = label(entries[0].candidate) if len(entries) == 1 else str(option.schedule)
+    return f"{what}: {option.prediction.seconds:.1f} s"
