@@ -57,9 +57,7 @@ def whole_report(
     tasks: Mapping[str, Any], stats: Mapping[str, Any], notes: Sequence[str], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """results.json. `stats`: of any of the file jobs; they share configuration and models."""
-    config = dict(stats["config"])
-    for section in ("sampling", "data"):  # the tasks' own
-        config.pop(section, None)
+    config = {section: options for section, options in stats["config"].items() if section != "sampling"}  # tasks' own
     return {
         "tasks": dict(tasks),
         "simulated": stats["simulated"],
