@@ -59,10 +59,10 @@ def load_task(path: Path) -> Task:
         data = path.read_bytes()
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
-        names = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), names, n=1)
+        names = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
         reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
-        hint = f"did you mean {near[0]}?" if near else None
+        hint = f"did you mean {path.parent / near[0]}?" if near else None
         raise ConfigError(f"cannot read the task {path}: {reason}", hint) from exc
     try:
         tree = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader subclass: it builds plain data only
