@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specbatch.config import Config
+from specbatch.config import Config, DataSection
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.evals.compare import difference, differing_rows
 from specbatch.evals.data import DATA_FOLDER, example_rows, task_rows
@@ -32,6 +32,7 @@ from specbatch.evals.schema import (
     TakeFirst,
     Task,
 )
+from specbatch.pipeline.sources import RawRow, Source
 
 # Made with lm-eval 0.4.13 itself: prompts of its task gsm8k, and what its filters and exact_match made of answers.
 GOLDEN: dict[str, Any] = json.loads(
@@ -203,7 +204,7 @@ def test_rows_that_do_not_fit_are_mistakes(tmp_path: Path) -> None:
     def plan(data: Path | None = None) -> None:
         make_plan(task, num_examples=None, data=data, limit=None, config=Config(), overrides=(), folder=tmp_path)
 
-    with pytest.raises(InputError, match=r"prompt\.answer does not fit a row"):
+    with pytest.raises(InputError, match=r"prompt\.answer does not fit row 2"):
         plan()
     (tmp_path / "other.jsonl").write_text('{"q": "x", "a": "y"}\nbroken\n')
     with pytest.raises(InputError, match=r"other\.jsonl, line 2: "):
@@ -211,6 +212,21 @@ def test_rows_that_do_not_fit_are_mistakes(tmp_path: Path) -> None:
     for missing in (tmp_path / "no.jsonl", tmp_path):
         with pytest.raises(SpecbatchError):
             plan(missing)
+
+
+def test_rows_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def opened(ref: str, data: DataSection) -> Source:
+        asked.append((ref, data.subset, data.split))
+        return Source(ref, {"kind": "data set"}, True, 6, None, lambda: iter(RawRow(i, r) for i, r in enumerate(ROWS)))
+
+    monkeypatch.setattr("specbatch.evals.data.open_source", opened)
+    source = {"hub": "org/name", "subset": "main", "split": "test"}
+    shots = {"count": 1, "data": {**source, "split": "train"}}
+    task = load_task(write_task(tmp_path, {"data": source, "few_shot": shots}))
+    assert written(task, 1, limit=2) == [f"Q: 0 + 1?\nA: 1\n\nQ: {i} + 1?\nA:" for i in (0, 1)]
+    assert asked == [("org/name", "main", "test"), ("org/name", "main", "train")]
 
 
 def test_templates_cannot_reach_out(tmp_path: Path) -> None:

@@ -109,10 +109,10 @@ def test_reference_solutions_of_humaneval_pass() -> None:
     assert isinstance(task.metric, Execution)
     render = Renderer("program", task.metric.program)
     rows = task_rows(task, None, None).rows[::8]
-    right = run_programs([render(row, response=row["canonical_solution"]) for row in rows], 30, task.metric.memory_mb)
-    assert [verdict.detail for verdict in right] == [""] * len(rows)
-    wrong = run_programs([render(row, response="    return None\n") for row in rows[:5]], 30, task.metric.memory_mb)
-    assert not any(verdict.passed for verdict in wrong)
+    right = [render(row, "a row", response=row["canonical_solution"]) for row in rows]
+    assert [verdict.detail for verdict in run_programs(right, 30, task.metric.memory_mb)] == [""] * len(rows)
+    wrong = [render(row, "a row", response="    return None\n") for row in rows[:5]]
+    assert not any(verdict.passed for verdict in run_programs(wrong, 30, task.metric.memory_mb))
 
 
 @pytest.mark.slow
@@ -120,6 +120,6 @@ def test_all_reference_solutions_of_humaneval_pass() -> None:
     (task,) = find_tasks(["humaneval"], [])
     assert isinstance(task.metric, Execution)
     render = Renderer("program", task.metric.program)
-    programs = [render(row, response=row["canonical_solution"]) for row in task_rows(task, None, None).rows]
+    programs = [render(row, "a row", response=row["canonical_solution"]) for row in task_rows(task, None, None).rows]
     verdicts = run_programs(programs, task.metric.timeout_seconds, task.metric.memory_mb)
     assert [v.detail for v in verdicts if not v.passed] == []

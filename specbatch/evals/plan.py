@@ -61,11 +61,11 @@ def make_plan(
     answers = None
     if isinstance(task.metric, ExactMatch):
         answer = Renderer("prompt.answer", task.prompt.answer)
-        answers = [answer(row) for row in found.rows]
+        answers = [answer(row, f"row {i + 1}") for i, row in enumerate(found.rows)]
     elif isinstance(task.metric, Execution):
         program = Renderer("metric.program", task.metric.program)
-        for row in found.rows:
-            program(row, response="")  # a field that is missing is found now
+        for i, row in enumerate(found.rows):
+            program(row, f"row {i + 1}", response="")  # a field that is missing is found now
     sampling = dataclasses.replace(task.sampling, **{name: getattr(config.sampling, name) for name in overrides})
     return Plan(
         task,

@@ -40,12 +40,14 @@ class Renderer:
         self._name = name
         self._template = jinja_environment().from_string(template)
 
-    def __call__(self, row: Row, **more: str) -> str:
+    def __call__(self, row: Row, where: str, response: str | None = None) -> str:
+        """`where`: the row, in words; `response`: a further field, for programs."""
+        fields = row if response is None else {**row, "response": response}
         try:
-            return self._template.render({**row, **more})
+            return self._template.render(fields)
         except Exception as exc:  # templates fail in many ways, and all of them mean: not this row
-            fields = ", ".join(list(row)[:8]) or "none"
-            raise InputError(f"{self._name} does not fit a row: {exc}", f"the row's fields: {fields}") from exc
+            names = ", ".join(list(row)[:8]) or "none"
+            raise InputError(f"{self._name} does not fit {where}: {exc}", f"its fields: {names}") from exc
 
 
 def prompts(task: Task, rows: Sequence[Row], pool: Sequence[Row], num_examples: int) -> Iterator[str | Messages]:
@@ -57,12 +59,13 @@ def prompts(task: Task, rows: Sequence[Row], pool: Sequence[Row], num_examples: 
     answer = Renderer("prompt.answer", _example_answer(task.prompt))
     same_rows = task.few_shot is not None and task.few_shot.data == task.data
     examples = _examples(task.few_shot, rows, pool, num_examples, same_rows)
-    for row, chosen in zip(rows, examples, strict=True):
-        pairs = [(question(example), answer(example)) for example in chosen]
+    for number, (row, chosen) in enumerate(zip(rows, examples, strict=True), start=1):
+        pairs = [(question(example, "an example"), answer(example, "an example")) for example in chosen]
+        asked = question(row, f"row {number}")
         if task.prompt.kind == "chat":
-            yield _chat(task.prompt.system, pairs, question(row))
+            yield _chat(task.prompt.system, pairs, asked)
         else:
-            yield _completion(task.prompt, pairs, question(row))
+            yield _completion(task.prompt, pairs, asked)
 
 
 def _completion(prompt: Prompt, examples: Sequence[tuple[str, str]], question: str) -> str:

@@ -73,10 +73,11 @@ def _run(
     render = Renderer("metric.program", metric.program)
     programs: dict[str, None] = {}  # in order; equal ones are run once
     places: list[dict[str, list[str]] | None] = []
-    for row, found in zip(plan.rows, values, strict=True):
+    for i, (row, found) in enumerate(zip(plan.rows, values, strict=True)):
         written = None
         if found is not None:
-            written = {name: [render(row, response=value) for value in each] for name, each in found.items()}
+            where = f"row {i + 1}"
+            written = {name: [render(row, where, response=v) for v in each] for name, each in found.items()}
             programs.update(dict.fromkeys(program for each in written.values() for program in each))
         places.append(written)
     total = len(programs)
