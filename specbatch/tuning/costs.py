@@ -71,11 +71,18 @@ class Surface:
     def at(self, batch: int, width: int) -> float:
         b, t = _segment(self.batches, batch)
         w, u = _segment(self.widths, width)
+        value = self._bilinear(b, t, w, u)
+        # Above what was measured: slopes that fall against each other must not bring it below what costs less.
+        if t > 1:
+            value = max(value, self._bilinear(b, 1.0, w, u))
+        if u > 1:
+            value = max(value, self._bilinear(b, t, w, 1.0))
+        return value
+
+    def _bilinear(self, b: int, t: float, w: int, u: float) -> float:
         low = _along(self.ms_BW[b], w, u)
         high = _along(self.ms_BW[min(b + 1, len(self.batches) - 1)], w, u)
-        value = low + t * (high - low)
-        # Two slopes that fall against each other must not bring it below what was measured for less.
-        return max(value, high) if t > 1 else value
+        return low + t * (high - low)
 
 
 def _along(ms_W: NDArray[np.float64], w: int, u: float) -> float:

@@ -36,13 +36,15 @@ _TURNOVERS = 8  # or as many times the running rows, where that is more
 @dataclass(frozen=True, slots=True, eq=False)
 class FileProfile:
     """The file's lengths. Row i of it has prompt i, counted round and round where only a sample was measured, and
-    stands for a traced row: each of them comes as often as any other, in an order drawn anew for each turn."""
+    stands for a traced row: each of them comes as often as any other, in an order drawn anew for each turn. `in_order`:
+    row i stands for traced row i, round and round, as where the traced rows themselves are run."""
 
     prompt_tokens: NDArray[np.int64]  # of the file's first rows, or of all of them
     output_tokens_R: NDArray[np.int64]  # of the traced rows
     num_rows: int
     max_tokens: int  # of a row's output
     shared_prefix: int = 0  # tokens that all prompts begin with, computed and kept once
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.prompt_tokens) or not len(self.output_tokens_R) or self.num_rows < 1:
@@ -158,7 +160,8 @@ class Simulation:
         rows_N = np.arange(self._count)
         rng, kinds = np.random.default_rng(seed), len(profile.output_tokens_R)
         turns = -(-self._count // kinds)
-        self._kind_N = np.concatenate([rng.permutation(kinds) for _ in range(turns)])[: self._count]
+        order = [np.arange(kinds) if profile.in_order else rng.permutation(kinds) for _ in range(turns)]
+        self._kind_N = np.concatenate(order)[: self._count]
         prompts_N = profile.prompt_tokens[rows_N % len(profile.prompt_tokens)]
         self._prompt_N = (prompts_N - profile.shared_prefix).astype(np.float64)
         outputs_N = np.minimum(profile.output_tokens_R[self._kind_N], profile.max_tokens)

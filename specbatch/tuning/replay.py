@@ -118,6 +118,22 @@ class Replayer:
                     replays.append(self._counted(candidate, *pair, next(visits)))
         return replays
 
+    def rank_shares(self) -> NDArray[np.float64] | None:
+        """(S, topk + 1): how often the true token of a step is the draft's first, second ... choice behind the true
+        ones, and in the last column none of its choices; None for a trace without drafts. Of a trace of chains, which
+        know first choices only, the two columns are right and wrong."""
+        if self._trace.topk > 1:
+            return self._wide_trees().rank_shares(self._true_PS)
+        if self._trace.topk == 0 or self._trace.depth == 0:
+            return None
+        right_P, no_chain_P = self._chain(self._trace.depth)
+        shares_SK = np.zeros((self._trace.depth, 2))
+        for step in range(self._trace.depth):
+            asked_P = (self._true_PS[:, step] >= 0) & ~no_chain_P & (right_P >= step)
+            right = float((right_P[asked_P] > step).mean()) if asked_P.any() else 0.0
+            shares_SK[step] = right, (1.0 - right) if asked_P.any() else 0.0
+        return shares_SK
+
     def _is_drawn(self, candidate: Candidate) -> bool:
         """A chain whose drafts are drawn: how far it is accepted is known as a probability."""
         self._check(candidate)
@@ -162,11 +178,15 @@ class Replayer:
         assert self._prepared.no_chain_P is not None
         return np.minimum(self._prepared.chain_P, np.int16(steps)), self._prepared.no_chain_P
 
-    def _ranks(self, topk: int) -> Ranks:
+    def _wide_trees(self) -> WideTrees:
         if self._prepared.trees is None:
             self._prepared.trees = WideTrees(self._trace, self._true_PS)
+        return self._prepared.trees
+
+    def _ranks(self, topk: int) -> Ranks:
+        trees = self._wide_trees()
         if topk not in self._prepared.ranks:
-            self._prepared.ranks[topk] = self._prepared.trees.ranks(topk)
+            self._prepared.ranks[topk] = trees.ranks(topk)
         return self._prepared.ranks[topk]
 
     def _walk(self, accepted_QP: NDArray[np.int16]) -> NDArray[np.bool_]:

@@ -76,6 +76,7 @@ class Option:
 class SearchResult:
     choices: tuple[BatchChoice, ...]  # by rising batch size
     best: Option
+    entries: tuple[Point, ...]  # of the best schedule, each at the largest batch that it is for
     fixed: tuple[Option, ...]  # single candidates without plain decoding, fastest first
     plain: Option
     dropped: tuple[Dropped, ...]
@@ -133,23 +134,32 @@ def search(
     # Of equals the simplest: plain, a single shape, a schedule.
     options[1:1] = fixed[:1]
     best = min(options, key=lambda o: o.prediction.seconds)
+    points = _Points(kept, table)
+    places = [(table.candidates.index(e.candidate), ladder.index(e.max_batch)) for e in best.schedule.entries]
     return SearchResult(
-        _choices(kept, table, num_ranked), best, tuple(fixed), plain, tuple(dropped), len(table.candidates)
+        points.choices(num_ranked),
+        best,
+        tuple(points.at(c, b) for c, b in places),
+        tuple(fixed),
+        plain,
+        tuple(dropped),
+        len(table.candidates),
     )
 
 
 def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) -> tuple[list[Replay], list[Dropped]]:
-    """Those whose rounds fit the cache and the verification's memory, and what is wrong with the others. Raises
-    TuningError where not even plain decoding fits."""
-    longest = int(profile.prompt_tokens.max()) + profile.max_tokens
-    # The last token is never written to the cache.
-    room = limits.kv_tokens // limits.page_size * limits.page_size - (longest - 1)
-    if room < lookahead(None, 0):
+    """Those whose rounds fit the cache and the verification's memory, and what is wrong with the others: a row as long
+    as the traced ones must not end earlier because of what is drafted. Raises TuningError where not even plain decoding
+    fits."""
+    room = limits.kv_tokens // limits.page_size * limits.page_size
+    prompt = int(profile.prompt_tokens.max())
+    if prompt + lookahead(None, 0) > room:
         raise TuningError(
-            f"no legal point: a row of {longest} tokens does not fit a cache of {limits.kv_tokens} tokens, drafts or no"
-            " drafts",
-            hint="raise engine.kv_cache_tokens or engine.memory_fraction, or lower sampling.max_tokens",
+            f"no legal point: a prompt of {prompt} tokens does not fit a cache of {limits.kv_tokens}",
+            hint="raise engine.kv_cache_tokens or engine.memory_fraction",
         )
+    longest = prompt + min(profile.max_tokens, int(profile.output_tokens_R.max()))
+    room -= longest - 1  # the last token is never written to the cache
     kept, dropped = [], []
     for replay in replays:
         candidate, nodes = replay.candidate, replay.candidate.num_draft_tokens
@@ -264,21 +274,27 @@ def _choose(time_CB: Floats, max_shapes: int) -> tuple[float, NDArray[np.intp]]:
     return float(total), chosen
 
 
-def _choices(replays: Sequence[Replay], table: _Table, num_ranked: int) -> tuple[BatchChoice, ...]:
-    intervals: dict[int, tuple[float, float]] = {len(replays): (1.0, 1.0)}
+class _Points:
+    """Points of the table, with intervals, which are computed for those that are looked at only."""
 
-    def point(c: int, b: int) -> Point:
-        if c not in intervals:
-            intervals[c] = replays[c].interval()
-        batch, ms, tokens = table.ladder[b], float(table.round_CB[c, b]), float(table.tokens_C[c])
-        return Point(table.candidates[c], batch, ms, tokens, *intervals[c])
+    def __init__(self, replays: Sequence[Replay], table: _Table) -> None:
+        self._replays, self._table = replays, table
+        self._intervals: dict[int, tuple[float, float]] = {len(replays): (1.0, 1.0)}  # plain decoding is certain
 
-    choices = []
-    for b, batch in enumerate(table.ladder):
-        order = np.argsort(table.round_CB[:, b] / table.tokens_C, kind="stable")
-        ranked = tuple(point(int(c), b) for c in order[:num_ranked] if np.isfinite(table.round_CB[c, b]))
-        choices.append(BatchChoice(batch, ranked, point(len(replays), b)))
-    return tuple(choices)
+    def at(self, c: int, b: int) -> Point:
+        if c not in self._intervals:
+            self._intervals[c] = self._replays[c].interval()
+        ms, tokens = float(self._table.round_CB[c, b]), float(self._table.tokens_C[c])
+        return Point(self._table.candidates[c], self._table.ladder[b], ms, tokens, *self._intervals[c])
+
+    def choices(self, num_ranked: int) -> tuple[BatchChoice, ...]:
+        choices = []
+        for b, batch in enumerate(self._table.ladder):
+            ms_C = self._table.round_CB[:, b]
+            order = np.argsort(ms_C / self._table.tokens_C, kind="stable")[:num_ranked].tolist()
+            ranked = tuple(self.at(c, b) for c in order if np.isfinite(ms_C[c]))
+            choices.append(BatchChoice(batch, ranked, self.at(len(self._replays), b)))
+        return tuple(choices)
 
 
 def describe(option: Option) -> str:

@@ -66,6 +66,20 @@ class WideTrees:
                 start_P = np.where(place_P >= 0, self._first[step + 1] + place_P.astype(np.int64) * self.topk, -1)
         return path_PS
 
+    def rank_shares(self, true_PS: NDArray[np.int32]) -> NDArray[np.float64]:
+        """(S, K + 1): of the positions whose true tokens are all among the drafts up to a step, the share whose next
+        true token is the first, second ... child of that node; the last column: none of them, or the wide pass did
+        not branch from it. Rows that no position reaches are 0."""
+        shares_SK = np.zeros((self.depth, self.topk + 1))
+        reached_P = ~self.not_drafted_P
+        for step in range(self.depth):
+            asked_P = reached_P & (true_PS[:, step] >= 0)
+            node_P = self._path_PS[asked_P, step]
+            rank_P = np.where(node_P >= 0, (node_P - self._first[step]) % self.topk, self.topk)
+            shares_SK[step] = np.bincount(rank_P, minlength=self.topk + 1) / max(1, len(rank_P))
+            reached_P = self._path_PS[:, step] >= 0
+        return shares_SK
+
     def ranks(self, topk: int) -> Ranks:
         """Where the true path and the nodes of unknown children stand among the candidates of a pass of that width."""
         assert 1 < topk <= self.topk, (topk, self.topk)

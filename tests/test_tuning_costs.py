@@ -1,0 +1,170 @@
+"""The cost model: monotone, close to what was measured, and straight in between."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from specbatch.speculation.tree import DraftShape
+from specbatch.tuning.candidates import NgramShape
+from specbatch.tuning.costs import CostModel, Measurement
+from specbatch.tuning.errors import TuningError
+from specbatch.tuning.monotone import filled, isotonic, monotone_grid
+
+BATCHES, WIDTHS = (1, 2, 4, 8, 32), (1, 2, 6, 16)
+
+
+def falls(grid: np.ndarray) -> bool:
+    return bool((np.diff(grid, axis=0) < 0).any() or (np.diff(grid, axis=1) < 0).any())
+
+
+def grid_of(kind: str, values: np.ndarray) -> list[Measurement]:
+    return [
+        Measurement(kind, batch, width, float(values[i, j]))
+        for i, batch in enumerate(BATCHES)
+        for j, width in enumerate(WIDTHS)
+    ]
+
+
+def test_isotonic_by_hand() -> None:
+    ones = np.ones(4)
+    assert isotonic(np.array([1.0, 2, 3, 4]), ones).tolist() == [1, 2, 3, 4]
+    assert isotonic(np.array([4.0, 3, 2, 1]), ones).tolist() == [2.5] * 4
+    assert isotonic(np.array([1.0, 3, 2, 4]), ones).tolist() == [1, 2.5, 2.5, 4]
+    assert isotonic(np.array([3.0, 0.0]), np.array([1.0, 2.0])).tolist() == [1, 1]
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=20), st.integers(0, 10))
+@settings(max_examples=60, deadline=None)
+def test_isotonic_is_the_nearest_rising_sequence(values: list[float], seed: int) -> None:
+    """Nothing that rises and lies on the way to another rising sequence is nearer."""
+    rng = np.random.default_rng(seed)
+    array, weights = np.array(values), rng.random(len(values)) + 0.1
+    fitted = isotonic(array, weights)
+    assert (np.diff(fitted) >= 0).all()
+    other = np.sort(rng.random(len(values)) * 100)
+    # A projection's angle to every point of a convex set is obtuse.
+    assert float((weights * (array - fitted) * (other - fitted)).sum()) <= 1e-6 * (1 + np.abs(array).max()) ** 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_grid_is_the_least_squares_one(seed: int) -> None:
+    """Against a general optimiser over the rises between cells."""
+    rng = np.random.default_rng(seed)
+    values = rng.random((3, 4)) * 3 + np.add.outer(np.arange(3), np.arange(4)) * 0.4
+    weights = rng.integers(1, 4, values.shape).astype(float)
+    fitted = monotone_grid(values, weights)
+    assert not falls(fitted)
+    lowest = {
+        "type": "ineq",
+        "fun": lambda x: np.concatenate([np.diff(x.reshape(3, 4), axis=a).ravel() for a in (0, 1)]),
+    }
+    found = minimize(
+        lambda x: float((weights.ravel() * (x - values.ravel()) ** 2).sum()), np.sort(values.ravel()), method="SLSQP",
+        constraints=[lowest], options={"maxiter": 500, "ftol": 1e-12},
+    )  # fmt: skip
+    assert float((weights * (fitted - values) ** 2).sum()) == pytest.approx(found.fun, rel=1e-4, abs=1e-6)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_fits_never_fall(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = rng.random((len(BATCHES), len(WIDTHS))) * rng.choice([0.1, 10.0, 1000.0])
+    kept = rng.random(values.shape) < 0.6  # not all of the grid is measured
+    kept[0, 0] = True
+    measured = [m for m, keep in zip(grid_of("verify", values), kept.ravel(), strict=True) if keep]
+    surface = CostModel.fit(measured).surfaces["verify"]
+    inside = np.array([[surface.at(b, w) for w in range(1, 17)] for b in range(1, 33)])
+    assert np.diff(inside, axis=0).min() >= -1e-9 * inside.max()
+    assert np.diff(inside, axis=1).min() >= -1e-9 * inside.max()
+    for b, w in ((33, 1), (64, 5), (100, 16), (1, 17), (9, 40), (64, 64)):
+        assert surface.at(b, w) >= surface.at(min(b, 32), min(w, 16)) - 1e-9
+
+
+def test_a_rising_measurement_is_kept_and_straight_in_between() -> None:
+    values = np.array([[1.0 + 0.5 * b + 0.1 * w + 0.01 * b * w for w in WIDTHS] for b in BATCHES])
+    model = CostModel.fit(grid_of("verify", values))
+    assert all(abs(r.percent) < 1e-6 for r in model.residuals)
+    for b, w in itertools.product((1, 3, 5, 20, 32, 48), (1, 3, 4, 11, 16, 20)):
+        assert model.part_ms("verify", b, w) == pytest.approx(1 + 0.5 * b + 0.1 * w + 0.01 * b * w)
+
+
+def test_cells_that_were_not_measured() -> None:
+    whole = np.array([[1.0 + b + 2 * w for w in WIDTHS] for b in BATCHES])
+    holes = whole.copy()
+    holes[3:, 2:] = holes[1, 1] = np.nan
+    assert filled(holes, BATCHES, WIDTHS) == pytest.approx(whole)
+    one = np.full((2, 3), np.nan)
+    one[0, 1] = 5.0
+    assert (filled(one, (1, 2), (1, 2, 3)) == 5.0).all(), "with nothing else known, the same"
+
+
+def test_repeated_measurements_are_averaged_and_outliers_show() -> None:
+    model = CostModel.fit(
+        [Measurement("plain", 1, 1, 2.0), Measurement("plain", 1, 1, 4.0), Measurement("plain", 2, 1, 1.0)]
+    )
+    assert model.plain_ms(1) == model.plain_ms(2) == pytest.approx((2 + 4 + 1) / 3)
+    assert [(r.batch, r.measured_ms) for r in model.residuals] == [(1, 3.0), (2, 1.0)]
+    assert [round(r.percent) for r in model.residuals] == [-22, 133]
+
+
+def constant(**parts: float) -> CostModel:
+    return CostModel.fit([Measurement(kind, 1, 1, ms) for kind, ms in parts.items()])
+
+
+def test_a_round_is_the_sum_of_its_parts() -> None:
+    model = constant(verify=100, draft_start=10, draft_step=3, extend=0.5, plain=50, prefill=7)
+    assert model.round_ms(4, DraftShape(5, 1, 6)) == 100 + 10 + 4 * 3 + 0.5
+    assert model.round_ms(4, None) == model.plain_ms(4) == 50
+    assert model.plain_ms(4, followed=True) == 50.5
+    assert model.round_ms(4, NgramShape(6, 2, 5)) == 100
+    more = constant(verify=100, lookup=0.25, overhead=1)
+    assert more.round_ms(4, NgramShape(6, 2, 5)) == 101.25
+    # Only one step: nothing of later ones is asked for.
+    assert constant(verify=1, draft_start=2, extend=3).round_ms(1, DraftShape(1, 4, 4)) == 6
+
+
+def test_widths_are_those_of_the_shape() -> None:
+    points = [(kind, w) for kind in ("verify", "draft_start", "draft_step", "extend") for w in (1, 64)]
+    model = CostModel.fit([Measurement(kind, 1, w, float(w)) for kind, w in points])
+    assert model.round_ms(1, DraftShape(3, 4, 20)) == 20 + 4 + 2 * 4 + 4
+    assert model.round_ms(1, DraftShape(5, 2, 4)) == 4 + 2 + 4 * 2 + 4, "a path is never longer than the tree"
+
+
+def test_batches_are_padded_to_graphs() -> None:
+    measured = [Measurement("plain", b, 1, float(b)) for b in (1, 8, 16)]
+    padded = CostModel.fit(measured, graph_sizes=(8, 1, 4, 16))
+    assert [padded.plain_ms(b) for b in (1, 2, 4, 5, 8, 9, 16, 24)] == [1, 4, 4, 8, 8, 16, 16, 24]
+    assert CostModel.fit(measured).plain_ms(5) == 5
+
+
+@pytest.mark.parametrize(
+    ("measurement", "message"),
+    [
+        (Measurement("verfy", 1, 1, 1.0), "no kind of measurement"),
+        (Measurement("verify", 0, 1, 1.0), "not a measurement"),
+        (Measurement("verify", 1, 1, float("nan")), "not a measurement"),
+        (Measurement("verify", 1, 1, -1.0), "not a measurement"),
+    ],
+)
+def test_bad_measurements(measurement: Measurement, message: str) -> None:
+    with pytest.raises(TuningError, match=message):
+        CostModel.fit([measurement])
+
+
+@pytest.mark.parametrize("missing", ["verify", "draft_start", "draft_step", "extend"])
+def test_what_was_not_measured_is_named(missing: str) -> None:
+    parts = {"verify": 1.0, "draft_start": 1.0, "draft_step": 1.0, "extend": 1.0, "plain": 1.0}
+    del parts[missing]
+    with pytest.raises(TuningError, match=f"no measurement of {missing}") as caught:
+        constant(**parts).round_ms(1, DraftShape(2, 1, 3))
+    assert caught.value.hint is not None
+    assert "plain" in caught.value.hint
+    with pytest.raises(TuningError, match="prefill"):
+        constant(**parts).prefill_ms(10)

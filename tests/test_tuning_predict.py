@@ -1,0 +1,194 @@
+"""The predicted time of a file, against a simulation that goes round by round, and against a run of the engine."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specbatch.speculation.tree import DraftShape
+from specbatch.tuning.candidates import Candidate, lookahead
+from specbatch.tuning.costs import CostModel, Measurement
+from specbatch.tuning.errors import TuningError
+from specbatch.tuning.predict import FileProfile, Limits, Prediction, predict
+from specbatch.tuning.replay import Replay, Replayer
+from specbatch.tuning.schedule import Schedule, ScheduleEntry
+from specbatch.types import SamplingParams
+from tests.models import random_prompts, run, tiny_engine
+from tests.tracing import trace_rows
+
+CHAIN, TREE = DraftShape(2, 1, 3), DraftShape(3, 2, 8)
+MIXED = Schedule((ScheduleEntry(2, TREE), ScheduleEntry(5, CHAIN), ScheduleEntry(6, None)))
+ROOMY = Limits(max_running=6, kv_tokens=100_000, prefill_chunk=64)
+
+
+def costs() -> CostModel:
+    points = [("verify", 5.0, 0.1), ("draft_start", 0.5, 0.01), ("draft_step", 0.7, 0.01), ("extend", 0.6, 0.02)]
+    measured = [
+        Measurement(kind, b, w, base + slope * b * w) for kind, base, slope in points for b in (1, 16) for w in (1, 16)
+    ]
+    measured += [Measurement("plain", b, 1, 4.5 + 0.1 * b) for b in (1, 16)]
+    return CostModel.fit([*measured, *(Measurement("prefill", 1, t, 2.0 + 0.05 * t) for t in (1, 64))])
+
+
+def replay_of(candidate: Candidate, outputs: np.ndarray, seed: int) -> Replay:
+    """Rows of very different rates."""
+    rates = np.random.default_rng(seed).uniform(1.1, candidate.num_draft_tokens, len(outputs))
+    tokens = np.maximum(outputs - 1, 0)
+    return Replay(candidate, tokens / rates, tokens, np.zeros(len(outputs)), ())
+
+
+def profile_of(num_rows: int, seed: int = 0, kinds: int = 13) -> tuple[FileProfile, dict[Candidate, Replay]]:
+    rng = np.random.default_rng(seed)
+    outputs = rng.integers(1, 60, kinds)
+    replays = {c: replay_of(c, outputs, seed + i) for i, c in enumerate((CHAIN, TREE))}
+    return FileProfile(rng.integers(5, 90, 29), outputs, num_rows, max_tokens=50), replays
+
+
+def round_by_round(
+    profile: FileProfile,
+    limits: Limits,
+    model: CostModel,
+    replays: dict[Candidate, Replay],
+    schedule: Schedule,
+    seed: int = 0,
+) -> tuple[float, float, float, int, int]:
+    """Milliseconds of prompts, of rounds up to the last admission and behind it; rounds; preemptions."""
+    rng, kinds = np.random.default_rng(seed), len(profile.output_tokens_R)
+    order = [k for _ in range(-(-profile.num_rows // kinds)) for k in rng.permutation(kinds).tolist()]
+    prompts = [int(profile.prompt_tokens[i % len(profile.prompt_tokens)]) for i in range(profile.num_rows)]
+    made = [0.0] * profile.num_rows
+    ends = [max(1, min(int(profile.output_tokens_R[k]), profile.max_tokens)) for k in order[: profile.num_rows]]
+    neural = any(c is not None for c in schedule.candidates)
+    ahead = max(lookahead(c, limits.lead if neural else 0) for c in schedule.candidates)
+    waiting, running = list(range(profile.num_rows)), list[int]()
+    prefill = decode = at_last = 0.0
+    rounds = preemptions = 0
+
+    def pages(row: int) -> int:
+        return math.ceil((prompts[row] + max(made[row] - 1, 0.0) + ahead) / limits.page_size)
+
+    capacity = limits.kv_tokens // limits.page_size
+    while waiting or running:
+        admitted, tokens = 0, 0.0
+        while waiting and len(running) < limits.max_running:
+            row = waiting[0]
+            if sum(map(pages, running)) + pages(row) + len(running) > capacity:
+                break
+            running.append(waiting.pop(0))
+            tokens += prompts[row] + max(made[row] - 1, 0.0)
+            made[row], admitted = max(made[row], 1.0), admitted + 1
+        if admitted:
+            left = round(tokens)
+            while left:
+                chunk = min(left, limits.prefill_chunk)
+                prefill, left = prefill + model.prefill_ms(chunk), left - chunk
+            running = [row for row in running if made[row] < ends[row]]
+            at_last = decode
+            continue
+        while len(running) > 1 and sum(map(pages, running)) > capacity:
+            waiting.insert(0, running.pop())
+            preemptions += 1
+        batch = len(running)
+        candidate = schedule.at(batch)
+        decode += model.plain_ms(batch, followed=neural) if candidate is None else model.round_ms(batch, candidate)
+        rounds += 1
+        for row in running:
+            rate = 1.0 if candidate is None else float(replays[candidate].rates()[order[row]])
+            made[row] += rate
+        running = [row for row in running if made[row] < ends[row] - 1e-9]
+    return prefill, at_last, decode - at_last, rounds, preemptions
+
+
+@pytest.mark.parametrize("schedule", [MIXED, Schedule.always(None), Schedule.always(TREE)], ids=str)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ROOMY,
+        replace(ROOMY, max_running=1),
+        replace(ROOMY, kv_tokens=320, page_size=4),
+        replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, lead=1),
+    ],
+    ids=["roomy", "one", "tight", "tighter"],
+)
+def test_events_equal_round_by_round(limits: Limits, schedule: Schedule) -> None:
+    profile, replays = profile_of(70)
+    found = predict(profile, limits, costs(), replays, schedule)
+    prefill, steady, drain, rounds, preemptions = round_by_round(profile, limits, costs(), replays, schedule)
+    assert found.rounds == rounds
+    assert found.preemptions == preemptions
+    assert found.prefill_seconds == pytest.approx(prefill / 1e3)
+    assert found.steady_seconds == pytest.approx(steady / 1e3)
+    assert found.drain_seconds == pytest.approx(drain / 1e3)
+    assert found.num_simulated == found.num_rows == 70
+    if limits.kv_tokens == 320:
+        assert preemptions > 0, "nothing was ever preempted"
+
+
+def test_tokens_are_all_there() -> None:
+    profile, replays = profile_of(13 * 4)
+    found = predict(profile, ROOMY, costs(), replays, MIXED)
+    ends = np.clip(profile.output_tokens_R, 1, profile.max_tokens)
+    assert found.output_tokens == pytest.approx(4 * ends.sum())
+    assert found.tokens_by_batch.sum() == pytest.approx(4 * (ends - 1).sum())
+    assert len(found.tokens_by_batch) == ROOMY.max_running + 1
+    assert 1 < found.mean_batch <= 6
+    assert found.tokens_per_second == pytest.approx(found.output_tokens / found.seconds)
+
+
+@pytest.mark.parametrize("kv_tokens", [100_000, 320])
+def test_extrapolation_equals_the_whole_simulation(kv_tokens: int) -> None:
+    profile, replays = profile_of(6000)
+    limits = replace(ROOMY, kv_tokens=kv_tokens)
+    whole = predict(profile, limits, costs(), replays, MIXED, min_simulated=6000)
+    part = predict(profile, limits, costs(), replays, MIXED, min_simulated=1000)
+    assert (whole.num_simulated, part.num_simulated) == (6000, 1000)
+    for name in ("seconds", "prefill_seconds", "steady_seconds", "rounds", "output_tokens", "tokens_per_second"):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name), rel=0.01), name
+    assert part.mean_batch == pytest.approx(whole.mean_batch, rel=0.01)
+
+
+def test_ten_million_rows_take_no_longer() -> None:
+    profile, replays = profile_of(10_000_000)
+    began = time.perf_counter()
+    found = predict(profile, replace(ROOMY, max_running=64), costs(), replays, MIXED)
+    assert time.perf_counter() - began < 5
+    small = predict(replace(profile, num_rows=100_000), replace(ROOMY, max_running=64), costs(), replays, MIXED)
+    assert found.seconds == pytest.approx(100 * small.seconds, rel=0.01)
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    profile, replays = profile_of(40)
+    longer = replace(profile, prompt_tokens=profile.prompt_tokens + 1000, shared_prefix=1000)
+    limits = replace(ROOMY, prefill_chunk=1000)
+    one = predict(profile, limits, costs(), replays, MIXED)
+    other = predict(longer, replace(limits, kv_tokens=limits.kv_tokens + 1000), costs(), replays, MIXED)
+    assert other.prefill_seconds == pytest.approx(one.prefill_seconds + costs().prefill_ms(1000) / 1e3)
+    assert other.rounds == one.rounds
+
+
+def test_rows_that_cannot_run() -> None:
+    profile, replays = profile_of(10)
+    with pytest.raises(TuningError, match="do not fit a cache of 60 tokens"):
+        predict(profile, replace(ROOMY, kv_tokens=60), costs(), replays, MIXED)
+    with pytest.raises(TuningError, match="no rows"):
+        replace(profile, num_rows=0)
+
+
+def test_rounds_of_a_real_run() -> None:
+    """The engine's own count of rounds, for rows that are the traced ones. A row's rate is its mean, so a schedule that
+    changes under way, and rows that end beside each other, may be a round off here and there."""
+    prompts, params = random_prompts(14, seed=2), SamplingParams(max_tokens=24)
+    shape = DraftShape(3, 1, 4)
+    trace = trace_rows("draft_model", prompts, params, 1, 3, eos=(13, 52))
+    replays: dict[Candidate, Replay] = {shape: Replayer(trace).replay(shape)}
+    engine = tiny_engine("draft_model", shape, num_pages=256, max_batch_size=4, eos=(13, 52), prefix_cache=False)
+    run(engine, prompts, params)
+    profile = replace(FileProfile.of(trace, params.max_tokens), in_order=True)
+    limits = Limits(max_running=4, kv_tokens=1024, prefill_chunk=32, page_size=4, lead=1)
+    found: Prediction = predict(profile, limits, costs(), replays, Schedule.always(shape))
+    assert found.output_tokens == engine.stats.generated_tokens
+    assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.05)
