@@ -15,11 +15,10 @@ ROOT = Path(specbatch.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["pipeline", "evals"],
+    ["pipeline", "evals", "tuning"],
     ["engine"],
     ["config_load"],
     ["config"],
-    ["tuning"],
     ["speculation"],
     ["models", "graphs"],
     ["attention"],

@@ -32,6 +32,11 @@ class EngineBase:
         return len(self._scheduler.waiting)
 
     @property
+    def num_pages(self) -> int:
+        """Of the KV cache."""
+        return self._scheduler.num_pages
+
+    @property
     def num_lookahead(self) -> int:
         """Slots past the committed ones that a round may write."""
         return self._scheduler.num_lookahead

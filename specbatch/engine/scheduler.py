@@ -56,6 +56,10 @@ class Scheduler:
         self._max_batch_size = max_batch_size
         self._chunk_tokens = prefill_chunk_tokens
 
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
     def plan_prefill(self) -> list[PrefillSpan]:
         """The next pieces of prompts, prefill_chunk_tokens in all at most; admits waiting requests into what is
         left."""

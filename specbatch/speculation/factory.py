@@ -33,6 +33,11 @@ class DraftFactory:
         self._device = device
         self._ops = ops
 
+    def looking_up(self, min_match: int, max_match: int) -> DraftFactory:
+        """With other lengths of matches."""
+        ngram = min_match, max_match
+        return DraftFactory(self.net, ngram, self._vocab_size, self._page_size, self._device, self._ops)
+
     def neural_proposer(self, shape: DraftShape) -> NeuralProposer:
         assert self.net is not None, "lookups have no network"
         return NeuralProposer(self.net, shape, self._vocab_size, self._page_size, self._device)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from specbatch.errors import InputError
+from specbatch.errors import InputError, RowError
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import RawRow, Source
 from specbatch.pipeline.tokenizer import TextProcessor
-from specbatch.types import EngineLimits, NoiseKey, Request, RowError
+from specbatch.types import EngineLimits, NoiseKey, Request
 
 _MEASURED_PROMPTS = 1024
 FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
@@ -44,9 +44,10 @@ def sample_rows(
     lengths, num_failed, max_tokens, completions = [], 0, 1, 0
     for raw in kept:
         head, job = parser.parse(raw)
+        if isinstance(job, RowError):
+            num_failed += 1
+            continue
         try:
-            if isinstance(job, RowError):
-                raise job
             prompt = texts.encode(job, limits)
         except RowError:
             num_failed += 1

@@ -44,24 +44,26 @@ class Session:
         self.drafts = built.drafts
         self._graphs: GraphMode = graphs
         self._show = show
-        self._in_use: Schedule | None = None
+        self._in_use: tuple[Schedule, tuple[int, int] | None] | None = None
 
     @property
     def is_on_device(self) -> bool:
         return isinstance(self.engine, DeviceEngine)
 
-    def use(self, schedule: Schedule) -> None:
-        """Draft so from now on. Where it never drafts, this is plain decoding without a draft network."""
-        if schedule == self._in_use:
+    def use(self, schedule: Schedule, matches: tuple[int, int] | None = None) -> None:
+        """Draft so from now on. Where it never drafts, this is plain decoding without a draft network. `matches`: the
+        shortest and longest of lookups; None: those of the configuration."""
+        if (schedule, matches) == self._in_use:
             return
+        drafts = self.drafts if matches is None else self.drafts.looking_up(*matches)
         drafts_at_all = any(shape is not None for shape in schedule.items)
         if isinstance(self.engine, DeviceEngine):
             plain: ByBatch[Drafter] = ByBatch.always(NoDrafter())
-            drafters = schedule.map(self.drafts.drafter) if drafts_at_all else plain
+            drafters = schedule.map(drafts.drafter) if drafts_at_all else plain
             self.engine.redraft(drafters, self._graphs, self._show)
         else:
-            self.engine.redraft(self.drafts.proposer(schedule) if drafts_at_all else NoProposer())
-        self._in_use = schedule
+            self.engine.redraft(drafts.proposer(schedule) if drafts_at_all else NoProposer())
+        self._in_use = schedule, matches
 
     def use_proposer(self, proposer: Proposer) -> None:
         """As `use`, of the oracle engine."""

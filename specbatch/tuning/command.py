@@ -1,0 +1,311 @@
+"""`specbatch tune`: sample, trace, measure, search, confirm, write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from specbatch.config import Config, ScheduleSection
+from specbatch.config_load import config_to_dict
+from specbatch.engine.build import Built
+from specbatch.engine.resolve import ResolvedRun
+from specbatch.errors import ConfigError
+from specbatch.graphs.runner import ladder
+from specbatch.pipeline.rows import RowParser
+from specbatch.pipeline.sources import open_source
+from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.speculation.tree import DraftShape
+from specbatch.tuning.candidates import Candidate
+from specbatch.tuning.confirm import Drafting, Live, confirm, repeated
+from specbatch.tuning.costs import CostModel, Measurement
+from specbatch.tuning.kept import Kept, kept_folder
+from specbatch.tuning.measure import measure
+from specbatch.tuning.predict import FileProfile, Limits, predict
+from specbatch.tuning.replay import Replayer
+from specbatch.tuning.rows import Sample, sample_rows
+from specbatch.tuning.search import Option, SearchResult, search
+from specbatch.tuning.session import Session
+from specbatch.tuning.space import batch_ladder, neural_space, ngram_space
+from specbatch.tuning.trace import RowTrace, Trace
+
+# Shares of the time that is left when a part begins.
+_TRACE_SHARE, _MEASURE_SHARE = 0.4, 0.4
+_COMPARED = 3  # options that run live, beside plain decoding
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The command line."""
+
+    data: str
+    output: Path
+    rows: int
+    budget_seconds: float
+
+
+@dataclass(frozen=True)
+class Widest:
+    """What drafts are traced and searched up to."""
+
+    depth: int
+    topk: int
+    nodes: int
+    verify_tokens: int  # of a round
+
+    @staticmethod
+    def of(method: str, on_device: bool) -> Widest:
+        if method == "ngram":
+            return Widest(0, 0, 33, 8192 if on_device else 512)
+        return Widest(8, 8, 64, 4096) if on_device else Widest(6, 4, 24, 256)
+
+    def schedule(self, max_batch_size: int) -> tuple[ScheduleSection, ...]:
+        """For the engine to be built with: trees as wide as the number of rows allows."""
+        if not self.depth:
+            return (ScheduleSection(max_batch_size, self.nodes - 1, 1, self.nodes),)
+        full = DraftShape(self.depth, self.topk, 2)
+        nodes = min(self.nodes, full.num_candidates + 1)
+        few = max(1, self.verify_tokens // nodes)
+        wide = ScheduleSection(min(few, max_batch_size), self.depth, self.topk, nodes)
+        if few >= max_batch_size:
+            return (wide,)
+        narrow = max(2, min(nodes, self.verify_tokens // max_batch_size))
+        return wide, ScheduleSection(max_batch_size, self.depth, self.topk, narrow)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """All that was found out."""
+
+    trace: Trace
+    costs: CostModel
+    profile: FileProfile
+    limits: Limits
+    result: SearchResult
+    live: list[Live]  # plain decoding last
+    predicted_live: list[float]  # seconds, of the same runs
+    winner: Option  # plain decoding where nothing beats it
+
+
+class Tuner:
+    """Runs the parts within the budget. What was measured is kept beside the output, for a tuning that was interrupted
+    to go on from."""
+
+    def __init__(
+        self, session: Session, run: ResolvedRun, widest: Widest, sample: Sample, kept: Kept, say: Callable[[str], None]
+    ) -> None:
+        self._session = session
+        self._run = run
+        self._widest = widest
+        self._sample = sample
+        self._kept = kept
+        self._say = say
+
+    def trace(self, seconds: float) -> Trace:
+        """Wave after wave of rows, as many as the batch holds, until the time is up."""
+        began, size = time.perf_counter(), self._run.engine.max_batch_size
+        requests, trace = self._sample.requests, self._kept.trace()
+        rows: list[RowTrace] = [] if trace is None else list(trace.rows)
+        if trace is not None:
+            self._say(f"{len(rows)} rows were traced before")
+        for first in range(len(rows), len(requests), size):
+            wave = self._session.trace(requests[first : first + size], self._widest.topk, self._widest.depth)
+            rows += wave.rows
+            trace = replace(wave, rows=tuple(rows))
+            self._kept.keep_trace(trace)
+            spent = time.perf_counter() - began
+            if len(rows) < len(requests) and spent + spent * size / len(rows) > seconds:
+                self._say(f"traced {len(rows)} of {len(requests)} rows: the next would go past the budget")
+                break
+        assert trace is not None, "a sample has rows"
+        return trace
+
+    def measure(self, context: int, seconds: float) -> list[Measurement]:
+        if (known := self._kept.costs()) is not None:
+            self._say(f"{len(known)} parts of rounds were timed before")
+            return known
+        until = time.perf_counter() + seconds
+        engine, found = self._run.engine, list[Measurement]()
+        sizes = ladder(engine.max_batch_size) if engine.graphs != "none" else batch_ladder(engine.max_batch_size)
+        # Large steps first would be of no use to small ones: every second size, and the largest.
+        batches = sorted({*sizes[::2], sizes[-1]})
+        for m in measure(
+            self._session, batches, context, self._widest.depth, self._widest.topk, engine.prefill_chunk_tokens,
+            lambda: time.perf_counter() > until,
+        ):  # fmt: skip
+            found.append(m)
+        self._kept.keep_costs(found)
+        largest = max(m.batch for m in found if m.kind == "plain")
+        if largest < batches[-1]:
+            self._say(f"timed batches of up to {largest} rows: larger ones are extrapolated")
+        return found
+
+
+def tune_file(
+    options: TuneOptions,
+    config: Config,
+    resolve: Callable[[Config], ResolvedRun],
+    build: Callable[[ResolvedRun, Callable[[str], None]], Built],
+    console: Console,
+) -> Tuned:
+    """Find the schedule for a file. Raises SpecbatchError."""
+    until = time.perf_counter() + options.budget_seconds
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    method = config.speculation.method
+    if method == "none":
+        raise ConfigError(
+            "there is nothing to tune: speculation.method is none", hint="use ngram, which needs no model"
+        )
+    config = with_chat_template_text(config)
+    parser, source = RowParser(config.sampling, config.data), open_source(options.data, config.data)
+    run, widest = _resolve_widest(config, resolve)
+    for note in run.notes:
+        say(note)
+    with console.status("loading the models") as status:
+        built = build(run, lambda doing: status.update(f"loading: {doing}"))
+    session = Session(built, "round" if run.engine.on_device and run.device.type == "cuda" else "none")
+    sample = sample_rows(
+        source, parser, TextProcessor(run.tokenizer, run.config.data), built.engine.limits, options.rows,
+        run.config.engine.seed,
+    )  # fmt: skip
+    say(f"{source.name}: {sample.num_rows:,} completions, {len(sample.requests)} sampled")
+    identity = {"config": config_to_dict(run.config), "data": source.identity, "rows": options.rows}
+    tuner = Tuner(session, run, widest, sample, Kept(kept_folder(options.output), identity), say)
+
+    def left(share: float) -> float:
+        return max(1.0, (until - time.perf_counter()) * share)
+
+    with console.status("tracing: the target writes, the draft guesses"):
+        began = time.perf_counter()
+        trace = tuner.trace(left(_TRACE_SHARE))
+        trace_seconds = time.perf_counter() - began
+    outputs = sum(row.num_output for row in trace.rows)
+    say(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {trace_seconds:.1f} s")
+    context = round(np.mean([row.num_prompt + row.num_output / 2 for row in trace.rows]))
+    with console.status("timing rounds and prompts"):
+        began = time.perf_counter()
+        measurements = tuner.measure(int(context), left(_MEASURE_SHARE))
+        say(f"timed {len(measurements)} parts of rounds in {time.perf_counter() - began:.1f} s")
+    graph_sizes = ladder(run.engine.max_batch_size) if run.engine.on_device else []
+    costs = CostModel.fit(measurements, graph_sizes)
+    began = time.perf_counter()
+    profile = FileProfile.of(trace, sample.max_tokens, np.array(sample.prompt_tokens), sample.num_rows)
+    limits = _limits(run, built, widest)
+    space: list[Candidate] = []
+    if widest.depth:
+        space += neural_space(widest.topk, widest.depth, widest.nodes)
+    else:
+        space += ngram_space(widest.nodes)
+    result = search(Replayer(trace).replay_all(space), costs, profile, limits)
+    say(f"replayed and searched {len(space)} candidates in {time.perf_counter() - began:.1f} s")
+    live, predicted = _confirm(session, result, trace, costs, profile, limits, sample, left(0.9), say)
+    return Tuned(trace, costs, profile, limits, result, live, predicted, _winner(result, live))
+
+
+def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) -> tuple[ResolvedRun, Widest]:
+    """The run with an engine that can be asked for every candidate."""
+    method = config.speculation.method
+    speculation = replace(config.speculation, schedule=None, num_steps=None, topk=1, num_draft_tokens=None)
+    engine = replace(config.engine, prefix_cache=False)
+    first = resolve(replace(config, speculation=speculation, engine=engine))
+    on_device = first.engine.on_device
+    widest = Widest.of(method, on_device)
+    schedule = widest.schedule(first.engine.max_batch_size)
+    engine = replace(engine, cuda_graphs="none") if on_device else engine  # the session captures its own
+    if on_device and engine.kv_cache_tokens is None:  # room for graphs that are captured later
+        engine = replace(engine, memory_fraction=0.85 * first.engine.memory_fraction)
+    return resolve(replace(config, speculation=replace(speculation, schedule=schedule), engine=engine)), widest
+
+
+def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
+    engine, net = run.engine, built.drafts.net
+    kv_tokens = built.engine.num_pages * engine.page_size
+    lead = 0 if net is None else net.lead
+    return Limits(
+        engine.max_batch_size, kv_tokens, engine.prefill_chunk_tokens, engine.page_size, lead, widest.verify_tokens
+    )
+
+
+def _confirm(
+    session: Session,
+    result: SearchResult,
+    trace: Trace,
+    costs: CostModel,
+    profile: FileProfile,
+    limits: Limits,
+    sample: Sample,
+    seconds: float,
+    say: Callable[[str], None],
+) -> tuple[list[Live], list[float]]:
+    """The best options and plain decoding over the traced rows, as often as fill the batch twice, or as many of them as
+    the time allows."""
+    compared: list[Option] = []
+    for option in (result.best, *result.fixed):
+        known = {str(o.schedule) for o in compared}
+        if not option.schedule.is_plain and str(option.schedule) not in known and len(compared) < _COMPARED:
+            compared.append(option)
+    compared.append(result.plain)
+    rows = sample.requests[: len(trace.rows)]
+    count = min(profile.num_rows, max(len(rows), 2 * limits.max_running))
+    replayer = Replayer(trace)
+    candidates = {c for o in compared for c in o.schedule.candidates if c is not None}
+    replays = {c: replayer.replay(c) for c in candidates}
+    prompts = np.array([row.num_prompt for row in trace.rows])
+
+    def predicted(option: Option, count: int) -> float:
+        small = replace(profile, num_rows=count, prompt_tokens=prompts)
+        return predict(small, limits, costs, replays, option.schedule).seconds
+
+    # Two turns should fit.
+    while count > 8 and 2 * sum(predicted(option, count) for option in compared) > seconds:
+        count = max(8, count * 2 // 3)
+    requests = repeated(rows, count)
+    until = time.perf_counter() + seconds
+    began = time.perf_counter()
+    live = confirm(
+        session,
+        [Drafting.of(option.schedule) for option in compared],
+        requests,
+        lambda turns: time.perf_counter() + (time.perf_counter() - began) / turns > until,
+    )
+    say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
+    return live, [predicted(option, count) for option in compared]
+
+
+def _winner(result: SearchResult, live: list[Live]) -> Option:
+    """The fastest live, if it beats plain decoding outside the noise; else plain decoding."""
+    options = {Drafting.of(o.schedule): o for o in (result.best, *result.fixed, result.plain)}
+    plain = live[-1]
+    for one in sorted(live[:-1], key=lambda one: -one.tokens_per_second):
+        _, low, _ = one.speedup(plain)
+        if low > 1.0:
+            return options[one.option]
+    return result.plain
+
+
+def tuned_config(config: Config, winner: Option) -> dict[str, Any]:
+    """The `speculation` section's options that say what the winner drafts."""
+    drafting = Drafting.of(winner.schedule)
+    if winner.schedule.is_plain:
+        return {"method": "none"}
+    entries = []
+    for bound, shape in zip(drafting.schedule.bounds, drafting.schedule.items, strict=True):
+        if shape is None:
+            entries.append({"max_batch": bound, "num_steps": 0})
+        else:
+            values = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens}
+            entries.append({"max_batch": bound, **values})
+    section: dict[str, Any] = {"method": config.speculation.method}
+    if drafting.matches is not None:
+        section["ngram"] = {"min_match": drafting.matches[0], "max_match": drafting.matches[1]}
+    if len(entries) == 1:
+        return section | {key: value for key, value in entries[0].items() if key != "max_batch"}
+    return section | {"schedule": entries}
