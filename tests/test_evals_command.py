@@ -19,6 +19,7 @@ from specbatch.config import Config, EngineSection, SpeculationSection
 from specbatch.config_load import load_config
 from specbatch.errors import SpecbatchError
 from specbatch.evals.command import EvalOptions, evaluate
+from specbatch.evals.sandbox import Verdict
 from specbatch.pipeline.command import Runtime
 from specbatch.types import (
     BatchEngine,
@@ -224,6 +225,16 @@ def test_programs_run_only_where_that_is_allowed(run: Eval) -> None:
     assert set(task["programs_kept_from"]) == {"network", "processes", "files"}
     assert run.samples()[2]["filters"]["run"] == {"value": "0", "correct": False, "detail": "AssertionError"}
     assert run.samples()[3]["filters"]["run"]["correct"] is False
+
+
+def test_weaker_isolation_is_said(run: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
+    weak = {"network": "sockets of Python disabled", "processes": "shared", "files": "writable"}
+    verdict = Verdict(True, "", weak)
+    monkeypatch.setattr("specbatch.evals.score.run_programs", lambda programs, *_: [verdict] * len(programs))
+    run.texts = {row["q"]: row["a"] for row in ROWS}
+    assert run(task_files=(write_task(run.folder, {**EXACT, **PROGRAMS}),), allow_code_execution=True) == 0
+    assert run.results()["tasks"]["mine"]["programs_kept_from"] == weak
+    assert "by Python's means alone" in run.log
 
 
 def test_nothing_is_scored_for_speed(run: Eval) -> None:

@@ -119,6 +119,7 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
     for line in comparison_lines(report):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"output: {folder / 'results.json'}, {folder / 'samples.jsonl'}", markup=False, soft_wrap=True)
+    _say_isolation(report, console)
     return _verdict(report, console)
 
 
@@ -261,6 +262,18 @@ def _say_unused_sampling(config: Config, overrides: Sequence[str], console: Cons
             markup=False,
             soft_wrap=True,
         )
+
+
+def _say_isolation(report: Mapping[str, Any], console: Console) -> None:
+    """Where the kernel gave generated programs no world of their own, the user should know."""
+    for name, task in report["tasks"].items():
+        kept = task.get("programs_kept_from")
+        if kept is not None and "namespace" not in (kept.get("network"), kept.get("processes")):
+            console.print(
+                f"{name}: without user namespaces, programs were kept from network and files by Python's means alone",
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def _progress(console: Console) -> Callable[[int, int], None]:
