@@ -119,10 +119,10 @@ def search(
     plain = option(Schedule.always(None, ladder[-1]))
     # Where the tokens are made depends a little on how fast, so: with the best of each size.
     reference = option(table.best_of_each_size()).prediction.tokens_by_batch
-    weights_B = _weights(reference, ladder)
+    weights_B, typical_B = _weights(reference, ladder)
     schedules: list[tuple[float, Schedule]] = []
     singles: list[tuple[float, Schedule]] = []
-    for group in table.groups():
+    for group in _Table.of(kept, costs, limits, ladder, typical_B).groups():
         total, chosen_B = _choose(group.cost_CB * weights_B, max_shapes)
         schedules.append((total, group.schedule(chosen_B)))
         totals_C = (group.cost_CB[:-1] * weights_B).sum(axis=1).tolist()
@@ -189,20 +189,29 @@ class _Table:
     follow_B: Floats  # milliseconds that following with the draft network adds to a plain round
 
     @staticmethod
-    def of(replays: Sequence[Replay], costs: CostModel, limits: Limits, ladder: Sequence[int]) -> _Table:
+    def of(
+        replays: Sequence[Replay],
+        costs: CostModel,
+        limits: Limits,
+        ladder: Sequence[int],
+        typical_B: Sequence[int] | None = None,
+    ) -> _Table:
+        """`typical_B`: the sizes to take the costs of; None: those of the ladder, for which it must be legal anyway."""
         candidates = (*(replay.candidate for replay in replays), None)
-        most = limits.max_verify_tokens
+        most, sizes = limits.max_verify_tokens, list(zip(ladder, typical_B or ladder, strict=True))
         round_CB = np.array(
             [
                 [
-                    np.inf if most is not None and c is not None and b * num_nodes(c) > most else costs.round_ms(b, c)
-                    for b in ladder
+                    np.inf
+                    if most is not None and c is not None and b * num_nodes(c) > most
+                    else costs.round_ms(typical, c)
+                    for b, typical in sizes
                 ]
                 for c in candidates
             ]
         )
         neural = any(isinstance(c, DraftShape) for c in candidates)
-        follow_B = [costs.plain_ms(b, followed=neural) - costs.plain_ms(b) for b in ladder]
+        follow_B = [costs.plain_ms(b, followed=neural) - costs.plain_ms(b) for _, b in sizes]
         tokens_C = np.array([*(replay.tokens_per_round for replay in replays), 1.0])
         return _Table(candidates, tuple(ladder), round_CB, tokens_C, np.array(follow_B))
 
@@ -226,7 +235,7 @@ class _Table:
             rows.append(len(self.candidates) - 1)
             cost_CB = self.round_CB[rows] / self.tokens_C[rows, None]
             cost_CB[-1] += self.follow_B
-            groups.append(_Group(tuple(self.candidates[i] for i in rows), self.ladder, cost_CB / np.array(self.ladder)))
+            groups.append(_Group(tuple(self.candidates[i] for i in rows), self.ladder, cost_CB))
         return groups
 
 
@@ -234,19 +243,23 @@ class _Table:
 class _Group:
     candidates: tuple[Candidate | None, ...]
     ladder: tuple[int, ...]
-    cost_CB: Floats  # milliseconds of a token
+    cost_CB: Floats  # milliseconds for a token of each row
 
     def schedule(self, chosen_B: NDArray[np.intp]) -> Schedule:
         entries = zip(self.ladder, chosen_B.tolist(), strict=True)
         return Schedule(tuple(ScheduleEntry(batch, self.candidates[c]) for batch, c in entries)).merged()
 
 
-def _weights(tokens_by_batch: Floats, ladder: Sequence[int]) -> Floats:
-    """(B,) share of the tokens that is made at each size of the ladder, up from the one below it. A size that none are
-    made at counts a little, so that there too the best of the chosen shapes is taken."""
-    places = np.searchsorted(np.array(ladder), np.arange(len(tokens_by_batch)))
-    totals = np.bincount(np.minimum(places, len(ladder) - 1), weights=tokens_by_batch, minlength=len(ladder))
-    return np.maximum(totals / max(totals.sum(), 1e-300), 1e-9)
+def _weights(tokens_by_batch: Floats, ladder: Sequence[int]) -> tuple[Floats, list[int]]:
+    """Of each size of the ladder, which stands for those up from the one below it: tokens that each row makes there,
+    and the size at which they are made on average. A size that nothing is made at counts a little, so that there too
+    the best of the chosen shapes is taken."""
+    batches = np.arange(len(tokens_by_batch))
+    places = np.minimum(np.searchsorted(np.array(ladder), batches), len(ladder) - 1)
+    totals_B = np.bincount(places, weights=tokens_by_batch, minlength=len(ladder))
+    each_B = np.bincount(places, weights=tokens_by_batch / np.maximum(batches, 1), minlength=len(ladder))
+    typical = np.where(each_B > 0, totals_B / np.maximum(each_B, 1e-300), ladder)
+    return np.maximum(each_B, 1e-9 * each_B.sum() + 1e-300), [round(batch) for batch in typical.tolist()]
 
 
 def _least(schedules: list[tuple[float, Schedule]], count: int) -> list[Schedule]:
