@@ -17,7 +17,7 @@ from specbatch.tuning.predict import FileProfile, Limits, Prediction, predict
 from specbatch.tuning.replay import Replay, Replayer
 from specbatch.tuning.schedule import Schedule, ScheduleEntry
 from specbatch.types import SamplingParams
-from tests.models import random_prompts, run, tiny_engine
+from tests.models import random_prompts, run, tiny_device_engine, tiny_engine
 from tests.tracing import trace_rows
 
 CHAIN, TREE = DraftShape(2, 1, 3), DraftShape(3, 2, 8)
@@ -67,6 +67,7 @@ def round_by_round(
     waiting, running = list(range(profile.num_rows)), list[int]()
     prefill = decode = at_last = 0.0
     rounds = preemptions = 0
+    idle: dict[int, int] = {}
 
     def pages(row: int) -> int:
         return math.ceil((prompts[row] + max(made[row] - 1, 0.0) + ahead) / limits.page_size)
@@ -81,12 +82,13 @@ def round_by_round(
             running.append(waiting.pop(0))
             tokens += prompts[row] + max(made[row] - 1, 0.0)
             made[row], admitted = max(made[row], 1.0), admitted + 1
+            idle.setdefault(row, limits.rounds_behind)
         if admitted:
             left = round(tokens)
             while left:
                 chunk = min(left, limits.prefill_chunk)
                 prefill, left = prefill + model.prefill_ms(chunk), left - chunk
-            running = [row for row in running if made[row] < ends[row]]
+            running = [row for row in running if made[row] < ends[row] or idle[row]]
             at_last = decode
             continue
         while len(running) > 1 and sum(map(pages, running)) > capacity:
@@ -98,8 +100,11 @@ def round_by_round(
         rounds += 1
         for row in running:
             rate = 1.0 if candidate is None else float(replays[candidate].rates()[order[row]])
-            made[row] += rate
-        running = [row for row in running if made[row] < ends[row] - 1e-9]
+            if made[row] < ends[row] - 1e-9:
+                made[row] = min(made[row] + rate, ends[row])
+            else:
+                idle[row] -= 1
+        running = [row for row in running if made[row] < ends[row] - 1e-9 or idle[row]]
     return prefill, at_last, decode - at_last, rounds, preemptions
 
 
@@ -109,10 +114,11 @@ def round_by_round(
     [
         ROOMY,
         replace(ROOMY, max_running=1),
+        replace(ROOMY, rounds_behind=1),
         replace(ROOMY, kv_tokens=320, page_size=4),
-        replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, lead=1),
+        replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, lead=1, rounds_behind=2),
     ],
-    ids=["roomy", "one", "tight", "tighter"],
+    ids=["roomy", "one", "behind", "tight", "tighter"],
 )
 def test_events_equal_round_by_round(limits: Limits, schedule: Schedule) -> None:
     profile, replays = profile_of(70)
@@ -178,17 +184,21 @@ def test_rows_that_cannot_run() -> None:
         replace(profile, num_rows=0)
 
 
-def test_rounds_of_a_real_run() -> None:
-    """The engine's own count of rounds, for rows that are the traced ones. A row's rate is its mean, so a schedule that
-    changes under way, and rows that end beside each other, may be a round off here and there."""
+@pytest.mark.parametrize("on_device", [False, True], ids=["oracle", "device"])
+def test_rounds_of_a_real_run(on_device: bool) -> None:
+    """The engine's own count of rounds, for rows that are the traced ones. The device engine notices a round late that
+    a row has ended."""
     prompts, params = random_prompts(14, seed=2), SamplingParams(max_tokens=24)
     shape = DraftShape(3, 1, 4)
     trace = trace_rows("draft_model", prompts, params, 1, 3, eos=(13, 52))
     replays: dict[Candidate, Replay] = {shape: Replayer(trace).replay(shape)}
-    engine = tiny_engine("draft_model", shape, num_pages=256, max_batch_size=4, eos=(13, 52), prefix_cache=False)
+    make = tiny_device_engine if on_device else tiny_engine
+    engine = make("draft_model", shape, num_pages=256, max_batch_size=4, eos=(13, 52), prefix_cache=False)
     run(engine, prompts, params)
     profile = replace(FileProfile.of(trace, params.max_tokens), in_order=True)
-    limits = Limits(max_running=4, kv_tokens=1024, prefill_chunk=32, page_size=4, lead=1)
+    limits = Limits(
+        max_running=4, kv_tokens=1024, prefill_chunk=32, page_size=4, lead=1, rounds_behind=1 if on_device else 0
+    )
     found: Prediction = predict(profile, limits, costs(), replays, Schedule.always(shape))
     assert found.output_tokens == engine.stats.generated_tokens
-    assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.05)
+    assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.03)

@@ -72,6 +72,7 @@ class Limits:
     page_size: int = 1  # slots
     lead: int = 0  # 1 for a draft model, which has a slot of its own for the root
     max_verify_tokens: int | None = None  # rows x nodes of a round; None: no limit
+    rounds_behind: int = 0  # for which a row that has ended keeps its place: 1 where the host reads a round late
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +172,7 @@ class Simulation:
         self._pages = (limits.kv_tokens - profile.shared_prefix) // limits.page_size
         self._waiting = deque(range(self._count))
         self._made_N = np.zeros(self._count)  # tokens generated
+        self._idle_N = np.full(self._count, limits.rounds_behind)  # rounds that a row stays for when it has ended
         self._running_B = np.zeros(0, dtype=np.int64)  # in order of admission
         self._prefill = self._decode = self._rounds = self._tokens = 0.0
         self._preemptions = 0
@@ -215,7 +217,8 @@ class Simulation:
         added = np.array(new)
         self._tokens += float((self._made_N[added] == 0).sum())
         self._made_N[added] = np.maximum(self._made_N[added], 1.0)
-        self._running_B = np.concatenate((self._running_B, added[self._made_N[added] < self._output_N[added]]))
+        self._running_B = np.concatenate((self._running_B, added))
+        self._leave()
         self._marks.append(
             _Mark(
                 self._admitted, self._prefill, self._decode, self._rounds, self._tokens, self._preemptions,
@@ -248,18 +251,26 @@ class Simulation:
         rates_B = self._rates_of[self._schedule.at(batch)][self._kind_N[rows_B]]
         left_B = self._output_N[rows_B] - self._made_N[rows_B]
         # A row's own number of rounds, but for rounding, when it is replayed with one shape from end to end.
-        rounds = max(1, int(np.ceil(left_B / rates_B - 1e-9).min()))
+        wanted_B = np.ceil(left_B / rates_B - 1e-9).astype(np.int64)
+        rounds = int((wanted_B + self._idle_N[rows_B]).min())
         free = self._pages - (self._lengths(rows_B) / self._limits.page_size + 1).sum()
         if rounds > 1:
             rounds = max(1, min(rounds, int(free * self._limits.page_size / rates_B.sum())))
         made_B = np.minimum(left_B, rounds * rates_B)
         self._made_N[rows_B] += made_B
+        self._idle_N[rows_B] -= np.maximum(rounds - wanted_B, 0)
         made = float(made_B.sum())
         self._tokens += made
         self._tokens_by_batch[batch] += made
         self._rounds += rounds
         self._decode += rounds * self._ms(batch)
-        self._running_B = rows_B[left_B - made_B > 1e-9]
+        self._leave()
+
+    def _leave(self) -> None:
+        """Rows that have ended, and are known to have, make room."""
+        rows_B = self._running_B
+        stays_B = (self._output_N[rows_B] - self._made_N[rows_B] > 1e-9) | (self._idle_N[rows_B] > 0)
+        self._running_B = rows_B[stays_B]
 
     def _ms(self, batch: int) -> float:
         if batch not in self._round_ms:
