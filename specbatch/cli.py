@@ -167,6 +167,43 @@ def evaluate(
         raise typer.Exit(evaluate_tasks(options, settings, runtime, console, began=began))
 
 
+@app.command()
+def tune(
+    data: Annotated[
+        str | None, typer.Argument(help="As for generate; without it, packaged examples stand in for your rows.")
+    ] = None,
+    config: ConfigOption = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The configuration to write.")] = Path("tuned.yaml"),
+    rows: Annotated[int, typer.Option(min=4, help="Rows to trace.")] = 64,
+    budget: Annotated[str, typer.Option(help="Time to take: 90s, 5m, 1h.")] = "5m",
+    set_: SetOption = None,
+) -> None:
+    """Find num_steps, topk and num_draft_tokens for your own rows, by the number of running rows."""
+    with _user_errors() as console:
+        from specbatch.config_load import load_config
+        from specbatch.tuning.options import TuneOptions, example_rows, seconds_of
+
+        settings = load_config(config, set_ or [])
+        _quiet_libraries()
+        options = TuneOptions(data or example_rows(console), output, rows, seconds_of(budget))
+        options.check()
+
+        from specbatch.engine.build import build
+        from specbatch.engine.resolve import resolve
+        from specbatch.pipeline.stats import commit, device_name, versions
+        from specbatch.tuning.command import tune_file
+        from specbatch.tuning.output import write_tuned
+
+        def resolve_showing(settings: Config) -> ResolvedRun:
+            with _download_bar(console) as show:
+                return resolve(settings, progress=show)
+
+        tuned, run = tune_file(options, settings, resolve_showing, build, console)
+        made_by = {"data": options.data, "rows": rows, "budget": budget, "models": run.description}
+        made_by |= {"versions": versions(), "commit": commit(), "device": device_name(run.config.engine.device)}
+        write_tuned(tuned, settings, output, made_by, console)
+
+
 @app.command("config")
 def show_config(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Print the configuration with every `auto` decided; the reasons go to stderr."""

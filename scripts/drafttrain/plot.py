@@ -13,7 +13,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path, title: str, say: Callabl
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        say(f"no {path.name}: matplotlib is not installed (pip install 'specbatch[train]')")
+        say(f"no {path.name}: matplotlib is not installed (pip install 'specbatch[plots]')")
         return False
     trained = [r for r in records if "loss" in r]
     validated = [r for r in records if "validation" in r]

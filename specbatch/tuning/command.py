@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from specbatch.config import Config, ScheduleSection
@@ -22,31 +21,22 @@ from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate
-from specbatch.tuning.confirm import Drafting, Live, confirm, repeated
+from specbatch.tuning.confirm import Live, confirm, repeated
 from specbatch.tuning.costs import CostModel, Measurement
 from specbatch.tuning.kept import Kept, kept_folder
 from specbatch.tuning.measure import measure
+from specbatch.tuning.options import TuneOptions
 from specbatch.tuning.predict import FileProfile, Limits, predict
-from specbatch.tuning.replay import Replayer
+from specbatch.tuning.replay import Replay, Replayer
 from specbatch.tuning.rows import Sample, sample_rows
 from specbatch.tuning.search import Option, SearchResult, search
 from specbatch.tuning.session import Session
-from specbatch.tuning.space import batch_ladder, neural_space, ngram_space
+from specbatch.tuning.space import neural_space, ngram_space
 from specbatch.tuning.trace import RowTrace, Trace
 
 # Shares of the time that is left when a part begins.
 _TRACE_SHARE, _MEASURE_SHARE = 0.4, 0.4
 _COMPARED = 3  # options that run live, beside plain decoding
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """The command line."""
-
-    data: str
-    output: Path
-    rows: int
-    budget_seconds: float
 
 
 @dataclass(frozen=True)
@@ -90,6 +80,8 @@ class Tuned:
     live: list[Live]  # plain decoding last
     predicted_live: list[float]  # seconds, of the same runs
     winner: Option  # plain decoding where nothing beats it
+    replays: list[Replay]
+    rank_shares: NDArray[np.float64] | None  # see `Replayer.rank_shares`
 
 
 class Tuner:
@@ -131,18 +123,17 @@ class Tuner:
             return known
         until = time.perf_counter() + seconds
         engine, found = self._run.engine, list[Measurement]()
-        sizes = ladder(engine.max_batch_size) if engine.graphs != "none" else batch_ladder(engine.max_batch_size)
-        # Large steps first would be of no use to small ones: every second size, and the largest.
-        batches = sorted({*sizes[::2], sizes[-1]})
+        largest = engine.max_batch_size
+        batches = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < largest] + [largest]
         for m in measure(
             self._session, batches, context, self._widest.depth, self._widest.topk, engine.prefill_chunk_tokens,
-            lambda: time.perf_counter() > until,
+            self._widest.verify_tokens, lambda: time.perf_counter() > until,
         ):  # fmt: skip
             found.append(m)
         self._kept.keep_costs(found)
-        largest = max(m.batch for m in found if m.kind == "plain")
-        if largest < batches[-1]:
-            self._say(f"timed batches of up to {largest} rows: larger ones are extrapolated")
+        timed = max(m.batch for m in found if m.kind == "plain")
+        if timed < largest:
+            self._say(f"timed batches of up to {timed} rows: larger ones are extrapolated")
         return found
 
 
@@ -152,8 +143,8 @@ def tune_file(
     resolve: Callable[[Config], ResolvedRun],
     build: Callable[[ResolvedRun, Callable[[str], None]], Built],
     console: Console,
-) -> Tuned:
-    """Find the schedule for a file. Raises SpecbatchError."""
+) -> tuple[Tuned, ResolvedRun]:
+    """Find the schedule for a file; also the run that it was measured with. Raises SpecbatchError."""
     until = time.perf_counter() + options.budget_seconds
 
     def say(line: str) -> None:
@@ -204,10 +195,16 @@ def tune_file(
         space += neural_space(widest.topk, widest.depth, widest.nodes)
     else:
         space += ngram_space(widest.nodes)
-    result = search(Replayer(trace).replay_all(space), costs, profile, limits)
+    replayer = Replayer(trace)
+    replays = replayer.replay_all(space)
+    result = search(replays, costs, profile, limits)
     say(f"replayed and searched {len(space)} candidates in {time.perf_counter() - began:.1f} s")
-    live, predicted = _confirm(session, result, trace, costs, profile, limits, sample, left(0.9), say)
-    return Tuned(trace, costs, profile, limits, result, live, predicted, _winner(result, live))
+    live, predicted = _confirm(
+        session, result, trace, {r.candidate: r for r in replays}, costs, profile, limits, sample, left(0.9), say
+    )
+    winner = _winner(result, live)
+    tuned = Tuned(trace, costs, profile, limits, result, live, predicted, winner, replays, replayer.rank_shares())
+    return tuned, run
 
 
 def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) -> tuple[ResolvedRun, Widest]:
@@ -238,6 +235,7 @@ def _confirm(
     session: Session,
     result: SearchResult,
     trace: Trace,
+    replays: Mapping[Candidate, Replay],
     costs: CostModel,
     profile: FileProfile,
     limits: Limits,
@@ -255,26 +253,25 @@ def _confirm(
     compared.append(result.plain)
     rows = sample.requests[: len(trace.rows)]
     count = min(profile.num_rows, max(len(rows), 2 * limits.max_running))
-    replayer = Replayer(trace)
-    candidates = {c for o in compared for c in o.schedule.candidates if c is not None}
-    replays = {c: replayer.replay(c) for c in candidates}
-    prompts = np.array([row.num_prompt for row in trace.rows])
 
     def predicted(option: Option, count: int) -> float:
-        small = replace(profile, num_rows=count, prompt_tokens=prompts)
-        return predict(small, limits, costs, replays, option.schedule).seconds
+        part = replace(trace, rows=trace.rows[:count])
+        own = {c: replays[c].first_rows(count) for c in option.schedule.candidates if c is not None}
+        small = FileProfile.of(part, profile.max_tokens, num_rows=count)
+        return predict(small, limits, costs, own, option.schedule).seconds
 
     # Two turns should fit.
-    while count > 8 and 2 * sum(predicted(option, count) for option in compared) > seconds:
+    while count > 8 and 2.5 * sum(predicted(option, count) for option in compared) > seconds:
         count = max(8, count * 2 // 3)
     requests = repeated(rows, count)
     until = time.perf_counter() + seconds
     began = time.perf_counter()
     live = confirm(
         session,
-        [Drafting.of(option.schedule) for option in compared],
+        [option.schedule for option in compared],
         requests,
-        lambda turns: time.perf_counter() + (time.perf_counter() - began) / turns > until,
+        # One turn says nothing of the noise.
+        lambda turns: turns > 1 and time.perf_counter() + (time.perf_counter() - began) / turns > until,
     )
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
     return live, [predicted(option, count) for option in compared]
@@ -282,30 +279,10 @@ def _confirm(
 
 def _winner(result: SearchResult, live: list[Live]) -> Option:
     """The fastest live, if it beats plain decoding outside the noise; else plain decoding."""
-    options = {Drafting.of(o.schedule): o for o in (result.best, *result.fixed, result.plain)}
+    options = {o.schedule: o for o in (result.best, *result.fixed, result.plain)}
     plain = live[-1]
     for one in sorted(live[:-1], key=lambda one: -one.tokens_per_second):
         _, low, _ = one.speedup(plain)
         if low > 1.0:
-            return options[one.option]
+            return options[one.chosen]
     return result.plain
-
-
-def tuned_config(config: Config, winner: Option) -> dict[str, Any]:
-    """The `speculation` section's options that say what the winner drafts."""
-    drafting = Drafting.of(winner.schedule)
-    if winner.schedule.is_plain:
-        return {"method": "none"}
-    entries = []
-    for bound, shape in zip(drafting.schedule.bounds, drafting.schedule.items, strict=True):
-        if shape is None:
-            entries.append({"max_batch": bound, "num_steps": 0})
-        else:
-            values = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens}
-            entries.append({"max_batch": bound, **values})
-    section: dict[str, Any] = {"method": config.speculation.method}
-    if drafting.matches is not None:
-        section["ngram"] = {"min_match": drafting.matches[0], "max_match": drafting.matches[1]}
-    if len(entries) == 1:
-        return section | {key: value for key, value in entries[0].items() if key != "max_batch"}
-    return section | {"schedule": entries}

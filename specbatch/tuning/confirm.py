@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from specbatch.speculation.schedule import ByBatch, Schedule
 from specbatch.speculation.tree import DraftShape
-from specbatch.tuning.candidates import Candidate, NgramShape
+from specbatch.tuning.candidates import Candidate, NgramShape, label
 from specbatch.tuning.schedule import Schedule as Chosen
 from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request
@@ -18,21 +18,12 @@ from specbatch.types import NoiseKey, Request
 _T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83}
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """What an engine is told to do."""
-
-    schedule: Schedule
-    matches: tuple[int, int] | None  # of lookups: shortest and longest
-
-    @staticmethod
-    def of(chosen: Chosen) -> Drafting:
-        matches = next(
-            ((c.min_match, c.max_match) for c in chosen.candidates if isinstance(c, NgramShape)),
-            None,
-        )
-        bounds = tuple(entry.max_batch for entry in chosen.entries)
-        return Drafting(ByBatch(bounds, tuple(_shape(entry.candidate) for entry in chosen.entries)), matches)
+def _told(chosen: Chosen) -> tuple[Schedule, tuple[int, int] | None]:
+    """As an engine is told: shapes by the number of rows, and of lookups the shortest and longest match."""
+    lookups = [c for c in chosen.candidates if isinstance(c, NgramShape)]
+    matches = (lookups[0].min_match, lookups[0].max_match) if lookups else None
+    bounds = tuple(entry.max_batch for entry in chosen.entries)
+    return ByBatch(bounds, tuple(_shape(entry.candidate) for entry in chosen.entries)), matches
 
 
 def _shape(candidate: Candidate | None) -> DraftShape | None:
@@ -45,10 +36,15 @@ def _shape(candidate: Candidate | None) -> DraftShape | None:
 class Live:
     """An option's runs over the same rows, one in each turn."""
 
-    option: Drafting
+    chosen: Chosen
     seconds: tuple[float, ...]
     tokens_per_round: float
     num_tokens: int
+
+    @property
+    def name(self) -> str:
+        entries = self.chosen.entries
+        return label(entries[0].candidate) if len(entries) == 1 else str(self.chosen)
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,7 +71,7 @@ def repeated(requests: Sequence[Request], count: int) -> list[Request]:
 
 def confirm(
     session: Session,
-    options: Sequence[Drafting],
+    options: Sequence[Chosen],
     requests: Sequence[Request],
     out_of_time: Callable[[int], bool],
     most_turns: int = 5,
@@ -88,7 +84,7 @@ def confirm(
     for turn in range(most_turns):
         order = range(len(options)) if turn % 2 == 0 else reversed(range(len(options)))
         for i in order:
-            session.use(options[i].schedule, options[i].matches)
+            session.use(*_told(options[i]))
             if turn == 0:
                 session.run(requests[:2])  # what is compiled or touched first
             finished = session.run(requests)

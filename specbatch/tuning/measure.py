@@ -26,9 +26,8 @@ from specbatch.tuning.costs import Measurement
 from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request, SamplingParams
 
-# Nodes of a batch that are timed at most: logits of more would not fit beside a full cache.
-_MOST_NODES = 8192
 _ROUNDS = 3  # of the oracle engine, for each shape; after one to warm up
+_SHORT_SECONDS = 0.5  # what is shorter is timed once more
 _NGRAM_NODES = (2, 3, 5, 9, 17, 33)
 
 
@@ -50,19 +49,21 @@ def measure(
     depth: int,
     topk: int,
     chunk_tokens: int,
+    most_nodes: int,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> Iterator[Measurement]:
     """Prompts first, then batch after batch, so that what is there when the time is up is complete for smaller ones.
-    `context`: tokens of the timed rows. Without a draft network, widths are those of lookups."""
+    `context`: tokens of the timed rows; `most_nodes`: of all rows together. Without a draft network, widths are those
+    of lookups."""
     yield from _prompts(session, chunk_tokens)
     if session.drafts.net is None:
         shapes = [DraftShape(n - 1, 1, n) for n in _NGRAM_NODES if n <= session.engine.num_lookahead]
     else:
         shapes = probes(depth, topk)
     for batch in batches:
-        if out_of_time():
+        if batch != batches[0] and out_of_time():
             return
-        fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= _MOST_NODES]
+        fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= most_nodes]
         if isinstance(session.engine, DeviceEngine):
             yield from _on_device(session, session.engine, batch, context, fitting)
         else:
@@ -82,8 +83,8 @@ def _prompts(session: Session, chunk_tokens: int) -> Iterator[Measurement]:
     session.use(ByBatch.always(DraftShape(1, 1, 2)))
     longest = min(chunk_tokens, session.engine.limits.max_prompt_tokens - 1)
     for tokens in sorted({min(longest, size) for size in (16, 128, 512, 2048, chunk_tokens)}):
-        times = []
-        for _ in range(3):
+        times = [session.run(_requests(session, 1, tokens, 1)).seconds]
+        for _ in range(2 if times[0] < _SHORT_SECONDS else 1):
             times.append(session.run(_requests(session, 1, tokens, 1)).seconds)
         yield Measurement("prefill", 1, tokens, 1e3 * min(times))
 

@@ -119,7 +119,7 @@ def _figure(width: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise TuningError("plots need matplotlib, which is not installed", hint="pip install matplotlib") from error
+        raise TuningError("matplotlib is not installed", hint="pip install 'specbatch[plots]'") from error
     figure = Figure(figsize=(width, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

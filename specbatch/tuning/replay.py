@@ -16,7 +16,7 @@ Shape suffixes: R rows, P positions of all rows, S draft steps, Q candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,15 @@ class Replay:
     def unknown_share(self) -> float:
         """Of the rounds."""
         return self.num_unknown / self.rounds
+
+    def first_rows(self, count: int) -> Replay:
+        """Of the first rows alone."""
+        return replace(
+            self,
+            rounds_R=self.rounds_R[:count],
+            tokens_R=self.tokens_R[:count],
+            unknown_R=self.unknown_R[:count],
+        )
 
     def rates(self) -> NDArray[np.float64]:
         """(R,) each row's own tokens per round; that of all for a row without rounds."""

@@ -102,7 +102,7 @@ class Session:
                 own = (drafted.chain_BS[b], drafted.tokens_BC[b], drafted.scores_BC[b], drafted.parents_BC[b])
                 records[streams[int(stream)]].rounds[int(root)] = own
 
-        wide = DraftShape(depth, topk, 1 + topk + (depth - 1) * topk**2)
+        wide = DraftShape(depth, topk, 2 if topk > 1 else depth + 1)  # no tree is verified: of any size
         self._in_use = None
         if isinstance(self.engine, DeviceEngine):
             drafter = TracingDrafter(self.drafts.neural_drafter(wide), record)

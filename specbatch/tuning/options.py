@@ -1,0 +1,49 @@
+"""The command line of `specbatch tune`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from rich.console import Console
+
+from specbatch.errors import InputError
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+EXAMPLES = "examples.jsonl"
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    data: str
+    output: Path
+    rows: int
+    budget_seconds: float
+
+    def check(self) -> None:
+        """Raises InputError for an output that cannot be written."""
+        if self.output.is_dir():
+            raise InputError(f"the output {self.output} is a folder", "-o PATH names a file")
+        if not self.output.parent.is_dir():
+            raise InputError(
+                f"the folder of the output, {self.output.parent}, does not exist", "make it, or use -o PATH"
+            )
+        if self.output.suffix not in (".yaml", ".yml"):
+            raise InputError(f"the output {self.output} is no .yaml file", "it is a configuration: -o tuned.yaml")
+
+
+def seconds_of(text: str) -> float:
+    """90s, 5m, 1h -> seconds. Raises InputError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match.group(2) not in _UNITS or float(match.group(1)) == 0:
+        raise InputError(f"--budget {text}: not a time", "for example 90s, 5m or 1h")
+    return float(match.group(1)) * _UNITS[match.group(2)]
+
+
+def example_rows(console: Console) -> str:
+    """The packaged rows, for who has none at hand; says so."""
+    path = str(resources.files("specbatch.tuning").joinpath(EXAMPLES))
+    console.print("no data given: tuning on packaged examples; your own rows may want other drafts", markup=False)
+    return path

@@ -1,0 +1,98 @@
+"""Writes what tuning found: a configuration to run with, a report, tables and plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specbatch.config import Config
+from specbatch.config_load import config_to_dict
+from specbatch.tuning.command import Tuned
+from specbatch.tuning.errors import TuningError
+from specbatch.tuning.plots import plot_acceptance, plot_comparisons, plot_throughput
+from specbatch.tuning.report import (
+    Comparison,
+    choices_table,
+    comparisons_table,
+    costs_table,
+    evidence,
+    json_report,
+    jsonable,
+    options_table,
+    tuned_yaml,
+)
+
+_PLOTTED = 5  # candidates in the plot over batch sizes
+
+
+def write_tuned(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
+    """`config` as the user gave it. The report and the plots lie beside the output."""
+    comparisons = live_comparisons(tuned)
+    for table in (costs_table(tuned.costs), choices_table(tuned.result), options_table(tuned.result)):
+        console.print(table)
+    console.print(comparisons_table(comparisons))
+    header, comments = evidence(tuned.result)
+    schedule = tuned.winner.schedule
+    if schedule != tuned.result.best.schedule:  # the comments are of the predicted best
+        comments = []
+    says = _verdict(tuned)
+    lines = ["Written by `specbatch tune`.", says, *_live_lines(tuned), *header]
+    text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
+    output.write_text(text, encoding="utf-8")
+    report = json_report(tuned.result, tuned.costs, tuned.replays, comparisons)
+    report |= {"verdict": says, "winner": str(schedule), "made_by": made_by}
+    names = ("seconds", "num_tokens", "tokens_per_round")
+    report["live_runs"] = jsonable([{"what": o.name} | {n: getattr(o, n) for n in names} for o in tuned.live])
+    beside = output.with_suffix(".report.json")
+    beside.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    written = [output, beside, *_plots(tuned, comparisons, output, console)]
+    console.print(f"[bold]{says}[/]")
+    console.print(f"written: {', '.join(str(path) for path in written)}", markup=False, soft_wrap=True)
+    console.print(f"specbatch generate DATA -c {output}", markup=False)
+
+
+def live_comparisons(tuned: Tuned) -> list[Comparison]:
+    """Predicted and measured tokens per second of the live runs."""
+    found = []
+    for one, seconds in zip(tuned.live, tuned.predicted_live, strict=True):
+        rates = sorted(one.num_tokens / s for s in one.seconds)
+        found.append(
+            Comparison(one.name, None, one.num_tokens / seconds, one.tokens_per_second, rates[0], rates[-1])
+        )  # fmt: skip
+    return found
+
+
+def _verdict(tuned: Tuned) -> str:
+    if tuned.winner.schedule.is_plain:
+        return "Speculation does not pay on this file: nothing beat plain decoding outside the noise."
+    one = next(one for one in tuned.live if one.chosen == tuned.winner.schedule)
+    gain, low, high = one.speedup(tuned.live[-1])
+    interval = f" (90% interval {low:.2f} to {high:.2f})" if len(one.seconds) > 1 else ""
+    return f"{gain:.2f}x as fast as plain decoding{interval}, live, over the same rows."
+
+
+def _live_lines(tuned: Tuned) -> list[str]:
+    return [
+        f"Live, {len(one.seconds)} runs: {one.name}: {one.tokens_per_second:,.1f} tok/s,"
+        f" {one.tokens_per_round:.2f} tokens a round."
+        for one in tuned.live
+    ]
+
+
+def _plots(tuned: Tuned, comparisons: list[Comparison], output: Path, console: Console) -> list[Path]:
+    names = ("acceptance", "throughput", "predicted")
+    paths = [output.with_suffix(f".{name}.png") for name in names]
+    shown = [c for choice in tuned.result.choices for c in [choice.ranked[0].candidate] if c is not None]
+    shown += [c for option in tuned.result.fixed for c in option.schedule.candidates if c is not None]
+    batches = [choice.batch for choice in tuned.result.choices]
+    try:
+        plot_acceptance(tuned.replays, tuned.rank_shares, paths[0])
+        plot_throughput(tuned.replays, tuned.costs, batches, list(dict.fromkeys(shown))[:_PLOTTED], paths[1])
+        plot_comparisons(comparisons, "tokens per second", paths[2])
+    except TuningError as error:
+        console.print(f"no plots: {error.message} ({error.hint})", markup=False)
+        return []
+    return paths

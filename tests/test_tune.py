@@ -1,0 +1,89 @@
+"""`specbatch tune` as a user runs it, over models of random weights that take no time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from specbatch.cli import app
+from specbatch.config_load import load_config
+from specbatch.engine.resolve import resolve
+
+TINY = ["--set", "model.target=shape:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
+DRAFT = ["--set", "speculation.method=draft_model", "--set", "speculation.draft=shape:tiny"]
+BEFORE = "were traced before"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"Row {i}: " + "ab " * i, "max_tokens": 6 + i}) for i in range(6)]
+    path.write_text("\n".join([*lines, "{broken"]) + "\n")
+    return path
+
+
+def tune(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, ["tune", *map(str, args)])
+
+
+@pytest.mark.parametrize("method", [[], DRAFT], ids=["ngram", "draft_model"])
+def test_writes_a_configuration_that_runs(rows: Path, tmp_path: Path, method: list[str]) -> None:
+    output = tmp_path / "tuned.yaml"
+    # One thread's worth of work: what is fastest does not matter here.
+    found = tune(rows, "-o", output, "--rows", "5", "--budget", "8s", *TINY, *method)
+    assert found.exit_code == 0, found.output
+    assert "6 completions, 5 sampled" in found.output
+    text = output.read_text()
+    assert text.startswith("# Written by `specbatch tune`.")
+    config = load_config(output)
+    resolve(config)
+    assert (config.speculation.method == "none") == ("does not pay" in text)
+    report = json.loads((tmp_path / "tuned.report.json").read_text())
+    assert report["verdict"] in text
+    assert {"plain", "best", "by_batch", "costs", "replays", "live", "made_by"} <= set(report)
+    assert all(len(run["seconds"]) >= 2 for run in report["live_runs"])
+    generated = CliRunner().invoke(app, ["generate", str(rows), "-c", str(output), "-o", str(tmp_path / "out.jsonl")])
+    assert generated.exit_code == 1, generated.output  # the broken row
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 7
+    # Again: what was measured is still there; for other rows it is not used.
+    again = tune(rows, "-o", output, "--rows", "5", "--budget", "3s", *TINY, *method)
+    assert again.exit_code == 0, again.output
+    assert BEFORE in again.output
+    assert "were timed before" in again.output
+    other = tune(rows, "-o", output, "--rows", "4", "--budget", "3s", *TINY, *method)
+    assert BEFORE not in other.output
+
+
+def test_packaged_examples(tmp_path: Path) -> None:
+    found = tune("-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "3s", "--set", "sampling.max_tokens=8", *TINY)
+    assert found.exit_code == 0, found.output
+    assert "packaged examples" in found.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--budget", "soon"], "--budget soon: not a time"),
+        (["-o", "nowhere/tuned.yaml"], "the folder of the output, nowhere, does not exist"),
+        (["-o", "tuned.txt"], "is no .yaml file"),
+        (["--set", "speculation.method=none"], "there is nothing to tune"),
+        (["--set", "speculation.method=eagle3"], "needs speculation.draft"),
+        (["--set", "engine.kv_cache_tokens=16"], "cannot hold one request"),
+    ],
+)
+def test_mistakes(rows: Path, tmp_path: Path, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = tune(rows, *TINY, *args)
+    assert found.exit_code == 2, found.output
+    assert message in " ".join(found.output.split())
+
+
+def test_too_few_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n')
+    found = tune(path, "-o", tmp_path / "t.yaml", *TINY)
+    assert found.exit_code == 2
+    assert "2 rows to tune on, and 4 are the least (1 of 3 rows fail)" in " ".join(found.output.split())
