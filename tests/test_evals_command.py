@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -352,11 +353,15 @@ def test_speculation_changes_nothing_on_a_real_engine(run: Eval) -> None:
         options = ["model.target=shape:tiny", "engine.device=cpu", "model.dtype=float32", "engine.kv_cache_tokens=2048"]
         return load_config(None, [*options, *more])
 
-    built: list[Any] = []
+    built: list[str] = []
+    alive: list[weakref.ref[BatchEngine]] = []
 
     def build(resolved: Any, show: Callable[[str], None]) -> BatchEngine:
+        assert not any(engine() for engine in alive), "there is memory for one engine at a time"
         built.append(resolved.config.speculation.method)
-        return build_engine(resolved, show)
+        engine = build_engine(resolved, show)
+        alive.append(weakref.ref(engine))
+        return engine
 
     options: dict[str, Sequence[Any]] = {"task_files": (write_task(run.folder, EXACT),), "tasks": ("mt_bench_speed",)}
     config = sets("speculation.method=draft_model", "speculation.draft=shape:tiny", "data.chat_template={{messages}}")
