@@ -13,6 +13,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.resolve import resolve
 
 TINY = ["--set", "model.target=shape:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
+TINY += ["--set", "engine.prefill_chunk_tokens=64"]
 DRAFT = ["--set", "speculation.method=draft_model", "--set", "speculation.draft=shape:tiny"]
 BEFORE = "were traced before"
 
@@ -32,8 +33,7 @@ def tune(*args: str | Path) -> Result:
 @pytest.mark.parametrize("method", [[], DRAFT], ids=["ngram", "draft_model"])
 def test_writes_a_configuration_that_runs(rows: Path, tmp_path: Path, method: list[str]) -> None:
     output = tmp_path / "tuned.yaml"
-    # One thread's worth of work: what is fastest does not matter here.
-    found = tune(rows, "-o", output, "--rows", "5", "--budget", "8s", *TINY, *method)
+    found = tune(rows, "-o", output, "--rows", "5", "--budget", "5s", *TINY, *method)
     assert found.exit_code == 0, found.output
     assert "6 completions, 5 sampled" in found.output
     text = output.read_text()
