@@ -198,9 +198,9 @@ def tune(
             with _download_bar(console) as show:
                 return resolve(settings, progress=show)
 
-        tuned, run = tune_file(options, settings, resolve_showing, build, console)
-        made_by = {"data": options.data, "rows": rows, "budget": budget, "models": run.description}
-        made_by |= {"versions": versions(), "commit": commit(), "device": device_name(run.config.engine.device)}
+        tuned = tune_file(options, settings, resolve_showing, build, console)
+        made_by = {"data": options.data, "rows": rows, "budget": budget, "models": tuned.run.description}
+        made_by |= {"versions": versions(), "commit": commit(), "device": device_name(tuned.run.config.engine.device)}
         write_tuned(tuned, settings, output, made_by, console)
 
 

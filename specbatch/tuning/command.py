@@ -18,6 +18,7 @@ from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import open_source
+from specbatch.pipeline.stats import device_name
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate
@@ -29,10 +30,12 @@ from specbatch.tuning.options import TuneOptions
 from specbatch.tuning.predict import FileProfile, Limits, predict
 from specbatch.tuning.replay import Replay, Replayer
 from specbatch.tuning.rows import Sample, sample_rows
+from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.search import Option, SearchResult, search
 from specbatch.tuning.session import Session
 from specbatch.tuning.space import neural_space, ngram_space
 from specbatch.tuning.trace import RowTrace, Trace
+from specbatch.types import Request
 
 # Shares of the time that is left when a part begins.
 _TRACE_SHARE, _MEASURE_SHARE = 0.4, 0.4
@@ -82,6 +85,9 @@ class Tuned:
     winner: Option  # plain decoding where nothing beats it
     replays: list[Replay]
     rank_shares: NDArray[np.float64] | None  # see `Replayer.rank_shares`
+    run: ResolvedRun  # with which it was measured
+    session: Session
+    requests: list[Request]  # that were traced
 
 
 class Tuner:
@@ -143,8 +149,8 @@ def tune_file(
     resolve: Callable[[Config], ResolvedRun],
     build: Callable[[ResolvedRun, Callable[[str], None]], Built],
     console: Console,
-) -> tuple[Tuned, ResolvedRun]:
-    """Find the schedule for a file; also the run that it was measured with. Raises SpecbatchError."""
+) -> Tuned:
+    """Find the schedule for a file. Raises SpecbatchError."""
     until = time.perf_counter() + options.budget_seconds
 
     def say(line: str) -> None:
@@ -168,7 +174,8 @@ def tune_file(
         run.config.engine.seed,
     )  # fmt: skip
     say(f"{source.name}: {sample.num_rows:,} completions, {len(sample.requests)} sampled")
-    identity = {"config": config_to_dict(run.config), "data": source.identity, "rows": options.rows}
+    identity = {"config": config_to_dict(config), "data": source.identity, "rows": options.rows}
+    identity["device"] = device_name(run.config.engine.device)
     tuner = Tuner(session, run, widest, sample, Kept(kept_folder(options.output), identity), say)
 
     def left(share: float) -> float:
@@ -203,8 +210,10 @@ def tune_file(
         session, result, trace, {r.candidate: r for r in replays}, costs, profile, limits, sample, left(0.9), say
     )
     winner = _winner(result, live)
-    tuned = Tuned(trace, costs, profile, limits, result, live, predicted, winner, replays, replayer.rank_shares())
-    return tuned, run
+    return Tuned(
+        trace, costs, profile, limits, result, live, predicted, winner, replays, replayer.rank_shares(), run, session,
+        sample.requests[: len(trace.rows)],
+    )  # fmt: skip
 
 
 def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) -> tuple[ResolvedRun, Widest]:
@@ -255,10 +264,7 @@ def _confirm(
     count = min(profile.num_rows, max(len(rows), 2 * limits.max_running))
 
     def predicted(option: Option, count: int) -> float:
-        part = replace(trace, rows=trace.rows[:count])
-        own = {c: replays[c].first_rows(count) for c in option.schedule.candidates if c is not None}
-        small = FileProfile.of(part, profile.max_tokens, num_rows=count)
-        return predict(small, limits, costs, own, option.schedule).seconds
+        return predicted_seconds(option.schedule, count, trace, replays, costs, profile.max_tokens, limits)
 
     # Two turns should fit.
     while count > 8 and 2.5 * sum(predicted(option, count) for option in compared) > seconds:
@@ -275,6 +281,21 @@ def _confirm(
     )
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
     return live, [predicted(option, count) for option in compared]
+
+
+def predicted_seconds(
+    schedule: Schedule,
+    count: int,
+    trace: Trace,
+    replays: Mapping[Candidate, Replay],
+    costs: CostModel,
+    max_tokens: int,
+    limits: Limits,
+) -> float:
+    """Of a file of `count` rows: the traced ones from the first on, again and again."""
+    part = replace(trace, rows=trace.rows[:count])
+    own = {c: replays[c].first_rows(count) for c in schedule.candidates if c is not None}
+    return predict(FileProfile.of(part, max_tokens, num_rows=count), limits, costs, own, schedule).seconds
 
 
 def _winner(result: SearchResult, live: list[Live]) -> Option:
