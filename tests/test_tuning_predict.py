@@ -200,5 +200,5 @@ def test_rounds_of_a_real_run(on_device: bool) -> None:
         max_running=4, kv_tokens=1024, prefill_chunk=32, page_size=4, lead=1, rounds_behind=1 if on_device else 0
     )
     found: Prediction = predict(profile, limits, costs(), replays, Schedule.always(shape))
-    assert found.output_tokens == engine.stats.generated_tokens
+    assert found.output_tokens == pytest.approx(engine.stats.generated_tokens)
     assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.03)
