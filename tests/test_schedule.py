@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from specbatch.config_load import config_to_dict, load_config
+from specbatch.engine.executor import GraphMode
 from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
 from specbatch.errors import ConfigError
@@ -134,3 +136,20 @@ def test_read_and_resolved() -> None:
 def test_mistakes(sets: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(loaded(*SETS, *sets))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("graphs", ["round", "phases"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
+def test_graphs_of_every_entry(method: str, graphs: GraphMode) -> None:
+    """Captured for the sizes that each entry is run at; replayed as the batch shrinks."""
+    prompts = random_prompts(9, shared=6)
+    params = [SamplingParams(max_tokens=8 + 7 * i) for i in range(len(prompts))]
+    schedule = DEEPENING_CHAINS if method == "ngram" else WITH_PLAIN
+    settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 5, "dtype": torch.float64}
+    expected = run_each(tiny_engine(method, schedule, **settings), prompts, params)
+    engine = tiny_device_engine(method, schedule, device=torch.device("cuda"), graphs=graphs, **settings)
+    engine._executor.capture(False, lambda progress: None)
+    actual = run_each(engine, prompts, params)
+    assert [c.token_ids for c in actual] == [c.token_ids for c in expected]

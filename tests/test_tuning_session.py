@@ -109,3 +109,26 @@ def test_time_is_up() -> None:
     tuned = session("ngram", on_device=False)
     found = list(measure(tuned, [1, 3], 20, DEPTH, TOPK, 32, 512, out_of_time=lambda: True))
     assert {m.batch for m in found if m.kind == "verify"} == {1}, "the smallest batch is timed in any case"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
+def test_on_a_gpu(method: str) -> None:
+    """Traces, costs and captured rounds, over the kernels of the device."""
+    cuda = torch.device("cuda")
+    engine: Any = tiny_device_engine(
+        method, WIDE, num_pages=512, prefix_cache=False, device=cuda, graphs="round", max_batch_size=4
+    )
+    drafts = DraftFactory(engine._round.drafter.net, (1, 3), VOCAB, 4, cuda, ops_for(cuda, torch.float64))
+    tuned = Session(Built(engine, drafts), "round")
+    trace, expected = tuned.trace(requests(), TOPK, DEPTH), session(method, False).trace(requests(), TOPK, DEPTH)
+    assert [row.tokens.tolist() for row in trace.rows] == [row.tokens.tolist() for row in expected.rows]
+    model = CostModel.fit(list(measure(tuned, [1, 4], 20, DEPTH, TOPK, 32, 512)))
+    assert model.plain_ms(4) > 0
+    for shape in SHAPES if method != "ngram" else SHAPES[:2]:
+        tuned.use(ByBatch.always(shape))
+        live = tuned.run(requests())
+        candidate: Any = NgramShape(shape.num_draft_tokens, 1, 3) if method == "ngram" else shape
+        assert replay(trace, candidate).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
+        assert model.round_ms(2, candidate) > 0
