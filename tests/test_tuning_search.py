@@ -17,7 +17,7 @@ from specbatch.tuning.errors import TuningError
 from specbatch.tuning.predict import FileProfile, Limits, predict
 from specbatch.tuning.replay import Replay
 from specbatch.tuning.schedule import Schedule, ScheduleEntry
-from specbatch.tuning.search import SearchResult, _choose, describe, search
+from specbatch.tuning.search import SearchResult, _choose, _Table, describe, search
 from specbatch.tuning.space import batch_ladder, neural_space, ngram_space
 
 SPACE: list[Candidate] = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(6, 1, 7), DraftShape(3, 3, 16)]
@@ -139,6 +139,9 @@ def test_following_with_the_draft_is_paid_for() -> None:
     one = predict(profile_of(), LIMITS, model, by_candidate, mixed)
     plain = predict(profile_of(), LIMITS, model, by_candidate, Schedule.always(None))
     assert one.steady_seconds > plain.steady_seconds
+    group = _Table.of(replays(), model, LIMITS, LADDER).groups()[0]
+    assert group.candidates[-1] is None
+    assert group.cost_CB[-1].tolist() == [model.plain_ms(b, followed=True) for b in LADDER]
 
 
 def test_what_does_not_fit_is_dropped_and_named() -> None:
