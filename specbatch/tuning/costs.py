@@ -69,17 +69,14 @@ class Surface:
     ms_BW: NDArray[np.float64]
 
     def at(self, batch: int, width: int) -> float:
+        # Above what was measured, slopes that fall against each other must not make more cost less.
+        batches = [batch, *(b for b in self.batches if b < batch)] if width > self.widths[-1] else [batch]
+        widths = [width, *(w for w in self.widths if w < width)] if batch > self.batches[-1] else [width]
+        return max(self._bilinear(b, w) for b in batches for w in widths)
+
+    def _bilinear(self, batch: int, width: int) -> float:
         b, t = _segment(self.batches, batch)
         w, u = _segment(self.widths, width)
-        value = self._bilinear(b, t, w, u)
-        # Above what was measured: slopes that fall against each other must not bring it below what costs less.
-        if t > 1:
-            value = max(value, self._bilinear(b, 1.0, w, u))
-        if u > 1:
-            value = max(value, self._bilinear(b, t, w, 1.0))
-        return value
-
-    def _bilinear(self, b: int, t: float, w: int, u: float) -> float:
         low = _along(self.ms_BW[b], w, u)
         high = _along(self.ms_BW[min(b + 1, len(self.batches) - 1)], w, u)
         return low + t * (high - low)
