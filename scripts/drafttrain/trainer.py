@@ -243,8 +243,9 @@ class Trainer:
         """Records up to the checkpoint; later ones, of steps that are done again, are dropped from the file."""
         records = []
         if self.metrics.is_file() and self._step:
-            lines = self.metrics.read_text(encoding="utf-8").splitlines()
-            records = [r for r in map(json.loads, lines) if r["step"] <= self._step]
+            # The last line may be half written: what was killed there had not reached the next checkpoint.
+            lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            records = [r for r in map(json.loads, (x for x in lines if x.endswith("\n"))) if r["step"] <= self._step]
         self.metrics.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
         return records
 

@@ -235,8 +235,15 @@ def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
     engine, net = run.engine, built.drafts.net
     kv_tokens = built.engine.num_pages * engine.page_size
     lead = 0 if net is None else net.lead
+    behind = 1 if engine.on_device else 0
     return Limits(
-        engine.max_batch_size, kv_tokens, engine.prefill_chunk_tokens, engine.page_size, lead, widest.verify_tokens
+        engine.max_batch_size,
+        kv_tokens,
+        engine.prefill_chunk_tokens,
+        engine.page_size,
+        lead,
+        widest.verify_tokens,
+        behind,
     )
 
 
@@ -295,7 +302,8 @@ def predicted_seconds(
     """Of a file of `count` rows: the traced ones from the first on, again and again."""
     part = replace(trace, rows=trace.rows[:count])
     own = {c: replays[c].first_rows(count) for c in schedule.candidates if c is not None}
-    return predict(FileProfile.of(part, max_tokens, num_rows=count), limits, costs, own, schedule).seconds
+    profile = replace(FileProfile.of(part, max_tokens, num_rows=count), in_order=True)
+    return predict(profile, limits, costs, own, schedule).seconds
 
 
 def _winner(result: SearchResult, live: list[Live]) -> Option:
