@@ -46,7 +46,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys and reads 1e-3 as a number."""
 
 
@@ -61,9 +61,9 @@ def _strict_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool 
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
+StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
 # YAML 1.1 reads 1e-3 as text because it has no dot; nobody who writes it means text.
-_StrictLoader.add_implicit_resolver(
+StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
@@ -76,7 +76,7 @@ def load_config(path: Path | str | None = None, sets: typing.Sequence[str] = ())
     name, text = _read(path)
     try:
         # A SafeLoader subclass: it builds plain data only.
-        tree = yaml.load(text, Loader=_StrictLoader)
+        tree = yaml.load(text, Loader=StrictLoader)
     except yaml.YAMLError as exc:
         raise ConfigError(f"{name} is not valid YAML: {_flat(exc)}") from exc
     if tree is None:
@@ -150,7 +150,7 @@ def _set_value(item: str, text: str, annotation: Any) -> Any:
     """YAML, except that an option which holds text takes the text as it stands ("Q: {question}" is no mapping)."""
     takes_text = str in _alternatives(annotation)
     try:
-        value = yaml.load(text, Loader=_StrictLoader)
+        value = yaml.load(text, Loader=StrictLoader)
     except yaml.YAMLError as exc:
         if takes_text:
             return text

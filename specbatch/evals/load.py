@@ -16,7 +16,7 @@ import jinja2
 import yaml
 
 from specbatch.config import FieldProblem, sampling_value
-from specbatch.config_load import _StrictLoader  # no key twice, 1e-3 is a number: one rule for all of our YAML
+from specbatch.config_load import StrictLoader  # no key twice, 1e-3 is a number: one rule for all of our YAML
 from specbatch.errors import ConfigError
 from specbatch.evals.prompts import jinja_environment
 from specbatch.evals.schema import METRICS, STEPS, DataSource, Filter, Metric, NoMetric, Regex, Step, Task
@@ -65,7 +65,7 @@ def load_task(path: Path) -> Task:
         hint = f"did you mean {path.parent / near[0]}?" if near else None
         raise ConfigError(f"cannot read the task {path}: {reason}", hint) from exc
     try:
-        tree = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader subclass: it builds plain data only
+        tree = yaml.load(text, Loader=StrictLoader)  # a SafeLoader subclass: it builds plain data only
     except yaml.YAMLError as exc:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(exc).split())}") from exc
     try:
