@@ -187,6 +187,10 @@ def tune_file(
         trace_seconds = time.perf_counter() - began
     outputs = sum(row.num_output for row in trace.rows)
     say(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {trace_seconds:.1f} s")
+    if trace.sampled and widest.depth:
+        say(
+            "the rows are sampled: what chains gain is taken from greedy ones, and only the live runs show it for certain"
+        )
     context = round(np.mean([row.num_prompt + row.num_output / 2 for row in trace.rows]))
     with console.status("timing rounds and prompts"):
         began = time.perf_counter()
@@ -263,8 +267,9 @@ def _confirm(
     the time allows."""
     compared: list[Option] = []
     for option in (result.best, *result.fixed):
-        known = {str(o.schedule) for o in compared}
-        if not option.schedule.is_plain and str(option.schedule) not in known and len(compared) < _COMPARED:
+        # Of lookups that differ in the lengths of matches alone, some find the same.
+        known = {o.prediction.seconds for o in compared}
+        if not option.schedule.is_plain and option.prediction.seconds not in known and len(compared) < _COMPARED:
             compared.append(option)
     compared.append(result.plain)
     rows = sample.requests[: len(trace.rows)]
