@@ -188,9 +188,7 @@ def tune_file(
     outputs = sum(row.num_output for row in trace.rows)
     say(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {trace_seconds:.1f} s")
     if trace.sampled and widest.depth:
-        say(
-            "the rows are sampled: what chains gain is taken from greedy ones, and only the live runs show it for certain"
-        )
+        say("the rows are sampled: what chains gain is guessed from greedy ones; the live runs show it for certain")
     context = round(np.mean([row.num_prompt + row.num_output / 2 for row in trace.rows]))
     with console.status("timing rounds and prompts"):
         began = time.perf_counter()
