@@ -45,7 +45,9 @@ def main() -> None:
     args = parser.parse_args()
     began = time.perf_counter()
     options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
-    tuned = tune_file(options, load_config(args.config, args.set), resolve, build, Console(stderr=True))
+    tuned = tune_file(
+        options, load_config(args.config, args.set), resolve, build, lambda config: {}, Console(stderr=True)
+    )
     report: dict[str, Any] = {
         "commit": args.commit or commit(),
         "command": shlex.join(["python", *sys.argv]),
@@ -87,7 +89,9 @@ def spread(tuned: Tuned, batch: int, count: int) -> list[Candidate]:
 
 def cell(tuned: Tuned, candidate: Candidate | None, batch: int) -> dict[str, Any]:
     schedule = Schedule.always(candidate)
-    live = confirm(tuned.session, [schedule], repeated(tuned.requests, batch), lambda turns: True)[0]
+    live = confirm(
+        tuned.session, [schedule], lambda: repeated(tuned.requests, batch, tuned.texts.stop_check), lambda turns: True
+    )[0]
     replays = {r.candidate: r for r in tuned.replays}
     seconds = predicted_seconds(
         schedule, batch, tuned.trace, replays, tuned.costs, tuned.profile.max_tokens, tuned.limits
@@ -95,7 +99,7 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int) -> dict[str, Any
     return {
         "batch": batch,
         "what": label(candidate),
-        "predicted_tok_s": round(live.num_tokens / seconds, 1),
+        "predicted_tok_s": round(live.tokens[0] / seconds, 1),
         "live_tok_s": round(live.tokens_per_second, 1),
         "live_tokens_per_round": round(live.tokens_per_round, 3),
         "replayed_tokens_per_round": None

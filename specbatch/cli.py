@@ -198,7 +198,7 @@ def tune(
             with _download_bar(console) as show:
                 return resolve(settings, progress=show)
 
-        tuned = tune_file(options, settings, resolve_showing, build, console)
+        tuned = tune_file(options, settings, resolve_showing, build, _model_paths, console)
         made_by = {"data": options.data, "rows": rows, "budget": budget, "models": tuned.run.description}
         made_by |= {"versions": versions(), "commit": commit(), "device": device_name(tuned.run.config.engine.device)}
         write_tuned(tuned, settings, output, made_by, console)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from specbatch.config_load import config_to_dict, load_config
-from specbatch.engine.executor import GraphMode
+from specbatch.engine.executor import GraphMode, padded_sizes
 from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
 from specbatch.errors import ConfigError
+from specbatch.graphs.runner import ladder
 from specbatch.speculation.schedule import ByBatch, Schedule
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import NoiseKey, Request, SamplingParams
@@ -23,6 +24,19 @@ CHAIN, LONG, TREE = DraftShape(2, 1, 3), DraftShape(5, 1, 6), DraftShape(3, 2, 6
 DEEPENING: Schedule = ByBatch((1, 2, 4), (LONG, TREE, CHAIN))
 WITH_PLAIN: Schedule = ByBatch((1, 3, 5), (TREE, None, LONG))
 PLAIN_FIRST: Schedule = ByBatch((2, 9), (None, CHAIN))
+
+
+def test_what_is_captured_is_what_is_run() -> None:
+    for items in (
+        ByBatch((1, 3, 5), ("a", "b", "c")),
+        ByBatch((33, 256), ("a", "b")),
+        ByBatch((2, 9), ("a", "b")),
+        ByBatch.always("a"),
+    ):
+        for largest in (1, 2, 4, 40, 256):
+            captured = set(padded_sizes(items, largest))
+            run = {(min(s for s in ladder(largest) if s >= n), items.index(n)) for n in range(1, largest + 1)}
+            assert captured == run
 
 
 def test_by_batch() -> None:
@@ -151,5 +165,7 @@ def test_graphs_of_every_entry(method: str, graphs: GraphMode) -> None:
     expected = run_each(tiny_engine(method, schedule, **settings), prompts, params)
     engine = tiny_device_engine(method, schedule, device=torch.device("cuda"), graphs=graphs, **settings)
     engine._executor.capture(False, lambda progress: None)
+    captured = engine._executor.num_graphs
     actual = run_each(engine, prompts, params)
     assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+    assert engine._executor.num_graphs == captured, "captured in mid-run"

@@ -11,6 +11,9 @@ from typer.testing import CliRunner, Result
 from specbatch.cli import app
 from specbatch.config_load import load_config
 from specbatch.engine.resolve import resolve
+from specbatch.tuning.confirm import Live, repeated
+from specbatch.tuning.schedule import Schedule
+from specbatch.types import NoiseKey, Request, SamplingParams
 
 TINY = ["--set", "model.target=shape:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
 TINY += ["--set", "engine.prefill_chunk_tokens=64"]
@@ -53,8 +56,14 @@ def test_writes_a_configuration_that_runs(rows: Path, tmp_path: Path, method: li
     assert again.exit_code == 0, again.output
     assert BEFORE in again.output
     assert "were timed before" in again.output
+    assert {m["batch"] for m in costs(tmp_path) if m["kind"] == "plain"} == {1, 2, 4}, "the rest was timed then"
     other = tune(rows, "-o", output, "--rows", "4", "--budget", "3s", *TINY, *method)
     assert BEFORE not in other.output
+
+
+def costs(folder: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads((folder / "tuned.measured" / "costs.json").read_text())
+    return found
 
 
 def test_packaged_examples(tmp_path: Path) -> None:
@@ -71,6 +80,7 @@ def test_packaged_examples(tmp_path: Path) -> None:
         (["-o", "tuned.txt"], "is no .yaml file"),
         (["--set", "speculation.method=none"], "there is nothing to tune"),
         (["--set", "speculation.method=eagle3"], "needs speculation.draft"),
+        (["--set", "speculation.simulate_acceptance=2"], "accepts by lot"),
         (["--set", "engine.kv_cache_tokens=16"], "cannot hold one request"),
     ],
 )
@@ -79,6 +89,22 @@ def test_mistakes(rows: Path, tmp_path: Path, args: list[str], message: str, mon
     found = tune(rows, *TINY, *args)
     assert found.exit_code == 2, found.output
     assert message in " ".join(found.output.split())
+
+
+def test_copies_of_a_row_stop_by_themselves() -> None:
+    request = Request(0, [1, 2], SamplingParams(stop=("x",)), NoiseKey(0, 5, 0))
+    made = repeated([request, request], 5, lambda params: lambda tokens, new: None)
+    assert len({id(r.check_stop) for r in made}) == len({r.request_id for r in made}) == 5
+    assert len({r.noise.stream for r in made}) == 5
+
+
+def test_speed_counts_the_tokens_of_each() -> None:
+    """An option that writes less is not faster for it."""
+    short, long = (
+        Live(Schedule.always(None), (1.0, 1.0), (50, 50), 1.0),
+        Live(Schedule.always(None), (2.0, 2.0), (100, 100), 1.0),
+    )
+    assert short.speedup(long)[0] == pytest.approx(1.0)
 
 
 def test_too_few_rows(tmp_path: Path) -> None:

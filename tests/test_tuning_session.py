@@ -14,8 +14,8 @@ from specbatch.speculation.factory import DraftFactory
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import NgramShape
-from specbatch.tuning.costs import CostModel
-from specbatch.tuning.measure import measure
+from specbatch.tuning.costs import CostModel, Measurement
+from specbatch.tuning.measure import time_batch, time_prompts
 from specbatch.tuning.replay import replay
 from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request, SamplingParams
@@ -26,9 +26,11 @@ WIDE = DraftShape(DEPTH, TOPK, 1 + TOPK + (DEPTH - 1) * TOPK**2)
 SHAPES = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(2, 3, 6), DraftShape(3, 3, 10)]
 
 
-def session(method: str, on_device: bool) -> Session:
+def session(method: str, on_device: bool, num_pages: int = 512) -> Session:
     """Over a tiny engine that was built for the widest shape."""
-    engine: Any = (tiny_device_engine if on_device else tiny_engine)(method, WIDE, num_pages=512, prefix_cache=False)
+    engine: Any = (tiny_device_engine if on_device else tiny_engine)(
+        method, WIDE, num_pages=num_pages, prefix_cache=False
+    )
     net = engine._round.drafter.net if on_device else getattr(engine._proposer, "_net", None)
     drafts = DraftFactory(net, (1, 3), VOCAB, 4, CPU, ops_for(CPU, torch.float64))
     return Session(Built(engine, drafts), "none")
@@ -87,7 +89,7 @@ def test_plain_again_and_sampled_trees() -> None:
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
 def test_costs_are_measured_for_every_part(method: str) -> None:
     tuned = session(method, on_device=False)
-    found = list(measure(tuned, [1, 3], context=20, depth=DEPTH, topk=TOPK, chunk_tokens=32, most_nodes=512))
+    found = costs_of(tuned, [1, 3])
     assert tuned.engine.num_running == 0
     tuned.engine.check_integrity()
     model = CostModel.fit(found)
@@ -105,10 +107,22 @@ def test_costs_are_measured_for_every_part(method: str) -> None:
     assert [c.token_ids for c in tuned.run(requests()).completions] == plain
 
 
-def test_time_is_up() -> None:
+def test_only_batches_that_fit_are_timed() -> None:
+    """A cache that holds two of the rows must not say what three of them cost."""
+    tuned = session("ngram", on_device=False, num_pages=200)
+    assert time_batch(tuned, 1, 20, DEPTH, TOPK, 512)
+    assert not time_batch(tuned, 3, 20, DEPTH, TOPK, 512)
     tuned = session("ngram", on_device=False)
-    found = list(measure(tuned, [1, 3], 20, DEPTH, TOPK, 32, 512, out_of_time=lambda: True))
-    assert {m.batch for m in found if m.kind == "verify"} == {1}, "the smallest batch is timed in any case"
+    assert time_batch(tuned, 3, 20, DEPTH, TOPK, 512)
+    assert not time_batch(tuned, 300, 20, DEPTH, TOPK, 512), "no width for so many rows"
+    assert tuned.engine.num_running == 0
+
+
+def costs_of(tuned: Session, batches: list[int]) -> list[Measurement]:
+    found = time_prompts(tuned, 32)
+    for batch in batches:
+        found += time_batch(tuned, batch, 20, DEPTH, TOPK, 512)
+    return found
 
 
 @pytest.mark.gpu
@@ -124,7 +138,7 @@ def test_on_a_gpu(method: str) -> None:
     tuned = Session(Built(engine, drafts), "round")
     trace, expected = tuned.trace(requests(), TOPK, DEPTH), session(method, False).trace(requests(), TOPK, DEPTH)
     assert [row.tokens.tolist() for row in trace.rows] == [row.tokens.tolist() for row in expected.rows]
-    model = CostModel.fit(list(measure(tuned, [1, 4], 20, DEPTH, TOPK, 32, 512)))
+    model = CostModel.fit(costs_of(tuned, [1, 4]))
     assert model.plain_ms(4) > 0
     for shape in SHAPES if method != "ngram" else SHAPES[:2]:
         tuned.use(ByBatch.always(shape))

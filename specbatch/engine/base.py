@@ -37,6 +37,10 @@ class EngineBase:
         return self._scheduler.num_pages
 
     @property
+    def page_size(self) -> int:
+        return self._scheduler.page_size
+
+    @property
     def num_lookahead(self) -> int:
         """Slots past the committed ones that a round may write."""
         return self._scheduler.num_lookahead

@@ -13,10 +13,9 @@ import torch
 
 from specbatch.cache.pages import PagePool
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor
+from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.errors import ModelError
-from specbatch.graphs.runner import ladder
 from specbatch.kernels import ops_for
 from specbatch.kernels.cublaslt import CublasLt
 from specbatch.kernels.paged import PagedBatch, Selected
@@ -89,22 +88,20 @@ def build_device_engine(
         num_tokens *= 2
     padding = torch.full((max_batch_size,), state.padding, dtype=torch.int64, device=device)
     round_bytes, eager_bytes = 0, prompt_bytes
-    for i, one in enumerate(rounds.items):
-        batches = rounds.batches(i, max_batch_size)
-        if not batches:  # the batch is never so large
-            continue
-        rows_B = padding[: batches[-1]]
+    sizes = padded_sizes(drafters, max_batch_size)
+    for i, size in {i: size for size, i in reversed(sizes)}.items():  # the largest of each
+        one, rows_B = rounds.items[i], padding[:size]
         round_bytes = max(round_bytes, _round_peak(one, rows_B, device, logprobs=False))
         eager_bytes = max(eager_bytes, _round_peak(one, rows_B, device, logprobs=True))
     seconds["trial run, kernels compiled"] = time.perf_counter() - began
     if products_folder is not None:
         began = time.perf_counter()
-        sizes = [(size, drafters.at(size)) for size in ladder(max_batch_size)]
-        rows = {size * drafter.num_nodes for size, drafter in sizes}
+        rows = {size * drafters.items[i].num_nodes for size, i in sizes}
         products: list[tuple[Seq[Linear | GatedLinear], set[int]]] = [([target.head], rows)]
         products.append((target.linears, rows | {prefill_chunk_tokens}))
         if net is not None:
-            rows = {size * count for size, d in sizes for count in (1, d.branches, d.max_path)}
+            pairs = [(size, drafters.items[i]) for size, i in sizes]
+            rows = {size * count for size, d in pairs for count in (1, d.branches, d.max_path)}
             heads = [] if net.head is None else [net.head]
             products += [(net.linears, rows | {prefill_chunk_tokens}), (heads, rows)]
         _choose_products(products, dtype, device, products_folder, say, show)
@@ -114,8 +111,7 @@ def build_device_engine(
     reserved = max(eager_bytes, round_bytes)  # of what runs eagerly: prompts, rounds with log-probabilities, warm-ups
     if graphs != "none":
         # And what the graphs keep to themselves. Rows may ask for samples at any time: twice as many graphs then.
-        num_sizes = len(ladder(max_batch_size)) + len(rounds.items) - 1  # where two rounds meet, a size has both
-        num_graphs = 2 * num_sizes * (len(PHASES) if graphs == "phases" else 1)
+        num_graphs = 2 * len(sizes) * (len(PHASES) if graphs == "phases" else 1)
         reserved += round_bytes * 5 // 4 + num_graphs * _GRAPH_BYTES
     per_token = sum(cache.slot_bytes for cache in caches)
     for cache in caches:

@@ -43,7 +43,7 @@ from specbatch.types import (
 # Reports that may be unread when the next step is launched.
 _READ_BEHIND = 1
 # What a timed request may still write: rounds are put back after each, so that one must fit.
-_TIMED_TOKENS = 128
+TIMED_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +254,17 @@ class DeviceEngine(EngineBase):
 
     @torch.inference_mode()
     def redraft(
-        self, drafters: ByBatch[Drafter], mode: GraphMode, show: Callable[[str], None] = lambda progress: None
+        self,
+        drafters: ByBatch[Drafter],
+        mode: GraphMode,
+        sampled: bool = False,
+        show: Callable[[str], None] = lambda progress: None,
     ) -> None:
-        """Draft so from now on, with the same draft network or none, and with other graphs, of greedy rounds. The
-        engine must be idle, and was built for the widest; what its prefix cache holds is of use to the network that it
-        was computed with only."""
+        """Draft so from now on, with the same draft network or none, and with other graphs (`sampled`: of rounds with
+        sampled rows too). The engine must be idle, and was built for the widest; what its prefix cache holds is of use
+        to the network that it was computed with only."""
         assert not self._scheduler.running, "requests are running"
+        assert not self._scheduler.waiting, "requests are waiting"
         while self._reports:  # the round in which the last request was seen to have ended
             self._read()
         lookahead = max(drafter.num_lookahead for drafter in drafters.items)
@@ -268,7 +273,8 @@ class DeviceEngine(EngineBase):
         self._executor = RoundExecutor(drafters.map(self._round.drafting), size, device, mode)
         self._round = self._executor.rounds.items[0]
         if self._executor.runner is not None:
-            self._executor.capture(False, show)
+            for kind in [False, True] if sampled else [False]:
+                self._executor.capture(kind, show)
 
     @torch.inference_mode()
     def capture(self, mode: GraphMode, eager_phases: frozenset[str] = frozenset()) -> None:
@@ -298,8 +304,8 @@ class DeviceEngine(EngineBase):
         a graph of its own, and a whole round as one, with each of the drafters. CUDA only; the engine must be idle."""
         assert not self._scheduler.running, "requests are running"
         assert not self._scheduler.waiting, "requests are waiting"
-        params = SamplingParams(max_tokens=_TIMED_TOKENS, ignore_eos=True)
-        context = min(context, self.limits.max_prompt_tokens - _TIMED_TOKENS)
+        params = SamplingParams(max_tokens=TIMED_TOKENS, ignore_eos=True)
+        context = max(1, min(context, self.limits.max_prompt_tokens - TIMED_TOKENS))
         for i in range(batch_size):
             prompt = [(i * 7919 + j * 104729) % self.limits.vocab_size for j in range(context)]
             self.submit(Request(-1 - i, prompt, params, NoiseKey(0, i, 0)))
@@ -310,6 +316,7 @@ class DeviceEngine(EngineBase):
         running = self._scheduler.plan_round()
         self._upload_pages(running)
         slots = [seq.slot for seq in running]
+        assert len(slots) == batch_size, "the cache does not hold so many rows"
         device, times = self._state.ints_SF.device, []
         for drafter in drafters:
             one = ByBatch.always(self._round.drafting(drafter))

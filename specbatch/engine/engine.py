@@ -56,6 +56,7 @@ class Engine(EngineBase):
         """Draft so from now on, with the same draft network or none. The engine must be idle, and was built for the
         widest; what its prefix cache holds is of use to the network that it was computed with only."""
         assert not self.num_running, "requests are running"
+        assert not self.num_waiting, "requests are waiting"
         assert proposer.num_lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
         self._proposer = proposer
 

@@ -24,6 +24,19 @@ GraphMode = Literal["round", "phases", "none"]
 PHASES = ("draft", "verify", "extend")
 
 
+def padded_sizes(items: ByBatch[Any], max_batch_size: int) -> list[tuple[int, int]]:
+    """Each size of the ladder with the index of each item that is run padded to it, the largest first."""
+    sizes = ladder(max_batch_size)
+    return sorted(
+        {
+            (next(size for size in sizes if size >= batch_size), i)
+            for i in range(len(items.items))
+            for batch_size in items.batches(i, max_batch_size)
+        },
+        reverse=True,
+    )
+
+
 class RoundExecutor:
     """Runs rounds on lists of slots, each by the number of them."""
 
@@ -39,13 +52,7 @@ class RoundExecutor:
         """`eager_phases`: with `phases`, those to leave uncaptured, for measurements."""
         self.rounds = rounds
         self._sizes = ladder(max_batch_size)
-        # What is captured: each size with each round that is run padded to it, the largest first.
-        pairs = {
-            (self._padded(batch_size), i)
-            for i in range(len(rounds.items))
-            for batch_size in rounds.batches(i, max_batch_size)
-        }
-        self._captures = sorted(pairs, reverse=True)
+        self._captures = padded_sizes(rounds, max_batch_size)
         self._mode = mode if device.type == "cuda" else "none"
         self._eager_phases = eager_phases
         self._transfers = Transfers(device)

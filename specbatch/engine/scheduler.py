@@ -57,6 +57,10 @@ class Scheduler:
         self._chunk_tokens = prefill_chunk_tokens
 
     @property
+    def page_size(self) -> int:
+        return self._pool.page_size
+
+    @property
     def num_pages(self) -> int:
         return self._pool.num_pages
 

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
 from specbatch.config import Config, ScheduleSection
-from specbatch.config_load import config_to_dict
 from specbatch.engine.build import Built
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
+from specbatch.pipeline.fingerprint import job_fingerprint
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import open_source
-from specbatch.pipeline.stats import device_name
+from specbatch.pipeline.stats import device_name, versions
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate
 from specbatch.tuning.confirm import Live, confirm, repeated
 from specbatch.tuning.costs import CostModel, Measurement
+from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept, kept_folder
-from specbatch.tuning.measure import measure
+from specbatch.tuning.measure import time_batch, time_prompts
 from specbatch.tuning.options import TuneOptions
 from specbatch.tuning.predict import FileProfile, Limits, predict
 from specbatch.tuning.replay import Replay, Replayer
-from specbatch.tuning.rows import Sample, sample_rows
+from specbatch.tuning.rows import FEWEST_ROWS, Sample, sample_rows
 from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.search import Option, SearchResult, search
 from specbatch.tuning.session import Session
@@ -39,6 +42,7 @@ from specbatch.types import Request
 
 # Shares of the time that is left when a part begins.
 _TRACE_SHARE, _MEASURE_SHARE = 0.4, 0.4
+_WAVE_ROWS = 64  # traced at once, at most
 _COMPARED = 3  # options that run live, beside plain decoding
 
 
@@ -88,6 +92,7 @@ class Tuned:
     run: ResolvedRun  # with which it was measured
     session: Session
     requests: list[Request]  # that were traced
+    texts: TextProcessor
 
 
 class Tuner:
@@ -105,39 +110,53 @@ class Tuner:
         self._say = say
 
     def trace(self, seconds: float) -> Trace:
-        """Wave after wave of rows, as many as the batch holds, until the time is up."""
-        began, size = time.perf_counter(), self._run.engine.max_batch_size
+        """Wave after wave of rows until the time is up; in the order drawn, so that the first ones are a sample too."""
+        began, size = time.perf_counter(), min(self._run.engine.max_batch_size, _WAVE_ROWS)
         requests, trace = self._sample.requests, self._kept.trace()
         rows: list[RowTrace] = [] if trace is None else list(trace.rows)
+        before = len(rows)
         if trace is not None:
-            self._say(f"{len(rows)} rows were traced before")
-        for first in range(len(rows), len(requests), size):
+            self._say(f"{before} rows were traced before")
+        for first in range(before, len(requests), size):
             wave = self._session.trace(requests[first : first + size], self._widest.topk, self._widest.depth)
             rows += wave.rows
             trace = replace(wave, rows=tuple(rows))
             self._kept.keep_trace(trace)
             spent = time.perf_counter() - began
-            if len(rows) < len(requests) and spent + spent * size / len(rows) > seconds:
+            is_over = spent + spent * size / (len(rows) - before) > seconds
+            if FEWEST_ROWS <= len(rows) < len(requests) and is_over:
                 self._say(f"traced {len(rows)} of {len(requests)} rows: the next would go past the budget")
                 break
         assert trace is not None, "a sample has rows"
         return trace
 
     def measure(self, context: int, seconds: float) -> list[Measurement]:
-        if (known := self._kept.costs()) is not None:
-            self._say(f"{len(known)} parts of rounds were timed before")
-            return known
+        """Batch after batch, what was measured before left out, until the time is up; the smallest in any case."""
         until = time.perf_counter() + seconds
-        engine, found = self._run.engine, list[Measurement]()
+        engine, widest, found = self._run.engine, self._widest, self._kept.costs()
+        if found:
+            self._say(f"{len(found)} parts of rounds were timed before")
+        else:
+            found = time_prompts(self._session, engine.prefill_chunk_tokens)
+            self._kept.keep_costs(found)
         largest = engine.max_batch_size
-        batches = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < largest] + [largest]
-        for m in measure(
-            self._session, batches, context, self._widest.depth, self._widest.topk, engine.prefill_chunk_tokens,
-            self._widest.verify_tokens, lambda: time.perf_counter() > until,
-        ):  # fmt: skip
-            found.append(m)
-        self._kept.keep_costs(found)
-        timed = max(m.batch for m in found if m.kind == "plain")
+        timed = max((m.batch for m in found if m.kind == "plain"), default=0)
+        for batch in [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < largest] + [largest]:
+            if batch <= timed:
+                continue
+            if timed and time.perf_counter() > until:
+                break
+            parts = time_batch(self._session, batch, context, widest.depth, widest.topk, widest.verify_tokens)
+            if not parts:
+                break
+            found += parts
+            self._kept.keep_costs(found)
+            timed = batch
+        if not timed:
+            raise TuningError(
+                "not even one row of this length can be timed",
+                hint="raise engine.kv_cache_tokens or engine.memory_fraction, or lower sampling.max_tokens",
+            )
         if timed < largest:
             self._say(f"timed batches of up to {timed} rows: larger ones are extrapolated")
         return found
@@ -148,6 +167,7 @@ def tune_file(
     config: Config,
     resolve: Callable[[Config], ResolvedRun],
     build: Callable[[ResolvedRun, Callable[[str], None]], Built],
+    model_paths: Callable[[Config], Mapping[str, Path]],
     console: Console,
 ) -> Tuned:
     """Find the schedule for a file. Raises SpecbatchError."""
@@ -161,6 +181,10 @@ def tune_file(
         raise ConfigError(
             "there is nothing to tune: speculation.method is none", hint="use ngram, which needs no model"
         )
+    if config.speculation.simulate_acceptance is not None:
+        raise ConfigError(
+            "speculation.simulate_acceptance accepts by lot: there is nothing to tune", hint="set it to null"
+        )
     config = with_chat_template_text(config)
     parser, source = RowParser(config.sampling, config.data), open_source(options.data, config.data)
     run, widest = _resolve_widest(config, resolve)
@@ -168,14 +192,16 @@ def tune_file(
         say(note)
     with console.status("loading the models") as status:
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
-    session = Session(built, "round" if run.engine.on_device and run.device.type == "cuda" else "none")
-    sample = sample_rows(
-        source, parser, TextProcessor(run.tokenizer, run.config.data), built.engine.limits, options.rows,
-        run.config.engine.seed,
-    )  # fmt: skip
+    texts = TextProcessor(run.tokenizer, run.config.data)
+    sample = sample_rows(source, parser, texts, built.engine.limits, options.rows, run.config.engine.seed)
+    sampled = any(request.params.temperature > 0 for request in sample.requests)
+    session = Session(built, "round" if run.engine.on_device and run.device.type == "cuda" else "none", sampled)
     say(f"{source.name}: {sample.num_rows:,} completions, {len(sample.requests)} sampled")
-    identity = {"config": config_to_dict(config), "data": source.identity, "rows": options.rows}
-    identity["device"] = device_name(run.config.engine.device)
+    identity = job_fingerprint(run.config, source.identity, options.rows, models=model_paths(run.config))
+    identity |= {"device": device_name(run.config.engine.device), "versions": versions(), "widest": asdict(widest)}
+    identity |= {"threads": torch.get_num_threads(), "max_batch_size": run.engine.max_batch_size}
+    if not source.verifiable:  # more may differ than can be told
+        identity["time"] = time.time()
     tuner = Tuner(session, run, widest, sample, Kept(kept_folder(options.output), identity), say)
 
     def left(share: float) -> float:
@@ -209,12 +235,12 @@ def tune_file(
     result = search(replays, costs, profile, limits)
     say(f"replayed and searched {len(space)} candidates in {time.perf_counter() - began:.1f} s")
     live, predicted = _confirm(
-        session, result, trace, {r.candidate: r for r in replays}, costs, profile, limits, sample, left(0.9), say
+        session, result, trace, {r.candidate: r for r in replays}, costs, profile, limits, sample, texts, left(0.9), say
     )
     winner = _winner(result, live)
     return Tuned(
         trace, costs, profile, limits, result, live, predicted, winner, replays, replayer.rank_shares(), run, session,
-        sample.requests[: len(trace.rows)],
+        sample.requests[: len(trace.rows)], texts,
     )  # fmt: skip
 
 
@@ -258,6 +284,7 @@ def _confirm(
     profile: FileProfile,
     limits: Limits,
     sample: Sample,
+    texts: TextProcessor,
     seconds: float,
     say: Callable[[str], None],
 ) -> tuple[list[Live], list[float]]:
@@ -279,13 +306,12 @@ def _confirm(
     # Two turns should fit.
     while count > 8 and 2.5 * sum(predicted(option, count) for option in compared) > seconds:
         count = max(8, count * 2 // 3)
-    requests = repeated(rows, count)
     until = time.perf_counter() + seconds
     began = time.perf_counter()
     live = confirm(
         session,
         [option.schedule for option in compared],
-        requests,
+        lambda: repeated(rows, count, texts.stop_check),
         # One turn says nothing of the noise.
         lambda turns: turns > 1 and time.perf_counter() + (time.perf_counter() - began) / turns > until,
     )

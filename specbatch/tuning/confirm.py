@@ -12,7 +12,7 @@ from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, NgramShape, label
 from specbatch.tuning.schedule import Schedule as Chosen
 from specbatch.tuning.session import Session
-from specbatch.types import NoiseKey, Request
+from specbatch.types import NoiseKey, Request, SamplingParams, StopCheck
 
 # Two-sided 90% points of Student's t by degrees of freedom.
 _T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83}
@@ -38,8 +38,8 @@ class Live:
 
     chosen: Chosen
     seconds: tuple[float, ...]
+    tokens: tuple[int, ...]  # that each of them wrote: sampled chains may end elsewhere
     tokens_per_round: float
-    num_tokens: int
 
     @property
     def name(self) -> str:
@@ -48,11 +48,16 @@ class Live:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.num_tokens / statistics.mean(self.seconds)
+        return sum(self.tokens) / sum(self.seconds)
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each run."""
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
     def speedup(self, other: Live) -> tuple[float, float, float]:
         """How many times faster than `other`: geometric mean over the turns, and its 90% interval."""
-        logs = [math.log(b / a) for a, b in zip(self.seconds, other.seconds, strict=True)]
+        logs = [math.log(a / b) for a, b in zip(self.rates, other.rates, strict=True)]
         mean = statistics.mean(logs)
         if len(logs) == 1:
             return math.exp(mean), 0.0, math.inf
@@ -60,40 +65,41 @@ class Live:
         return math.exp(mean), math.exp(mean - margin), math.exp(mean + margin)
 
 
-def repeated(requests: Sequence[Request], count: int) -> list[Request]:
-    """`count` requests: these, again and again, each with an id and a stream of noise of its own."""
+def repeated(
+    requests: Sequence[Request], count: int, stop_check: Callable[[SamplingParams], StopCheck | None]
+) -> list[Request]:
+    """`count` requests: these, again and again, each with an id, a stream of noise and a stop check of its own. To be
+    run once: stop checks remember."""
     made = []
     for i in range(count):
         request = requests[i % len(requests)]
-        made.append(replace(request, request_id=i, noise=NoiseKey(request.noise.seed, i, request.noise.sample)))
+        noise = NoiseKey(request.noise.seed, i, request.noise.sample)
+        made.append(replace(request, request_id=i, noise=noise, check_stop=stop_check(request.params)))
     return made
 
 
 def confirm(
     session: Session,
     options: Sequence[Chosen],
-    requests: Sequence[Request],
+    make_requests: Callable[[], list[Request]],
     out_of_time: Callable[[int], bool],
     most_turns: int = 5,
 ) -> list[Live]:
     """Each option once in a turn, in changing order; as many turns as there is time for, one at least. `out_of_time`
     is asked after each turn, with the number of turns so far."""
     seconds: list[list[float]] = [[] for _ in options]
+    tokens: list[list[int]] = [[] for _ in options]
     tokens_per_round = [1.0] * len(options)
-    num_tokens = 0
     for turn in range(most_turns):
         order = range(len(options)) if turn % 2 == 0 else reversed(range(len(options)))
         for i in order:
             session.use(*_told(options[i]))
             if turn == 0:
-                session.run(requests[:2])  # what is compiled or touched first
-            finished = session.run(requests)
+                session.run(make_requests()[:2])  # what is compiled or touched first
+            finished = session.run(make_requests())
             seconds[i].append(finished.seconds)
             tokens_per_round[i] = finished.counts.acceptance_length or 1.0
-            num_tokens = finished.num_tokens
+            tokens[i].append(finished.num_tokens)
         if out_of_time(turn + 1):
             break
-    return [
-        Live(option, tuple(times), tokens, num_tokens)
-        for option, times, tokens in zip(options, seconds, tokens_per_round, strict=True)
-    ]
+    return [Live(option, tuple(seconds[i]), tuple(tokens[i]), tokens_per_round[i]) for i, option in enumerate(options)]

@@ -26,6 +26,7 @@ KINDS = {
     "draft_step": "branches of a row, topk; every later draft step",
     "extend": "tokens of a row, the longest path",
     "prefill": "tokens of a prompt chunk; its batch is 1",
+    "prefill_plain": "the same without a draft network, where that was timed apart",
     "plain": "1; a whole round of plain decoding, without a draft network",
     "lookup": "1; finding n-grams, if that is not in `verify`",
     "overhead": "1; what a whole drafting round takes beyond its parts, if anything",
@@ -140,9 +141,10 @@ class CostModel:
         extend = self.part_ms("extend", batch, 1) if followed else 0.0
         return self.part_ms("plain", batch, 1) + extend
 
-    def prefill_ms(self, tokens: int) -> float:
-        """A prompt chunk."""
-        return self._surface("prefill").at(1, tokens)
+    def prefill_ms(self, tokens: int, *, followed: bool = True) -> float:
+        """A prompt chunk; `followed`: by the draft network, too, where there is one."""
+        kind = "prefill" if followed or "prefill_plain" not in self.surfaces else "prefill_plain"
+        return self._surface(kind).at(1, tokens)
 
     def part_ms(self, kind: str, batch: int, width: int) -> float:
         """One part of a round. Raises TuningError for one that was not measured, unless it is optional."""

@@ -50,10 +50,10 @@ class Kept:
     def keep_trace(self, trace: Trace) -> None:
         trace.save(self._folder / _TRACE)
 
-    def costs(self) -> list[Measurement] | None:
+    def costs(self) -> list[Measurement]:
         path = self._folder / _COSTS
         if not path.is_file():
-            return None
+            return []
         try:
             return [Measurement(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
         except (ValueError, TypeError) as error:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.device_engine import TIMED_TOKENS, DeviceEngine
 from specbatch.engine.engine import Engine
 from specbatch.speculation.drafters import Draft, Drafter, NoDrafter
 from specbatch.speculation.neural import DraftNet
@@ -42,32 +42,24 @@ def probes(depth: int, topk: int) -> list[DraftShape]:
     return chains + trees
 
 
-def measure(
-    session: Session,
-    batches: Sequence[int],
-    context: int,
-    depth: int,
-    topk: int,
-    chunk_tokens: int,
-    most_nodes: int,
-    out_of_time: Callable[[], bool] = lambda: False,
-) -> Iterator[Measurement]:
-    """Prompts first, then batch after batch, so that what is there when the time is up is complete for smaller ones.
-    `context`: tokens of the timed rows; `most_nodes`: of all rows together. Without a draft network, widths are those
-    of lookups."""
-    yield from _prompts(session, chunk_tokens)
+def time_batch(session: Session, batch: int, context: int, depth: int, topk: int, most_nodes: int) -> list[Measurement]:
+    """The parts of rounds of `batch` rows of `context` tokens, at widths of up to `most_nodes` nodes of all rows
+    together; empty where the cache does not hold so many rows, or nothing can be drafted for so many. Without a draft
+    network, widths are those of lookups."""
+    engine = session.engine
     if session.drafts.net is None:
-        shapes = [DraftShape(n - 1, 1, n) for n in _NGRAM_NODES if n <= session.engine.num_lookahead]
+        shapes = [DraftShape(n - 1, 1, n) for n in _NGRAM_NODES if n <= engine.num_lookahead]
     else:
         shapes = probes(depth, topk)
-    for batch in batches:
-        if batch != batches[0] and out_of_time():
-            return
-        fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= most_nodes]
-        if isinstance(session.engine, DeviceEngine):
-            yield from _on_device(session, session.engine, batch, context, fitting)
-        else:
-            yield from _oracle(session, session.engine, batch, context, fitting)
+    fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= most_nodes]
+    written = TIMED_TOKENS if isinstance(engine, DeviceEngine) else _oracle_tokens(fitting)
+    context = max(1, min(context, engine.limits.max_prompt_tokens - written))
+    pages = -(-(context + written + engine.num_lookahead) // engine.page_size) + 1
+    if not fitting or batch * pages > engine.num_pages:
+        return []
+    if isinstance(engine, DeviceEngine):
+        return list(_on_device(session, engine, batch, context, fitting))
+    return list(_oracle(session, engine, batch, context, fitting))
 
 
 def _requests(session: Session, count: int, tokens: int, max_tokens: int) -> list[Request]:
@@ -77,16 +69,24 @@ def _requests(session: Session, count: int, tokens: int, max_tokens: int) -> lis
     return [Request(-1 - i, prompt, params, NoiseKey(0, i, 0)) for i, prompt in enumerate(prompts)]
 
 
-def _prompts(session: Session, chunk_tokens: int) -> Iterator[Measurement]:
-    """A chunk of each size: one prompt, prefill and first token."""
-    # With the draft network, whose own prompts are part of what a prompt costs.
+def time_prompts(session: Session, chunk_tokens: int) -> list[Measurement]:
+    """A chunk of each size: one prompt, prefill and first token; with the draft network, whose own prompts are part of
+    what a prompt costs, and without."""
     session.use(ByBatch.always(DraftShape(1, 1, 2)))
+    found = list(_prompts(session, chunk_tokens, "prefill"))
+    if session.drafts.net is not None:
+        session.use(ByBatch.always(None))
+        found += _prompts(session, chunk_tokens, "prefill_plain")
+    return found
+
+
+def _prompts(session: Session, chunk_tokens: int, kind: str) -> Iterator[Measurement]:
     longest = min(chunk_tokens, session.engine.limits.max_prompt_tokens - 1)
     for tokens in sorted({min(longest, size) for size in (16, 128, 512, 2048, chunk_tokens)}):
         times = [session.run(_requests(session, 1, tokens, 1)).seconds]
         for _ in range(2 if times[0] < _SHORT_SECONDS else 1):
             times.append(session.run(_requests(session, 1, tokens, 1)).seconds)
-        yield Measurement("prefill", 1, tokens, 1e3 * min(times))
+        yield Measurement(kind, 1, tokens, 1e3 * min(times))
 
 
 def _on_device(
@@ -134,15 +134,11 @@ def _oracle(
         proposers.append(_FixedProposer(shape) if net is None else session.drafts.neural_proposer(shape))
     switch = _Switch(NoProposer() if net is None else proposers[0])
     session.use_proposer(switch)
-    # Never as many tokens as end a row.
-    rounds = (len(shapes) + 2) * (_ROUNDS + 1)
-    tokens = rounds * (1 + max(shape.num_steps for shape in shapes))
-    limit = engine.limits.max_prompt_tokens
-    context = max(1, min(context, limit - tokens))
-    for request in _requests(session, batch, context, min(tokens, limit - context)):
+    for request in _requests(session, batch, context, _oracle_tokens(shapes)):
         engine.submit(request)
     while engine.num_waiting or not engine.is_prefilled:
         engine.step()
+    assert engine.num_running == batch, "the cache does not hold so many rows"
 
     def timed(proposer: Proposer) -> dict[str, float]:
         switch.current = proposer
@@ -168,6 +164,11 @@ def _oracle(
         yield from _parts(batch, shape, net, parts["draft"], parts["verify"], parts["extend"], times, shapes)
     rest = [p["round"] - p["draft"] - p["verify"] - p["extend"] for p in times]
     yield Measurement("overhead", batch, 1, max(0.0, statistics.median(rest)))
+
+
+def _oracle_tokens(shapes: list[DraftShape]) -> int:
+    """More than a timed row may write."""
+    return (len(shapes) + 2) * (_ROUNDS + 1) * (1 + max((shape.num_steps for shape in shapes), default=0))
 
 
 class _Switch(ScheduledProposer):

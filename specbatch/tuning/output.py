@@ -29,22 +29,34 @@ _PLOTTED = 5  # candidates in the plot over batch sizes
 
 
 def write_tuned(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
-    """`config` as the user gave it. The report and the plots lie beside the output."""
+    """`config` as the user gave it. The report and the plots lie beside the output.
+
+    Raises TuningError where they cannot be written.
+    """
+    try:
+        _write(tuned, config, output, made_by, console)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        hint = "what was measured is kept: with -o elsewhere, copy the folder .measured along"
+        raise TuningError(f"cannot write {error.filename or output}: {reason}", hint=hint) from error
+
+
+def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
     comparisons = live_comparisons(tuned)
     for table in (costs_table(tuned.costs), choices_table(tuned.result), options_table(tuned.result)):
         console.print(table)
     console.print(comparisons_table(comparisons))
-    header, comments = evidence(tuned.result)
     schedule = tuned.winner.schedule
-    if schedule != tuned.result.best.schedule:  # the comments are of the predicted best
-        comments = []
+    header, comments = evidence(tuned.result)
+    if schedule != tuned.result.best.schedule:  # all of that is said of the predicted best
+        header, comments = [f"(Predicted to be the fastest was {tuned.result.best.schedule}.)"], []
     says = _verdict(tuned)
     lines = ["Written by `specbatch tune`.", says, *_live_lines(tuned), *header]
     text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
     output.write_text(text, encoding="utf-8")
     report = json_report(tuned.result, tuned.costs, tuned.replays, comparisons)
     report |= {"verdict": says, "winner": str(schedule), "made_by": made_by}
-    names = ("seconds", "num_tokens", "tokens_per_round")
+    names = ("seconds", "tokens", "tokens_per_round")
     report["live_runs"] = jsonable([{"what": o.name} | {n: getattr(o, n) for n in names} for o in tuned.live])
     beside = output.with_suffix(".report.json")
     beside.write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -58,10 +70,8 @@ def live_comparisons(tuned: Tuned) -> list[Comparison]:
     """Predicted and measured tokens per second of the live runs."""
     found = []
     for one, seconds in zip(tuned.live, tuned.predicted_live, strict=True):
-        rates = sorted(one.num_tokens / s for s in one.seconds)
-        found.append(
-            Comparison(one.name, None, one.num_tokens / seconds, one.tokens_per_second, rates[0], rates[-1])
-        )  # fmt: skip
+        rates, tokens = sorted(one.rates), sum(one.tokens) / len(one.tokens)
+        found.append(Comparison(one.name, None, tokens / seconds, one.tokens_per_second, rates[0], rates[-1]))
     return found
 
 

@@ -230,8 +230,9 @@ class Simulation:
     def _chunks_ms(self, tokens: float) -> float:
         """Of prompts computed one behind the other: full chunks and the rest."""
         whole, rest = divmod(round(tokens), self._limits.prefill_chunk)
-        full = whole * self._costs.prefill_ms(self._limits.prefill_chunk) if whole else 0.0
-        return full + (self._costs.prefill_ms(rest) if rest else 0.0)
+        followed = self._followed
+        full = whole * self._costs.prefill_ms(self._limits.prefill_chunk, followed=followed) if whole else 0.0
+        return full + (self._costs.prefill_ms(rest, followed=followed) if rest else 0.0)
 
     def _lengths(self, rows_B: NDArray[np.int64]) -> NDArray[np.float64]:
         """Slots that the next round may write up to; the last token made is the root, and in no slot yet."""

@@ -17,7 +17,7 @@ FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    requests: list[Request]  # to trace, in the file's order; each has a stream of noise of its own
+    requests: list[Request]  # to trace, in the order drawn; each has a stream of noise of its own
     prompt_tokens: list[int]  # of the measured rows
     num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
     num_failed: int  # of the sampled rows
@@ -40,7 +40,7 @@ def sample_rows(
         elif (place := draw.randrange(total)) < len(kept):
             kept[place] = raw
     draw.shuffle(kept)
-    requests: list[tuple[int, Request]] = []
+    requests: list[Request] = []
     lengths, num_failed, max_tokens, completions = [], 0, 1, 0
     for raw in kept:
         head, job = parser.parse(raw)
@@ -57,14 +57,12 @@ def sample_rows(
         max_tokens = max(max_tokens, job.params.max_tokens)
         if len(requests) < num_rows:
             noise = NoiseKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
-            request = Request(len(requests), prompt, job.params, noise, texts.stop_check(job.params))
-            requests.append((head.index, request))
+            requests.append(Request(len(requests), prompt, job.params, noise, texts.stop_check(job.params)))
     if len(requests) < FEWEST_ROWS:
         failed = f" ({num_failed} of {len(kept)} rows fail)" if num_failed else ""
         raise InputError(
             f"{source.name} has {len(requests)} rows to tune on, and {FEWEST_ROWS} are the least{failed}",
             "give more rows; `specbatch generate` says what is wrong with rows that fail" if num_failed else None,
         )
-    requests.sort(key=lambda pair: pair[0])
     expected = round(total * completions / len(kept))
-    return Sample([request for _, request in requests], lengths, expected, num_failed, max_tokens)
+    return Sample(requests, lengths, expected, num_failed, max_tokens)

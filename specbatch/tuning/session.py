@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
@@ -37,12 +36,15 @@ class Finished:
 
 
 class Session:
-    """`graphs`: of the device engine. `show` is told what is being done."""
+    """`graphs`: of the device engine; `sampled`: for sampled rows, too. `show` is told what is being done."""
 
-    def __init__(self, built: Built, graphs: GraphMode, show: Callable[[str], None] = lambda doing: None) -> None:
+    def __init__(
+        self, built: Built, graphs: GraphMode, sampled: bool = False, show: Callable[[str], None] = lambda doing: None
+    ) -> None:
         self.engine = built.engine
         self.drafts = built.drafts
         self._graphs: GraphMode = graphs
+        self._sampled = sampled
         self._show = show
         self._in_use: tuple[Schedule, tuple[int, int] | None] | None = None
 
@@ -60,7 +62,7 @@ class Session:
         if isinstance(self.engine, DeviceEngine):
             plain: ByBatch[Drafter] = ByBatch.always(NoDrafter())
             drafters = schedule.map(drafts.drafter) if drafts_at_all else plain
-            self.engine.redraft(drafters, self._graphs, self._show)
+            self.engine.redraft(drafters, self._graphs, self._sampled, self._show)
         else:
             self.engine.redraft(drafts.proposer(schedule) if drafts_at_all else NoProposer())
         self._in_use = schedule, matches
@@ -135,8 +137,3 @@ def _row(request: Request, completion: Completion, record: _Record | None) -> Ro
             for column, part in zip(columns, parts, strict=True):
                 column[root - num_prompt] = part
     return RowTrace(num_prompt, tokens, *columns)
-
-
-def synchronize(session: Session) -> None:
-    if session.is_on_device and torch.cuda.is_available():
-        torch.cuda.synchronize()
