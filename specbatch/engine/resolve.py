@@ -97,6 +97,13 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     """
     notes: list[str] = []
     speculation = resolve_speculation(config.speculation)
+    if speculation.method in NEURAL and speculation.schedule is not None:
+        chains = {entry.num_steps for entry in speculation.schedule if entry.topk == 1}
+        if chains and (len(chains) > 1 or len(chains) < len(speculation.schedule)):
+            notes.append(
+                "speculation.schedule: sampled rows are drawn together with a chain's drafts, so their texts depend on "
+                "how many rows run beside them; greedy rows' do not"
+            )
     device = _resolve_device(config.engine.device, notes)
     dtype = _resolve_dtype(config.model.dtype, device, notes)
     engine = _resolve_engine(config.engine, device, dtype, notes)
