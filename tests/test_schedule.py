@@ -128,9 +128,7 @@ def test_read_and_resolved() -> None:
     assert config_to_dict(config)["speculation"]["schedule"][2] == {
         "max_batch": 256, "num_steps": 0, "topk": 1, "num_draft_tokens": 1
     }  # fmt: skip
-    assert any(
-        "rows run beside" in note for note in resolve(loaded(*SETS, f"speculation.schedule={text}")).notes
-    )
+    assert any("rows run beside" in note for note in resolve(loaded(*SETS, f"speculation.schedule={text}")).notes)
     trees = "[{max_batch: 4, num_steps: 5, topk: 4}, {max_batch: 32, num_steps: 2, topk: 2}]"
     assert not any("rows run beside" in n for n in resolve(loaded(*SETS, f"speculation.schedule={trees}")).notes)
     plain = resolve(loaded(f"speculation.schedule={text}", "speculation.method=none")).config
