@@ -94,13 +94,8 @@ def generate(
 
         # Imported here: --help, usage errors and `models` need no torch.
         from specbatch.engine.build import build_engine
-        from specbatch.engine.resolve import resolve
 
-        def resolve_showing(settings: Config) -> ResolvedRun:
-            with _download_bar(console) as show:
-                return resolve(settings, progress=show)
-
-        runtime = Runtime(resolve_showing, build_engine, _model_paths)
+        runtime = Runtime(_resolving(console), build_engine, _model_paths)
         code = generate_file(GenerateOptions(input, output, limit, overwrite), settings, runtime, console, began=began)
         raise typer.Exit(code)
 
@@ -157,13 +152,8 @@ def evaluate(
         )
 
         from specbatch.engine.build import build_engine
-        from specbatch.engine.resolve import resolve
 
-        def resolve_showing(settings: Config) -> ResolvedRun:
-            with _download_bar(console) as show:
-                return resolve(settings, progress=show)
-
-        runtime = Runtime(resolve_showing, build_engine, _model_paths)
+        runtime = Runtime(_resolving(console), build_engine, _model_paths)
         raise typer.Exit(evaluate_tasks(options, settings, runtime, console, began=began))
 
 
@@ -189,16 +179,11 @@ def tune(
         options.check()
 
         from specbatch.engine.build import build
-        from specbatch.engine.resolve import resolve
         from specbatch.pipeline.stats import commit, device_name, versions
         from specbatch.tuning.command import tune_file
         from specbatch.tuning.output import write_tuned
 
-        def resolve_showing(settings: Config) -> ResolvedRun:
-            with _download_bar(console) as show:
-                return resolve(settings, progress=show)
-
-        tuned = tune_file(options, settings, resolve_showing, build, _model_paths, console)
+        tuned = tune_file(options, settings, _resolving(console), build, _model_paths, console)
         made_by = {"data": options.data, "rows": rows, "budget": budget, "models": tuned.run.description}
         made_by |= {"versions": versions(), "commit": commit(), "device": device_name(tuned.run.config.engine.device)}
         write_tuned(tuned, settings, output, made_by, console)
@@ -255,6 +240,17 @@ def models_path(name: Annotated[str, typer.Argument(help="As `specbatch models l
         if path is None:
             raise SpecbatchError(f"{name} has not been fetched", f"specbatch models pull {name}")
         typer.echo(str(path))
+
+
+def _resolving(console: Console) -> Callable[[Config], ResolvedRun]:
+    """`resolve`, which shows the downloads that it starts."""
+    from specbatch.engine.resolve import resolve
+
+    def resolve_showing(settings: Config) -> ResolvedRun:
+        with _download_bar(console) as show:
+            return resolve(settings, progress=show)
+
+    return resolve_showing
 
 
 @contextlib.contextmanager

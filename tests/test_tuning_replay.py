@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -298,7 +299,7 @@ def test_intervals() -> None:
 
 def test_a_trace_is_saved_and_read_back(tmp_path: Path) -> None:
     trace, _ = made(0, None)
-    mixed = trace.appended(RowTrace(1, np.array([3], np.int32)))
+    mixed = replace(trace, rows=(*trace.rows, RowTrace(1, np.array([3], np.int32))))
     path = tmp_path / "trace.npz"
     for kept in (Trace(topk=2, depth=3), mixed, trace):  # also over an older file
         kept.save(path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from specbatch.speculation.schedule import ByBatch, Schedule
 from specbatch.speculation.tree import DraftShape
-from specbatch.tuning.candidates import Candidate, NgramShape, label
+from specbatch.tuning.candidates import Candidate, NgramShape
 from specbatch.tuning.schedule import Schedule as Chosen
 from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request, SamplingParams, StopCheck
@@ -43,8 +43,7 @@ class Live:
 
     @property
     def name(self) -> str:
-        entries = self.chosen.entries
-        return label(entries[0].candidate) if len(entries) == 1 else str(self.chosen)
+        return self.chosen.name
 
     @property
     def tokens_per_second(self) -> float:

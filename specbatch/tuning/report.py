@@ -102,7 +102,7 @@ def evidence(result: SearchResult) -> tuple[list[str], list[str]]:
     ]
     if result.fixed:
         fixed = result.fixed[0]
-        header.append(f"Best single shape, {_shown(fixed.schedule)}: {_duration(fixed.prediction.seconds)}.")
+        header.append(f"Best single shape, {fixed.schedule.name}: {_duration(fixed.prediction.seconds)}.")
     if not result.pays:
         header.append("Speculation does not pay on this file: nothing is predicted to be faster than plain decoding.")
     return header, [_comment(point) for point in result.entries]
@@ -113,10 +113,6 @@ def _comment(point: Point) -> str:
     if point.candidate is None:
         return text
     return f"{text}, {point.tokens_per_round:.2f} tokens a round ({point.low:.2f}-{point.high:.2f})"
-
-
-def _shown(schedule: Schedule) -> str:
-    return label(schedule.entries[0].candidate) if len(schedule.entries) == 1 else str(schedule)
 
 
 def _duration(seconds: float) -> str:
@@ -239,7 +235,7 @@ def options_table(result: SearchResult) -> Table:
     for name, option in rows:
         p = option.prediction
         parts = (p.seconds, p.prefill_seconds, p.steady_seconds, p.drain_seconds)
-        table.add_row(f"{name}: {_shown(option.schedule)}", *map(_duration, parts), f"{p.tokens_per_second:,.0f}")
+        table.add_row(f"{name}: {option.schedule.name}", *map(_duration, parts), f"{p.tokens_per_second:,.0f}")
     return table
 
 

@@ -29,6 +29,11 @@ class Schedule:
     def __str__(self) -> str:
         return ", ".join(f"<={entry.max_batch}: {label(entry.candidate)}" for entry in self.entries)
 
+    @property
+    def name(self) -> str:
+        """As tables show it: a single candidate by its own label."""
+        return label(self.entries[0].candidate) if len(self.entries) == 1 else str(self)
+
     @staticmethod
     def always(candidate: Candidate | None, max_batch: int = 1) -> Schedule:
         return Schedule((ScheduleEntry(max_batch, candidate),))

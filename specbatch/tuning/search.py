@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.speculation.tree import DraftShape
-from specbatch.tuning.candidates import Candidate, NgramShape, label, lookahead, num_nodes
+from specbatch.tuning.candidates import Candidate, NgramShape, lookahead, num_nodes
 from specbatch.tuning.costs import CostModel
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.predict import MIN_SIMULATED, FileProfile, Limits, Prediction, predict
@@ -308,10 +308,3 @@ class _Points:
             ranked = tuple(self.at(c, b) for c in order if np.isfinite(ms_C[c]))
             choices.append(BatchChoice(batch, ranked, self.at(len(self._replays), b)))
         return tuple(choices)
-
-
-def describe(option: Option) -> str:
-    """One line: what is drafted, and how long the file takes."""
-    entries = option.schedule.entries
-    what = label(entries[0].candidate) if len(entries) == 1 else str(option.schedule)
-    return f"{what}: {option.prediction.seconds:.1f} s"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -92,10 +92,6 @@ class Trace:
             assert array is None or array.shape[1] == self.depth, (name, array.shape, self.depth)
         if row.tokens_PC is not None:
             assert row.tokens_PC.shape[1] == num_candidates(self.topk, self.depth), row.tokens_PC.shape
-
-    def appended(self, row: RowTrace) -> Trace:
-        """This trace and one row more."""
-        return replace(self, rows=(*self.rows, row))
 
     def save(self, path: Path) -> None:
         """Write one .npz, whole or not at all: a trace that is saved after every few rows loses only those behind the
