@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 draft head for a target, from nothing but prompts: see docs/draft-heads.md.
 
-    python scripts/train_draft.py TARGET --data FILE[:ROWS] ... -o DIR [--eval FILE[:ROWS] ...]
+    python scripts/train_draft.py TARGET --data FILE[:ROWS] ... [--invent N] -o DIR [--eval FILE[:ROWS] ...]
 
 Three stages, each of which skips what is done, so the same command goes on after an interruption:
 
@@ -28,12 +28,13 @@ from pathlib import Path
 
 import torch
 from drafttrain.answers import INTERRUPTED, read_results, run_rows
-from drafttrain.evaluate import EvalJob, evaluate, parse_shapes, table
+from drafttrain.evaluate import evaluate, parse_ways, table
 from drafttrain.examples import Example, draft_vocabulary, make_examples, padded_length, split
 from drafttrain.export import export
 from drafttrain.head import DraftHead, head_config, initialise
+from drafttrain.invent import invent
 from drafttrain.plot import plot
-from drafttrain.prompts import PromptFile, read_prompts, write_rows
+from drafttrain.prompts import PromptFile, distinct, read_prompts, rows_of, write_lines
 from drafttrain.target import FrozenTarget
 from drafttrain.trainer import Trainer, TrainSettings, described
 
@@ -41,7 +42,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.models.eagle_head import eagle_config, expected_tensors
-from specbatch.pipeline.tokenizer import with_chat_template_text
+from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 STAGES = ("answers", "training", "evaluation")
@@ -51,7 +52,10 @@ USAGE_ERROR = 2
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", help="as model.target: directory, hub id, .gguf file or builtin:NAME")
-    parser.add_argument("--data", nargs="+", required=True, metavar="FILE[:ROWS]", help="JSONL files of prompts")
+    parser.add_argument("--data", nargs="+", default=[], metavar="FILE[:ROWS]", help="JSONL files of prompts")
+    parser.add_argument(
+        "--invent", type=int, default=0, metavar="N", help="N tries of the target at making up a prompt"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--eval", nargs="+", default=[], metavar="FILE[:ROWS]", help="JSONL files of held-out prompts")
     parser.add_argument("-c", "--config", type=Path, help="YAML file, as for specbatch generate")
@@ -76,9 +80,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--compile", action="store_true", help="torch.compile the unrolled steps")
     evaluation = parser.add_argument_group("evaluation")
-    evaluation.add_argument("--shapes", default=SHAPES, help="steps/topk/tokens, or none (default: %(default)s)")
+    evaluation.add_argument(
+        "--shapes",
+        default=SHAPES,
+        help="ways to draft: steps/topk/tokens, DRAFT:steps/topk/tokens, ngram, none (default: %(default)s)",
+    )
     args = parser.parse_args(arguments)
     args.stage = args.stage or list(STAGES)
+    if not args.data and not args.invent:
+        parser.error("prompts are needed: --data FILE, --invent N or both")
     return args
 
 
@@ -124,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     files = Files(args.output)
     files.training.mkdir(parents=True, exist_ok=True)
-    shapes = parse_shapes(args.shapes)
+    ways = parse_ways(args.shapes)
     data, held_out = ([PromptFile.parse(text) for text in texts] for texts in (args.data, args.eval))
     sets = [f"model.target={args.target}", f"sampling.max_tokens={args.max_tokens}", *args.set]
     temperatures = [_number(part) for part in args.temperatures.split(",")]
@@ -135,7 +145,13 @@ def run(args: argparse.Namespace) -> None:
         plan = _resolve(args, sets)
     _check(args, plan)
     if "answers" in args.stage:
-        write_rows(files.prompts, read_prompts(data), temperatures, as_text)
+        prompts = read_prompts(data)
+        if args.invent:
+            texts = TextProcessor(plan.tokenizer, plan.config.data)
+            made_up = invent(args.invent, args.seed, plan.tokenizer, texts, files.training, sets, args.config)
+            say(f"answers: {len(made_up):,} prompts made up ({_seconds(began)} so far)")
+            prompts = distinct([*prompts, *made_up])
+        write_lines(files.prompts, rows_of(prompts, temperatures, as_text))
         # Rows have temperatures of their own; the engine prepares for sampling by the config's.
         how = ["speculation.method=none", f"sampling.temperature={max(temperatures)}"]
         report = run_rows(files.prompts, files.answers, [*sets, *how], args.config, overwrite=args.overwrite)
@@ -145,14 +161,9 @@ def run(args: argparse.Namespace) -> None:
         train(args, plan, files)
         say(f"training: finished ({_seconds(began)} so far)")
     if "evaluation" in args.stage and held_out:
-        jobs = []
-        for file in held_out:
-            job = EvalJob(file.path.stem, files.training / f"eval.{file.path.stem}.jsonl")
-            write_rows(job.rows, read_prompts([file]), [0.0], as_text)
-            jobs.append(job)
         if args.overwrite:
             files.report.unlink(missing_ok=True)
-        print(table(evaluate(files.folder, jobs, shapes, sets, args.config, files.report, say)))
+        print(table(evaluate(files.folder, held_out, ways, sets, args.config, as_text, files.report, say)))
     say(f"done in {_seconds(began)}")
 
 
@@ -224,6 +235,8 @@ def _resolve(args: argparse.Namespace, sets: list[str]) -> ResolvedRun:
 def _check(args: argparse.Namespace, plan: ResolvedRun) -> None:
     """Mistakes that would show late."""
     config = plan.target.config
+    if args.invent and not plan.config.data.prompts_as_chat:
+        raise ConfigError("--invent needs a chat template, and the target has none", "give prompts with --data")
     for name in ("unroll", "epochs", "max_tokens", "draft_vocab", "max_length"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")

@@ -302,7 +302,7 @@ def test_prompts_of_every_kind(kind: str) -> None:
 
 
 def test_prompt_files(tmp_path: Path) -> None:
-    from drafttrain.prompts import PromptFile, read_prompts, write_rows
+    from drafttrain.prompts import PromptFile, read_prompts, rows_of, write_lines
 
     lines = [json.dumps({"prompt": text}) for text in ("a", "b", "a", "c")]
     path = tmp_path / "p.jsonl"
@@ -313,7 +313,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     prompts = read_prompts([PromptFile(path, 3)])
     assert [m[0]["content"] for m in prompts] == ["a", "b"]
     out = tmp_path / "rows.jsonl"
-    write_rows(out, prompts, [0.0, 0.8], as_text=False)
+    write_lines(out, rows_of(prompts, [0.0, 0.8], as_text=False))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["id"], r["temperature"], r["metadata"]) for r in rows] == [
         ("0-0@0", 0.0, {"prompt": 0}),
@@ -327,6 +327,41 @@ def test_prompt_files(tmp_path: Path) -> None:
             read_prompts([PromptFile(path)])
     with pytest.raises(InputError, match="cannot read"):
         read_prompts([PromptFile(tmp_path / "none")])
+
+
+def test_prompts_that_the_target_makes_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A template whose user speaks up to the first `e`: the target's own text up to there is the prompt."""
+    import train_draft
+
+    target = tiny_model(tmp_path / "target")
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\ne\n{% endfor %}[assistant] "
+    (tmp_path / "t.jinja").write_text(template)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Say it."}\n')
+    command = [str(target), "--invent", "60", "-o", "out", "--max-tokens", "4", "--stage", "answers"]
+    command += ["--set", "engine.kv_cache_tokens=8192", "--set", "data.chat_template=t.jinja", "--temperatures", "0"]
+    assert train_draft.main([*command, "--data", "p.jsonl"]) == 0
+    training = tmp_path / "out" / "training"
+    tries = [json.loads(line) for line in (training / "invented.jsonl").read_text().splitlines()]
+    assert len(tries) == 60
+    assert len({t["text"] for t in tries}) > 50, "every try draws for itself"
+    wanted = [t["text"].strip() for t in tries if t["finish_reason"] == "stop"]
+    wanted = list(dict.fromkeys(w for w in wanted if len(w) >= 12))
+    assert len(wanted) > 5
+    rows = [json.loads(line) for line in (training / "prompts.jsonl").read_text().splitlines()]
+    assert [r["messages"] for r in rows] == [[{"role": "user", "content": text}] for text in ("Say it.", *wanted)]
+    assert "e" not in "".join(wanted)
+    answers = (training / "answers.jsonl").read_bytes()
+    capsys.readouterr()
+    assert train_draft.main([*command, "--data", "p.jsonl"]) == 0
+    assert capsys.readouterr().err.count("finished already") == 2
+    assert (training / "answers.jsonl").read_bytes() == answers
+
+    changed = template.replace("m.content", "m.content|upper")
+    for option, words in ((f"chat_template={changed}", "does not repeat"), ("prompts_as_chat=false", "chat template")):
+        assert train_draft.main([str(target), "--invent", "9", "-o", "out2", "--set", f"data.{option}"]) == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_draft.main([str(target), "-o", "out3"])
 
 
 def test_examples_are_split_by_prompt_and_end_with_the_end_token() -> None:
@@ -525,24 +560,41 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "q.jsonl").write_text("".join(json.dumps({"question": f"And {i}?"}) + "\n" for i in range(3)))
     command = [str(target), "--data", "p.jsonl", "-o", "out", "--max-tokens", "20", "--draft-vocab", "200"]
     command += ["--unroll", "3", "--epochs", "4", "--batch-tokens", "256", "--set", "engine.kv_cache_tokens=4096"]
-    command += ["--lr", "0.01", "--validation", "0.2", "--shapes", "none,3/1/4,2/2/5", "--eval", "q.jsonl:2"]
+    command += [
+        "--lr",
+        "0.01",
+        "--validation",
+        "0.2",
+        "--shapes",
+        "none,3/1/4,2/2/5,ngram",
+        "--eval",
+        "q.jsonl:2",
+        "p.jsonl:1",
+    ]
     assert train_draft.main(command) == 0
     shown = capsys.readouterr()
     assert "answers: 24 with" in shown.err
     lines = shown.out.splitlines()
-    assert [line.split()[:3] for line in lines[1:]] == [["q", s, "2"] for s in ("none", "3/1/4", "2/2/5")]
+    ways = ["none", "3/1/4", "2/2/5", "ngram"]
+    assert lines[0].split() == ["tokens", "per", "round", "q", "p", "tok/s"]
+    assert [line.split()[0] for line in lines[1:]] == ways
     out = tmp_path / "out"
     records = [json.loads(line) for line in (out / "training" / "metrics.jsonl").read_text().splitlines()]
     validations = [r["validation"]["loss"] for r in records if "validation" in r]
     assert validations[-1] < validations[0]
     texts = []
-    for shape in ("none", "3-1-4", "2-2-5"):
-        results = (out / "training" / f"eval.q.{shape}.results.jsonl").read_text().splitlines()
+    for number in range(4):
+        results = (out / "training" / f"eval.{number}.results.jsonl").read_text().splitlines()
         texts.append([json.loads(line)["text"] for line in results])
-    assert texts[0] == texts[1] == texts[2]
+    assert len(texts[0]) == 3
+    assert texts[0] == texts[1] == texts[2] == texts[3]
     report = json.loads((out / "acceptance.json").read_text())
-    assert [r["shape"] for r in report["runs"]] == ["none", "3/1/4", "2/2/5"]
-    assert all(r["acceptance_length"] >= 1 for r in report["runs"])
+    assert [r["way"] for r in report["runs"]] == ways
+    assert [r["files"]["q"]["rows"] for r in report["runs"]] == [2] * 4
+    for entry in report["runs"]:
+        total = sum(f["acceptance_length"] * f["rounds"] for f in entry["files"].values())
+        tokens = sum(f["completion_tokens"] for f in entry["files"].values())
+        assert total == pytest.approx(tokens - 3, abs=0.01)  # the first token of each row comes with its prompt
     before = (out / "model.safetensors").read_bytes()
 
     assert train_draft.main(command) == 0

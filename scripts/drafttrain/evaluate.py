@@ -1,4 +1,7 @@
-"""Acceptance length of a finished head, by running held-out rows through the engine in several draft shapes."""
+"""Acceptance length of a finished head, by running held-out rows through the engine in several ways to draft.
+
+All rows run together, once for each way; the figures of each file come from its result rows.
+"""
 
 from __future__ import annotations
 
@@ -9,106 +12,127 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.answers import run_rows
+from drafttrain.answers import read_results, run_rows
+from drafttrain.prompts import PromptFile, read_prompts, rows_of, write_lines
 from specbatch.errors import ConfigError
+from specbatch.pipeline.totals import RowTotals
 from specbatch.speculation.tree import DraftShape
+
+# speculation.num_draft_tokens and its like where a way brings none: those of the config.
+_PLAIN = ("none", "ngram")
 
 
 @dataclass(frozen=True)
-class EvalJob:
-    """One set of rows. `name` tells sets apart in file names and tables."""
+class Way:
+    """How to draft: with the head (`model` None), a draft model, or by one of `_PLAIN`."""
 
-    name: str
-    rows: Path
+    name: str  # as the user wrote it
+    shape: DraftShape | None
+    model: str | None
+
+    def sets(self, head: Path) -> list[str]:
+        """Options for `specbatch generate`."""
+        if self.shape is None:
+            return [f"speculation.method={self.name}", "speculation.draft=null"]
+        method, draft = ("eagle3", str(head.resolve())) if self.model is None else ("draft_model", self.model)
+        s = self.shape
+        sizes = {"num_steps": s.num_steps, "topk": s.topk, "num_draft_tokens": s.num_draft_tokens}
+        options = {"method": method, "draft": draft, **sizes}
+        return [f"speculation.{key}={value}" for key, value in options.items()]
 
 
-def parse_shapes(text: str) -> list[DraftShape | None]:
-    """`3/1/4,5/4/8,none`: steps/topk/tokens, None for plain decoding. Raises ConfigError."""
-    shapes: list[DraftShape | None] = []
+def parse_ways(text: str) -> list[Way]:
+    """`none,ngram,3/1/4,DRAFT:5/4/8`: plain decoding, n-grams, and steps/topk/tokens of the head or of a draft model.
+    Raises ConfigError."""
+    ways = []
     for part in text.split(","):
-        if part == "none":
-            shapes.append(None)
+        if part in _PLAIN:
+            ways.append(Way(part, None, None))
             continue
+        model, _, shape_text = part.rpartition(":")
         try:
-            steps, topk, tokens = map(int, part.split("/"))
+            steps, topk, tokens = map(int, shape_text.split("/"))
         except ValueError as error:
-            raise ConfigError(f"{part!r} is no draft shape", "steps/topk/tokens, such as 3/1/4, or none") from error
+            hint = "steps/topk/tokens, such as 3/1/4, DRAFT:3/1/4, ngram or none"
+            raise ConfigError(f"{part!r} is no draft shape", hint) from error
         shape = DraftShape(steps, topk, tokens)
         shape.check()
-        shapes.append(shape)
-    return shapes
+        ways.append(Way(part, shape, model or None))
+    return ways
 
 
 def evaluate(
     head: Path,
-    jobs: Sequence[EvalJob],
-    shapes: Sequence[DraftShape | None],
+    files: Sequence[PromptFile],
+    ways: Sequence[Way],
     sets: Sequence[str],
     config: Path | None,
+    as_text: bool,
     report_path: Path,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run what `report_path` does not hold yet for this head, and return the report.
+    """Run what `report_path` does not hold yet for this head and these rows, and return the report.
 
-    The acceptance length is tokens per round, the one from the target itself included.
+    The acceptance length is tokens per round, the one from the target itself included; all answers are greedy.
     """
-    digest = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16]
+    rows_path = head / "training" / "eval.jsonl"
+    rows = [
+        row | {"id": f"{file.path.stem}-{row['id']}", "metadata": {"file": file.path.stem}}
+        for file in files
+        for row in rows_of(read_prompts([file]), [0.0], as_text)
+    ]
+    write_lines(rows_path, rows)
+    made_by = {
+        "head": hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16],
+        "rows": hashlib.sha256(rows_path.read_bytes()).hexdigest()[:16],
+        "settings": [*sets, *([] if config is None else [config.read_text(encoding="utf-8")])],
+    }
     report: dict[str, Any] = {}
     if report_path.is_file():
         report = json.loads(report_path.read_text(encoding="utf-8"))
-    settings = [*sets, *([] if config is None else [config.read_text(encoding="utf-8")])]
-    if report.get("head") != digest or report.get("settings") != settings:
-        report = {"head": digest, "settings": settings, "runs": []}
-    for job in jobs:
-        rows = hashlib.sha256(job.rows.read_bytes()).hexdigest()[:16]
-        for shape in shapes:
-            name = "none" if shape is None else f"{shape.num_steps}/{shape.topk}/{shape.num_draft_tokens}"
-            if any((r["data"], r["rows_digest"], r["shape"]) == (job.name, rows, name) for r in report["runs"]):
-                continue
-            say(f"evaluation: {job.name}, {name}")
-            output = job.rows.with_name(f"{job.rows.stem}.{name.replace('/', '-')}.results.jsonl")
-            chosen = [*sets, *_speculation(head, shape)]
-            stats = run_rows(job.rows, output, chosen, config, overwrite=True)
-            session, speculation = stats["session"], stats["speculation"]
-            report["runs"].append(
-                {
-                    "data": job.name,
-                    "rows_digest": rows,
-                    "shape": name,
-                    "rows": stats["rows"]["ok"],
-                    "acceptance_length": speculation["acceptance_length"],
-                    "acceptance_rate_by_position": session["acceptance_rate_by_position"],
-                    "rounds": speculation["rounds"],
-                    "completion_tokens": stats["tokens"]["completion"],
-                    "output_tokens_per_second": session["output_tokens_per_second"],
-                    "seconds": session["seconds"],
-                    "device": stats["device"],
-                    "commit": stats["commit"],
-                }
-            )
-            report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if any(report.get(key) != value for key, value in made_by.items()):
+        report = {**made_by, "runs": []}
+    for way in ways:
+        if any(run["way"] == way.name for run in report["runs"]):
+            continue
+        say(f"evaluation: {way.name}")
+        output = rows_path.with_name(f"eval.{len(report['runs'])}.results.jsonl")
+        stats = run_rows(rows_path, output, [*sets, *way.sets(head)], config, overwrite=True)
+        totals = {file.path.stem: RowTotals() for file in files}
+        for result in read_results(output):
+            totals[result["metadata"]["file"]].add(result)
+        session = stats["session"]
+        report["runs"].append(
+            {
+                "way": way.name,
+                "results": output.name,
+                "files": {name: _figures(total) for name, total in totals.items()},
+                "output_tokens_per_second": session["output_tokens_per_second"],
+                "seconds": session["seconds"],
+                **{key: stats[key] for key in ("device", "versions", "commit")},
+            }
+        )
+        report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
 
 
+def _figures(total: RowTotals) -> dict[str, Any]:
+    return {
+        "rows": total.ok,
+        "acceptance_length": round(total.committed / total.rounds, 4) if total.rounds else None,
+        "rounds": total.rounds,
+        "completion_tokens": total.completion_tokens,
+        "accept_histogram": total.histogram,
+    }
+
+
 def table(report: dict[str, Any]) -> str:
-    """The report for the reader at the terminal."""
-    lines = [f"{'data':24} {'shape':>8} {'rows':>6} {'tokens per round':>17} {'tok/s':>10}"]
-    for r in report["runs"]:
-        length, speed = r["acceptance_length"], r["output_tokens_per_second"]
-        lines.append(
-            f"{r['data'][:24]:24} {r['shape']:>8} {r['rows']:6,} {'' if length is None else f'{length:.3f}':>17}"
-            f" {'' if speed is None else f'{speed:,.0f}':>10}"
-        )
+    """Tokens per round by way and file, for the reader at the terminal."""
+    names = list(report["runs"][0]["files"]) if report["runs"] else []
+    lines = [f"{'tokens per round':24}" + "".join(f" {name[:18]:>18}" for name in names) + f" {'tok/s':>10}"]
+    for run in report["runs"]:
+        lengths = [run["files"][name]["acceptance_length"] for name in names]
+        cells = "".join(f" {'' if length is None else f'{length:.3f}':>18}" for length in lengths)
+        speed = run["output_tokens_per_second"]
+        lines.append(f"{run['way'][-24:]:24}{cells} {'' if speed is None else f'{speed:,.0f}':>10}")
     return "\n".join(lines)
-
-
-def _speculation(head: Path, shape: DraftShape | None) -> list[str]:
-    if shape is None:
-        return ["speculation.method=none"]
-    return [
-        "speculation.method=eagle3",
-        f"speculation.draft={head.resolve()}",
-        f"speculation.num_steps={shape.num_steps}",
-        f"speculation.topk={shape.topk}",
-        f"speculation.num_draft_tokens={shape.num_draft_tokens}",
-    ]

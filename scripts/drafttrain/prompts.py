@@ -12,7 +12,7 @@ The kind is told by a row's fields, in this order:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,14 @@ def messages_of(row: Any) -> Messages:
 
 def read_prompts(files: Sequence[PromptFile]) -> list[Messages]:
     """The conversations of all files, each once, in order. Raises InputError naming file and line."""
+    return distinct(messages for file in files for messages in _read(file))
+
+
+def distinct(prompts: Iterable[Messages]) -> list[Messages]:
+    """`prompts`, each once, in order."""
     found: dict[str, Messages] = {}
-    for file in files:
-        for messages in _read(file):
-            found.setdefault(json.dumps(messages, sort_keys=True), messages)
+    for messages in prompts:
+        found.setdefault(json.dumps(messages, sort_keys=True), messages)
     return list(found.values())
 
 
@@ -98,18 +102,22 @@ def _user(content: Any) -> Messages:
     return [{"role": "user", "content": content}]
 
 
-def write_rows(path: Path, prompts: Sequence[Messages], temperatures: Sequence[float], as_text: bool) -> None:
+def rows_of(prompts: Sequence[Messages], temperatures: Sequence[float], as_text: bool) -> list[dict[str, Any]]:
     """One row for each prompt and temperature. The rows of one prompt stand together, and bear its number as metadata.
 
-    `as_text`: for a target without a chat template, the last message's text as a prompt to continue. The file is left
-    alone where it holds these rows already: a finished or half finished job belongs to it.
+    `as_text`: for a target without a chat template, the last message's text as a prompt to continue.
     """
-    lines = []
+    rows = []
     for number, messages in enumerate(prompts):
         prompt = {"prompt": messages[-1]["content"]} if as_text else {"messages": messages}
         for k, temperature in enumerate(temperatures):  # one may be there twice
             row = {"id": f"{number}-{k}@{temperature:g}", **prompt, "temperature": temperature}
-            lines.append(json.dumps(row | {"metadata": {"prompt": number}}, ensure_ascii=False))
-    text = "\n".join(lines) + "\n"
+            rows.append(row | {"metadata": {"prompt": number}})
+    return rows
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A JSONL file, left alone where it holds these rows already: a finished or half finished job belongs to it."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")

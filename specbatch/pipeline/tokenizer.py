@@ -107,13 +107,14 @@ class TextProcessor:
             return cut
         return self.decode(ids[:-1])
 
-    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat_text(self, messages: list[dict[str, Any]]) -> str:
+        """The messages as the chat template writes them, with the opening of the answer. Raises RowError."""
         if not self._has_template:
             raise RowError("no_chat_template", "the model has no chat template; set data.chat_template")
         if self._system is not None and not any(m["role"] in ("system", "developer") for m in messages):
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
-            text = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 messages,
                 chat_template=self._template,
                 tokenize=False,
@@ -122,8 +123,10 @@ class TextProcessor:
             )
         except Exception as exc:  # templates refuse what they do not know (roles, their order) in ways of their own
             raise RowError("chat_template_error", f"the chat template refuses these messages: {exc}") from exc
+
+    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         # The template has written the special tokens; the tokenizer must not add them again (double BOS).
-        return self._encode_text(text, add_special_tokens=False)
+        return self._encode_text(self.chat_text(messages), add_special_tokens=False)
 
     def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

@@ -1,0 +1,72 @@
+"""Prompts that the target makes up: its chat template up to where the user speaks, continued by the target itself
+(Magpie, Xu et al. 2024, arXiv:2406.08464).
+
+A head learns what the target says; prompts of many kinds make it say many things, and few people have such a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from drafttrain.answers import read_results, run_rows
+from drafttrain.prompts import Messages, write_lines
+from specbatch.errors import ConfigError
+from specbatch.pipeline.tokenizer import TextProcessor
+
+_MARK = "\u2042specbatch\u2042"  # stands where the user's words go
+_TEMPERATURE, _TOP_P = 1.0, 0.95  # wide, but for the tail from which small models do not come back
+_MAX_TOKENS = 256  # a prompt that is not finished by then is dropped
+_FEWEST_CHARACTERS = 12
+
+
+def opening(tokenizer: PreTrainedTokenizerBase, texts: TextProcessor) -> tuple[str, str]:
+    """What the chat template writes before the user's words, and the first line of what it writes after them. Raises
+    ConfigError for a template that changes what the user says."""
+    written = texts.chat_text([{"role": "user", "content": _MARK}])
+    before, mark, after = written.partition(_MARK)
+    if not mark:
+        raise ConfigError("--invent: the chat template does not repeat what the user says")
+    # Text prompts get the tokens that begin a text from the tokenizer; the template may have written them, too.
+    begin = tokenizer.bos_token
+    if isinstance(begin, str) and tokenizer.encode("a")[0] == tokenizer.bos_token_id:
+        before = before.removeprefix(begin)
+    return before, after.strip().splitlines()[0] if after.strip() else ""
+
+
+def invent(
+    count: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: TextProcessor,
+    folder: Path,
+    sets: Sequence[str],
+    config: Path | None,
+) -> list[Messages]:
+    """What is left of `count` tries, each once: finished, of some length, no start of another conversation.
+
+    Goes through the engine like the answers (folder/invented.jsonl), so it resumes and is not done twice. Raises
+    SpecbatchError.
+    """
+    before, after = opening(tokenizer, texts)
+    row = {"prompt": before, "temperature": _TEMPERATURE, "top_p": _TOP_P, "max_tokens": _MAX_TOKENS}
+    if after:
+        row["stop"] = [after]
+    rows = folder / "invent.jsonl"
+    write_lines(rows, [{"id": i, **row, "seed": seed + i} for i in range(count)])
+    how = ["speculation.method=none", f"sampling.temperature={_TEMPERATURE}", "data.prompts_as_chat=false"]
+    results = folder / "invented.jsonl"
+    run_rows(rows, results, [*sets, *how], config)
+    return sensible([r["text"] for r in read_results(results) if r["finish_reason"] == "stop"], tokenizer)
+
+
+def sensible(found: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Messages]:
+    """Prompts of `found`, in order, without repetitions and scraps."""
+    special = [token for token in tokenizer.all_special_tokens if token.strip()]
+    kept: dict[str, None] = {}
+    for text in map(str.strip, found):
+        if len(text) >= _FEWEST_CHARACTERS and not any(token in text for token in special):
+            kept[text] = None
+    return [[{"role": "user", "content": text}] for text in kept]
