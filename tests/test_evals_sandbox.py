@@ -41,6 +41,8 @@ CHECK = "\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add
         ("    x = ' ' * 10**11\n    return 3", False, "MemoryError"),
         ("    import os; os.system('true'); return 3", False, "PermissionError"),
         ("    import subprocess; subprocess.run(['true']); return 3", False, "PermissionError"),
+        ("    import posix; posix.fork(); return 3", False, "PermissionError"),
+        ("    import os\n    while True: os.write(3, b'x' * 10**6)", False, "ended before"),
         ("    input(); return 3", False, "EOFError"),
         ("    import tempfile\n    with tempfile.TemporaryFile() as f: f.write(b'x')\n    return 3", True, ""),
         ("    open('here', 'w').write('x'); return len(open('here').read()) + 2", True, ""),
@@ -92,10 +94,13 @@ def test_files_of_the_user_are_out_of_reach(tmp_path: Path) -> None:
     for program in (f"import os; os.remove({str(mine)!r})", f"import shutil; shutil.rmtree({str(tmp_path)!r})"):
         assert not run_program(program, 20, 512).passed
         assert mine.read_text() == "kept"
-    verdict = run_program(f"open({str(mine)!r}, 'w')", 20, 512)
-    if verdict.isolation["files"] == "read-only":
-        assert not verdict.passed
-        assert mine.read_text() == "kept"
+    write = f"open({str(mine)!r}, 'w')"
+    remount = f"import ctypes; ctypes.CDLL(None).mount(None, b'/', None, 32 | 4096, None)\n{write}"  # and MS_BIND
+    for program in (write, remount):
+        verdict = run_program(program, 20, 512)
+        if verdict.isolation["files"] == "read-only":
+            assert not verdict.passed
+            assert mine.read_text() == "kept"
 
 
 def test_nothing_of_the_environment_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

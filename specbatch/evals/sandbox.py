@@ -50,33 +50,39 @@ def run_program(program: str, timeout_seconds: float, memory_mb: int) -> Verdict
     """Whether `program`, Python source, runs to its end within wall seconds and MiB of address space."""
     secret = secrets.token_hex(16)
     job = {"program": program, "secret": secret, "timeout_seconds": timeout_seconds, "memory_mb": memory_mb}
-    with tempfile.TemporaryDirectory(prefix="specbatch-eval-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="specbatch-eval-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as given,
+        # A file and no pipe: what a program may write to one has a limit, and nobody has to read it meanwhile.
+        tempfile.TemporaryFile() as said,
+    ):
+        given.write(json.dumps(job).encode())
+        given.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", str(_CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=given,
+            stdout=said,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
             start_new_session=True,
         )
-        timed_out = False
+        detail = ""
         try:
-            output, _ = process.communicate(json.dumps(job).encode(), timeout=timeout_seconds)
+            process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            timed_out = True
-            output = b""
+            detail = f"timed out after {timeout_seconds:g} s"
         finally:
             _end(process)
-    return _verdict(output[:_REPORT_BYTES], secret, f"timed out after {timeout_seconds:g} s" if timed_out else "")
+        said.seek(0)
+        return _verdict(said.read(_REPORT_BYTES), secret, detail)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The launcher and its whole group; what is in its namespace of processes ends with it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a process that got away may hold the pipe open
-        process.communicate(timeout=2)
+    process.wait()
 
 
 def _verdict(output: bytes, secret: str, detail: str) -> Verdict:

@@ -9,11 +9,13 @@ This keeps model-written code from doing harm by accident. It is no defence agai
 
 from __future__ import annotations
 
+import _posixsubprocess
 import builtins
 import contextlib
 import ctypes
 import json
 import os
+import posix
 import resource
 import shutil
 import signal
@@ -27,11 +29,15 @@ from typing import Any, NoReturn
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _RDONLY, _MS_PRIVATE = 442, -100, 0x8000, 1, 1 << 18
 _PR_SET_PDEATHSIG = 1
+_CAPABILITIES_3 = 0x20080522  # version of the structures of capset(2)
 _MIB = 2**20
 _FILE_MIB = 16  # longest file that a program may write
 _DETAIL_CHARS = 200
+_PROCESS_NAMES = "system popen fork forkpty kill killpg execv execve execvp posix_spawn posix_spawnp"
 _PROCESS_CALLS = (
-    (os, "system popen fork forkpty kill killpg execv execve execvp posix_spawn posix_spawnp"),
+    (os, _PROCESS_NAMES),
+    (posix, _PROCESS_NAMES),  # the same functions under the name of the module that has them
+    (_posixsubprocess, "fork_exec"),
     (subprocess, "Popen"),
 )
 _FILE_CALLS = (  # where the user's files are in reach
@@ -86,6 +92,7 @@ def _isolate() -> dict[str, str]:
 
 def _run(job: dict[str, Any], report: int, isolation: dict[str, str]) -> NoReturn:
     libc = ctypes.CDLL(None)
+    _give_up_capabilities(libc)
     with contextlib.suppress(AttributeError):
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.alarm(0)
@@ -103,6 +110,14 @@ def _run(job: dict[str, Any], report: int, isolation: dict[str, str]) -> NoRetur
         result = {"outcome": "failed", "detail": f"{type(exc).__name__}: {detail}"[:_DETAIL_CHARS].removesuffix(": ")}
     _say(report, result)
     os._exit(0)
+
+
+def _give_up_capabilities(libc: ctypes.CDLL) -> None:
+    """Of root, or of the launcher's user namespace: with them what is mounted read-only could be mounted anew."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)  # version, this process
+    none = (ctypes.c_uint32 * 6)()  # two of: effective, permitted, inheritable
+    with contextlib.suppress(AttributeError):
+        libc.capset(header, none)
 
 
 def _limit(seconds: float, memory_mb: int) -> None:
