@@ -124,7 +124,12 @@ def test_chat_examples_are_turns() -> None:
         ({"prompt": {"question": "x", "anser": "y"}}, ["unknown option prompt.anser", "prompt.answer"]),
         ({"prompt": {"answer": "y"}}, ["prompt.question is missing"]),
         ({"prompt": {"question": "{{x", "answer": "y"}}, ["prompt.question is not a valid template"]),
+        ({"prompt": {"question": "{{q | uper}}", "answer": "y"}}, ["prompt.question is not a valid template", "uper"]),
         ({"prompt": {"question": "x"}}, ["prompt.answer is missing"]),
+        (
+            {"metric": {"name": "none"}, "prompt": {"question": "x"}, "few_shot": {"count": 1, "examples": [{}]}},
+            ["prompt.answer is missing: few_shot"],
+        ),
         ({"prompt": {"question": "x", "answer": "y", "kind": "chatt"}}, ["prompt.kind must be one of", "mean chat"]),
         ({"prompt": {"question": "x", "answer": "y", "system": "z"}}, ["prompt.system is for chat"]),
         ({"metric": {"name": "exact_mach"}}, ["metric.name must be one of", "exact_match"]),
@@ -141,6 +146,7 @@ def test_chat_examples_are_turns() -> None:
         ({"sampling": {"max_token": 3}}, ["unknown option sampling.max_token", "sampling.max_tokens"]),
         ({"sampling": {"max_tokens": 0}}, ["sampling.max_tokens must be"]),
         ({"data": {"file": "a", "hub": "b"}}, ["exactly one of packaged, file and hub; it has file and hub"]),
+        ({"data": {"file": "a", "split": "train"}}, ["data: subset and split are for data of the hub"]),
         ({"few_shot": {"count": 2}}, ["few_shot must have either data or examples"]),
         ({"few_shot": {"count": -1, "examples": [{"q": "1"}]}}, ["few_shot.count must be >= 0"]),
         ({"few_shot": {"count": 2, "examples": [{"q": "1"}]}}, ["there are 1 examples"]),
@@ -194,8 +200,24 @@ def test_first_and_own_examples(tmp_path: Path) -> None:
     for row, prompt in zip(ROWS, written(task, 5), strict=True):
         assert prompt.count(row["q"]) == 1
         assert prompt.count("Q: ") == 6
-    with pytest.raises(InputError, match="6 examples are wanted"):
+    with pytest.raises(InputError, match="6 examples are wanted, and there are 5 rows"):
         written(task, 6)
+
+
+@pytest.mark.parametrize("sampler", ["first", "random"])
+def test_a_row_is_never_its_own_example(tmp_path: Path, sampler: str) -> None:
+    # Not where it is there several times, and not where the rows are others than the task's (--data).
+    again = [*ROWS[:3], ROWS[0], ROWS[0]]
+    shots = {"count": 2, "data": {"file": "again.jsonl"}, "sampler": sampler}
+    (tmp_path / "again.jsonl").write_text("".join(json.dumps(row) + "\n" for row in again))
+    task = load_task(write_task(tmp_path, {"few_shot": shots}))
+    for row, prompt in zip(ROWS, written(task, 2), strict=True):
+        assert (prompt.count(row["q"]), prompt.count("Q: ")) == (1, 3)
+    task = load_task(write_task(tmp_path, {"data": {"file": "again.jsonl"}, "few_shot": shots}))
+    for row, prompt in zip(again, written(task, 2), strict=True):
+        assert (prompt.count(row["q"]), prompt.count("Q: ")) == (1, 3)
+    with pytest.raises(InputError, match="3 examples are wanted, and there are 2 rows"):
+        written(task, 3)
 
 
 def test_rows_that_do_not_fit_are_mistakes(tmp_path: Path) -> None:
@@ -225,7 +247,7 @@ def test_rows_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     source = {"hub": "org/name", "subset": "main", "split": "test"}
     shots = {"count": 1, "data": {**source, "split": "train"}}
     task = load_task(write_task(tmp_path, {"data": source, "few_shot": shots}))
-    assert written(task, 1, limit=2) == [f"Q: 0 + 1?\nA: 1\n\nQ: {i} + 1?\nA:" for i in (0, 1)]
+    assert written(task, 1, limit=2) == ["Q: 1 + 1?\nA: 2\n\nQ: 0 + 1?\nA:", "Q: 0 + 1?\nA: 1\n\nQ: 1 + 1?\nA:"]
     assert asked == [("org/name", "main", "test"), ("org/name", "main", "train")]
 
 

@@ -19,7 +19,7 @@ from specbatch.config import FieldProblem, sampling_value
 from specbatch.config_load import StrictLoader  # no key twice, 1e-3 is a number: one rule for all of our YAML
 from specbatch.errors import ConfigError
 from specbatch.evals.prompts import jinja_environment
-from specbatch.evals.schema import METRICS, STEPS, DataSource, Filter, Metric, NoMetric, Regex, Step, Task
+from specbatch.evals.schema import METRICS, STEPS, DataSource, ExactMatch, Filter, Metric, Regex, Step, Task
 from specbatch.types import SamplingParams
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
@@ -208,6 +208,8 @@ def _check(task: Task) -> None:
             _check_source(few.data, "few_shot.data")
         if few.examples and few.count > len(few.examples):
             raise ConfigError(f"few_shot.count is {few.count}, and there are {len(few.examples)} examples")
+        if not task.prompt.answer and not task.prompt.example_answer:
+            raise ConfigError("prompt.answer is missing: few_shot shows questions with their answers")
     if task.prompt.system is not None and task.prompt.kind != "chat":
         raise ConfigError("prompt.system is for chat prompts", "put the text into prompt.question")
     if not task.filters:
@@ -224,14 +226,14 @@ def _check(task: Task) -> None:
     }
     for path, template in templates.items():
         try:
-            jinja_environment().parse(template)
+            jinja_environment().from_string(template)  # compiled, not only parsed: that finds unknown filters
         except jinja2.TemplateError as exc:
             raise ConfigError(f"{path} is not a valid template: {exc}") from exc
     for f in task.filters:
         _check_patterns(f)
     for pattern in getattr(task.metric, "regexes_to_ignore", ()):
         _check_regex("metric.regexes_to_ignore", pattern)
-    if not isinstance(task.metric, NoMetric) and task.metric_name == "exact_match" and not task.prompt.answer:
+    if isinstance(task.metric, ExactMatch) and not task.prompt.answer:
         raise ConfigError("prompt.answer is missing: metric exact_match compares with it")
 
 
@@ -240,6 +242,8 @@ def _check_source(source: DataSource, path: str) -> None:
     if len(given) != 1:
         what = " and ".join(given) or "none"
         raise ConfigError(f"{path} must have exactly one of packaged, file and hub; it has {what}")
+    if source.hub is None and (source.subset, source.split) != (None, DataSource.split):
+        raise ConfigError(f"{path}: subset and split are for data of the hub")
 
 
 def _check_patterns(f: Filter) -> None:

@@ -7,6 +7,7 @@ goes through the rows in order, so that the prompt of a row depends on how many 
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,20 +88,22 @@ def _example_answer(prompt: Prompt) -> str:
 def _examples(
     few: FewShot | None, rows: Sequence[Row], pool: Sequence[Row], count: int, same_rows: bool
 ) -> Iterator[Sequence[Row]]:
-    """The examples of each row. `same_rows`: the pool holds the rows themselves, and none may be its own example."""
+    """The examples of each row, which is never among them: its answer would stand in its prompt. `same_rows`: the pool
+    holds the rows themselves."""
     if few is None or count == 0:
         yield from ([] for _ in rows)
         return
-    if count + same_rows > len(pool):
-        raise InputError(f"{count} examples are wanted, and there are {len(pool)} rows to take them from")
     generator = random.Random(few.seed)
     for row in rows:
         if few.sampler == "first":
-            yield [example for example in pool if not same_rows or example != row][:count]
-        elif not same_rows:
-            yield generator.sample(pool, count)
+            chosen = list(itertools.islice((example for example in pool if example != row), count))
         else:
-            chosen = [example for example in generator.sample(pool, count + 1) if example != row][:count]
-            if len(chosen) < count:  # the row is there more than once
-                chosen = generator.sample([example for example in pool if example != row], count)
-            yield chosen
+            # One more where the row itself may be drawn: as lm-evaluation-harness does it.
+            drawn = generator.sample(pool, min(count + same_rows, len(pool)))
+            chosen = [example for example in drawn if example != row][:count]
+            if len(chosen) < count:  # the row is there more than once, or where it was not expected
+                others = [example for example in pool if example != row]
+                chosen = generator.sample(others, min(count, len(others)))
+        if len(chosen) < count:
+            raise InputError(f"{count} examples are wanted, and there are {len(chosen)} rows to take them from")
+        yield chosen
