@@ -304,6 +304,7 @@ def test_differences_are_found_with_their_margin() -> None:
     assert difference(3, "abcdef", plain("abcd"), decode).token == 3  # where this one ended
     assert difference(3, "ab", plain("abcd"), decode).token == 2
     assert difference(3, "abcd", plain("abcd"), decode).token is None  # not the same text again
+    assert difference(3, "abcd", {"id": 7, "text": None, "error": {}}, decode).token is None
     a = [{"text": "p"}, {"text": "q"}, {"text": None, "error": {}}, {"text": "s"}]
     b = [{"text": "p"}, {"text": "r"}, {"text": "t"}, {"text": None, "error": {}}]
     assert differing_rows(a, b) == [1]

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import specbatch
 from specbatch.config import Config, EngineSection, SpeculationSection
 from specbatch.config_load import load_config
-from specbatch.errors import SpecbatchError
+from specbatch.errors import ConfigError, SpecbatchError
 from specbatch.evals.command import EvalOptions, evaluate
 from specbatch.evals.sandbox import Verdict
 from specbatch.pipeline.command import Runtime
+from specbatch.pipeline.stats import commit as stats_commit
 from specbatch.types import (
     BatchEngine,
     Completion,
@@ -47,6 +49,7 @@ PROGRAMS: dict[str, Any] = {
     "metric": {"name": "pass@1", "program": "x = {{response}}\nassert x == {{a}}", "timeout_seconds": 20},
     "filters": [{"name": "run"}],
 }
+SEED = Config(engine=EngineSection(seed=3))
 RIGHT = ["the answer is 1", "the answer is 2.", "2 and 1 is 3 Q: next", "no idea", "5", "6, or 7"]
 
 
@@ -151,14 +154,58 @@ def test_the_same_again_runs_nothing_and_other_settings_are_refused(run: Eval) -
     assert run(task_files=(path,)) == 0
     assert len(run.engines) == 1
     assert (run.output / "samples.jsonl").read_bytes() == before
-    for options in ({"limit": 3}, {"config": Config(engine=EngineSection(seed=3))}):
-        with pytest.raises(SpecbatchError, match="different job"):
+    prompts = (run.output / "mine" / "prompts.jsonl").read_bytes()
+    refusals = ({"limit": 3}, r"other prompts \(6 then, 3 now\)"), ({"config": SEED}, "engine.seed")
+    for options, words in refusals:
+        with pytest.raises(SpecbatchError, match=f"different job: .*{words}"):
             run(**{"task_files": (path,), **options})
+        assert (run.output / "mine" / "prompts.jsonl").read_bytes() == prompts  # those of the answers that are there
     with pytest.raises(SpecbatchError, match="other tasks: mine"):
         run(tasks=("gsm8k",))
     assert run(task_files=(path,), limit=3, overwrite=True) == 0
     assert run.results()["tasks"]["mine"]["rows"]["total"] == 3
     assert len(run.samples()) == 3
+
+
+def test_starting_again_drops_results_once_it_really_starts(run: Eval) -> None:
+    path = write_task(run.folder, EXACT)
+    run(task_files=(path,))
+
+    def refuse(config: Config) -> Any:
+        raise ConfigError("no such model")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        run.run(Runtime(refuse, lambda *_: Answers({}), lambda _: {}), Config(), task_files=(path,), overwrite=True)
+    assert run.results()["tasks"]["mine"]["rows"]["total"] == 6
+    run.texts = {}
+    with pytest.raises(StopIteration):  # the engine breaks
+        run(task_files=(path,), overwrite=True)
+    assert not (run.output / "results.json").exists()
+    assert not (run.output / "samples.jsonl").exists()
+
+
+def test_results_tell_what_made_the_answers(run: Eval) -> None:
+    def noted(config: Config) -> StubRun:
+        resolved = resolve(config)
+        resolved.notes.append(f"resolved {config.speculation.method}")
+        return resolved
+
+    def build(resolved: StubRun, show: Callable[[str], None]) -> BatchEngine:
+        resolved.notes.append(f"built {resolved.config.speculation.method}")
+        return Answers(run.texts)
+
+    runtime = Runtime(noted, build, lambda _: {})
+    path = write_task(run.folder, EXACT)
+    # Scored by a later version, with the answers of an earlier one; and not the notes of the run without speculation.
+    for compare in (None, "none"):
+        assert run.run(runtime, Config(), task_files=(path,), compare=compare) == 0
+        assert run.results()["notes"] == ["resolved ngram", "built ngram"]
+        stats_path = run.output / "mine" / "answers.stats.json"
+        stats = json.loads(stats_path.read_text())
+        stats_path.write_text(json.dumps({**stats, "commit": "earlier", "versions": {"specbatch": "0"}}))
+    report = run.results()
+    assert (report["commit"], report["versions"]) == ("earlier", {"specbatch": "0"})
+    assert report["scored_by"] == {"specbatch": specbatch.__version__, "commit": stats_commit()}
 
 
 def test_tasks_share_an_engine_and_count_for_themselves(run: Eval) -> None:
@@ -228,13 +275,24 @@ def test_programs_run_only_where_that_is_allowed(run: Eval) -> None:
     assert run.samples()[3]["filters"]["run"]["correct"] is False
 
 
-def test_weaker_isolation_is_said(run: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
-    weak = {"network": "sockets of Python disabled", "processes": "shared", "files": "writable"}
+@pytest.mark.parametrize(
+    ("weak", "words"),
+    [
+        (
+            {"network": "sockets of Python disabled", "processes": "shared", "files": "writable"},
+            "network, processes, f",
+        ),
+        ({"network": "namespace", "processes": "namespace", "files": "writable"}, "for files: programs"),
+        ({}, "network, processes, files: programs"),
+    ],
+)
+def test_weaker_isolation_is_said(run: Eval, monkeypatch: pytest.MonkeyPatch, weak: dict[str, str], words: str) -> None:
     verdict = Verdict(True, "", weak)
     monkeypatch.setattr("specbatch.evals.score.run_programs", lambda programs, *_: [verdict] * len(programs))
     run.texts = {row["q"]: row["a"] for row in ROWS}
     assert run(task_files=(write_task(run.folder, {**EXACT, **PROGRAMS}),), allow_code_execution=True) == 0
     assert run.results()["tasks"]["mine"]["programs_kept_from"] == weak
+    assert words in run.log
     assert "by Python's means alone" in run.log
 
 
@@ -321,7 +379,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     path = write_task(tmp_path, EXACT, [{"q": f"p{i}", "a": "1"} for i in range(200)])
-    arguments = ("eval", "--task", str(path), "-o", "out")
+    arguments = ("eval", "--task", str(path), "--compare", "none", "-o", "out")
     process = start(tmp_path, *arguments, STUB_SLEEP="0.02")
     partial = tmp_path / "out" / "mine" / "answers.jsonl.partial"
     deadline = time.monotonic() + 30
@@ -340,6 +398,9 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     task = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]["mine"]
     assert task["rows"]["total"] == 200
     assert 0 < task["resumed_rows"] < 200
+    # A part of the rows against all of them would be no comparison.
+    assert task["compare"]["speed_up"] is None
+    assert f"no speed-up is told, for {task['resumed_rows']} rows" in again.stderr
     cli(tmp_path, *arguments[:-1], "other")
     for name in ("samples.jsonl", "mine/answers.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()

@@ -21,8 +21,9 @@ from specbatch.config import Config, SpeculationSection
 from specbatch.errors import ConfigError, InputError
 from specbatch.evals.compare import Difference, difference, differing_rows
 from specbatch.evals.load import find_tasks
-from specbatch.evals.plan import Plan, make_plan, plan_config, stop_tokens, write_prompts, write_whole
+from specbatch.evals.plan import Plan, make_plan, plan_config, prompt_lines, stop_tokens, write_whole
 from specbatch.evals.report import Measured, closing_table, comparison_lines, task_report, whole_report
+from specbatch.evals.sandbox import ISOLATED
 from specbatch.evals.schema import Execution, Task
 from specbatch.evals.score import Scores, read_results, sample_line, score
 from specbatch.evals.shared import SharedRuntime
@@ -36,6 +37,7 @@ from specbatch.pipeline.command import (
     stats_path_of,
 )
 from specbatch.pipeline.jsonl import encode_line
+from specbatch.pipeline.results import disk_errors, partial_path
 from specbatch.pipeline.stats import write_report
 from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.types import SamplingParams
@@ -80,8 +82,10 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
         )
         for task in tasks
     ]
+    if not options.overwrite:
+        _check_prompts(plans)
     _say_unused_sampling(config, options.overrides, console)
-    runner = _Runner(options, runtime, console, began)
+    runner = _Runner(folder, options, runtime, console, began)
     if runner.run(plans, config, "") == INTERRUPTED:
         return INTERRUPTED
     runs = {plan.task.name: runner.measure(plan, "") for plan in plans}
@@ -103,8 +107,7 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
             name: task_report(plan, runs[name], plain.get(name), differences.get(name, []))
             for name, plan in ((plan.task.name, plan) for plan in plans)
         },
-        runs[plans[0].task.name].stats,
-        runner.notes,
+        [run.stats for run in runs.values()],
         {
             "tasks": [task.path if options.task_files else task.name for task in tasks],
             "limit": options.limit,
@@ -126,14 +129,14 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
 class _Runner:
     """File jobs of an evaluation, over one engine at a time."""
 
-    def __init__(self, options: EvalOptions, runtime: Runtime, console: Console, began: float) -> None:
+    def __init__(self, folder: Path, options: EvalOptions, runtime: Runtime, console: Console, began: float) -> None:
+        self._folder = folder
         self._options = options
         self._runtime = runtime
         self._console = console
         self._began = began  # the first job's statistics count the start of the program
         self._shared: SharedRuntime | None = None
         self._stop_tokens: dict[str, list[int]] = {}
-        self.notes: list[str] = []
 
     def run(self, plans: Sequence[Plan], config: Config, variant: str) -> int:
         """Answer the rows of all plans; `variant` "" or "none" names the folder. INTERRUPTED, or OK where every row has
@@ -147,8 +150,12 @@ class _Runner:
                     f"the task {plan.task.name} wants a chat template, and the model has none",
                     "--set data.chat_template=PATH gives one",
                 )
+        if self._options.overwrite:  # until this run has its own
+            for path in (self._folder / "results.json", self._folder / "samples.jsonl"):
+                with disk_errors(path):
+                    path.unlink(missing_ok=True)
         for plan in plans:
-            write_prompts(_prompts(plan), plan.ids, plan.prompts)
+            write_whole(_prompts(plan), prompt_lines(plan.ids, plan.prompts))
             extra = self._stop_tokens[plan.task.name] = stop_tokens(tokenizer, plan.sampling.stop)
             self._console.print(
                 f"{plan.task.name}{', without speculation' if variant else ''}: {len(plan.rows):,} rows", markup=False
@@ -156,7 +163,6 @@ class _Runner:
             code = self._generate(_prompts(plan), _answers(plan, variant), plan_config(config, plan, extra))
             if code == INTERRUPTED:
                 return INTERRUPTED
-        self.notes = list(self._shared.resolved.notes)
         return OK
 
     def measure(self, plan: Plan, variant: str) -> Measured:
@@ -178,7 +184,7 @@ class _Runner:
         own = dataclasses.replace(own, sampling=dataclasses.replace(own.sampling, logprobs=2, n=1))
         prompts = plan.folder / "none" / "differing.prompts.jsonl"
         answers = plan.folder / "none" / "differing.jsonl"
-        write_prompts(prompts, [plan.ids[i] for i in rows], [plan.prompts[i] for i in rows])
+        write_whole(prompts, prompt_lines([plan.ids[i] for i in rows], [plan.prompts[i] for i in rows]))
         # Quick and derived: made anew each time.
         if self._generate(prompts, answers, own, overwrite=True) == INTERRUPTED:
             return None
@@ -249,6 +255,23 @@ def _check_folder(folder: Path, tasks: Sequence[Task], options: EvalOptions) -> 
         )
 
 
+def _check_prompts(plans: Sequence[Plan]) -> None:
+    """Other prompts are another job. The file job would say so by the digest of its input, which tells nobody why, and
+    once the prompts of the answers that are there have been written over."""
+    for plan in plans:
+        outputs = _answers(plan, ""), _answers(plan, "none")
+        if not _prompts(plan).is_file() or not any(o.exists() or partial_path(o).exists() for o in outputs):
+            continue
+        before = _prompts(plan).read_bytes()
+        if before != prompt_lines(plan.ids, plan.prompts):
+            count = len(before.splitlines())
+            raise InputError(
+                f"{plan.folder} holds a run of a different job: other prompts ({count:,} then, {len(plan.rows):,} now)",
+                "--limit, --num-fewshot, --data or the task's file is not what it was; -o DIR writes elsewhere, "
+                "--overwrite starts again",
+            )
+
+
 def _say_unused_sampling(config: Config, overrides: Sequence[str], console: Console) -> None:
     """Tasks say how they sample. A configuration that says otherwise is not passed over in silence."""
     usual = SamplingParams()
@@ -268,9 +291,13 @@ def _say_isolation(report: Mapping[str, Any], console: Console) -> None:
     """Where the kernel gave generated programs no world of their own, the user should know."""
     for name, task in report["tasks"].items():
         kept = task.get("programs_kept_from")
-        if kept is not None and "namespace" not in (kept.get("network"), kept.get("processes")):
+        if kept is None:
+            continue
+        weak = [what for what, how in ISOLATED.items() if kept.get(what) != how]
+        if weak:
             console.print(
-                f"{name}: without user namespaces, programs were kept from network and files by Python's means alone",
+                f"{name}: the kernel allows no namespaces for {', '.join(weak)}: programs were kept from these by "
+                "Python's means alone",
                 markup=False,
                 soft_wrap=True,
             )

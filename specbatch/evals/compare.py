@@ -32,14 +32,14 @@ def differing_rows(results: Sequence[Mapping[str, Any]], others: Sequence[Mappin
 
 def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> Difference:
     """Where `text` leaves `plain`, the row's result without speculation, run with logprobs >= 2."""
-    logprobs = plain["logprobs"]
+    logprobs = plain.get("logprobs", ())  # none of a row that failed this time
     ids = [entry["token_id"] for entry in logprobs]
     if plain["text"] == text or not ids:
         return Difference(index, plain["id"], None, None)
     # Tokens in common are a beginning: once a token differs, no longer text is the beginning of the other.
     lengths = range(1, len(ids) + 1)
     common = bisect.bisect_left(lengths, 1, key=lambda n: int(not text.startswith(decode(ids[:n]).rstrip("\ufffd"))))
-    token = min(common, len(ids) - 1)  # the last one, where this text only ends earlier
+    token = min(common, len(ids) - 1)  # the last one, where `text` only goes on behind it
     top = logprobs[token]["top"][:2]
     margin = top[0]["logprob"] - top[1]["logprob"]
     return Difference(index, plain["id"], token, round(margin, 6), tuple(entry["token"] for entry in top))

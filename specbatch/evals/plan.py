@@ -96,12 +96,12 @@ def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
     return sorted({tokenizer.convert_tokens_to_ids(text) for text in stop if text in special})
 
 
-def write_prompts(path: Path, ids: Sequence[Any], prompts: Sequence[str | Messages]) -> None:
-    """The rows that the file job reads. Raises InputError where the disk refuses."""
+def prompt_lines(ids: Sequence[Any], prompts: Sequence[str | Messages]) -> bytes:
+    """The rows that the file job reads, as JSON lines."""
     lines = []
     for row_id, prompt in zip(ids, prompts, strict=True):
         lines.append(encode_line({"id": row_id, "prompt" if isinstance(prompt, str) else "messages": prompt}))
-    write_whole(path, b"".join(lines))
+    return b"".join(lines)
 
 
 def write_whole(path: Path, content: bytes) -> None:

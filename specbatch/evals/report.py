@@ -10,12 +10,13 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+import specbatch
 from specbatch.evals.compare import Difference
 from specbatch.evals.metrics import accuracy, standard_error
 from specbatch.evals.plan import Plan
 from specbatch.evals.schema import NoMetric
 from specbatch.evals.score import Scores
-from specbatch.pipeline.stats import commit, versions
+from specbatch.pipeline.stats import commit
 
 _SHOWN_MARGINS = 4
 
@@ -54,21 +55,24 @@ def task_report(plan: Plan, run: Measured, plain: Measured | None, differences: 
 
 
 def whole_report(
-    tasks: Mapping[str, Any], stats: Mapping[str, Any], notes: Sequence[str], arguments: Mapping[str, Any]
+    tasks: Mapping[str, Any], stats: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """results.json. `stats`: of any of the file jobs; they share configuration and models."""
-    config = {section: options for section, options in stats["config"].items() if section != "sampling"}  # tasks' own
+    """results.json. `stats`: of the tasks' file jobs; they share configuration and models."""
+    first = stats[0]
+    config = {section: options for section, options in first["config"].items() if section != "sampling"}  # tasks' own
     return {
         "tasks": dict(tasks),
-        "simulated": stats["simulated"],
-        "random_weights": stats["random_weights"],
+        "simulated": first["simulated"],
+        "random_weights": first["random_weights"],
         "arguments": dict(arguments),
         "config": config,
-        "models": stats["models"],
-        "device": stats["device"],
-        "versions": versions(),
-        "commit": commit(),
-        "notes": list(notes),
+        "models": first["models"],
+        "device": first["device"],
+        # What made the answers, and what scored them: answers that are there are scored again by a later command.
+        "versions": first["versions"],
+        "commit": first["commit"],
+        "scored_by": {"specbatch": specbatch.__version__, "commit": commit()},
+        "notes": list(dict.fromkeys(note for each in stats for note in each["notes"])),
     }
 
 
@@ -109,6 +113,8 @@ def comparison_lines(report: Mapping[str, Any]) -> list[str]:
                 parts.append(f"{f} {100 * change['value']:+.2f}{error} points")
         if other["speed_up"] is not None:
             parts.append(f"speed-up {other['speed_up']:.2f}")
+        elif resumed := task["resumed_rows"] + other["resumed_rows"]:
+            parts.append(f"no speed-up is told, for {resumed:,} rows are from sessions before")
         lines.append(f"{name}, with speculation against without: " + "; ".join(parts))
     return lines
 
@@ -126,7 +132,7 @@ def _measured(plan: Plan, run: Measured) -> dict[str, Any]:
             "finish_reasons": stats["rows"]["finish_reasons"],
         },
         "tokens": stats["tokens"],
-        # Speed is of the last session; `resumed_rows` of the rows are from sessions before.
+        # Speed and acceptance by position are of the last session; `resumed_rows` of the rows are from those before.
         "output_tokens_per_second": session["output_tokens_per_second"],
         "seconds": session["seconds"],
         "resumed_rows": session["resumed_rows"],
@@ -155,7 +161,10 @@ def _paired(a: Scores, b: Scores, name: str) -> dict[str, float | None]:
 
 
 def _speed_up(stats: Mapping[str, Any], plain: Mapping[str, Any]) -> float | None:
-    """Ratio of output tokens a second, prefill included, loading not."""
+    """Ratio of output tokens a second, prefill included, loading not. None where either run was resumed: its speed is
+    that of the rows that were left, in other batches than those of the other run."""
+    if stats["session"]["resumed_rows"] or plain["session"]["resumed_rows"]:
+        return None
     fast, slow = (s["session"]["output_tokens_per_second"] for s in (stats, plain))
     return round(fast / slow, 3) if fast and slow else None
 

@@ -19,6 +19,8 @@ _CHILD = Path(__file__).parent / "sandbox_child.py"
 _REPORT_BYTES = 1 << 16
 # What a program needs to start; nothing of the user's, no tokens and no proxies. numpy's libraries start no threads.
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+# What `Verdict.isolation` says where the kernel keeps programs from these, and not names in Python's modules alone.
+ISOLATED = {"network": "namespace", "processes": "namespace", "files": "read-only"}
 
 
 @dataclass(frozen=True, slots=True)
