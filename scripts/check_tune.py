@@ -4,7 +4,7 @@ exhaustive grid over the same rows finds.
     python scripts/check_tune.py DATA.jsonl -c CONFIG -o check.json --batches 1,8,32,128 --budget 3m
 
 Each cell runs as many of the traced rows at once as the batch size says, to their end. Prints a line for each cell and
-the median error; the file is replaced after each.
+the median error; the file is replaced after each candidate.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=20)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--budget", default="3m")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no candidate of the grid after that")
     parser.add_argument("--commit")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -59,11 +60,17 @@ def main() -> None:
         "cells": [],
     }
     began = time.perf_counter()
-    for batch in (int(part) for part in args.batches.split(",")):
-        for candidate in (None, *spread(tuned, batch, args.candidates)):
+    batches = [int(part) for part in args.batches.split(",")]
+    # A candidate at all batch sizes, then the next: its graphs are captured once.
+    for candidate in (None, *spread(tuned, batches, args.candidates)):
+        if args.time_limit is not None and time.perf_counter() - began > args.time_limit:
+            report["cut_short"] = True
+            break
+        for batch in batches:
             report["cells"].append(cell(tuned, candidate, batch))
             print(json.dumps(report["cells"][-1]), flush=True)
-            args.output.write_text(json.dumps(report, indent=1))
+        args.output.write_text(json.dumps(report, indent=1))
+    for batch in batches:
         of_batch = [c for c in report["cells"] if c["batch"] == batch]
         fastest = max(of_batch, key=lambda c: c["live_tok_s"])
         picked = max(of_batch, key=lambda c: c["predicted_tok_s"])
@@ -78,13 +85,22 @@ def main() -> None:
     )
 
 
-def spread(tuned: Tuned, batch: int, count: int) -> list[Candidate]:
-    """Candidates from the fastest predicted to the slowest, evenly."""
+def spread(tuned: Tuned, batches: list[int], count: int) -> list[Candidate]:
+    """`count` candidates: at each batch size the one that should be fastest, and others down to the slowest, evenly."""
     most = tuned.limits.max_verify_tokens
-    known = [r for r in tuned.replays if most is None or batch * num_nodes(r.candidate) <= most]
-    known.sort(key=lambda r: tuned.costs.round_ms(batch, r.candidate) / r.tokens_per_round)
-    places = {round(i * (len(known) - 1) / (count - 1)) for i in range(count)}
-    return [known[i].candidate for i in sorted(places)]
+    known = [r for r in tuned.replays if most is None or max(batches) * num_nodes(r.candidate) <= most]
+    rankings = [
+        sorted(known, key=lambda r: tuned.costs.round_ms(batch, r.candidate) / r.tokens_per_round) for batch in batches
+    ]
+    chosen: dict[Candidate, None] = {ranking[0].candidate: None for ranking in rankings}
+    places = len(known) - 1
+    # Of each ranking in turn, twice as finely each time, until there are enough.
+    for parts in (2**k for k in range(1, 12)):
+        for i in range(parts + 1):
+            for ranking in rankings:
+                if len(chosen) < count:
+                    chosen[ranking[round(i * places / parts)].candidate] = None
+    return list(chosen)
 
 
 def cell(tuned: Tuned, candidate: Candidate | None, batch: int) -> dict[str, Any]:
