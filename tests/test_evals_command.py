@@ -56,9 +56,10 @@ RIGHT = ["the answer is 1", "the answer is 2.", "2 and 1 is 3 Q: next", "no idea
 class Answers(StubEngine):
     """Says what it is told: the first text whose key is in the prompt, with two drafts kept in each round."""
 
-    def __init__(self, texts: dict[str, str]) -> None:
+    def __init__(self, texts: dict[str, str], seconds: float = 0.01) -> None:
         super().__init__(max_prompt_tokens=4000)
         self._texts = texts
+        self._seconds = seconds  # that a row takes
 
     def _complete(self, request: Request) -> Completion:
         prompt = bytes(t for t in request.prompt_token_ids if t < 256).decode()
@@ -75,6 +76,7 @@ class Answers(StubEngine):
             top = ((97, -0.5), (98, -1.5))[: request.params.logprobs]
             logprobs = [TokenLogprob(token, -0.5, top) for token in tokens]
         self.stats.generated_tokens += len(tokens)
+        self.stats.decode_seconds += self._seconds
         self.stats.speculation.add(counts)
         return Completion(request.request_id, tokens, FinishReason.STOP, logprobs, counts)
 
@@ -93,7 +95,8 @@ class Eval:
     def __call__(self, config: Config | None = None, **options: Any) -> int:
         def build(run: StubRun, show: Callable[[str], None]) -> BatchEngine:
             plain = run.config.speculation.method == "none"
-            self.engines.append(Answers((self.plain_texts or self.texts) if plain else self.texts))
+            texts = (self.plain_texts or self.texts) if plain else self.texts
+            self.engines.append(Answers(texts, 0.02 if plain else 0.01))
             return self.engines[-1]
 
         return self.run(Runtime(resolve, build, lambda _: {}), config or Config(), **options)
@@ -237,7 +240,9 @@ def test_comparison(run: Eval) -> None:
     first, second = other["differences"]
     assert (first["index"], first["id"], first["token"], first["margin"]) == (0, "mine/0", 14, 1.0)
     assert (second["index"], second["token"]) == (3, 3)
-    assert other["speed_up"] > 0
+    assert other["speed_up"] > 1.5  # twice, but for the lengths of texts and what the stub counts for itself
+    speeds = task["output_tokens_per_second"], other["output_tokens_per_second"]
+    assert other["speed_up"] == pytest.approx(speeds[0] / speeds[1], abs=1e-3)
     assert run.samples()[0]["text_without_speculation"] == "the answer is 7"
     assert "text_without_speculation" not in run.samples()[1]
     assert "2 of 6 texts differ" in run.log

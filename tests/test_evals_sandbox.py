@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ import pytest
 from specbatch.evals.data import task_rows
 from specbatch.evals.load import find_tasks
 from specbatch.evals.prompts import Renderer
-from specbatch.evals.sandbox import run_program, run_programs
+from specbatch.evals.sandbox import ISOLATED, run_program, run_programs
 from specbatch.evals.schema import Execution
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and limits are Linux's")
@@ -44,7 +47,6 @@ CHECK = "\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add
         ("    import posix; posix.fork(); return 3", False, "PermissionError"),
         ("    import os\n    while True: os.write(3, b'x' * 10**6)", False, "ended before"),
         ("    input(); return 3", False, "EOFError"),
-        ("    import tempfile\n    with tempfile.TemporaryFile() as f: f.write(b'x')\n    return 3", True, ""),
         ("    open('here', 'w').write('x'); return len(open('here').read()) + 2", True, ""),
         ("    f = open('here', 'w')\n    while True: f.write('x' * 10**6); f.flush()", False, "OSError"),
     ],
@@ -54,6 +56,21 @@ def test_verdicts(body: str, passed: bool, detail: str) -> None:
     assert verdict.passed is passed, verdict.detail
     assert detail in verdict.detail
     assert set(verdict.isolation) == {"network", "processes", "files"}
+
+
+def test_temporary_files() -> None:
+    program = "import tempfile\nwith tempfile.TemporaryDirectory() as f: open(f + '/x', 'w').write('x')"
+    verdict = run_program(program, 20, 512)
+    # Where the user's files are in reach, nothing may be removed.
+    assert verdict.passed is (verdict.isolation["files"] == "read-only"), verdict.detail
+
+
+def test_programs_are_isolated_where_the_kernel_allows_it() -> None:
+    flags = 0x10000000 | 0x40000000 | 0x20000000 | 0x8000000 | 0x20000  # user, network, processes, IPC, mounts
+    allowed = subprocess.run([sys.executable, "-c", f"import ctypes; assert ctypes.CDLL(None).unshare({flags}) == 0"])
+    if allowed.returncode or tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 12):
+        pytest.skip("no user namespaces, or a kernel that cannot make a tree of mounts read-only")
+    assert run_program("", 20, 512).isolation == ISOLATED
 
 
 def test_endless_programs_end_with_all_they_started() -> None:
