@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import specbatch
-from specbatch.config import Config, EngineSection, SpeculationSection
+from specbatch.config import Config, DataSection, EngineSection, SpeculationSection
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, SpecbatchError
 from specbatch.evals.command import EvalOptions, evaluate
@@ -54,9 +54,10 @@ RIGHT = ["the answer is 1", "the answer is 2.", "2 and 1 is 3 Q: next", "no idea
 
 
 class Answers(StubEngine):
-    """Says what it is told: the first text whose key is in the prompt, with two drafts kept in each round."""
+    """Says what it is told: the first text whose key is in the prompt (of a list, each sample its own), with two drafts
+    kept in each round."""
 
-    def __init__(self, texts: dict[str, str], seconds: float = 0.01) -> None:
+    def __init__(self, texts: Mapping[str, str | list[str]], seconds: float = 0.01) -> None:
         super().__init__(max_prompt_tokens=4000)
         self._texts = texts
         self._seconds = seconds  # that a row takes
@@ -65,6 +66,7 @@ class Answers(StubEngine):
         prompt = bytes(t for t in request.prompt_token_ids if t < 256).decode()
         question = prompt.rsplit("Q: ", 1)[-1]
         text = next(text for key, text in self._texts.items() if key in question)
+        text = text if isinstance(text, str) else text[request.noise.sample]
         tokens = [*text.encode(), EOS][: request.params.max_tokens]
         if request.check_stop is not None and (keep := request.check_stop(tokens, len(tokens))) is not None:
             tokens = tokens[:keep]
@@ -87,7 +89,7 @@ class Eval:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.output = folder / "out"
-        self.texts = {row["q"]: text for row, text in zip(ROWS, RIGHT, strict=True)}
+        self.texts: dict[str, Any] = {row["q"]: text for row, text in zip(ROWS, RIGHT, strict=True)}
         self.plain_texts: dict[str, str] | None = None
         self.engines: list[BatchEngine] = []
         self.log = ""
@@ -312,12 +314,39 @@ def test_nothing_is_scored_for_speed(run: Eval) -> None:
 
 def test_several_answers_to_a_row(run: Eval) -> None:
     config = Config(sampling=SamplingParams(n=3, temperature=0.5))
-    assert run(config, task_files=(write_task(run.folder, EXACT),), overrides=("n", "temperature")) == 0
+    run.texts[ROWS[1]["q"]] = ["1", "2", "0"]
+    options = {"task_files": (write_task(run.folder, EXACT),), "overrides": ("n", "temperature")}
+    assert run(config, **options) == 0
     task = run.results()["tasks"]["mine"]
     assert task["sampling"]["n"] == 3
-    assert task["accuracy"]["loose"]["correct"] == 4
+    assert task["accuracy"]["loose"]["correct"] == pytest.approx(3 + 1 / 3)
     assert run.samples()[0]["filters"]["loose"] == {"value": ["1", "1", "1"], "correct": 1.0}
+    assert run.samples()[1]["filters"]["loose"] == {"value": ["1", "2", "0"], "correct": 0.3333}
     assert run.samples()[0]["filters"]["strict"] == {"value": "1", "correct": True}  # take_first
+
+
+def test_samples_differ_by_right(run: Eval) -> None:
+    run.plain_texts = {**run.texts, ROWS[0]["q"]: "the answer is 7"}
+    path = write_task(run.folder, {**EXACT, "sampling": {"temperature": 0.5}})
+    assert run(task_files=(path,), compare="none") == 0
+    (found,) = run.results()["tasks"]["mine"]["compare"]["differences"]
+    assert (found["index"], found["token"], found["margin"]) == (0, None, None)  # nothing to be learned from a margin
+
+
+def test_prompts_run_as_they_stand(run: Eval) -> None:
+    config = Config(data=DataSection(prompts_as_chat=True, prompt_template="{id}"))
+    assert run(config, task_files=(write_task(run.folder, EXACT),)) == 0
+    for sample in run.samples():
+        assert sample["usage"]["prompt_tokens"] == 1 + len(sample["prompt"])  # BOS and bytes: no chat template
+
+
+def test_special_tokens_among_stop_strings_stop_the_engine(run: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.stub_engine.StubTokenizer.all_special_tokens", ("</s>",), raising=False)
+    monkeypatch.setattr("tests.stub_engine.StubTokenizer.convert_tokens_to_ids", lambda *_: EOS, raising=False)
+    path = write_task(run.folder, {**EXACT, "sampling": {"stop": ["Q:", "</s>"], "stop_token_ids": [7]}})
+    assert run(task_files=(path,)) == 0
+    stats = json.loads((run.output / "mine" / "answers.stats.json").read_text())
+    assert stats["config"]["sampling"]["stop_token_ids"] == [7, EOS]
 
 
 def test_only_the_command_line_goes_before_the_task(run: Eval) -> None:

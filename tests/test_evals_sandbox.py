@@ -82,6 +82,16 @@ def test_endless_programs_end_with_all_they_started() -> None:
     assert "timed out" in spins.detail
 
 
+def test_an_interrupt_waits_for_no_program() -> None:
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_programs(["pass", *["import time; time.sleep(600)"] * 20], 60, 512, interrupt)
+    assert time.monotonic() - began < 30
+
+
 def test_memory_that_grows_is_refused() -> None:
     verdict = run_program("x = []\nwhile True: x.append(' ' * 10**7)", 60, 512)
     assert (verdict.passed, verdict.detail) == (False, "MemoryError")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -10,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +20,7 @@ from pathlib import Path
 
 _CHILD = Path(__file__).parent / "sandbox_child.py"
 _REPORT_BYTES = 1 << 16
+_POLL_SECONDS = 0.01
 # What a program needs to start; nothing of the user's, no tokens and no proxies. numpy's libraries start no threads.
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # What `Verdict.isolation` says where the kernel keeps programs from these, and not names in Python's modules alone.
@@ -37,19 +41,26 @@ def run_programs(
 ) -> list[Verdict]:
     """A verdict for each program, a few at a time. `shown` is told how many are done."""
     verdicts = []
+    stopped = threading.Event()
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         try:
-            for verdict in pool.map(lambda program: run_program(program, timeout_seconds, memory_mb), programs):
+            run = functools.partial(run_program, timeout_seconds=timeout_seconds, memory_mb=memory_mb, stopped=stopped)
+            for verdict in pool.map(run, programs):
                 verdicts.append(verdict)
                 shown(len(verdicts))
-        except BaseException:
+        except BaseException:  # Ctrl-C: nobody waits for what is running
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return verdicts
 
 
-def run_program(program: str, timeout_seconds: float, memory_mb: int) -> Verdict:
-    """Whether `program`, Python source, runs to its end within wall seconds and MiB of address space."""
+def run_program(
+    program: str, timeout_seconds: float, memory_mb: int, stopped: threading.Event | None = None
+) -> Verdict:
+    """Whether `program`, Python source, runs to its end within wall seconds and MiB of address space, and before it is
+    `stopped`."""
+    stopped = stopped or threading.Event()
     secret = secrets.token_hex(16)
     job = {"program": program, "secret": secret, "timeout_seconds": timeout_seconds, "memory_mb": memory_mb}
     with (
@@ -69,13 +80,13 @@ def run_program(program: str, timeout_seconds: float, memory_mb: int) -> Verdict
             env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
             start_new_session=True,
         )
-        detail = ""
+        late = time.monotonic() + timeout_seconds
         try:
-            process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            detail = f"timed out after {timeout_seconds:g} s"
+            while (running := process.poll() is None) and time.monotonic() < late and not stopped.is_set():
+                stopped.wait(_POLL_SECONDS)
         finally:
             _end(process)
+        detail = f"timed out after {timeout_seconds:g} s" if running else ""
         said.seek(0)
         return _verdict(said.read(_REPORT_BYTES), secret, detail)
 
