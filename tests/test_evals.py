@@ -292,7 +292,7 @@ def test_exact_match_and_accuracy() -> None:
 
 def test_differences_are_found_with_their_margin() -> None:
     def plain(text: str) -> dict[str, Any]:
-        top = [{"token": "x", "logprob": -0.5}, {"token": "y", "logprob": -0.75}]
+        top = [{"token": "x", "token_id": 120, "logprob": -0.5}, {"token": "y", "token_id": 121, "logprob": -0.75}]
         return {"id": 7, "text": text, "logprobs": [{"token_id": ord(c), "top": top} for c in text]}
 
     def decode(ids: Any) -> str:
@@ -305,6 +305,30 @@ def test_differences_are_found_with_their_margin() -> None:
     assert difference(3, "ab", plain("abcd"), decode).token == 2
     assert difference(3, "abcd", plain("abcd"), decode).token is None  # not the same text again
     assert difference(3, "abcd", {"id": 7, "text": None, "error": {}}, decode).token is None
+
+
+def test_tokens_that_part_before_texts_do() -> None:
+    pieces = {1: "of", 2: " the", 3: " theory", 4: " art", 5: " sea", 6: "", 7: "é"}
+
+    def decode(ids: Any) -> str:
+        return "".join(pieces[i] for i in ids)
+
+    def entry(token: int, other: int, margin: float) -> dict[str, Any]:
+        top = [(token, -0.1), (other, -0.1 - margin)]
+        return {"token_id": token, "top": [{"token": pieces[t], "token_id": t, "logprob": p} for t, p in top]}
+
+    ended = entry(6, 1, 9.0)
+    plain = {"id": 7, "text": "of the art", "logprobs": [entry(1, 4, 8.0), entry(2, 3, 0.5), entry(4, 5, 7.0), ended]}
+    found = difference(3, "of theory of", plain, decode)  # and not at " art", which "ory" is not
+    assert (found.token, found.margin, found.tokens) == (1, 0.5, (" the", " theory"))
+    assert difference(3, "of the sea", plain, decode).token == 2
+    assert difference(3, "of the art of", plain, decode).token == 3  # where this one ended
+    assert difference(3, "of thé", plain, decode).token == 1  # neither of the two: as the texts part
+    plain["logprobs"][2] = entry(4, 6, 0.25)
+    assert difference(3, "of the", plain, decode).token == 2  # where the other one ended
+
+
+def test_rows_that_differ() -> None:
     a = [{"text": "p"}, {"text": "q"}, {"text": None, "error": {}}, {"text": "s"}]
     b = [{"text": "p"}, {"text": "r"}, {"text": "t"}, {"text": None, "error": {}}]
     assert differing_rows(a, b) == [1]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_MOST_BEFORE = 8  # tokens by which texts may part behind tokens
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -39,7 +41,21 @@ def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable
     # Tokens in common are a beginning: once a token differs, no longer text is the beginning of the other.
     lengths = range(1, len(ids) + 1)
     common = bisect.bisect_left(lengths, 1, key=lambda n: int(not text.startswith(decode(ids[:n]).rstrip("\ufffd"))))
-    token = min(common, len(ids) - 1)  # the last one, where `text` only goes on behind it
+    last = min(common, len(ids) - 1)  # the last one, where `text` only goes on behind it
+    # Or tokens part before texts do: " the" begins " theory". The other one of the two likeliest tells where that was.
+    places = range(last, max(last - _MOST_BEFORE, -1), -1)
+    token = next((n for n in places if _leads_to(text, ids[:n], _other(logprobs[n]), decode)), last)
     top = logprobs[token]["top"][:2]
     margin = top[0]["logprob"] - top[1]["logprob"]
     return Difference(index, plain["id"], token, round(margin, 6), tuple(entry["token"] for entry in top))
+
+
+def _other(entry: Mapping[str, Any]) -> int:
+    """Of the two likeliest tokens the one that was not taken."""
+    return next(top["token_id"] for top in entry["top"] if top["token_id"] != entry["token_id"])
+
+
+def _leads_to(text: str, ids: Sequence[int], token: int, decode: Callable[[Sequence[int]], str]) -> bool:
+    """Whether `text` goes on, or ends, with `token` behind `ids`."""
+    before, after = decode(ids), decode([*ids, token])
+    return after == text or (after != before and text.startswith(after))
