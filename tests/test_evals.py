@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from specbatch.cli import app
 from specbatch.config import Config, DataSection
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.evals.compare import difference, differing_rows
@@ -343,6 +346,12 @@ def test_stop_strings_that_are_special_tokens_stop_as_tokens() -> None:
 
     assert stop_tokens(Tokenizer(), ["Question:", "</s>"]) == [2]
     assert stop_tokens(object(), ["</s>"]) == []
+
+
+def test_every_packaged_task_is_named_in_the_help() -> None:
+    said = CliRunner().invoke(app, ["eval", "--help"]).output
+    for name in task_names():
+        assert re.search(rf"\b{name}\b", said), name
 
 
 def test_every_packaged_task_is_named_in_the_readme() -> None:
