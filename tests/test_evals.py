@@ -120,6 +120,16 @@ def test_chat_examples_are_turns() -> None:
     assert messages[-1]["content"].startswith("A robe takes 2 bolts")
 
 
+def test_chat_may_have_a_system_message(tmp_path: Path) -> None:
+    prompt = {"kind": "chat", "system": "Be brief.", "question": "{{q}}", "answer": "{{a}}"}
+    shots = {"count": 1, "examples": [{"q": "x?", "a": "y"}]}
+    (messages,) = written(load_task(write_task(tmp_path, {"prompt": prompt, "few_shot": shots})), 1, limit=1)
+    roles = ["system", "user", "assistant", "user"]
+    assert messages == [
+        {"role": role, "content": text} for role, text in zip(roles, ["Be brief.", "x?", "y", "0 + 1?"], strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
