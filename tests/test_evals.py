@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -35,7 +36,9 @@ from specbatch.evals.schema import (
     TakeFirst,
     Task,
 )
+from specbatch.evals.shared import counts_since
 from specbatch.pipeline.sources import RawRow, Source
+from specbatch.types import EngineStats, SpeculationCounts
 
 # Made with lm-eval 0.4.13 itself: prompts of its task gsm8k, and what its filters and exact_match made of answers.
 GOLDEN: dict[str, Any] = json.loads(
@@ -356,6 +359,16 @@ def test_stop_strings_that_are_special_tokens_stop_as_tokens() -> None:
 
     assert stop_tokens(Tokenizer(), ["Question:", "</s>"]) == [2]
     assert stop_tokens(object(), ["</s>"]) == []
+
+
+def test_counts_of_one_job_of_a_shared_engine() -> None:
+    now, own = EngineStats(rounds=5), SpeculationCounts()
+    now.speculation.record(drafted=3, depth=3, accepted=3, committed=4)
+    before = copy.deepcopy(now)
+    for counts in (now.speculation, own):
+        counts.record(drafted=1, depth=1, accepted=0, committed=1)
+    now.rounds += 2
+    assert counts_since(now, before) == EngineStats(rounds=2, speculation=own)
 
 
 def test_every_packaged_task_is_named_in_the_help() -> None:

@@ -29,6 +29,7 @@ CHECK = "\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add
     ("body", "passed", "detail"),
     [
         ("    return a + b", True, ""),
+        ("    return a + b\n\nif __name__ == '__main__':\n    raise ValueError", True, ""),
         ("    return a - b", False, "AssertionError"),
         ("    return a +", False, "SyntaxError"),
         ("    import sys; sys.exit(0)", False, "SystemExit: 0"),

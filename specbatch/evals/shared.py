@@ -60,7 +60,7 @@ class _OneJob:
 
     @property
     def stats(self) -> EngineStats:
-        return _since(self._engine.stats, self._before)
+        return counts_since(self._engine.stats, self._before)
 
     @property
     def num_running(self) -> int:
@@ -77,7 +77,8 @@ class _OneJob:
         return self._engine.step()
 
 
-def _since(now: EngineStats, before: EngineStats) -> EngineStats:
+def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
+    """What an engine has counted since it had counted `before`."""
     numbers = {f.name: getattr(now, f.name) for f in dataclasses.fields(EngineStats) if f.name != "speculation"}
     counts = SpeculationCounts()
     for f in dataclasses.fields(SpeculationCounts):
