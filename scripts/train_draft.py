@@ -20,21 +20,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from drafttrain.answers import INTERRUPTED, read_results, run_rows
+from drafttrain.answers import INTERRUPTED, run_rows
 from drafttrain.evaluate import evaluate, parse_ways, table
 from drafttrain.examples import Example, draft_vocabulary, make_examples, padded_length, split
 from drafttrain.export import export
 from drafttrain.head import DraftHead, head_config, initialise
 from drafttrain.invent import invent
 from drafttrain.plot import plot
-from drafttrain.prompts import PromptFile, distinct, read_prompts, rows_of, write_lines
+from drafttrain.prompts import PromptFile, distinct, read_lines, read_prompts, rows_of, write_lines
 from drafttrain.target import FrozenTarget
 from drafttrain.trainer import Trainer, TrainSettings, described
 
@@ -221,10 +220,10 @@ def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
 def _examples(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> list[Example]:
     if not files.answers.is_file():
         raise InputError(f"there are no answers in {files.training}", "run the stage answers first")
-    rows = [json.loads(line) for line in files.prompts.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(files.prompts)
     config = plan.target.config
     return make_examples(
-        rows, read_results(files.answers), plan.tokenizer, plan.config.data, config.vocab_size, args.max_length
+        rows, read_lines(files.answers), plan.tokenizer, plan.config.data, config.vocab_size, args.max_length
     )
 
 

@@ -302,19 +302,20 @@ def test_prompts_of_every_kind(kind: str) -> None:
 
 
 def test_prompt_files(tmp_path: Path) -> None:
-    from drafttrain.prompts import PromptFile, read_prompts, rows_of, write_lines
+    from drafttrain.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
 
-    lines = [json.dumps({"prompt": text}) for text in ("a", "b", "a", "c")]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in ("a", "b\u2028", "a", "c")]
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join([*lines[:2], "", *lines[2:]]))
     assert PromptFile.parse(f"{path}:3") == PromptFile(path, 3)
     assert PromptFile.parse(str(path)) == PromptFile(path, None)
-    assert [m[0]["content"] for m in read_prompts([PromptFile(path)])] == ["a", "b", "c"]
+    assert [m[0]["content"] for m in read_prompts([PromptFile(path)])] == ["a", "b\u2028", "c"]
     prompts = read_prompts([PromptFile(path, 3)])
-    assert [m[0]["content"] for m in prompts] == ["a", "b"]
+    assert [m[0]["content"] for m in prompts] == ["a", "b\u2028"]
     out = tmp_path / "rows.jsonl"
     write_lines(out, rows_of(prompts, [0.0, 0.8], as_text=False))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = read_lines(out)
+    assert rows[2]["messages"] == prompts[1]
     assert [(r["id"], r["temperature"], r["metadata"]) for r in rows] == [
         ("0-0@0", 0.0, {"prompt": 0}),
         ("0-1@0.8", 0.8, {"prompt": 0}),

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -43,12 +42,6 @@ def run_rows(rows: Path, output: Path, sets: Sequence[str], config: Path | None,
     if not report["rows"]["ok"]:
         raise InputError(f"no row of {rows} could be answered: {report['rows']['errors']}")
     return report
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """The result rows of a finished job."""
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def _model_paths(config: Config) -> Mapping[str, Path]:

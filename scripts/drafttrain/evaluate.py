@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.answers import read_results, run_rows
-from drafttrain.prompts import PromptFile, read_prompts, rows_of, write_lines
+from drafttrain.answers import run_rows
+from drafttrain.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
 from specbatch.errors import ConfigError
 from specbatch.pipeline.totals import RowTotals
 from specbatch.speculation.tree import DraftShape
@@ -99,7 +99,7 @@ def evaluate(
         output = rows_path.with_name(f"eval.{len(report['runs'])}.results.jsonl")
         stats = run_rows(rows_path, output, [*sets, *way.sets(head)], config, overwrite=True)
         totals = {file.path.stem: RowTotals() for file in files}
-        for result in read_results(output):
+        for result in read_lines(output):
             totals[result["metadata"]["file"]].add(result)
         session = stats["session"]
         report["runs"].append(

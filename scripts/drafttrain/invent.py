@@ -11,8 +11,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.answers import read_results, run_rows
-from drafttrain.prompts import Messages, write_lines
+from drafttrain.answers import run_rows
+from drafttrain.prompts import Messages, read_lines, write_lines
 from specbatch.errors import ConfigError
 from specbatch.pipeline.tokenizer import TextProcessor
 
@@ -59,7 +59,7 @@ def invent(
     how = ["speculation.method=none", f"sampling.temperature={_TEMPERATURE}", "data.prompts_as_chat=false"]
     results = folder / "invented.jsonl"
     run_rows(rows, results, [*sets, *how], config)
-    return sensible([r["text"] for r in read_results(results) if r["finish_reason"] == "stop"], tokenizer)
+    return sensible([r["text"] for r in read_lines(results) if r["finish_reason"] == "stop"], tokenizer)
 
 
 def sensible(found: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Messages]:

@@ -80,7 +80,8 @@ def distinct(prompts: Iterable[Messages]) -> list[Messages]:
 
 def _read(file: PromptFile) -> Iterable[Messages]:
     try:
-        lines = file.path.read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines(): it ends lines at U+2028 too, which JSON strings may hold.
+        lines = file.path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {file.path}: {error}") from error
     taken = 0
@@ -114,6 +115,12 @@ def rows_of(prompts: Sequence[Messages], temperatures: Sequence[float], as_text:
             row = {"id": f"{number}-{k}@{temperature:g}", **prompt, "temperature": temperature}
             rows.append(row | {"metadata": {"prompt": number}})
     return rows
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows that `write_lines` wrote, or results of a finished job."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

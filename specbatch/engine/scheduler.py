@@ -1,6 +1,6 @@
 """Who runs: admission, prompt chunks, pages for the next round, preemption. Pure Python over pages and token lists.
 
-Prompts are prefilled before rounds go on, as long as there is room for more requests: rounds of a fuller batch cost
+Prompts are prefilled before rounds go on, as soon as there is room for requests enough: rounds of a fuller batch cost
 little more, and nobody waits for a first token. When pages run out, cached prefixes that nobody uses go first; then the
 youngest request gives all of its pages back and is recomputed later (its tokens are kept).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
@@ -34,7 +35,7 @@ class Scheduler:
     """Owns the page lists of all sequences. `running` is in order of admission.
 
     `num_lookahead`: slots past the committed ones that a round may write. `on_start` is told of each admission: the
-    sequence's first `num_committed` tokens came from the prefix cache.
+    sequence's first `num_committed` tokens came from the prefix cache. `gather`: see `_is_worth_a_chunk`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Scheduler:
         on_start: Callable[[Sequence], None],
         max_batch_size: int,
         prefill_chunk_tokens: int,
+        gather: int = 1,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -55,6 +57,7 @@ class Scheduler:
         self._on_start = on_start
         self._max_batch_size = max_batch_size
         self._chunk_tokens = prefill_chunk_tokens
+        self._gather = gather
 
     @property
     def page_size(self) -> int:
@@ -74,7 +77,8 @@ class Scheduler:
             if budget and not seq.is_computed:
                 budget -= self._take(plan, seq, budget, is_new=False, num_cached=0)
                 computing.update(self._prefix_paths(seq, plan[-1]))
-        while budget and self.waiting and len(self.running) < self._max_batch_size:
+        is_open = bool(plan) or self._is_worth_a_chunk()
+        while is_open and budget and self.waiting and len(self.running) < self._max_batch_size:
             seq = self.waiting[0]
             if self._prefix is not None and self._awaits(seq, computing):
                 break  # the page it could share is being computed: next time it is a hit
@@ -87,6 +91,16 @@ class Scheduler:
             seq.was_admitted = True
             computing.update(self._prefix_paths(seq, plan[-1]))
         return plan
+
+    def _is_worth_a_chunk(self) -> bool:
+        """Whether to compute prompts now, or to go on until more rows have ended. A chunk costs the same for one short
+        prompt as for many, and with hundreds of short rows one ends in nearly every round: so `gather` free places are
+        waited for, unless the prompts are long enough to fill a chunk well, or no more will come."""
+        free = self._max_batch_size - len(self.running)
+        if free >= min(self._gather, len(self.waiting)):
+            return True
+        tokens = sum(seq.prefill_end for seq in islice(self.waiting, free))
+        return tokens >= self._chunk_tokens // 4
 
     def _take(self, plan: list[PrefillSpan], seq: Sequence, budget: int, *, is_new: bool, num_cached: int) -> int:
         end = min(seq.prefill_end, seq.num_committed + budget)

@@ -1,0 +1,76 @@
+"""When waiting requests are computed: not one by one, where that would cost a chunk for each."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbatch.cache.pages import PagePool
+from specbatch.engine.scheduler import Scheduler
+from specbatch.speculation.sequence import Sequence
+from specbatch.types import NoiseKey, Request, SamplingParams
+
+
+def scheduler_with(num_running: int, waiting: list[int], gather: int) -> Scheduler:
+    """16 places, chunks of 64 tokens, `num_running` computed requests, and prompts of these lengths waiting."""
+    scheduler = Scheduler(PagePool(512, 4), None, 1, lambda seq: None, 16, 64, gather)
+    for number, length in enumerate([3] * num_running + waiting):
+        if number == num_running:
+            compute(scheduler)
+        prompt = [1] * length
+        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+        scheduler.waiting.append(Sequence(request, prompt, length + 4))
+    if not waiting:
+        compute(scheduler)
+    assert len(scheduler.running) == num_running
+    return scheduler
+
+
+def compute(scheduler: Scheduler) -> None:
+    while spans := scheduler.plan_prefill():
+        for span in spans:
+            span.seq.num_committed = span.end
+
+
+@pytest.mark.parametrize(
+    ("num_running", "waiting", "gather", "planned"),
+    [
+        (15, [3] * 20, 1, 1),  # no gathering: whoever fits
+        (15, [3] * 20, 4, 0),
+        (13, [3] * 20, 4, 0),
+        (12, [3] * 20, 4, 4),
+        (0, [3] * 20, 4, 16),
+        (14, [3, 3], 4, 2),  # the end of the file: nobody else will come
+        (13, [3, 3], 4, 2),
+        (15, [3, 3], 4, 0),
+        (15, [16, 3, 3, 3, 3], 4, 1),  # a quarter of a chunk: long enough for itself
+        (15, [15, 3, 3, 3, 3], 4, 0),
+        (14, [15, 3, 3, 3, 3], 4, 2),
+        (16, [3] * 20, 4, 0),
+    ],
+)
+def test_places_are_gathered(num_running: int, waiting: list[int], gather: int, planned: int) -> None:
+    scheduler = scheduler_with(num_running, waiting, gather)
+    assert len(scheduler.plan_prefill()) == planned
+
+
+def test_what_waits_joins_a_chunk_that_is_computed_anyway() -> None:
+    """A prompt of 100 tokens goes on behind its first chunk, and brings the next one along."""
+    scheduler = scheduler_with(14, [100, 3, 3, 3, 3, 3], 4)
+    (first,) = scheduler.plan_prefill()
+    first.seq.num_committed = first.end
+    second = scheduler.plan_prefill()
+    assert [(span.start, span.end) for span in second] == [(64, 100), (0, 3)]
+
+
+def test_everybody_gets_through() -> None:
+    """Rows end one by one, and the last ones are not left waiting."""
+    scheduler = scheduler_with(0, [1] * 50, 8)
+    chunks = []
+    while scheduler.running or scheduler.waiting:
+        if spans := scheduler.plan_prefill():
+            chunks.append(len(spans))
+            for span in spans:
+                span.seq.num_committed = span.end
+        scheduler.finish(scheduler.running[0])
+    assert sum(chunks) == 50
+    assert chunks[:4] == [16, 8, 8, 8]
