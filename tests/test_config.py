@@ -33,7 +33,7 @@ def test_packaged_default_names_every_option() -> None:
     assert paths(yaml.safe_load(default_config_text())) == option_paths()
     config = load_config()
     assert config.model.target == "builtin:smollm2-135m-instruct"
-    assert config.speculation.method == "ngram"
+    assert config.speculation.method == "auto"
     assert config.data.prompts_as_chat is True
 
 
@@ -94,7 +94,7 @@ def test_set_of_a_section_merges() -> None:
         ("samplin.temperature=1", "unknown option samplin", "sampling"),
         ("engine.temperature=1", "unknown option engine.temperature", "sampling.temperature"),
         ("speculation.ngram.min=1", "unknown option speculation.ngram.min", "min_match"),
-        ("speculation.method=ngrm", "none, ngram, draft_model, eagle, eagle3", "ngram"),
+        ("speculation.method=ngrm", "auto, none, ngram, draft_model, eagle, eagle3", "ngram"),
         (
             "sampling.temperature=-0.1",
             "sampling.temperature must be a number >= 0|sampling.temperature must be >= 0",

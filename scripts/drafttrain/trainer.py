@@ -139,10 +139,10 @@ class Trainer:
                 if last or now - saved >= self._save_seconds:
                     self._save()
                     saved = now
-                if now - shown >= 10 and records:
+                loss = next((r["loss"] for r in reversed(records) if "loss" in r), None)
+                if now - shown >= 10 and loss is not None:
                     shown = now
                     left = (now - began) / max(tokens, 1) * self._tokens_left()
-                    loss = next((r["loss"] for r in reversed(records) if "loss" in r), math.nan)
                     self._say(
                         f"step {self._step:,}/{self.num_steps:,} · loss {loss:.3f}"
                         f" · {tokens / (now - began):,.0f} tok/s · {left:,.0f} s left"

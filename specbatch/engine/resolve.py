@@ -20,6 +20,7 @@ from specbatch.engine.resolve_speculation import (
     check_device_shape,
     check_mask_size,
     check_simulation,
+    decide_method,
     lookahead_of,
     resolve_speculation,
     schedule_of,
@@ -96,7 +97,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     Raises ConfigError or ModelError. Downloads the models where they are not there yet.
     """
     notes: list[str] = []
-    speculation = resolve_speculation(config.speculation)
+    speculation = resolve_speculation(decide_method(config.speculation, config.model.target, notes))
     if speculation.method in NEURAL and speculation.schedule is not None:
         chains = {entry.num_steps for entry in speculation.schedule if entry.topk == 1}
         if chains and (len(chains) > 1 or len(chains) < len(speculation.schedule)):

