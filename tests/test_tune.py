@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner, Result
 from specbatch.cli import app
 from specbatch.config_load import load_config
 from specbatch.engine.resolve import resolve
-from specbatch.tuning.confirm import Live, repeated
+from specbatch.tuning.confirm import Live, repeated, speedups
 from specbatch.tuning.schedule import Schedule
 from specbatch.types import NoiseKey, Request, SamplingParams
 
@@ -104,7 +105,27 @@ def test_speed_counts_the_tokens_of_each() -> None:
         Live(Schedule.always(None), (1.0, 1.0), (50, 50), 1.0),
         Live(Schedule.always(None), (2.0, 2.0), (100, 100), 1.0),
     )
-    assert short.speedup(long)[0] == pytest.approx(1.0)
+    assert speedups([short, long]) == [pytest.approx((1.0, 1.0, 1.0))]
+
+
+def live(*rates: float) -> Live:
+    return Live(Schedule.always(None), tuple(100 / rate for rate in rates), (100,) * len(rates), 1.0)
+
+
+def test_the_noise_of_all_options_makes_the_interval() -> None:
+    # Two options alone: Student's paired test. Logs differ by 0.1 and 0.3: mean 0.2, margin 6.31 * 0.1414 / sqrt(2).
+    (pair,) = speedups([live(math.exp(0.1), math.exp(0.5)), live(1.0, math.exp(0.2))])
+    assert pair == pytest.approx((math.exp(0.2), math.exp(0.2 - 0.631), math.exp(0.2 + 0.631)), rel=1e-4)
+    # What slows all of a turn down by the same factor is no noise.
+    assert speedups([live(12, 6), live(9, 4.5), live(10, 5)]) == [
+        pytest.approx((1.2, 1.2, 1.2)),
+        pytest.approx((0.9, 0.9, 0.9)),
+    ]
+    # 14% in each of two turns, among options that repeat within 3%: told from noise with four of them, not with two.
+    options = [live(75.5, 78.2), live(59.2, 61.9), live(60.4, 62.0), live(66.5, 68.7)]
+    assert speedups(options)[0][1] > 1.1
+    (once,) = speedups([live(2.0), live(1.0)])
+    assert once == (2.0, 0.0, math.inf)
 
 
 def test_too_few_rows(tmp_path: Path) -> None:

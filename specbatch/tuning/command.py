@@ -24,7 +24,7 @@ from specbatch.pipeline.stats import device_name, versions
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate
-from specbatch.tuning.confirm import Live, confirm, repeated
+from specbatch.tuning.confirm import Live, confirm, repeated, speedups
 from specbatch.tuning.costs import CostModel, Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept, kept_folder
@@ -337,9 +337,9 @@ def predicted_seconds(
 def _winner(result: SearchResult, live: list[Live]) -> Option:
     """The fastest live, if it beats plain decoding outside the noise; else plain decoding."""
     options = {o.schedule: o for o in (result.best, *result.fixed, result.plain)}
-    plain = live[-1]
-    for one in sorted(live[:-1], key=lambda one: -one.tokens_per_second):
-        _, low, _ = one.speedup(plain)
+    for one, (_, low, _) in sorted(
+        zip(live, speedups(live), strict=False), key=lambda pair: -pair[0].tokens_per_second
+    ):
         if low > 1.0:
             return options[one.chosen]
     return result.plain

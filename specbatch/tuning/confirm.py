@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from specbatch.speculation.schedule import ByBatch, Schedule
 from specbatch.speculation.tree import DraftShape
@@ -15,7 +16,7 @@ from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request, SamplingParams, StopCheck
 
 # Two-sided 90% points of Student's t by degrees of freedom.
-_T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83}
+_T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83, 10: 1.81, 11: 1.80, 12: 1.78}
 
 
 def _told(chosen: Chosen) -> tuple[Schedule, tuple[int, int] | None]:
@@ -54,14 +55,23 @@ class Live:
         """Tokens per second of each run."""
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
-    def speedup(self, other: Live) -> tuple[float, float, float]:
-        """How many times faster than `other`: geometric mean over the turns, and its 90% interval."""
-        logs = [math.log(a / b) for a, b in zip(self.rates, other.rates, strict=True)]
-        mean = statistics.mean(logs)
-        if len(logs) == 1:
-            return math.exp(mean), 0.0, math.inf
-        margin = _T90.get(len(logs) - 1, 1.65) * statistics.stdev(logs) / math.sqrt(len(logs))
-        return math.exp(mean), math.exp(mean - margin), math.exp(mean + margin)
+
+def speedups(live: Sequence[Live]) -> list[tuple[float, float, float]]:
+    """How many times faster than the last one each of the others is: geometric mean over the turns, and its 90%
+    interval.
+
+    What is left of the logarithms behind an option's mean and a turn's (randomised blocks, Fisher 1935) is the noise,
+    the same for all options: two turns of four options give it 3 degrees of freedom, where each pair alone has 1.
+    """
+    logs_KT = np.log([one.rates for one in live])
+    num_options, num_turns = logs_KT.shape
+    gains = logs_KT[:-1].mean(axis=1) - logs_KT[-1].mean()
+    freedom = (num_options - 1) * (num_turns - 1)
+    if not freedom:
+        return [(math.exp(gain), 0.0, math.inf) for gain in gains]
+    rest_KT = logs_KT - logs_KT.mean(axis=1, keepdims=True) - logs_KT.mean(axis=0) + logs_KT.mean()
+    margin = _T90.get(freedom, 1.65) * math.sqrt(float((rest_KT**2).sum()) / freedom * 2 / num_turns)
+    return [(math.exp(gain), math.exp(gain - margin), math.exp(gain + margin)) for gain in gains]
 
 
 def repeated(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.tuning.command import Tuned
+from specbatch.tuning.confirm import speedups
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.plots import plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tuning.report import (
@@ -78,9 +80,9 @@ def live_comparisons(tuned: Tuned) -> list[Comparison]:
 def _verdict(tuned: Tuned) -> str:
     if tuned.winner.schedule.is_plain:
         return "Speculation does not pay on this file: nothing beat plain decoding outside the noise."
-    one = next(one for one in tuned.live if one.chosen == tuned.winner.schedule)
-    gain, low, high = one.speedup(tuned.live[-1])
-    interval = f" (90% interval {low:.2f} to {high:.2f})" if len(one.seconds) > 1 else ""
+    place = next(i for i, one in enumerate(tuned.live) if one.chosen == tuned.winner.schedule)
+    gain, low, high = speedups(tuned.live)[place]
+    interval = f" (90% interval {low:.2f} to {high:.2f})" if math.isfinite(high) else ""
     return f"{gain:.2f}x as fast as plain decoding{interval}, live, over the same rows."
 
 
