@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -126,6 +127,9 @@ def test_a_round_is_the_sum_of_its_parts() -> None:
     assert model.round_ms(4, NgramShape(6, 2, 5)) == 100
     more = constant(verify=100, lookup=0.25, overhead=1)
     assert more.round_ms(4, NgramShape(6, 2, 5)) == 101.25
+    steep = CostModel.fit([Measurement("verify", 4, width, 10.0 * width) for width in (1, 2, 6)])
+    assert steep.round_ms(4, NgramShape(6, 2, 5)) == 60
+    assert replace(steep, nodes={NgramShape(6, 2, 5): 1.5}).round_ms(4, NgramShape(6, 2, 5)) == pytest.approx(15)
     # Only one step: nothing of later ones is asked for.
     assert constant(verify=1, draft_start=2, extend=3).round_ms(1, DraftShape(1, 4, 4)) == 6
 

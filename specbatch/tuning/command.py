@@ -231,6 +231,8 @@ def tune_file(
         space += ngram_space(widest.nodes)
     replayer = Replayer(trace)
     replays = replayer.replay_all(space)
+    if not run.engine.on_device:  # its rounds verify what was found; the device's are padded to full length
+        costs = replace(costs, nodes={r.candidate: r.nodes_per_round for r in replays if r.idle_R is not None})
     result = search(replays, costs, profile, limits)
     say(f"replayed and searched {len(space)} candidates in {time.perf_counter() - began:.1f} s")
     live, predicted = _confirm(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,13 +69,13 @@ class Surface:
     widths: tuple[int, ...]  # ascending
     ms_BW: NDArray[np.float64]
 
-    def at(self, batch: int, width: int) -> float:
+    def at(self, batch: int, width: float) -> float:
         # Above what was measured, slopes that fall against each other must not make more cost less.
         batches = [batch, *(b for b in self.batches if b < batch)] if width > self.widths[-1] else [batch]
         widths = [width, *(w for w in self.widths if w < width)] if batch > self.batches[-1] else [width]
         return max(self._bilinear(b, w) for b in batches for w in widths)
 
-    def _bilinear(self, batch: int, width: int) -> float:
+    def _bilinear(self, batch: int, width: float) -> float:
         b, t = _segment(self.batches, batch)
         w, u = _segment(self.widths, width)
         low = _along(self.ms_BW[b], w, u)
@@ -88,7 +88,7 @@ def _along(ms_W: NDArray[np.float64], w: int, u: float) -> float:
     return low + u * (high - low)
 
 
-def _segment(axis: tuple[int, ...], value: int) -> tuple[int, float]:
+def _segment(axis: tuple[int, ...], value: float) -> tuple[int, float]:
     """Index of the segment that holds `value`, the last one for what is above, and where in it: 0 .. 1, or more."""
     if len(axis) == 1 or value <= axis[0]:
         return 0, 0.0
@@ -103,6 +103,8 @@ class CostModel:
     surfaces: dict[str, Surface]
     residuals: tuple[Residual, ...]
     graph_sizes: tuple[int, ...]  # batch sizes that batches are padded to, ascending; (): none
+    # Nodes that a row's round of lookups verifies on average, where that is not always num_draft_tokens.
+    nodes: Mapping[Candidate, float] = field(default_factory=dict)
 
     @staticmethod
     def fit(measurements: Sequence[Measurement], graph_sizes: Sequence[int] = ()) -> CostModel:
@@ -128,7 +130,8 @@ class CostModel:
         """A round of `batch` rows. Raises TuningError naming what was not measured."""
         if candidate is None:
             return self.plain_ms(batch)
-        verify = self.part_ms("verify", batch, candidate.num_draft_tokens) + self.part_ms("overhead", batch, 1)
+        nodes = self.nodes.get(candidate, candidate.num_draft_tokens)
+        verify = self.part_ms("verify", batch, nodes) + self.part_ms("overhead", batch, 1)
         if isinstance(candidate, NgramShape):
             return verify + self.part_ms("lookup", batch, 1)
         draft = self.part_ms("draft_start", batch, candidate.topk)
@@ -146,7 +149,7 @@ class CostModel:
         kind = "prefill" if followed or "prefill_plain" not in self.surfaces else "prefill_plain"
         return self._surface(kind).at(1, tokens)
 
-    def part_ms(self, kind: str, batch: int, width: int) -> float:
+    def part_ms(self, kind: str, batch: int, width: float) -> float:
         """One part of a round. Raises TuningError for one that was not measured, unless it is optional."""
         if kind in OPTIONAL and kind not in self.surfaces:
             return 0.0

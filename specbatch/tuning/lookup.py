@@ -32,17 +32,18 @@ class Lookup:
         # Of the n-gram that ends with each token: a number that names it, -1 where the row has not as many tokens.
         self._grams = [self._row_T.astype(np.int64)]
         self._before: list[NDArray[np.int64]] = []
-        self._matched: dict[tuple[int, int], NDArray[np.int16]] = {}
+        self._matched: dict[tuple[int, int], tuple[NDArray[np.int16], NDArray[np.bool_]]] = {}
 
-    def accepted(self, min_match: int, max_match: int) -> NDArray[np.int16]:
-        """(P,) drafts accepted of a round that drafts `depth` tokens; one that drafts fewer accepts at most those."""
+    def accepted(self, min_match: int, max_match: int) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+        """(P,) drafts accepted of a round that drafts `depth` tokens (one that drafts fewer accepts at most those), and
+        (P,) whether it drafts at all: whether the text holds such a match."""
         key = min_match, max_match
         if key not in self._matched:
             # The last token of the latest earlier occurrence of the longest suffix; -1: there is none.
             found_P = np.full(len(self._root_P), -1, dtype=np.int64)
             for size in range(max_match, min_match - 1, -1):
                 found_P = np.where(found_P >= 0, found_P, self._occurrence_before(size)[self._root_P])
-            self._matched[key] = self._common(found_P)
+            self._matched[key] = self._common(found_P), found_P >= 0
         return self._matched[key]
 
     def _occurrence_before(self, size: int) -> NDArray[np.int64]:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.speculation.tree import DraftShape
-from specbatch.tuning.candidates import Candidate, NgramShape, max_path
+from specbatch.tuning.candidates import Candidate, NgramShape, max_path, num_nodes
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.lookup import Lookup
 from specbatch.tuning.positions import Positions, leading, stacked, true_tokens
@@ -42,6 +42,7 @@ class Replay:
     tokens_R: NDArray[np.int64]  # tokens that those committed
     unknown_R: NDArray[np.float64]  # rounds whose drafts the trace does not hold for certain
     accepted_at: tuple[float, ...]  # [s]: rounds of all rows that kept a draft of step s
+    idle_R: NDArray[np.float64] | None = None  # lookups: rounds that find nothing, and so draft nothing
 
     @property
     def rounds(self) -> float:
@@ -52,6 +53,12 @@ class Replay:
         """Of all rows together: tokens / rounds. A row of few tokens a round counts with its many rounds, as it does in
         a running batch."""
         return float(self.tokens_R.sum()) / self.rounds
+
+    @property
+    def nodes_per_round(self) -> float:
+        """Verified in a row's round on average, where rounds that draft nothing verify the root alone."""
+        idle = 0.0 if self.idle_R is None else float(self.idle_R.sum())
+        return 1.0 + (num_nodes(self.candidate) - 1) * (1.0 - idle / self.rounds)
 
     @property
     def num_unknown(self) -> float:
@@ -69,6 +76,7 @@ class Replay:
             rounds_R=self.rounds_R[:count],
             tokens_R=self.tokens_R[:count],
             unknown_R=self.unknown_R[:count],
+            idle_R=None if self.idle_R is None else self.idle_R[:count],
         )
 
     def rates(self) -> NDArray[np.float64]:
@@ -168,9 +176,9 @@ class Replayer:
         if isinstance(candidate, NgramShape):
             if self._prepared.lookup is None:
                 self._prepared.lookup = Lookup(self._trace, self._positions, MAX_NGRAM_DRAFTS)
-            found_P = self._prepared.lookup.accepted(candidate.min_match, candidate.max_match)
+            right_P, _ = self._prepared.lookup.accepted(candidate.min_match, candidate.max_match)
             drafts = np.int16(candidate.num_draft_tokens - 1)
-            return np.minimum(found_P, drafts), np.zeros(len(found_P), dtype=np.bool_)
+            return np.minimum(right_P, drafts), np.zeros(len(right_P), dtype=np.bool_)
         steps, topk = candidate.num_steps, candidate.topk
         if candidate.is_chain:
             return self._chain(steps)
@@ -222,12 +230,18 @@ class Replayer:
     ) -> Replay:
         depths = np.bincount(accepted_P, weights=visits_P, minlength=max_path(candidate))
         at_least = depths[::-1].cumsum()[::-1]
+        idle_R = None
+        if isinstance(candidate, NgramShape):
+            assert self._prepared.lookup is not None
+            _, drafts_P = self._prepared.lookup.accepted(candidate.min_match, candidate.max_match)
+            idle_R = self._by_row(visits_P & ~drafts_P)
         return Replay(
             candidate,
             self._by_row(visits_P),
             self._positions.num_committed_R,
             self._by_row(visits_P & unknown_P),
             tuple(float(value) for value in at_least[1:]),
+            idle_R,
         )
 
     def _by_row(self, values_P: NDArray[np.bool_]) -> NDArray[np.float64]:
