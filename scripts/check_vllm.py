@@ -50,6 +50,8 @@ def main() -> None:
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
     """Prompts as our engine encodes them, by the file that they come from."""
+    from drafttrain.prompts import read_lines
+
     from specbatch.config_load import load_config
     from specbatch.engine.resolve import resolve
     from specbatch.pipeline.rows import Job
@@ -61,8 +63,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     config = plan.target.config
     limits = EngineLimits(config.max_position_embeddings, config.vocab_size)
     rows = []
-    for line in args.rows.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_lines(args.rows):
         ids = texts.encode(Job("messages", row["messages"], SamplingParams(), False), limits)
         rows.append({"id": row["id"], "file": row["metadata"]["file"], "prompt": ids})
     return {"rows": rows, "stop": list(config.eos_token_ids)}
