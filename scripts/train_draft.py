@@ -27,13 +27,13 @@ from pathlib import Path
 
 import torch
 from drafttrain.answers import INTERRUPTED, run_rows
-from drafttrain.evaluate import evaluate, parse_ways, table
+from drafttrain.evaluate import evaluate, held_out_rows, parse_ways, table
 from drafttrain.examples import Example, draft_vocabulary, make_examples, padded_length, split
 from drafttrain.export import export
 from drafttrain.head import DraftHead, head_config, initialise
 from drafttrain.invent import invent
 from drafttrain.plot import plot
-from drafttrain.prompts import PromptFile, distinct, read_lines, read_prompts, rows_of, write_lines
+from drafttrain.prompts import PromptFile, distinct, read_lines, read_prompts, rows_of, write_job
 from drafttrain.target import FrozenTarget
 from drafttrain.trainer import Trainer, TrainSettings, described
 
@@ -45,6 +45,7 @@ from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 STAGES = ("answers", "training", "evaluation")
+PLAIN = ("speculation.method=none",)
 USAGE_ERROR = 2
 
 
@@ -86,7 +87,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(arguments)
     args.stage = args.stage or list(STAGES)
-    if not args.data and not args.invent:
+    if "answers" in args.stage and not args.data and not args.invent:
         parser.error("prompts are needed: --data FILE, --invent N or both")
     return args
 
@@ -134,35 +135,50 @@ def run(args: argparse.Namespace) -> None:
     files = Files(args.output)
     files.training.mkdir(parents=True, exist_ok=True)
     ways = parse_ways(args.shapes)
-    data, held_out = ([PromptFile.parse(text) for text in texts] for texts in (args.data, args.eval))
+    data, eval_files = ([PromptFile.parse(text) for text in texts] for texts in (args.data, args.eval))
     sets = [f"model.target={args.target}", f"sampling.max_tokens={args.max_tokens}", *args.set]
     temperatures = [_number(part) for part in args.temperatures.split(",")]
-    plan = _resolve(args, sets)
+    plan = _resolve(args, [*sets, *PLAIN])
     as_text = not (getattr(plan.tokenizer, "chat_template", None) or plan.config.data.chat_template)
     if as_text:
         sets.append("data.prompts_as_chat=false")
-        plan = _resolve(args, sets)
-    _check(args, plan)
+        plan = _resolve(args, [*sets, *PLAIN])
+    evaluates = "evaluation" in args.stage and eval_files
+    _check(args, plan, as_text)
+    held_out = held_out_rows(eval_files, as_text)
+    for way in ways:
+        if evaluates and way.model is not None:
+            _resolve(args, [*sets, *way.sets(files.folder)])
     if "answers" in args.stage:
         prompts = read_prompts(data)
         if args.invent:
             texts = TextProcessor(plan.tokenizer, plan.config.data)
-            made_up = invent(args.invent, args.seed, plan.tokenizer, texts, files.training, sets, args.config)
+            made_up = invent(
+                args.invent,
+                args.seed,
+                plan.tokenizer,
+                texts,
+                files.training,
+                sets,
+                args.config,
+                overwrite=args.overwrite,
+            )
             say(f"answers: {len(made_up):,} prompts made up ({_seconds(began)} so far)")
             prompts = distinct([*prompts, *made_up])
-        write_lines(files.prompts, rows_of(prompts, temperatures, as_text))
+        rows = rows_of(prompts, temperatures, as_text)
+        write_job(files.prompts, rows, files.answers, overwrite=args.overwrite)
         # Rows have temperatures of their own; the engine prepares for sampling by the config's.
-        how = ["speculation.method=none", f"sampling.temperature={max(temperatures)}"]
+        how = [*PLAIN, f"sampling.temperature={max(temperatures)}"]
         report = run_rows(files.prompts, files.answers, [*sets, *how], args.config, overwrite=args.overwrite)
         tokens = report["tokens"]["completion"]
         say(f"answers: {report['rows']['ok']:,} with {tokens:,} tokens ({_seconds(began)} so far)")
     if "training" in args.stage:
         train(args, plan, files)
         say(f"training: finished ({_seconds(began)} so far)")
-    if "evaluation" in args.stage and held_out:
+    if evaluates:
         if args.overwrite:
             files.report.unlink(missing_ok=True)
-        print(table(evaluate(files.folder, held_out, ways, sets, args.config, as_text, files.report, say)))
+        print(table(evaluate(files.folder, held_out, ways, sets, args.config, files.report, say)))
     say(f"done in {_seconds(began)}")
 
 
@@ -228,13 +244,15 @@ def _examples(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> list
 
 
 def _resolve(args: argparse.Namespace, sets: list[str]) -> ResolvedRun:
-    return resolve(with_chat_template_text(load_config(args.config, [*sets, "speculation.method=none"])))
+    return resolve(with_chat_template_text(load_config(args.config, sets)))
 
 
-def _check(args: argparse.Namespace, plan: ResolvedRun) -> None:
+def _check(args: argparse.Namespace, plan: ResolvedRun, as_text: bool) -> None:
     """Mistakes that would show late."""
     config = plan.target.config
-    if args.invent and not plan.config.data.prompts_as_chat:
+    if args.invent < 0:
+        raise ConfigError("--invent must be at least 0")
+    if args.invent and as_text:
         raise ConfigError("--invent needs a chat template, and the target has none", "give prompts with --data")
     for name in ("unroll", "epochs", "max_tokens", "draft_vocab", "max_length"):
         if getattr(args, name) < 1:

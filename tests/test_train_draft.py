@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,30 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specbatch
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import PagePool
+from specbatch.config import Config, DataSection
+from specbatch.config_load import load_config
 from specbatch.engine.build import build_decoder
 from specbatch.engine.engine import Engine
-from specbatch.errors import InputError, ModelError
+from specbatch.engine.resolve import ResolvedRun, resolve
+from specbatch.engine.resolve_speculation import resolve_speculation, schedule_of
+from specbatch.errors import InputError
 from specbatch.models.config import expected_tensors
 from specbatch.models.decoder import loader
 from specbatch.models.eagle_head import EagleHead, capture_layers, open_head
 from specbatch.models.tokenizer import byte_tokenizer
 from specbatch.models.weights import Checkpoint
+from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.speculation.neural import EagleDraft, NeuralProposer
 from specbatch.speculation.ngram import NoProposer
 from specbatch.speculation.proposer import Proposer
+from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import SamplingParams
 from tests.models import CPU, VOCAB, RandomTensors, attention_of, random_prompts, run, tiny_config
@@ -328,9 +336,93 @@ def test_prompt_files(tmp_path: Path) -> None:
             read_prompts([PromptFile(path)])
     with pytest.raises(InputError, match="cannot read"):
         read_prompts([PromptFile(tmp_path / "none")])
+    write_lines(out, [{"prompt": "half a pair: \ud83d"}])
+    assert read_lines(out) == [{"prompt": "half a pair: \ud83d"}]
 
 
-def test_prompts_that_the_target_makes_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_to_evaluate_on_have_names_of_their_own(tmp_path: Path) -> None:
+    from drafttrain.evaluate import held_out_rows
+    from drafttrain.prompts import PromptFile
+
+    files = []
+    for name in ("a/test.jsonl", "b/test.jsonl", "other.jsonl", "empty.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("" if "empty" in name else json.dumps({"prompt": name}) + "\n")
+        files.append(PromptFile(path))
+    rows = held_out_rows(files[:3], as_text=False)
+    assert [r["metadata"]["file"] for r in rows] == [str(files[0].path), str(files[1].path), "other"]
+    assert len({r["id"] for r in rows}) == 3
+    assert {r["temperature"] for r in rows} == {0.0}
+    for wrong, words in (([files[0], files[0]], "given twice"), ([files[3]], "no prompts")):
+        with pytest.raises(InputError, match=words):
+            held_out_rows(wrong, as_text=False)
+
+
+def test_ways_to_draft_do_not_mix_with_the_configuration(tmp_path: Path) -> None:
+    """A configuration that tune wrote has a schedule; another may have a tree, which lookups cannot draft."""
+    from drafttrain.evaluate import parse_ways
+
+    shape = DraftShape(2, 2, 5)
+    wanted = [("none", None, None), ("ngram", None, DraftShape(5, 1, 6)), ("eagle3", str(tmp_path), shape)]
+    wanted += [("draft_model", "dir:x", shape)]
+    ways = parse_ways("none,ngram,2/2/5,dir:x:2/2/5")
+    for before in (["schedule=[{max_batch: 4, num_steps: 2, topk: 2}]"], ["num_steps=3", "topk=4", "draft=head"]):
+        for way, (method, draft, decided) in zip(ways, wanted, strict=True):
+            sets = [f"speculation.{option}" for option in before] + way.sets(tmp_path)
+            section = resolve_speculation(load_config(None, sets).speculation)
+            assert (section.method, section.draft) == (method, draft)
+            assert schedule_of(section) == ByBatch.always(decided)
+
+
+def without_template(config: Config) -> ResolvedRun:
+    run = resolve(replace(config, data=replace(config.data, prompts_as_chat=False)))
+    run.tokenizer.chat_template = None
+    return run
+
+
+CONTENT = "{{ messages[-1].content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "stop", "stop_ids"),
+    [
+        (f"<|end-257|>user\n{CONTENT}<|end-256|>\n<|end-257|>me: ", "<|end-257|>user\n", "<|end-256|>", [256, 257]),
+        (f"User: {CONTENT}\n\nMe: ", "User: ", "Me:", []),
+        (f"[INST] {CONTENT} [/INST]<|end-257|>", "[INST] ", "[/INST]<|end-257|>", [257]),
+        (f"User: {CONTENT}\n \n", "User: ", None, []),
+        (CONTENT, "", None, []),
+    ],
+)
+def test_where_made_up_words_begin_and_end(template: str, before: str, stop: str | None, stop_ids: list[int]) -> None:
+    """Decoded text does not show special tokens: they have to end it as tokens."""
+    from drafttrain.invent import ends, opening
+
+    tokenizer = byte_tokenizer(260, [256, 257])
+    texts = TextProcessor(tokenizer, DataSection(chat_template=template))
+    found, after = opening(tokenizer, texts)
+    assert found == before
+    assert ends(after, tokenizer, texts) == {"stop": [] if stop is None else [stop], "stop_token_ids": stop_ids}
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_text_begins_once(adds: bool) -> None:
+    """The template writes the token that begins a text, and the tokenizer may write it in front of text prompts too."""
+    from drafttrain.invent import opening
+
+    tokenizer = byte_tokenizer(260, [256, 257])
+    tokenizer.bos_token = "<|end-257|>"
+    if adds:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|end-257|> $A", special_tokens=[("<|end-257|>", 257)]
+        )
+    before, _ = opening(tokenizer, TextProcessor(tokenizer, DataSection(chat_template="{{ bos_token }}u: " + CONTENT)))
+    assert tokenizer.encode(before) == [257, *tokenizer.encode("u: ", add_special_tokens=False)]
+
+
+def test_prompts_that_the_target_makes_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A template whose user speaks up to the first `e`: the target's own text up to there is the prompt."""
     import train_draft
 
@@ -357,10 +449,25 @@ def test_prompts_that_the_target_makes_up(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.count("finished already") == 2
     assert (training / "answers.jsonl").read_bytes() == answers
 
+    before = {name: (training / name).read_bytes() for name in ("invent.jsonl", "prompts.jsonl")}
+    assert train_draft.main([*command, "--invent", "20"]) == 2
+    assert "invented.jsonl answers other prompts" in capsys.readouterr().err
+    assert {name: (training / name).read_bytes() for name in before} == before, "written over before it was refused"
+    assert train_draft.main([*command, "--invent", "20", "--overwrite"]) == 0
+    assert len((training / "invented.jsonl").read_text().splitlines()) == 20
+    assert (training / "answers.jsonl").read_bytes() != answers
+
     changed = template.replace("m.content", "m.content|upper")
-    for option, words in ((f"chat_template={changed}", "does not repeat"), ("prompts_as_chat=false", "chat template")):
-        assert train_draft.main([str(target), "--invent", "9", "-o", "out2", "--set", f"data.{option}"]) == 2
+    refused = "{{ raise_exception('a system message is wanted') }}"
+    for option, words in (
+        (f"data.chat_template={changed}", "does not repeat"),
+        (f"data.chat_template={refused}", "a system message is wanted"),
+    ):
+        assert train_draft.main([str(target), "--invent", "9", "-o", "out2", "--set", option]) == 2
         assert words in capsys.readouterr().err
+    monkeypatch.setattr(train_draft, "resolve", without_template)
+    assert train_draft.main([str(target), "--invent", "9", "-o", "out2"]) == 2
+    assert "needs a chat template" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train_draft.main([str(target), "-o", "out3"])
 
@@ -629,7 +736,22 @@ def test_mistakes_are_found_before_any_work(tmp_path: Path, capsys: pytest.Captu
         assert train_draft.main([*command, *more]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "out" / "training" / "answers.jsonl").exists()
-    assert issubclass(ModelError, Exception)
+    command[0] = str(tiny_model(tmp_path / "deep"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for more, words in (
+        (["--invent", "-1"], "--invent"),
+        (["--eval", "none.jsonl"], "cannot read none.jsonl"),
+        (["--eval", "empty.jsonl"], "no prompts"),
+        (["--eval", "p.jsonl", "--shapes", "3/1/4,nowhere:3/1/4"], "nowhere does not exist"),
+        (["--stage", "training"], "run the stage answers first"),
+        (["--stage", "evaluation", "--eval", "p.jsonl"], "run the stage training first"),
+    ):
+        assert train_draft.main([*command, *more]) == 2
+        assert words in capsys.readouterr().err
+    without_data = [command[0], "-o", "out", "--stage", "evaluation", "--eval", "p.jsonl"]
+    assert train_draft.main(without_data) == 2
+    assert "run the stage training first" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "training" / "prompts.jsonl").exists()
 
 
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from drafttrain.answers import run_rows
 from drafttrain.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
-from specbatch.errors import ConfigError
+from specbatch.errors import ConfigError, InputError
 from specbatch.pipeline.totals import RowTotals
 from specbatch.speculation.tree import DraftShape
 
-# speculation.num_draft_tokens and its like where a way brings none: those of the config.
 _PLAIN = ("none", "ngram")
 
 
@@ -31,13 +31,13 @@ class Way:
     model: str | None
 
     def sets(self, head: Path) -> list[str]:
-        """Options for `specbatch generate`."""
-        if self.shape is None:
-            return [f"speculation.method={self.name}", "speculation.draft=null"]
-        method, draft = ("eagle3", str(head.resolve())) if self.model is None else ("draft_model", self.model)
-        s = self.shape
-        sizes = {"num_steps": s.num_steps, "topk": s.topk, "num_draft_tokens": s.num_draft_tokens}
-        options = {"method": method, "draft": draft, **sizes}
+        """Options for `specbatch generate`: all that say how to draft, for a configuration may hold a schedule, or
+        sizes that lookups cannot have."""
+        unset = ("draft", "schedule", "num_steps", "num_draft_tokens")
+        options: dict[str, Any] = {"method": self.name, "topk": 1} | dict.fromkeys(unset, "null")
+        if self.shape is not None:
+            method, draft = ("eagle3", head.resolve()) if self.model is None else ("draft_model", self.model)
+            options |= {"method": method, "draft": draft} | asdict(self.shape)
         return [f"speculation.{key}={value}" for key, value in options.items()]
 
 
@@ -61,26 +61,39 @@ def parse_ways(text: str) -> list[Way]:
     return ways
 
 
+def held_out_rows(files: Sequence[PromptFile], as_text: bool) -> list[dict[str, Any]]:
+    """Greedy rows of all files. Each says which it is from, by its stem, or by its path where stems repeat. Raises
+    InputError for a file that cannot be read, has no prompts, or is given twice."""
+    stems = Counter(file.path.stem for file in files)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        name = file.path.stem if stems[file.path.stem] == 1 else str(file.path)
+        if name in rows:
+            raise InputError(f"--eval: {name} is given twice")
+        found = rows_of(read_prompts([file]), [0.0], as_text)
+        if not found:
+            raise InputError(f"--eval: {file.path} has no prompts")
+        rows[name] = [row | {"id": f"{name}-{row['id']}", "metadata": {"file": name}} for row in found]
+    return [row for of_file in rows.values() for row in of_file]
+
+
 def evaluate(
     head: Path,
-    files: Sequence[PromptFile],
+    rows: Sequence[Mapping[str, Any]],
     ways: Sequence[Way],
     sets: Sequence[str],
     config: Path | None,
-    as_text: bool,
     report_path: Path,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run what `report_path` does not hold yet for this head and these rows, and return the report.
+    """Run what `report_path` does not hold yet for this head and these `held_out_rows`, and return the report.
 
-    The acceptance length is tokens per round, the one from the target itself included; all answers are greedy.
+    The acceptance length is tokens per round, the one from the target itself included; all answers are greedy. Raises
+    SpecbatchError, where there is no head for one.
     """
+    if not (head / "model.safetensors").is_file():
+        raise InputError(f"there is no head in {head}", "run the stage training first")
     rows_path = head / "training" / "eval.jsonl"
-    rows = [
-        row | {"id": f"{file.path.stem}-{row['id']}", "metadata": {"file": file.path.stem}}
-        for file in files
-        for row in rows_of(read_prompts([file]), [0.0], as_text)
-    ]
     write_lines(rows_path, rows)
     made_by = {
         "head": hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16],
@@ -98,7 +111,7 @@ def evaluate(
         say(f"evaluation: {way.name}")
         output = rows_path.with_name(f"eval.{len(report['runs'])}.results.jsonl")
         stats = run_rows(rows_path, output, [*sets, *way.sets(head)], config, overwrite=True)
-        totals = {file.path.stem: RowTotals() for file in files}
+        totals = {row["metadata"]["file"]: RowTotals() for row in rows}
         for result in read_lines(output):
             totals[result["metadata"]["file"]].add(result)
         session = stats["session"]
@@ -129,7 +142,7 @@ def _figures(total: RowTotals) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """Tokens per round by way and file, for the reader at the terminal."""
     names = list(report["runs"][0]["files"]) if report["runs"] else []
-    lines = [f"{'tokens per round':24}" + "".join(f" {name[:18]:>18}" for name in names) + f" {'tok/s':>10}"]
+    lines = [f"{'tokens per round':24}" + "".join(f" {name[-18:]:>18}" for name in names) + f" {'tok/s':>10}"]
     for run in report["runs"]:
         lengths = [run["files"][name]["acceptance_length"] for name in names]
         cells = "".join(f" {'' if length is None else f'{length:.3f}':>18}" for length in lengths)

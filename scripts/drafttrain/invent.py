@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.answers import run_rows
-from drafttrain.prompts import Messages, read_lines, write_lines
-from specbatch.errors import ConfigError
+from drafttrain.prompts import Messages, read_lines, write_job
+from specbatch.errors import ConfigError, RowError
 from specbatch.pipeline.tokenizer import TextProcessor
 
 _MARK = "\u2042specbatch\u2042"  # stands where the user's words go
@@ -23,9 +24,12 @@ _FEWEST_CHARACTERS = 12
 
 
 def opening(tokenizer: PreTrainedTokenizerBase, texts: TextProcessor) -> tuple[str, str]:
-    """What the chat template writes before the user's words, and the first line of what it writes after them. Raises
-    ConfigError for a template that changes what the user says."""
-    written = texts.chat_text([{"role": "user", "content": _MARK}])
+    """What the chat template writes before the user's words, and what it writes after them, without white space around
+    it. Raises ConfigError for a template that refuses or changes what the user says."""
+    try:
+        written = texts.chat_text([{"role": "user", "content": _MARK}])
+    except RowError as error:
+        raise ConfigError(f"--invent: {error.message}", "give prompts with --data") from error
     before, mark, after = written.partition(_MARK)
     if not mark:
         raise ConfigError("--invent: the chat template does not repeat what the user says")
@@ -33,7 +37,15 @@ def opening(tokenizer: PreTrainedTokenizerBase, texts: TextProcessor) -> tuple[s
     begin = tokenizer.bos_token
     if isinstance(begin, str) and tokenizer.encode("a")[0] == tokenizer.bos_token_id:
         before = before.removeprefix(begin)
-    return before, after.strip().splitlines()[0] if after.strip() else ""
+    return before, after.strip()
+
+
+def ends(after: str, tokenizer: PreTrainedTokenizerBase, texts: TextProcessor) -> dict[str, Any]:
+    """Sampling options by which the user's words end where the template goes on with `after`: its first line, and its
+    special tokens, which decoded text does not show."""
+    ids = tokenizer.encode(after, add_special_tokens=False)
+    special = [token for token in dict.fromkeys(ids) if texts.token_text(token).strip() and not texts.decode([token])]
+    return {"stop": after.splitlines()[:1], "stop_token_ids": special}
 
 
 def invent(
@@ -44,6 +56,8 @@ def invent(
     folder: Path,
     sets: Sequence[str],
     config: Path | None,
+    *,
+    overwrite: bool = False,
 ) -> list[Messages]:
     """What is left of `count` tries, each once: finished, of some length, no start of another conversation.
 
@@ -52,13 +66,11 @@ def invent(
     """
     before, after = opening(tokenizer, texts)
     row = {"prompt": before, "temperature": _TEMPERATURE, "top_p": _TOP_P, "max_tokens": _MAX_TOKENS}
-    if after:
-        row["stop"] = [after]
-    rows = folder / "invent.jsonl"
-    write_lines(rows, [{"id": i, **row, "seed": seed + i} for i in range(count)])
+    row |= ends(after, tokenizer, texts)
+    rows, results = folder / "invent.jsonl", folder / "invented.jsonl"
+    write_job(rows, [{"id": i, **row, "seed": seed + i} for i in range(count)], results, overwrite=overwrite)
     how = ["speculation.method=none", f"sampling.temperature={_TEMPERATURE}", "data.prompts_as_chat=false"]
-    results = folder / "invented.jsonl"
-    run_rows(rows, results, [*sets, *how], config)
+    run_rows(rows, results, [*sets, *how], config, overwrite=overwrite)
     return sensible([r["text"] for r in read_lines(results) if r["finish_reason"] == "stop"], tokenizer)
 
 

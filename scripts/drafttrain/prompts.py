@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import InputError
+from specbatch.pipeline.results import partial_path
 
 Messages = list[dict[str, Any]]
 
@@ -125,6 +126,25 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A JSONL file, left alone where it holds these rows already: a finished or half finished job belongs to it."""
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = _lines(rows)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
+
+
+def write_job(path: Path, rows: Sequence[Mapping[str, Any]], results: Path, *, overwrite: bool) -> None:
+    """`write_lines`, of rows that `results` are, or will be, the answers to. Raises InputError where those are there
+    already, answer other rows, and are not to be overwritten: the engine would find it out too late, with the rows
+    written over."""
+    kept = results.exists() or partial_path(results).exists()
+    if kept and not overwrite and path.is_file() and path.read_text(encoding="utf-8") != _lines(rows):
+        raise InputError(
+            f"{results} answers other prompts than these",
+            "--data, --invent or --temperatures are not what they were; -o DIR trains elsewhere, --overwrite starts "
+            "again",
+        )
+    write_lines(path, rows)
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    # As ASCII: a prompt may hold half a surrogate pair, which is no UTF-8; that row fails, and no other.
+    return "".join(json.dumps(row) + "\n" for row in rows)
