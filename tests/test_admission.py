@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from specbatch.cache.pages import PagePool
-from specbatch.engine.scheduler import Scheduler
+from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.speculation.sequence import Sequence
 from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.models import random_prompts, run, tiny_device_engine, tiny_engine
 
 
 def scheduler_with(num_running: int, waiting: list[int], gather: int) -> Scheduler:
@@ -74,3 +75,37 @@ def test_everybody_gets_through() -> None:
         scheduler.finish(scheduler.running[0])
     assert sum(chunks) == 50
     assert chunks[:4] == [16, 8, 8, 8]
+
+
+def test_the_device_engine_gathers_a_sixteenth_of_its_rows() -> None:
+    """Rows of 2, 3, 4 ... tokens end one by one; none but the last chunk is for fewer prompts than four."""
+    engine = tiny_device_engine("none", None, max_batch_size=64, num_pages=1024, prefill_chunk_tokens=512)
+    plan, chunks = engine._scheduler.plan_prefill, []
+
+    def counted() -> list[PrefillSpan]:
+        spans = plan()
+        chunks.extend([len(spans)] if spans else [])
+        return spans
+
+    engine._scheduler.plan_prefill = counted  # type: ignore[method-assign]
+    for i in range(90):
+        params = SamplingParams(max_tokens=2 + i % 64, ignore_eos=True)
+        engine.submit(Request(i, [1 + i % 30, 2, 3], params, NoiseKey(0, i, 0)))
+    finished = 0
+    while finished < 90:
+        finished += len(engine.step())
+    assert chunks[0] == 64
+    assert 4 <= min(chunks[1:-1]) <= max(chunks[1:-1]) <= 5  # two may end in one round
+    assert sum(chunks) == 90
+
+
+@pytest.mark.parametrize("shared", [0, 12])
+def test_gathering_in_a_tight_cache_changes_no_text(shared: int) -> None:
+    """Preempted rows and rows that wait for a page of another one are gathered too; all get through."""
+    prompts = random_prompts(90, seed=2, longest=6, shared=shared)
+    params = SamplingParams(max_tokens=12)
+    expected = run(tiny_engine("none", num_pages=256), prompts, params, check=False)
+    engine = tiny_device_engine("none", None, max_batch_size=64, num_pages=110)
+    actual = run(engine, prompts, params)
+    assert engine.stats.preemptions > 0
+    assert [c.token_ids for c in actual] == [c.token_ids for c in expected]

@@ -57,6 +57,7 @@ class Scheduler:
         self._on_start = on_start
         self._max_batch_size = max_batch_size
         self._chunk_tokens = prefill_chunk_tokens
+        assert 1 <= gather <= max_batch_size, f"{gather} places are never free"
         self._gather = gather
 
     @property
