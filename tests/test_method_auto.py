@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from specbatch.cli import app
 from specbatch.config_load import load_config
-from specbatch.engine.resolve import resolve
+from specbatch.engine.resolve import HeadCheckpoint, resolve
 from specbatch.engine.resolve_speculation import decide_method
-from specbatch.errors import ConfigError
+from specbatch.errors import ConfigError, ModelError
+from specbatch.models.catalog import cached_path
 
 TARGET, HEAD = "builtin:smollm2-135m-instruct", "builtin:smollm2-135m-instruct-eagle3"
 
@@ -37,3 +43,34 @@ def test_a_draft_wants_its_method_named() -> None:
     with pytest.raises(ConfigError, match=r"speculation\.draft is set") as caught:
         resolve(load_config(None, ["model.target=shape:tiny", "speculation.draft=somewhere"]))
     assert "eagle3" in str(caught.value.hint)
+
+
+def test_the_head_fits_the_geometry_of_its_target() -> None:
+    sets = ["model.target=shape:smollm2-135m", "speculation.method=eagle3", f"speculation.draft={HEAD}"]
+    draft = resolve(load_config(None, sets)).draft
+    assert isinstance(draft, HeadCheckpoint)
+    assert draft.head.draft_vocab_size == 4864
+
+
+def test_a_head_is_no_target() -> None:
+    with pytest.raises(ModelError, match="not supported") as caught:
+        resolve(load_config(None, [f"model.target={HEAD}"]))
+    assert "draft head" in str(caught.value.hint)
+
+
+@pytest.mark.slow
+def test_the_default_writes_what_plain_decoding_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real models, where the target has been fetched: the same greedy text on a CPU, in fewer rounds."""
+    if cached_path(TARGET.removeprefix("builtin:")) is None:
+        pytest.skip("specbatch models pull smollm2-135m-instruct")
+    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter
+    questions = ["What is 17 + 25?", "Name three fruits.", "Tom has 4 bags of 6 apples and eats 3. How many are left?"]
+    Path("q.jsonl").write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
+    texts = []
+    for name, method in (("auto", []), ("none", ["--set", "speculation.method=none"])):
+        command = ["generate", "q.jsonl", "-o", f"{name}.jsonl", "--set", "engine.device=cpu", *method]
+        done = CliRunner().invoke(app, [*command, "--set", "sampling.max_tokens=48"])
+        assert done.exit_code == 0, done.output
+        texts.append([json.loads(line)["text"] for line in Path(f"{name}.jsonl").read_text().splitlines()])
+    assert texts[0] == texts[1]
+    assert json.loads(Path("auto.stats.json").read_text())["speculation"]["acceptance_length"] > 1.5
