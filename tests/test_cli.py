@@ -109,7 +109,12 @@ def test_config_prints_yaml_on_stdout(tmp_path: Path) -> None:
 
 def test_version_models_and_help_need_no_torch(tmp_path: Path) -> None:
     assert cli(tmp_path, "--version").stdout == f"specbatch {specbatch.__version__}\n"
-    assert "builtin:smollm2-135m-instruct" in cli(tmp_path, "models", "list").stdout
+    target, head = cli(tmp_path, "models", "list").stdout.splitlines()
+    assert target.startswith("builtin:smollm2-135m-instruct\t98 MB\t")
+    assert head.startswith("builtin:smollm2-135m-instruct-eagle3\t16 MB\tApache-2.0\tcomes with specbatch\t")
+    path = Path(cli(tmp_path, "models", "path", "smollm2-135m-instruct-eagle3").stdout.strip())
+    assert (path / "model.safetensors").is_file()
+    assert cli(tmp_path, "models", "pull", "builtin:smollm2-135m-instruct-eagle3").stdout.strip() == str(path)
     code = (
         "import sys; from specbatch import cli\n"
         "try: cli.app(['generate', '--help'])\nexcept SystemExit: pass\n"

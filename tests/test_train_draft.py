@@ -405,6 +405,14 @@ def test_where_made_up_words_begin_and_end(template: str, before: str, stop: str
     assert ends(after, tokenizer, texts) == {"stop": [] if stop is None else [stop], "stop_token_ids": stop_ids}
 
 
+def test_scraps_and_repetitions_are_no_prompts() -> None:
+    from drafttrain.invent import sensible
+
+    found = [" Say it in full.\n", "Say it.", "Say it in full.", "And what is <|end-256|> for?", "And what is that?"]
+    kept = sensible(found, byte_tokenizer(260, [256, 257]))
+    assert kept == [[{"role": "user", "content": text}] for text in ("Say it in full.", "And what is that?")]
+
+
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_text_begins_once(adds: bool) -> None:
     """The template writes the token that begins a text, and the tokenizer may write it in front of text prompts too."""

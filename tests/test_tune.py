@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from specbatch.cli import app
 from specbatch.config_load import load_config
+from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
+from specbatch.speculation.tree import DraftShape
+from specbatch.tuning.command import _resolve_widest, _winner
 from specbatch.tuning.confirm import Live, repeated, speedups
+from specbatch.tuning.output import _verdict
 from specbatch.tuning.schedule import Schedule
 from specbatch.types import NoiseKey, Request, SamplingParams
 
@@ -126,6 +133,44 @@ def test_the_noise_of_all_options_makes_the_interval() -> None:
     assert speedups(options)[0][1] > 1.1
     (once,) = speedups([live(2.0), live(1.0)])
     assert once == (2.0, 0.0, math.inf)
+
+
+SHAPES = tuple(Schedule.always(DraftShape(steps, 1, steps + 1)) for steps in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("rates", "winner", "says"),
+    [
+        # By how far they repeat, turns of 30% more or less tell nothing.
+        ([(12, 12.1), (15, 15.1), (9, 9.1), (10, 10)], 1, "1.50x as fast as plain decoding (90% interval 1.4"),
+        ([(12, 9), (10, 14), (9, 12), (10, 10)], None, "Speculation does not pay"),
+        ([(9, 9.1), (8, 8.1), (7, 7.1), (10, 10)], None, "Speculation does not pay"),
+        ([(20,), (15,), (12,), (10,)], None, "Speculation does not pay"),  # one turn says nothing of the noise
+    ],
+)
+def test_the_fastest_wins_if_it_beats_plain_decoding_outside_the_noise(
+    rates: list[tuple[float, ...]], winner: int | None, says: str
+) -> None:
+    schedules = (*SHAPES, Schedule.always(None))
+    options: list[Any] = [SimpleNamespace(schedule=schedule) for schedule in schedules]
+    runs = [replace(live(*of), chosen=schedule) for of, schedule in zip(rates, schedules, strict=True)]
+    result: Any = SimpleNamespace(best=options[0], fixed=options[1:3], plain=options[3])
+    found = _winner(result, runs)
+    assert found is options[3 if winner is None else winner]
+    tuned: Any = SimpleNamespace(winner=found, live=runs)
+    assert _verdict(tuned).startswith(says)
+
+
+def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a target of which a head comes along."""
+    sets = [*TINY[1::2], "model.target=shape:smollm2-135m", "speculation.method=auto"]
+    run, widest = _resolve_widest(load_config(None, sets), resolve)
+    assert (run.config.speculation.method, widest.depth) == ("ngram", 0)
+    head = "builtin:smollm2-135m-instruct-eagle3"
+    monkeypatch.setattr(resolve_speculation, "builtin_head", lambda target: head)
+    run, widest = _resolve_widest(load_config(None, sets), resolve)
+    assert (run.config.speculation.method, run.config.speculation.draft) == ("eagle3", head)
+    assert widest.depth > 1
 
 
 def test_too_few_rows(tmp_path: Path) -> None:
