@@ -130,6 +130,10 @@ def test_a_round_is_the_sum_of_its_parts() -> None:
     steep = CostModel.fit([Measurement("verify", 4, width, 10.0 * width) for width in (1, 2, 6)])
     assert steep.round_ms(4, NgramShape(6, 2, 5)) == 60
     assert replace(steep, nodes={NgramShape(6, 2, 5): 1.5}).round_ms(4, NgramShape(6, 2, 5)) == pytest.approx(15)
+    # Trees have a surface of their own, where it was measured.
+    apart = constant(verify=100, verify_tree=300, draft_start=10, extend=0.5)
+    assert apart.round_ms(4, DraftShape(1, 1, 2)) == 110.5
+    assert apart.round_ms(4, DraftShape(1, 2, 3)) == 310.5
     # Only one step: nothing of later ones is asked for.
     assert constant(verify=1, draft_start=2, extend=3).round_ms(1, DraftShape(1, 4, 4)) == 6
 

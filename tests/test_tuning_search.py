@@ -191,8 +191,9 @@ def test_the_neural_space_is_legal_and_whole() -> None:
         except ConfigError:
             assert shape not in space
             continue
-        reachable = topk == 1 or nodes > steps
-        assert (shape in space) == (steps <= 3 and topk <= 4 and nodes <= 60 and reachable)
+        # No node of its is out of reach, and no smaller topk drafts the same tree.
+        own = topk == 1 or (nodes > steps and nodes > 2 and (steps > 1 or nodes == topk + 1))
+        assert (shape in space) == (steps <= 3 and topk <= 4 and nodes <= 60 and own)
     ladder = neural_space(8, 8)
     assert all(shape.num_draft_tokens <= 64 for shape in ladder)
     assert DraftShape(8, 8, 64) in ladder

@@ -94,6 +94,9 @@ def test_costs_are_measured_for_every_part(method: str) -> None:
     tuned.engine.check_integrity()
     model = CostModel.fit(found)
     lookup = NgramShape(5, 1, 3)
+    # Chains and trees apart; of lookups, the root alone too.
+    widths = {(m.kind, m.width) for m in found}
+    assert {("verify", 1)} <= widths if method == "ngram" else {("verify", 2), ("verify_tree", 3)} <= widths
     for batch in (1, 2, 3):
         candidates: list[Any] = [lookup] if method == "ngram" else list(SHAPES)
         for candidate in candidates:

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, NgramShape, max_path
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.monotone import filled, monotone_grid
 
 # What is measured, and over which width.
 KINDS = {
-    "verify": "nodes of a row's tree, num_draft_tokens",
+    "verify": "nodes of a row's chain, num_draft_tokens",
+    "verify_tree": "the same of trees with branches, which need masks; as chains where not measured",
     "draft_start": "topk; the first draft step, which has its hidden states already",
     "draft_step": "branches of a row, topk; every later draft step",
     "extend": "tokens of a row, the longest path",
@@ -131,7 +133,9 @@ class CostModel:
         if candidate is None:
             return self.plain_ms(batch)
         nodes = self.nodes.get(candidate, candidate.num_draft_tokens)
-        verify = self.part_ms("verify", batch, nodes) + self.part_ms("overhead", batch, 1)
+        has_branches = isinstance(candidate, DraftShape) and not candidate.is_chain and "verify_tree" in self.surfaces
+        verify = self.part_ms("verify_tree" if has_branches else "verify", batch, nodes)
+        verify += self.part_ms("overhead", batch, 1)
         if isinstance(candidate, NgramShape):
             return verify + self.part_ms("lookup", batch, 1)
         draft = self.part_ms("draft_start", batch, candidate.topk)

@@ -114,7 +114,7 @@ def _parts(
     times: list[dict[str, float]],
     shapes: list[DraftShape],
 ) -> Iterator[Measurement]:
-    yield Measurement("verify", batch, shape.num_draft_tokens, verify)
+    yield Measurement("verify" if shape.is_chain else "verify_tree", batch, shape.num_draft_tokens, verify)
     if net is None:
         return
     yield Measurement("extend", batch, min(shape.num_steps + 1, shape.num_draft_tokens), extend)

@@ -18,14 +18,15 @@ def neural_space(topk: int, depth: int, max_nodes: int = MAX_NODES, nodes: Seque
     * topk^2 + 1, and of those the sizes in `nodes`, with the largest that is allowed.
 
     Trees of fewer nodes than a path of num_steps has are left out: no node of theirs is as deep as the last steps, so
-    the same tree costs fewer steps.
+    the same tree costs fewer steps. So are trees that another shape is for less: of one draft (the chain 1/1/2), and of
+    one step with fewer drafts than branches.
     """
     shapes = [DraftShape(steps, 1, steps + 1) for steps in range(1, depth + 1) if steps < max_nodes]
     for k in range(2, topk + 1):
         for steps in range(1, depth + 1):
             most = min(max_nodes, DraftShape(steps, k, 2).num_candidates + 1)
             sizes = sorted({n for n in nodes if n < most} | {most})
-            shapes += [DraftShape(steps, k, n) for n in sizes if n > steps]
+            shapes += [DraftShape(steps, k, n) for n in sizes if n > max(steps, 2, k if steps == 1 else 0)]
     for shape in shapes:
         shape.check()
     return shapes
