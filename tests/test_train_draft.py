@@ -338,6 +338,8 @@ def test_prompt_files(tmp_path: Path) -> None:
         read_prompts([PromptFile(tmp_path / "none")])
     write_lines(out, [{"prompt": "half a pair: \ud83d"}])
     assert read_lines(out) == [{"prompt": "half a pair: \ud83d"}]
+    out.write_text('{"text": "as results\u2028are written"}\n')
+    assert read_lines(out) == [{"text": "as results\u2028are written"}]
 
 
 def test_files_to_evaluate_on_have_names_of_their_own(tmp_path: Path) -> None:
@@ -723,6 +725,10 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     assert train_draft.main([*command, "--stage", "training", "--epochs", "5"]) == 2
     assert "epochs: 4, now 5" in capsys.readouterr().err
+    more = ["--stage", "evaluation", "--eval", "q.jsonl", "--shapes", "none"]
+    assert train_draft.main([*command, *more]) == 0
+    runs = json.loads((out / "acceptance.json").read_text())["runs"]
+    assert [(r["way"], r["files"].keys(), r["files"]["q"]["rows"]) for r in runs] == [("none", {"q"}, 3)]
     if "matplotlib" in sys.modules:
         assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
 
