@@ -41,6 +41,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.models.eagle_head import eagle_config, expected_tensors
+from specbatch.pipeline.results import disk_errors
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
@@ -133,7 +134,8 @@ def run(args: argparse.Namespace) -> None:
     """All stages that are asked for. Raises SpecbatchError."""
     began = time.perf_counter()
     files = Files(args.output)
-    files.training.mkdir(parents=True, exist_ok=True)
+    with disk_errors(files.training):
+        files.training.mkdir(parents=True, exist_ok=True)
     ways = parse_ways(args.shapes)
     data, eval_files = ([PromptFile.parse(text) for text in texts] for texts in (args.data, args.eval))
     sets = [f"model.target={args.target}", f"sampling.max_tokens={args.max_tokens}", *args.set]
@@ -165,6 +167,8 @@ def run(args: argparse.Namespace) -> None:
             )
             say(f"answers: {len(made_up):,} prompts made up ({_seconds(began)} so far)")
             prompts = distinct([*prompts, *made_up])
+        if not prompts:
+            raise InputError("there are no prompts to answer", "give more with --data or --invent")
         rows = rows_of(prompts, temperatures, as_text)
         write_job(files.prompts, rows, files.answers, overwrite=args.overwrite)
         # Rows have temperatures of their own; the engine prepares for sampling by the config's.

@@ -754,6 +754,8 @@ def test_mistakes_are_found_before_any_work(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "empty.jsonl").write_text("\n")
     for more, words in (
         (["--invent", "-1"], "--invent"),
+        (["--data", "empty.jsonl"], "no prompts to answer"),
+        (["-o", "p.jsonl"], "cannot write p.jsonl"),
         (["--eval", "none.jsonl"], "cannot read none.jsonl"),
         (["--eval", "empty.jsonl"], "no prompts"),
         (["--eval", "p.jsonl", "--shapes", "3/1/4,nowhere:3/1/4"], "nowhere does not exist"),
