@@ -51,6 +51,7 @@ def test_writes_a_configuration_that_runs(rows: Path, tmp_path: Path, method: li
     assert text.startswith("# Written by `specbatch tune`.")
     config = load_config(output)
     resolve(config)
+    assert config.speculation.method != "auto", "the schedule is of the drafts that were tuned"
     assert (config.speculation.method == "none") == ("does not pay" in text)
     report = json.loads((tmp_path / "tuned.report.json").read_text())
     assert report["verdict"] in text
@@ -60,7 +61,7 @@ def test_writes_a_configuration_that_runs(rows: Path, tmp_path: Path, method: li
     assert generated.exit_code == 1, generated.output  # the broken row
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 7
     # Again: what was measured is still there; for other rows it is not used.
-    again = tune(rows, "-o", output, "--rows", "5", "--budget", "3s", *TINY, *method)
+    again = tune(rows, "-o", output, "--rows", "5", "--budget", "20s", *TINY, *method)  # enough on a busy machine too
     assert again.exit_code == 0, again.output
     assert BEFORE in again.output
     assert "were timed before" in again.output

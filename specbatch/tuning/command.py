@@ -250,9 +250,8 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     speculation = replace(config.speculation, schedule=None, num_steps=None, topk=1, num_draft_tokens=None)
     engine = replace(config.engine, prefix_cache=False)
     first = resolve(replace(config, speculation=speculation, engine=engine))
-    on_device, decided = first.engine.on_device, first.config.speculation
-    speculation = replace(speculation, method=decided.method, draft=decided.draft)
-    widest = Widest.of(decided.method, on_device)
+    on_device = first.engine.on_device
+    widest = Widest.of(first.config.speculation.method, on_device)
     schedule = widest.schedule(first.engine.max_batch_size)
     engine = replace(engine, cuda_graphs="none") if on_device else engine  # the session captures its own
     if on_device and engine.kv_cache_tokens is None:  # room for graphs that are captured later

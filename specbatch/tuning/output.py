@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
         header, comments = [f"(Predicted to be the fastest was {tuned.result.best.schedule}.)"], []
     says = _verdict(tuned)
     lines = ["Written by `specbatch tune`.", says, *_live_lines(tuned), *header]
+    # The schedule is of these drafts: with another target, `auto` would be others.
+    decided = tuned.run.config.speculation
+    config = replace(config, speculation=replace(config.speculation, method=decided.method, draft=decided.draft))
     text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
     output.write_text(text, encoding="utf-8")
     report = json_report(tuned.result, tuned.costs, tuned.replays, comparisons)
@@ -82,8 +85,7 @@ def _verdict(tuned: Tuned) -> str:
         return "Speculation does not pay on this file: nothing beat plain decoding outside the noise."
     place = next(i for i, one in enumerate(tuned.live) if one.chosen == tuned.winner.schedule)
     gain, low, high = speedups(tuned.live)[place]
-    interval = f" (90% interval {low:.2f} to {high:.2f})" if math.isfinite(high) else ""
-    return f"{gain:.2f}x as fast as plain decoding{interval}, live, over the same rows."
+    return f"{gain:.2f}x as fast as plain decoding (90% interval {low:.2f} to {high:.2f}), live, over the same rows."
 
 
 def _live_lines(tuned: Tuned) -> list[str]:
