@@ -204,7 +204,7 @@ def test_results_tell_what_made_the_answers(run: Eval) -> None:
     # Scored by a later version, with the answers of an earlier one; and not the notes of the run without speculation.
     for compare in (None, "none"):
         assert run.run(runtime, Config(), task_files=(path,), compare=compare) == 0
-        assert run.results()["notes"] == ["resolved ngram", "built ngram"]
+        assert run.results()["notes"] == ["resolved auto", "built auto"]
         stats_path = run.output / "mine" / "answers.stats.json"
         stats = json.loads(stats_path.read_text())
         stats_path.write_text(json.dumps({**stats, "commit": "earlier", "versions": {"specbatch": "0"}}))

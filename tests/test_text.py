@@ -52,6 +52,7 @@ def split(data: bytes, lengths: list[int]) -> list[bytes]:
 )
 @example("aab", ["ab"], [], [1])
 @example("é", ["é"], [], [1, 1])
+@example("é😀", ["😀"], [0, 0, 0, 0, 0, 3], [])  # a character that begins behind many tokens without text
 @example("a 😀", [" "], [1, 3], [3])  # the token that ends the stop string also begins a character
 @settings(max_examples=300, deadline=None)
 def test_stop_is_found_at_its_last_token_however_tokens_arrive(

@@ -39,7 +39,7 @@ class StopChecker:
     def _reset(self) -> None:
         self._seen = 0
         self._window = 0  # tokens[window:read] are context that is decoded again
-        self._read = 0  # tokens[:read] are whole characters
+        self._read = 0  # tokens[:read] are whole characters, or as many as are held back
         self._given = 0  # characters of decode(tokens[window:]) that have been searched
         self._tail = ""  # the last characters, where a stop string may have begun
 
@@ -47,13 +47,13 @@ class StopChecker:
         end = position + 1
         text = self._decode(tokens[self._window : end])
         whole = text.rstrip("\ufffd")  # a token may end in the middle of a character and still complete others
-        if end - self._read >= _MAX_HELD:
-            whole = text
         fresh = whole[self._given :]
-        if whole == text and (fresh or end - self._read >= _MAX_HELD):
+        if (whole == text and fresh) or end - self._read >= _MAX_HELD:
             self._window = max(self._read, end - _MAX_HELD)  # short, through endless special tokens, too
             self._read = end
-            self._given = len(self._decode(tokens[self._window : end]))
+            context = self._decode(tokens[self._window : end])
+            # A character may be in the making even now, behind special tokens: its last byte is still to come.
+            self._given = len(context if whole == text else context.rstrip("\ufffd"))
         else:
             self._given = max(self._given, len(whole))
         region = self._tail + fresh
