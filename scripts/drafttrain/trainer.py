@@ -139,9 +139,9 @@ class Trainer:
                 if last or now - saved >= self._save_seconds:
                     self._save()
                     saved = now
-                loss = next((r["loss"] for r in reversed(records) if "loss" in r), None)
-                if now - shown >= 10 and loss is not None:
+                if now - shown >= 10 and "loss" in records[-1]:
                     shown = now
+                    loss = records[-1]["loss"]
                     left = (now - began) / max(tokens, 1) * self._tokens_left()
                     self._say(
                         f"step {self._step:,}/{self.num_steps:,} · loss {loss:.3f}"

@@ -338,9 +338,7 @@ def predicted_seconds(
 def _winner(result: SearchResult, live: list[Live]) -> Option:
     """The fastest live, if it beats plain decoding outside the noise; else plain decoding."""
     options = {o.schedule: o for o in (result.best, *result.fixed, result.plain)}
-    for one, (_, low, _) in sorted(
-        zip(live, speedups(live), strict=False), key=lambda pair: -pair[0].tokens_per_second
-    ):
-        if low > 1.0:
-            return options[one.chosen]
+    paying = [one for one, (_, low, _) in zip(live[:-1], speedups(live), strict=True) if low > 1.0]
+    if paying:
+        return options[max(paying, key=lambda one: one.tokens_per_second).chosen]
     return result.plain
