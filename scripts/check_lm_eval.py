@@ -3,9 +3,9 @@
     python scripts/check_lm_eval.py MODEL --out DIR [--rows 200] [--minutes 25] [--data FOLDER] [--set a.b=c ...]
 
 Wants lm-eval (`pip install lm-eval accelerate`; seen with 0.4.13) beside specbatch. MODEL is a folder in Hugging Face
-format. Both run greedily in float32 on the CPU, lm-eval with its `hf` model at batch size 1 (its larger batches pad,
-which rounds differently); OMP_NUM_THREADS says how many cores they take. lm-eval answers rows until --rows or --minutes
-is reached, then specbatch answers the same ones. Both keep what they have: the same command goes on.
+format. Both run greedily in float32, lm-eval with its `hf` model, --batch-size rows at once (more than one are padded,
+which rounds differently); on a CPU, OMP_NUM_THREADS says how many cores they take. lm-eval answers rows until --rows or
+--minutes is reached, then specbatch answers the same ones. Both keep what they have: the same command goes on.
 
 Where two texts differ, the margin between specbatch's two most probable tokens at the first difference says whether
 rounding can explain it. Exit code 1: a prompt differs, or a score differs without a tie (margin below --tie nats).
@@ -47,7 +47,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def run_lm_eval(model: str, out: Path, rows: int, minutes: float) -> list[dict[str, Any]]:
+def run_lm_eval(model: str, out: Path, rows: int, minutes: float, device: str, batch_size: int) -> list[dict[str, Any]]:
     """One line for each row: prompt, text, and each filter's value and score."""
     from lm_eval.models.huggingface import HFLM
 
@@ -57,34 +57,33 @@ def run_lm_eval(model: str, out: Path, rows: int, minutes: float) -> list[dict[s
     lm = None
     began = time.perf_counter()
     with out.open("a", encoding="utf-8") as file:
-        for index, instance in enumerate(task.instances):
-            if index < len(done):
-                continue
+        for first in range(len(done), len(task.instances), batch_size):
             if time.perf_counter() - began > 60 * minutes:
                 break
             if lm is None:
-                lm = HFLM(pretrained=model, dtype="float32", device="cpu", batch_size=1)
+                lm = HFLM(pretrained=model, dtype="float32", device=device, batch_size=batch_size)
             started = time.perf_counter()
+            group = task.instances[first : first + batch_size]
             # generate_until adds the end-of-text token to the stop strings it is given
-            request = copy.deepcopy(instance)
-            (text,) = lm.generate_until([request], disable_tqdm=True)
-            line = {"index": index, "prompt": instance.args[0], "text": text}
-            instance.resps = [text]
-            for chain in task._filters:
-                chain.apply([instance])
-                value = instance.filtered_resps[chain.name]
-                line[chain.name] = [value, int(task.process_results(instance.doc, [value])["exact_match"])]
-            line["seconds"] = round(time.perf_counter() - started, 2)
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            texts = lm.generate_until(copy.deepcopy(group), disable_tqdm=True)
+            for index, (instance, text) in enumerate(zip(group, texts, strict=True), start=first):
+                line = {"index": index, "prompt": instance.args[0], "text": text}
+                instance.resps = [text]
+                for chain in task._filters:
+                    chain.apply([instance])
+                    value = instance.filtered_resps[chain.name]
+                    score = task.process_results(instance.doc, [value])["exact_match"]
+                    line[chain.name] = [value, int(score)]
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                done.append(line)
             file.flush()
-            done.append(line)
-            print(f"lm-eval: {len(done)} rows, {line['seconds']} s", file=sys.stderr, flush=True)
+            print(f"lm-eval: {len(done)} rows, {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
     return done
 
 
-def run_specbatch(model: str, folder: Path, rows: int, sets: list[str]) -> list[dict[str, Any]]:
+def run_specbatch(model: str, folder: Path, rows: int, device: str, sets: list[str]) -> list[dict[str, Any]]:
     """samples.jsonl, with the tokens and margins of answers.jsonl."""
-    options = [f"model.target={model}", "model.dtype=float32", "engine.device=cpu", "sampling.logprobs=2", *sets]
+    options = [f"model.target={model}", "model.dtype=float32", f"engine.device={device}", "sampling.logprobs=2", *sets]
     command = [sys.executable, "-m", "specbatch", "eval", "gsm8k", "--limit", str(rows), "-o", str(folder)]
     for option in options:
         command += ["--set", option]
@@ -114,15 +113,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=1e9, help="of lm-eval")
+    parser.add_argument("--device", default="cpu", help="of both")
+    parser.add_argument("--batch-size", type=int, default=1, help="of lm-eval")
     parser.add_argument("--tie", type=float, default=0.001, help="nats")
     parser.add_argument("--set", action="append", default=[], help="of specbatch")
     parser.add_argument("--lm-eval-only", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    theirs = run_lm_eval(options.model, options.out / "lm_eval.jsonl", options.rows, options.minutes)
+    kept = options.out / "lm_eval.jsonl"
+    theirs = run_lm_eval(options.model, kept, options.rows, options.minutes, options.device, options.batch_size)
     if options.lm_eval_only:
         return 0
-    ours = run_specbatch(options.model, options.out / f"specbatch-{len(theirs)}", len(theirs), options.set)
+    folder = options.out / f"specbatch-{len(theirs)}"
+    ours = run_specbatch(options.model, folder, len(theirs), options.device, options.set)
 
     prompts = texts = 0
     scores = dict.fromkeys(FILTERS, 0)

@@ -3,8 +3,9 @@ exhaustive grid over the same rows finds.
 
     python scripts/check_tune.py DATA.jsonl -c CONFIG -o check.json --batches 1,8,32,128 --budget 3m
 
-Each cell runs as many of the traced rows at once as the batch size says, to their end. Prints a line for each cell and
-the median error; the file is replaced after each candidate.
+Each cell runs as many of the traced rows at once as the batch size says, to their end, and at small sizes others behind
+them, up to 16 rows. Prints a line for each cell and the median error. With --whole-file all rows of the file are then
+run: by the schedule that tune chose, first and last, and by every candidate alone. The report is replaced as it grows.
 """
 
 from __future__ import annotations
@@ -15,20 +16,28 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from specbatch.config_load import load_config
 from specbatch.engine.build import build
 from specbatch.engine.resolve import resolve
+from specbatch.pipeline.rows import RowParser
+from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import commit, device_name, versions
+from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, label, num_nodes
 from specbatch.tuning.command import Tuned, predicted_seconds, tune_file
-from specbatch.tuning.confirm import confirm, repeated
+from specbatch.tuning.confirm import repeated, told
 from specbatch.tuning.options import TuneOptions, seconds_of
+from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
+from specbatch.types import Request
 
 
 def main() -> None:
@@ -39,6 +48,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--candidates", type=int, default=20)
+    parser.add_argument("--also", default="", help="shapes that are among them in any case: 3/1/4,5/1/6")
+    parser.add_argument("--whole-file", type=int, default=0, metavar="N", help="by so many fixed candidates")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--budget", default="3m")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no candidate of the grid after that")
@@ -61,8 +72,9 @@ def main() -> None:
     }
     began = time.perf_counter()
     batches = [int(part) for part in args.batches.split(",")]
+    also = [DraftShape(*map(int, shape.split("/"))) for shape in args.also.split(",") if shape]
     # A candidate at all batch sizes, then the next: its graphs are captured once.
-    for candidate in (None, *spread(tuned, batches, args.candidates)):
+    for candidate in (None, *spread(tuned, batches, args.candidates, also)):
         if args.time_limit is not None and time.perf_counter() - began > args.time_limit:
             report["cut_short"] = True
             break
@@ -81,18 +93,50 @@ def main() -> None:
     report["median_error"] = statistics.median(abs(c["error"]) for c in report["cells"])
     args.output.write_text(json.dumps(report, indent=1))
     print(
-        f"median error {report['median_error']:.1%} over {len(report['cells'])} cells; grid {report['grid_seconds']} s"
+        f"median error {report['median_error']:.1%} over {len(report['cells'])} cells; grid {report['grid_seconds']} s",
+        flush=True,
     )
+    if args.whole_file:
+        report["whole_file"] = []
+        for chosen, seconds in whole_file(tuned, args.data, args.whole_file, also):
+            report["whole_file"].append({"what": chosen, "seconds": round(seconds, 3)})
+            print(json.dumps(report["whole_file"][-1]), flush=True)
+            args.output.write_text(json.dumps(report, indent=1))
 
 
-def spread(tuned: Tuned, batches: list[int], count: int) -> list[Candidate]:
+def whole_file(tuned: Tuned, data: str, count: int, also: list[DraftShape]) -> Iterator[tuple[str, float]]:
+    """(what, seconds) of all rows of the file: plain decoding and the tuned schedule at both ends, in between the
+    candidates that are predicted to be fastest with the whole file, each alone."""
+    config = tuned.run.config
+    parser, source = RowParser(config.sampling, config.data), open_source(data, config.data)
+    limits = tuned.session.engine.limits
+
+    def everything() -> list[Request]:
+        return sample_rows(source, parser, tuned.texts, limits, 10**7, config.engine.seed).requests
+
+    best, plain = tuned.result.best.schedule, Schedule.always(None)
+    ranked = sorted(
+        tuned.replays,
+        key=lambda r: tuned.costs.round_ms(tuned.limits.max_running, r.candidate) / r.tokens_per_round,
+    )
+    fits = tuned.limits.max_verify_tokens
+    fixed: list[Candidate] = [*also, *(r.candidate for r in ranked)]
+    fixed = [c for c in dict.fromkeys(fixed) if fits is None or num_nodes(c) * tuned.limits.max_running <= fits]
+    for schedule in (best, plain, *map(Schedule.always, fixed[:count]), plain, best):
+        tuned.session.use(*told(schedule))
+        requests = everything()
+        tuned.session.run(repeated(requests, 2, tuned.texts.stop_check))
+        yield str(schedule), tuned.session.run(requests).seconds
+
+
+def spread(tuned: Tuned, batches: list[int], count: int, also: list[DraftShape]) -> list[Candidate]:
     """`count` candidates: at each batch size the one that should be fastest, and others down to the slowest, evenly."""
     most = tuned.limits.max_verify_tokens
     known = [r for r in tuned.replays if most is None or max(batches) * num_nodes(r.candidate) <= most]
     rankings = [
         sorted(known, key=lambda r: tuned.costs.round_ms(batch, r.candidate) / r.tokens_per_round) for batch in batches
     ]
-    chosen: dict[Candidate, None] = {ranking[0].candidate: None for ranking in rankings}
+    chosen: dict[Candidate, None] = dict.fromkeys([*(ranking[0].candidate for ranking in rankings), *also])
     places = len(known) - 1
     # Of each ranking in turn, twice as finely each time, until there are enough.
     for parts in (2**k for k in range(1, 12)):
@@ -104,24 +148,30 @@ def spread(tuned: Tuned, batches: list[int], count: int) -> list[Candidate]:
 
 
 def cell(tuned: Tuned, candidate: Candidate | None, batch: int) -> dict[str, Any]:
-    schedule = Schedule.always(candidate)
-    live = confirm(
-        tuned.session, [schedule], lambda: repeated(tuned.requests, batch, tuned.texts.stop_check), lambda turns: True
-    )[0]
+    """The traced rows `batch` at a time, live and predicted."""
+    schedule, session = Schedule.always(candidate), tuned.session
     replays = {r.candidate: r for r in tuned.replays}
-    seconds = predicted_seconds(
-        schedule, batch, tuned.trace, replays, tuned.costs, tuned.profile.max_tokens, tuned.limits
-    )
+    session.use(*told(schedule))
+    session.run(repeated(tuned.requests, 2, tuned.texts.stop_check))  # what is compiled or touched first
+    waited = getattr(session.engine, "waited_seconds", 0.0)
+    live = predicted = tokens = rounds = replayed = 0.0
+    for first in range(0, max(batch, 16), batch):
+        rows = np.roll(np.arange(len(tuned.requests)), -first)[:batch]
+        ran = session.run(repeated([tuned.requests[i] for i in rows], batch, tuned.texts.stop_check))
+        live, tokens, rounds = live + ran.seconds, tokens + ran.num_tokens, rounds + ran.counts.rounds
+        part = replace(tuned.trace, rows=tuple(tuned.trace.rows[i] for i in rows))
+        own = {} if candidate is None else {candidate: replays[candidate].of_rows(rows)}
+        predicted += predicted_seconds(schedule, batch, part, own, tuned.costs, tuned.profile.max_tokens, tuned.limits)
+        replayed += sum(r.rounds_R.sum() for r in own.values()) * batch / len(rows)
     return {
         "batch": batch,
         "what": label(candidate),
-        "predicted_tok_s": round(live.tokens[0] / seconds, 1),
-        "live_tok_s": round(live.tokens_per_second, 1),
-        "live_tokens_per_round": round(live.tokens_per_round, 3),
-        "replayed_tokens_per_round": None
-        if candidate is None
-        else round(replays[candidate].first_rows(batch).tokens_per_round, 3),
-        "error": round(live.seconds[0] / seconds - 1, 4),
+        "predicted_tok_s": round(tokens / predicted, 1),
+        "live_tok_s": round(tokens / live, 1),
+        "live_rounds": rounds,
+        "replayed_rounds": round(replayed, 1),
+        "host_share": round(1 - (getattr(session.engine, "waited_seconds", 0.0) - waited) / live, 3),
+        "error": round(live / predicted - 1, 4),
     }
 
 

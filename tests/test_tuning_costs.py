@@ -134,6 +134,10 @@ def test_a_round_is_the_sum_of_its_parts() -> None:
     apart = constant(verify=100, verify_tree=300, draft_start=10, extend=0.5)
     assert apart.round_ms(4, DraftShape(1, 1, 2)) == 110.5
     assert apart.round_ms(4, DraftShape(1, 2, 3)) == 310.5
+    # A GPU's round takes what its graph and the copies around it do, and no less than the host needs for it.
+    live = constant(verify=100, draft_start=10, extend=0.5, plain=50, copies=2, host=60)
+    assert live.round_ms(4, DraftShape(1, 1, 2)) == 112.5
+    assert live.plain_ms(4) == 60
     # Only one step: nothing of later ones is asked for.
     assert constant(verify=1, draft_start=2, extend=3).round_ms(1, DraftShape(1, 4, 4)) == 6
 

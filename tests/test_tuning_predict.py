@@ -75,7 +75,11 @@ def round_by_round(
     capacity = limits.kv_tokens // limits.page_size
     while waiting or running:
         admitted, tokens = 0, 0.0
-        while waiting and len(running) < limits.max_running:
+        free = limits.max_running - len(running)
+        few = free < min(limits.gather, len(waiting))
+        if few and sum(prompts[row] + max(made[row] - 1, 0.0) for row in waiting[:free]) < limits.prefill_chunk // 4:
+            free = 0  # they wait until more places are free
+        while waiting and free and len(running) < limits.max_running:
             row = waiting[0]
             if sum(map(pages, running)) + pages(row) + len(running) > capacity:
                 break
@@ -115,10 +119,12 @@ def round_by_round(
         ROOMY,
         replace(ROOMY, max_running=1),
         replace(ROOMY, rounds_behind=1),
+        replace(ROOMY, gather=3, prefill_chunk=640),
         replace(ROOMY, kv_tokens=320, page_size=4),
         replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, lead=1, rounds_behind=2),
+        replace(ROOMY, kv_tokens=320, page_size=4, gather=4, prefill_chunk=1000),
     ],
-    ids=["roomy", "one", "behind", "tight", "tighter"],
+    ids=["roomy", "one", "behind", "gathered", "tight", "tighter", "tight and gathered"],
 )
 def test_events_equal_round_by_round(limits: Limits, schedule: Schedule) -> None:
     profile, replays = profile_of(70)
@@ -132,6 +138,8 @@ def test_events_equal_round_by_round(limits: Limits, schedule: Schedule) -> None
     assert found.num_simulated == found.num_rows == 70
     if limits.kv_tokens == 320:
         assert preemptions > 0, "nothing was ever preempted"
+    if limits.gather > 1:
+        assert rounds != predict(profile, replace(limits, gather=1), costs(), replays, schedule).rounds
 
 
 def test_tokens_are_all_there() -> None:

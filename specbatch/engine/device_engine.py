@@ -94,6 +94,7 @@ class DeviceEngine(EngineBase):
         self._reports: deque[_Report] = deque()
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
+        self.waited_seconds = 0.0  # for the device: what is left of the time is the host's own
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -163,9 +164,11 @@ class DeviceEngine(EngineBase):
     def _read(self) -> list[Completion]:
         """Wait for the oldest report and do what it says."""
         report = self._reports.popleft()
+        began = time.perf_counter()
         rows = report.rows.wait()
         logprobs = None if report.logprobs is None else tuple(d.wait() for d in report.logprobs)
         now = time.perf_counter()
+        self.waited_seconds += now - began
         if report.max_path is None:
             self._stats.prefill_seconds += now - self._last_read
         else:
@@ -306,6 +309,36 @@ class DeviceEngine(EngineBase):
     ) -> list[dict[str, float]]:
         """Milliseconds that draft, verify and draft-extend take for `batch_size` requests of `context` tokens, each as
         a graph of its own, and a whole round as one, with each of the drafters. CUDA only; the engine must be idle."""
+        self._stand(batch_size, context)
+        running = self._scheduler.plan_round()
+        self._upload_pages(running)
+        slots = [seq.slot for seq in running]
+        assert len(slots) == batch_size, "the cache does not hold so many rows"
+        device, times = self._state.ints_SF.device, []
+        for drafter in drafters:
+            one = ByBatch.always(self._round.drafting(drafter))
+            times.append(RoundExecutor(one, len(self._num_pages_of), device, "none").time_phases(slots, repeats))
+        self.abandon()
+        return times
+
+    @torch.inference_mode()
+    def time_steps(self, batch_size: int, context: int, steps: int = 40) -> tuple[float, float]:
+        """Milliseconds of a round of `batch_size` requests of `context` tokens as the engine now drafts, launched and
+        read as ever: (all of it, the part in which the host was busy). The engine must be idle; each of the requests
+        has TIMED_TOKENS to write."""
+        self._stand(batch_size, context)
+        for _ in range(3):
+            self.step()
+        began, waited, rounds = time.perf_counter(), self.waited_seconds, self._stats.rounds
+        for _ in range(steps):
+            self.step()
+        whole, waited = time.perf_counter() - began, self.waited_seconds - waited
+        assert self._stats.rounds - rounds == steps, "the requests have ended"
+        self.abandon()
+        return 1e3 * whole / steps, 1e3 * (whole - waited) / steps
+
+    def _stand(self, batch_size: int, context: int) -> None:
+        """Requests to time rounds of, their prompts computed and everything read."""
         assert not self._scheduler.running, "requests are running"
         assert not self._scheduler.waiting, "requests are waiting"
         params = SamplingParams(max_tokens=TIMED_TOKENS, ignore_eos=True)
@@ -317,16 +350,6 @@ class DeviceEngine(EngineBase):
             self.step()
         while self._reports:
             self._read()
-        running = self._scheduler.plan_round()
-        self._upload_pages(running)
-        slots = [seq.slot for seq in running]
-        assert len(slots) == batch_size, "the cache does not hold so many rows"
-        device, times = self._state.ints_SF.device, []
-        for drafter in drafters:
-            one = ByBatch.always(self._round.drafting(drafter))
-            times.append(RoundExecutor(one, len(self._num_pages_of), device, "none").time_phases(slots, repeats))
-        self.abandon()
-        return times
 
     def check_integrity(self) -> None:
         """Assert that every page is accounted for, and every slot too. For tests, between steps."""

@@ -22,6 +22,7 @@ from specbatch.speculation.slots import Field
 
 GraphMode = Literal["round", "phases", "none"]
 PHASES = ("draft", "verify", "extend")
+_AHEAD_CYCLES = 1_000_000  # of the device's clock, half a millisecond: for the host to launch what is timed behind it
 
 
 def padded_sizes(items: ByBatch[Any], max_batch_size: int) -> list[tuple[int, int]]:
@@ -143,6 +144,7 @@ class RoundExecutor:
             state.ints_SF.copy_(kept[0])
             state.features_SE.copy_(kept[1])
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(PHASES) + 2)]
+            torch.cuda._sleep(_AHEAD_CYCLES)  # the host gets ahead: launching a graph is no part of its time
             marks[0].record()
             for mark, name in zip(marks[1:], PHASES, strict=False):
                 runner.replay((name,))
@@ -150,6 +152,7 @@ class RoundExecutor:
             state.ints_SF.copy_(kept[0])
             state.features_SE.copy_(kept[1])
             before = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(_AHEAD_CYCLES)
             before.record()
             runner.replay(("round",))
             marks[-1].record()

@@ -58,7 +58,7 @@ class Scheduler:
         self._max_batch_size = max_batch_size
         self._chunk_tokens = prefill_chunk_tokens
         assert 1 <= gather <= max_batch_size, f"{gather} places are never free"
-        self._gather = gather
+        self.gather = gather
 
     @property
     def page_size(self) -> int:
@@ -98,7 +98,7 @@ class Scheduler:
         prompt as for many, and with hundreds of short rows one ends in nearly every round: so `gather` free places are
         waited for, unless the prompts are long enough to fill a chunk well, or no more will come."""
         free = self._max_batch_size - len(self.running)
-        if free >= min(self._gather, len(self.waiting)):
+        if free >= min(self.gather, len(self.waiting)):
             return True
         tokens = sum(seq.prefill_end for seq in islice(self.waiting, free))
         return tokens >= self._chunk_tokens // 4

@@ -272,6 +272,7 @@ def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
         lead,
         widest.verify_tokens,
         behind,
+        built.engine.gather,
     )
 
 
@@ -330,7 +331,7 @@ def predicted_seconds(
 ) -> float:
     """Of a file of `count` rows: the traced ones from the first on, again and again."""
     part = replace(trace, rows=trace.rows[:count])
-    own = {c: replays[c].first_rows(count) for c in schedule.candidates if c is not None}
+    own = {c: replays[c].of_rows(slice(count)) for c in schedule.candidates if c is not None}
     profile = replace(FileProfile.of(part, max_tokens, num_rows=count), in_order=True)
     return predict(profile, limits, costs, own, schedule).seconds
 

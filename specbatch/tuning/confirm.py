@@ -19,7 +19,7 @@ from specbatch.types import NoiseKey, Request, SamplingParams, StopCheck
 _T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83, 10: 1.81, 11: 1.80, 12: 1.78}
 
 
-def _told(chosen: Chosen) -> tuple[Schedule, tuple[int, int] | None]:
+def told(chosen: Chosen) -> tuple[Schedule, tuple[int, int] | None]:
     """As an engine is told: shapes by the number of rows, and of lookups the shortest and longest match."""
     lookups = [c for c in chosen.candidates if isinstance(c, NgramShape)]
     matches = (lookups[0].min_match, lookups[0].max_match) if lookups else None
@@ -102,7 +102,7 @@ def confirm(
     for turn in range(most_turns):
         order = range(len(options)) if turn % 2 == 0 else reversed(range(len(options)))
         for i in order:
-            session.use(*_told(options[i]))
+            session.use(*told(options[i]))
             if turn == 0:
                 session.run(make_requests()[:2])  # what is compiled or touched first
             finished = session.run(make_requests())

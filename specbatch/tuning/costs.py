@@ -32,8 +32,10 @@ KINDS = {
     "plain": "1; a whole round of plain decoding, without a draft network",
     "lookup": "1; finding n-grams, if that is not in `verify`",
     "overhead": "1; what a whole drafting round takes beyond its parts, if anything",
+    "copies": "1; on a GPU, what any round takes beyond its graph",
+    "host": "1; what a round takes the host, while a GPU works on the one before: no round takes less",
 }
-OPTIONAL = ("lookup", "overhead")  # 0 where not measured
+OPTIONAL = ("lookup", "overhead", "copies", "host")  # 0 where not measured
 # A cell that was not measured is filled in, and counts next to nothing in the fit.
 _FILLED_WEIGHT = 1e-6
 
@@ -137,16 +139,21 @@ class CostModel:
         verify = self.part_ms("verify_tree" if has_branches else "verify", batch, nodes)
         verify += self.part_ms("overhead", batch, 1)
         if isinstance(candidate, NgramShape):
-            return verify + self.part_ms("lookup", batch, 1)
+            return self._live(batch, verify + self.part_ms("lookup", batch, 1))
         draft = self.part_ms("draft_start", batch, candidate.topk)
         if candidate.num_steps > 1:
             draft += (candidate.num_steps - 1) * self.part_ms("draft_step", batch, candidate.topk)
-        return draft + verify + self.part_ms("extend", batch, max_path(candidate))
+        return self._live(batch, draft + verify + self.part_ms("extend", batch, max_path(candidate)))
 
     def plain_ms(self, batch: int, *, followed: bool = False) -> float:
         """A round of plain decoding; `followed`: with the draft network brought along, for later rounds to draft."""
         extend = self.part_ms("extend", batch, 1) if followed else 0.0
-        return self.part_ms("plain", batch, 1) + extend
+        return self._live(batch, self.part_ms("plain", batch, 1) + extend)
+
+    def _live(self, batch: int, ms: float) -> float:
+        """Of rounds that the host launches and reads while the one before is running."""
+        host = self._surface("host").at(batch, 1) if "host" in self.surfaces else 0.0
+        return max(host, ms + self.part_ms("copies", batch, 1))
 
     def prefill_ms(self, tokens: int, *, followed: bool = True) -> float:
         """A prompt chunk; `followed`: by the draft network, too, where there is one."""

@@ -97,6 +97,10 @@ def _on_device(
     drafters += [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
     plain, *times = engine.time_drafters(batch, context, drafters)
     yield Measurement("plain", batch, 1, plain["round"])
+    session.use(ByBatch.always(None))
+    whole, host = engine.time_steps(batch, context)
+    yield Measurement("host", batch, 1, host)
+    yield Measurement("copies", batch, 1, max(0.0, whole - max(host, plain["round"])))
     if net is not None:
         followed = engine.time_drafters(batch, context, [NoDrafter(net)])[0]
         yield Measurement("extend", batch, 1, followed["extend"])

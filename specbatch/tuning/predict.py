@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,7 @@ class Limits:
     lead: int = 0  # 1 for a draft model, which has a slot of its own for the root
     max_verify_tokens: int | None = None  # rows x nodes of a round; None: no limit
     rounds_behind: int = 0  # for which a row that has ended keeps its place: 1 where the host reads a round late
+    gather: int = 1  # free places that short prompts wait for (`Scheduler`)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,11 +192,13 @@ class Simulation:
     def _admit(self) -> bool:
         """Compute all prompts that there is room for now; False if there are none."""
         limits, tokens = self._limits, 0.0
+        if not self._is_worth_a_chunk():
+            return False
         new: list[int] = []
         used = self._pages_of(self._running_B)
         while self._waiting and len(self._running_B) + len(new) < limits.max_running:
             row = self._waiting[0]
-            length = self._prompt_N[row] + max(0.0, self._made_N[row] - 1)
+            length = self._to_compute(row)
             pages = math.ceil((length + self._ahead) / limits.page_size)
             # A page for each running row stays free, as in the engine.
             if used + pages + len(self._running_B) + len(new) > self._pages:
@@ -226,6 +230,18 @@ class Simulation:
             )
         )  # fmt: skip
         return True
+
+    def _is_worth_a_chunk(self) -> bool:
+        """As the engine's scheduler decides it."""
+        free = self._limits.max_running - len(self._running_B)
+        if free >= min(self._limits.gather, len(self._waiting)):
+            return True
+        tokens = sum(self._to_compute(row) for row in islice(self._waiting, free))
+        return bool(tokens >= self._limits.prefill_chunk // 4)
+
+    def _to_compute(self, row: int) -> float:
+        """Tokens of a waiting row: its prompt, and of one that was preempted what it had written."""
+        return float(self._prompt_N[row] + max(0.0, self._made_N[row] - 1))
 
     def _chunks_ms(self, tokens: float) -> float:
         """Of prompts computed one behind the other: full chunks and the rest."""

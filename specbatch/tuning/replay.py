@@ -69,14 +69,14 @@ class Replay:
         """Of the rounds."""
         return self.num_unknown / self.rounds
 
-    def first_rows(self, count: int) -> Replay:
-        """Of the first rows alone."""
+    def of_rows(self, rows: slice | NDArray[np.intp]) -> Replay:
+        """Of these traced rows alone."""
         return replace(
             self,
-            rounds_R=self.rounds_R[:count],
-            tokens_R=self.tokens_R[:count],
-            unknown_R=self.unknown_R[:count],
-            idle_R=None if self.idle_R is None else self.idle_R[:count],
+            rounds_R=self.rounds_R[rows],
+            tokens_R=self.tokens_R[rows],
+            unknown_R=self.unknown_R[rows],
+            idle_R=None if self.idle_R is None else self.idle_R[rows],
         )
 
     def rates(self) -> NDArray[np.float64]:
