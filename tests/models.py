@@ -16,6 +16,7 @@ from specbatch.cache.pages import PagePool
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
+from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig, RopeConfig
@@ -244,6 +245,7 @@ def tiny_device_engine(
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=prefix_cache,
         eos_token_ids=eos,
+        chunk_cost=ChunkCost(1.0, prefill_chunk_tokens // 4),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbatch.cache.pages import PagePool
+from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.speculation.sequence import Sequence
 from specbatch.types import NoiseKey, Request, SamplingParams
@@ -13,7 +14,7 @@ from tests.models import random_prompts, run, tiny_device_engine, tiny_engine
 
 def scheduler_with(num_running: int, waiting: list[int], gather: int) -> Scheduler:
     """16 places, chunks of 64 tokens, `num_running` computed requests, and prompts of these lengths waiting."""
-    scheduler = Scheduler(PagePool(512, 4), None, 1, lambda seq: None, 16, 64, gather)
+    scheduler = Scheduler(PagePool(512, 4), None, 1, lambda seq: None, 16, 64, gather, worthwhile_tokens=16)
     for number, length in enumerate([3] * num_running + waiting):
         if number == num_running:
             compute(scheduler)
@@ -43,7 +44,7 @@ def compute(scheduler: Scheduler) -> None:
         (14, [3, 3], 4, 2),  # the end of the file: nobody else will come
         (13, [3, 3], 4, 2),
         (15, [3, 3], 4, 0),
-        (15, [16, 3, 3, 3, 3], 4, 1),  # a quarter of a chunk: long enough for itself
+        (15, [16, 3, 3, 3, 3], 4, 1),  # 16 tokens: long enough for itself
         (15, [15, 3, 3, 3, 3], 4, 0),
         (14, [15, 3, 3, 3, 3], 4, 2),
         (16, [3] * 20, 4, 0),
@@ -77,26 +78,61 @@ def test_everybody_gets_through() -> None:
     assert chunks[:4] == [16, 8, 8, 8]
 
 
-def test_the_device_engine_gathers_a_sixteenth_of_its_rows() -> None:
-    """Rows of 2, 3, 4 ... tokens end one by one; none but the last chunk is for fewer prompts than four."""
+def test_the_device_engine_gathers_by_how_long_its_rows_run() -> None:
+    """Rows of 2, 3, 4 ... tokens end one by one: a sixteenth of the places at first, then by the rule."""
     engine = tiny_device_engine("none", None, max_batch_size=64, num_pages=1024, prefill_chunk_tokens=512)
-    plan, chunks = engine._scheduler.plan_prefill, []
+    plan, chunks, gathered = engine._scheduler.plan_prefill, [], []
 
     def counted() -> list[PrefillSpan]:
+        gathered.append(engine._scheduler.gather)
         spans = plan()
-        chunks.extend([len(spans)] if spans else [])
+        chunks.extend([(gathered[-1], len(spans), len(engine._scheduler.waiting))] if spans else [])
         return spans
 
     engine._scheduler.plan_prefill = counted  # type: ignore[method-assign]
-    for i in range(90):
+    for i in range(180):
         params = SamplingParams(max_tokens=2 + i % 64, ignore_eos=True)
         engine.submit(Request(i, [1 + i % 30, 2, 3], params, NoiseKey(0, i, 0)))
     finished = 0
-    while finished < 90:
+    while finished < 180:
         finished += len(engine.step())
-    assert chunks[0] == 64
-    assert 4 <= min(chunks[1:-1]) <= max(chunks[1:-1]) <= 5  # two may end in one round
-    assert sum(chunks) == 90
+    assert chunks[0] == (4, 64, 116)
+    assert all(wanted <= count <= wanted + 1 for wanted, count, left in chunks[1:] if left)  # two may end in one round
+    assert sum(count for _, count, _ in chunks) == 180
+    mean = sum(1 + i % 64 for i in range(180)) / 180  # the first token comes with the prompt
+    assert engine._rounds_of_rows.mean == pytest.approx(mean)
+    assert gathered[-1] == engine.chunk_cost.places(64, mean) == 16
+
+
+def test_the_mean_follows_what_ended_last() -> None:
+    rounds = RoundsOfRows()
+    for value in (4, 8):
+        rounds.add(value)
+    assert rounds.mean == 6
+    for _ in range(3000):
+        rounds.add(100)
+    assert rounds.mean == pytest.approx(100, abs=0.1)
+
+
+@pytest.mark.parametrize(("cost", "rounds"), [(8.0, 60), (8.0, 512), (8.0, 4000), (1.2, 72), (0.5, 300)])
+def test_the_rule_is_near_the_best(cost: float, rounds: float) -> None:
+    """Of the rounds and launches that a row takes, by what `gathering` says of them."""
+
+    def time_of_a_row(gathered: int) -> float:
+        return rounds / (128 - gathered / 2) + cost / gathered
+
+    chosen = ChunkCost(cost, 0).places(128, rounds)
+    assert time_of_a_row(chosen) <= 1.02 * min(time_of_a_row(g) for g in range(1, 33))
+
+
+def test_small_models_gather_more() -> None:
+    small = ChunkCost.of_model(30, 106_000_000, 8192)  # SmolLM2-135M
+    middle = ChunkCost.of_model(28, 1_310_000_000, 8192)  # Qwen2.5-1.5B
+    large = ChunkCost.of_model(32, 6_980_000_000, 8192)  # Llama-3-8B
+    assert (small.tokens, middle.tokens, large.tokens) == (8192, 2052, 2048)
+    assert small.rounds > 7 > 6 > middle.rounds > 3 > 2 > large.rounds > 1
+    assert [cost.places(1, 50) for cost in (small, middle, large)] == [1, 1, 1]
+    assert [cost.places(256, 512) for cost in (small, middle, large)] == [50, 36, 21]
 
 
 @pytest.mark.parametrize("shared", [0, 12])

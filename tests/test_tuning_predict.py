@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from specbatch.engine.gathering import ChunkCost
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, lookahead
 from specbatch.tuning.costs import CostModel, Measurement
@@ -73,11 +74,15 @@ def round_by_round(
         return math.ceil((prompts[row] + max(made[row] - 1, 0.0) + ahead) / limits.page_size)
 
     capacity = limits.kv_tokens // limits.page_size
+    often = schedule.at(limits.max_running)
+    own_rounds = profile.output_tokens_R / (1.0 if often is None else replays[often].rates())
+    gather = 1 if limits.chunk_cost is None else limits.chunk_cost.places(limits.max_running, own_rounds.mean())
     while waiting or running:
         admitted, tokens = 0, 0.0
         free = limits.max_running - len(running)
-        few = free < min(limits.gather, len(waiting))
-        if few and sum(prompts[row] + max(made[row] - 1, 0.0) for row in waiting[:free]) < limits.prefill_chunk // 4:
+        few = limits.chunk_cost is not None and free < min(gather, len(waiting))
+        tokens_of = sum(prompts[row] + max(made[row] - 1, 0.0) for row in waiting[:free])
+        if few and limits.chunk_cost is not None and tokens_of < limits.chunk_cost.tokens:
             free = 0  # they wait until more places are free
         while waiting and free and len(running) < limits.max_running:
             row = waiting[0]
@@ -119,10 +124,10 @@ def round_by_round(
         ROOMY,
         replace(ROOMY, max_running=1),
         replace(ROOMY, rounds_behind=1),
-        replace(ROOMY, gather=3, prefill_chunk=640),
+        replace(ROOMY, max_running=12, chunk_cost=ChunkCost(3.0, 160)),
         replace(ROOMY, kv_tokens=320, page_size=4),
         replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, lead=1, rounds_behind=2),
-        replace(ROOMY, kv_tokens=320, page_size=4, gather=4, prefill_chunk=1000),
+        replace(ROOMY, kv_tokens=320, page_size=4, max_running=12, chunk_cost=ChunkCost(9.0, 250)),
     ],
     ids=["roomy", "one", "behind", "gathered", "tight", "tighter", "tight and gathered"],
 )
@@ -138,8 +143,8 @@ def test_events_equal_round_by_round(limits: Limits, schedule: Schedule) -> None
     assert found.num_simulated == found.num_rows == 70
     if limits.kv_tokens == 320:
         assert preemptions > 0, "nothing was ever preempted"
-    if limits.gather > 1:
-        assert rounds != predict(profile, replace(limits, gather=1), costs(), replays, schedule).rounds
+    if limits.chunk_cost is not None and limits.kv_tokens > 320:  # where the cache is full, places are free
+        assert rounds != predict(profile, replace(limits, chunk_cost=None), costs(), replays, schedule).rounds
 
 
 def test_tokens_are_all_there() -> None:

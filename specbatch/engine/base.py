@@ -46,11 +46,6 @@ class EngineBase:
         return self._scheduler.num_lookahead
 
     @property
-    def gather(self) -> int:
-        """Free places that short prompts wait for."""
-        return self._scheduler.gather
-
-    @property
     def is_prefilled(self) -> bool:
         """Whether the prompts of all running requests are computed."""
         return all(seq.is_computed for seq in self._scheduler.running)

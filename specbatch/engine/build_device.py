@@ -3,6 +3,7 @@ graphs. See `build.py`, which reads the weights, and `resolve.py`."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -14,6 +15,7 @@ import torch
 from specbatch.cache.pages import PagePool
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
+from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
@@ -155,6 +157,9 @@ def build_device_engine(
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=prefix_cache,
         eos_token_ids=eos_token_ids,
+        chunk_cost=ChunkCost.of_model(
+            target.config.num_layers, sum(math.prod(one.shape) for one in target.linears), prefill_chunk_tokens
+        ),
     )
     engine.start_seconds = seconds
     return engine

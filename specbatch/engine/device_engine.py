@@ -23,6 +23,7 @@ from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase
 from specbatch.engine.executor import GraphMode, RoundExecutor
+from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.round import REPORT_COUNT, REPORT_DEPTH, REPORT_DRAFTED, REPORT_TOKENS, Logprobs, Round
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
@@ -42,9 +43,8 @@ from specbatch.types import (
 
 # Reports that may be unread when the next step is launched.
 _READ_BEHIND = 1
-# Short prompts are computed once this part of the rows has ended: with rows of 250 tokens that is every 16th round, not
-# each. It leaves 3% of the rows unused; of small models, launching a chunk takes the host longer than a round takes.
-_GATHER = 16
+# Places that are gathered before any row has ended, one of so many.
+_GATHER_AT_FIRST = 16
 # What a timed request may still write: rounds are put back after each, so that one must fit.
 TIMED_TOKENS = 128
 
@@ -74,6 +74,7 @@ class DeviceEngine(EngineBase):
         prefill_chunk_tokens: int,
         prefix_cache: bool,
         eos_token_ids: tuple[int, ...],
+        chunk_cost: ChunkCost,
     ) -> None:
         rounds = executor.rounds.items
         self._executor = executor
@@ -83,9 +84,13 @@ class DeviceEngine(EngineBase):
         net = self._round.drafter.net
         prefix = PrefixIndex(pool, 1 - net.lead if net is not None else 0) if prefix_cache else None
         lookahead = max(round_.drafter.num_lookahead for round_ in rounds)
-        gather = max(1, max_batch_size // _GATHER)
-        scheduler = Scheduler(pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens, gather)
+        gather = max(1, max_batch_size // _GATHER_AT_FIRST)
+        scheduler = Scheduler(
+            pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens, gather, chunk_cost.tokens
+        )
         super().__init__(scheduler, vocab_size, max_length)
+        self.chunk_cost = chunk_cost
+        self._rounds_of_rows = RoundsOfRows()
         self._transfers = Transfers(device)
         self._packer = PromptPacker(self._transfers, pool.page_size, None if net is None else net.lead)
         self._page_table = np.zeros(self._state.page_table_SP.shape, dtype=np.int32)
@@ -192,6 +197,11 @@ class DeviceEngine(EngineBase):
             if reason is not None:
                 finished.append(self._complete(seq, reason))
         return finished
+
+    def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
+        self._rounds_of_rows.add(seq.counts.rounds)
+        self._scheduler.gather = self.chunk_cost.places(len(self._num_pages_of), self._rounds_of_rows.mean)
+        return super()._complete(seq, reason)
 
     def _read_prompt(self, seq: Sequence, report: list[int]) -> FinishReason | None:
         seq.rounds_in_flight -= 1
@@ -305,10 +315,11 @@ class DeviceEngine(EngineBase):
 
     @torch.inference_mode()
     def time_drafters(
-        self, batch_size: int, context: int, drafters: Seq[Drafter], repeats: int = 20
+        self, batch_size: int, context: int, drafters: Seq[Drafter], repeats: int = 20, whole: bool = True
     ) -> list[dict[str, float]]:
         """Milliseconds that draft, verify and draft-extend take for `batch_size` requests of `context` tokens, each as
-        a graph of its own, and a whole round as one, with each of the drafters. CUDA only; the engine must be idle."""
+        a graph of its own, and with `whole` a round as one, with each of the drafters. CUDA only; the engine must be
+        idle."""
         self._stand(batch_size, context)
         running = self._scheduler.plan_round()
         self._upload_pages(running)
@@ -317,7 +328,8 @@ class DeviceEngine(EngineBase):
         device, times = self._state.ints_SF.device, []
         for drafter in drafters:
             one = ByBatch.always(self._round.drafting(drafter))
-            times.append(RoundExecutor(one, len(self._num_pages_of), device, "none").time_phases(slots, repeats))
+            executor = RoundExecutor(one, len(self._num_pages_of), device, "none")
+            times.append(executor.time_phases(slots, repeats, whole))
         self.abandon()
         return times
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from specbatch.engine.round import Round, Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.speculation.schedule import ByBatch
-from specbatch.speculation.slots import Field
+from specbatch.speculation.slots import Field, SlotState
 
 GraphMode = Literal["round", "phases", "none"]
 PHASES = ("draft", "verify", "extend")
@@ -125,44 +126,58 @@ class RoundExecutor:
         _copy_into(output, function())
         return output
 
-    def time_phases(self, slots: list[int], repeats: int) -> dict[str, float]:
-        """Median milliseconds of each phase and of a whole round, each as a graph, over these slots as they stand; what
-        they hold is put back after every round."""
+    def time_phases(self, slots: list[int], repeats: int, whole: bool = True) -> dict[str, float]:
+        """Median milliseconds of each phase and, with `whole`, of a round, each as a graph, over these slots as they
+        stand; what they hold is put back after every round."""
         size, round_ = self._padded(len(slots)), self.rounds.at(len(slots))
-        state = round_.state
         rows_B = torch.full((size,), self._padding, dtype=torch.int64, device=self._rows_B.device)
         rows_B[: len(slots)] = torch.tensor(slots, device=self._rows_B.device)
-        kept = state.ints_SF.clone(), state.features_SE.clone()
-        state.ints_SF[:, Field.DONE] = 1  # captures run rounds, too: these must write nothing and advance nobody
-        runner = GraphRunner(self._rows_B.device)
-        rows, draft = runner.capture(("draft",), lambda: round_.draft(rows_B, False))
-        verified = runner.capture(("verify",), lambda: round_.verify(rows, draft, False))
-        runner.capture(("extend",), lambda: round_.extend(verified))
-        runner.capture(("round",), lambda: round_(rows_B, False))
-        times: dict[str, list[float]] = {name: [] for name in (*PHASES, "round")}
-        for _ in range(repeats):
-            state.ints_SF.copy_(kept[0])
-            state.features_SE.copy_(kept[1])
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(PHASES) + 2)]
-            torch.cuda._sleep(_AHEAD_CYCLES)  # the host gets ahead: launching a graph is no part of its time
-            marks[0].record()
-            for mark, name in zip(marks[1:], PHASES, strict=False):
-                runner.replay((name,))
-                mark.record()
-            state.ints_SF.copy_(kept[0])
-            state.features_SE.copy_(kept[1])
-            before = torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(_AHEAD_CYCLES)
-            before.record()
-            runner.replay(("round",))
-            marks[-1].record()
-            torch.cuda.synchronize()
-            for i, name in enumerate(PHASES):
-                times[name].append(marks[i].elapsed_time(marks[i + 1]))
-            times["round"].append(before.elapsed_time(marks[-1]))
+        runner, state = GraphRunner(self._rows_B.device), round_.state
+        with _put_back(state) as put_back:
+            state.ints_SF[:, Field.DONE] = 1  # captures run rounds, too: these must write nothing and advance nobody
+            rows, draft = runner.capture(("draft",), lambda: round_.draft(rows_B, False))
+            verified = runner.capture(("verify",), lambda: round_.verify(rows, draft, False))
+            runner.capture(("extend",), lambda: round_.extend(verified))
+            times = _median_times(runner, PHASES, repeats, put_back)
+            if whole:
+                state.ints_SF[:, Field.DONE] = 1
+                runner.capture(("round",), lambda: round_(rows_B, False))
+                times |= _median_times(runner, ("round",), repeats, put_back)
+        return times
+
+
+@contextmanager
+def _put_back(state: SlotState) -> Iterator[Callable[[], None]]:
+    """What makes all slots as they were; they are made so in the end, too."""
+    kept = state.ints_SF.clone(), state.features_SE.clone()
+
+    def put_back() -> None:
         state.ints_SF.copy_(kept[0])
         state.features_SE.copy_(kept[1])
-        return {name: statistics.median(values) for name, values in times.items()}
+
+    try:
+        yield put_back
+    finally:
+        put_back()
+
+
+def _median_times(
+    runner: GraphRunner, names: tuple[str, ...], repeats: int, put_back: Callable[[], None]
+) -> dict[str, float]:
+    """Milliseconds of captured graphs, launched one behind the other."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(repeats):
+        put_back()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(names) + 1)]
+        torch.cuda._sleep(_AHEAD_CYCLES)  # the host gets ahead: launching a graph is no part of its time
+        marks[0].record()
+        for mark, name in zip(marks[1:], names, strict=True):
+            runner.replay((name,))
+            mark.record()
+        torch.cuda.synchronize()
+        for i, name in enumerate(names):
+            times[name].append(marks[i].elapsed_time(marks[i + 1]))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def _copy_into(target: Any, source: Any) -> None:

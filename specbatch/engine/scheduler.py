@@ -35,7 +35,8 @@ class Scheduler:
     """Owns the page lists of all sequences. `running` is in order of admission.
 
     `num_lookahead`: slots past the committed ones that a round may write. `on_start` is told of each admission: the
-    sequence's first `num_committed` tokens came from the prefix cache. `gather`: see `_is_worth_a_chunk`.
+    sequence's first `num_committed` tokens came from the prefix cache. Short prompts wait until `gather` places are
+    free, or until those that find room have `worthwhile_tokens`: see `gathering`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Scheduler:
         max_batch_size: int,
         prefill_chunk_tokens: int,
         gather: int = 1,
+        worthwhile_tokens: int = 1,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -59,6 +61,7 @@ class Scheduler:
         self._chunk_tokens = prefill_chunk_tokens
         assert 1 <= gather <= max_batch_size, f"{gather} places are never free"
         self.gather = gather
+        self._worthwhile_tokens = worthwhile_tokens
 
     @property
     def page_size(self) -> int:
@@ -94,14 +97,12 @@ class Scheduler:
         return plan
 
     def _is_worth_a_chunk(self) -> bool:
-        """Whether to compute prompts now, or to go on until more rows have ended. A chunk costs the same for one short
-        prompt as for many, and with hundreds of short rows one ends in nearly every round: so `gather` free places are
-        waited for, unless the prompts are long enough to fill a chunk well, or no more will come."""
+        """Whether to compute prompts now, or to go on until more rows have ended."""
         free = self._max_batch_size - len(self.running)
         if free >= min(self.gather, len(self.waiting)):
             return True
         tokens = sum(seq.prefill_end for seq in islice(self.waiting, free))
-        return tokens >= self._chunk_tokens // 4
+        return free > 0 and tokens >= self._worthwhile_tokens
 
     def _take(self, plan: list[PrefillSpan], seq: Sequence, budget: int, *, is_new: bool, num_cached: int) -> int:
         end = min(seq.prefill_end, seq.num_committed + budget)

@@ -131,7 +131,7 @@ class Tuner:
         return trace
 
     def measure(self, context: int, seconds: float) -> list[Measurement]:
-        """Batch after batch, what was measured before left out, until the time is up; the smallest in any case."""
+        """Batch after batch, what was measured before left out, until the time is up; the two ends in any case."""
         until = time.perf_counter() + seconds
         engine, widest, found = self._run.engine, self._widest, self._kept.costs()
         if found:
@@ -139,27 +139,38 @@ class Tuner:
         else:
             found = time_prompts(self._session, engine.prefill_chunk_tokens)
             self._kept.keep_costs(found)
-        largest = engine.max_batch_size
-        timed = max((m.batch for m in found if m.kind == "plain"), default=0)
-        for batch in [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size < largest] + [largest]:
-            if batch <= timed:
+        timed = {m.batch for m in found if m.kind == "plain"}
+        for batch in spread_out(engine.max_batch_size):
+            if batch in timed:
                 continue
-            if timed and time.perf_counter() > until:
+            if len(timed) > 1 and time.perf_counter() > until:
                 break
             parts = time_batch(self._session, batch, context, widest.depth, widest.topk, widest.verify_tokens)
-            if not parts:
-                break
-            found += parts
-            self._kept.keep_costs(found)
-            timed = batch
+            if parts:  # else the cache does not hold so many rows
+                found += parts
+                self._kept.keep_costs(found)
+                timed.add(batch)
         if not timed:
             raise TuningError(
                 "not even one row of this length can be timed",
                 hint="raise engine.kv_cache_tokens or engine.memory_fraction, or lower sampling.max_tokens",
             )
-        if timed < largest:
-            self._say(f"timed batches of up to {timed} rows: larger ones are extrapolated")
+        if max(timed) < engine.max_batch_size:
+            self._say(f"timed batches of up to {max(timed)} rows: larger ones are extrapolated")
         return found
+
+
+def spread_out(largest: int) -> list[int]:
+    """Powers of 2 and the largest batch size, first the ends, then those in the middle of what is there already: where
+    the time does not suffice, what is missing lies between two that were measured."""
+    sizes = [*(2**k for k in range(largest.bit_length()) if 2**k < largest), largest]
+    order, gaps = [0, len(sizes) - 1], [(0, len(sizes) - 1)]
+    for low, high in gaps:  # grows as it goes
+        middle = (low + high) // 2
+        if low < middle < high:
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return list(dict.fromkeys(sizes[i] for i in order))
 
 
 def tune_file(
@@ -272,7 +283,7 @@ def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
         lead,
         widest.verify_tokens,
         behind,
-        built.engine.gather,
+        getattr(built.engine, "chunk_cost", None),
     )
 
 

@@ -93,16 +93,16 @@ def _on_device(
     session: Session, engine: DeviceEngine, batch: int, context: int, shapes: list[DraftShape]
 ) -> Iterator[Measurement]:
     net = session.drafts.net
-    drafters: list[Drafter] = [NoDrafter()]
-    drafters += [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
-    plain, *times = engine.time_drafters(batch, context, drafters)
+    drafters: list[Drafter] = [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
+    (plain,) = engine.time_drafters(batch, context, [NoDrafter()])
+    times = engine.time_drafters(batch, context, drafters, whole=False)
     yield Measurement("plain", batch, 1, plain["round"])
     session.use(ByBatch.always(None))
     whole, host = engine.time_steps(batch, context)
     yield Measurement("host", batch, 1, host)
     yield Measurement("copies", batch, 1, max(0.0, whole - max(host, plain["round"])))
     if net is not None:
-        followed = engine.time_drafters(batch, context, [NoDrafter(net)])[0]
+        followed = engine.time_drafters(batch, context, [NoDrafter(net)], whole=False)[0]
         yield Measurement("extend", batch, 1, followed["extend"])
     for shape, parts in zip(shapes, times, strict=True):
         yield from _parts(batch, shape, net, parts["draft"], parts["verify"], parts["extend"], times, shapes)

@@ -22,6 +22,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.engine.gathering import ChunkCost
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, lookahead
 from specbatch.tuning.costs import CostModel
@@ -74,7 +75,7 @@ class Limits:
     lead: int = 0  # 1 for a draft model, which has a slot of its own for the root
     max_verify_tokens: int | None = None  # rows x nodes of a round; None: no limit
     rounds_behind: int = 0  # for which a row that has ended keeps its place: 1 where the host reads a round late
-    gather: int = 1  # free places that short prompts wait for (`Scheduler`)
+    chunk_cost: ChunkCost | None = None  # for which short prompts are gathered; None: they are not
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,6 +158,10 @@ class Simulation:
         }
         for rates in self._rates_of.values():
             assert len(rates) == len(profile.output_tokens_R), "other rows were replayed"
+        often = schedule.at(limits.max_running)
+        rounds_R = profile.output_tokens_R / self._rates_of[often]
+        # The engine's own mean moves with the rows that have ended; this is where it settles.
+        self._gather = 1 if limits.chunk_cost is None else limits.chunk_cost.places(limits.max_running, rounds_R.mean())
         self._followed = any(isinstance(c, DraftShape) for c in schedule.candidates)
         self._round_ms: dict[int, float] = {}
         self._count = min(profile.num_rows, max(min_simulated, _TURNOVERS * limits.max_running))
@@ -233,11 +238,10 @@ class Simulation:
 
     def _is_worth_a_chunk(self) -> bool:
         """As the engine's scheduler decides it."""
-        free = self._limits.max_running - len(self._running_B)
-        if free >= min(self._limits.gather, len(self._waiting)):
+        free, cost = self._limits.max_running - len(self._running_B), self._limits.chunk_cost
+        if cost is None or free >= min(self._gather, len(self._waiting)):
             return True
-        tokens = sum(self._to_compute(row) for row in islice(self._waiting, free))
-        return bool(tokens >= self._limits.prefill_chunk // 4)
+        return free > 0 and sum(self._to_compute(row) for row in islice(self._waiting, free)) >= cost.tokens
 
     def _to_compute(self, row: int) -> float:
         """Tokens of a waiting row: its prompt, and of one that was preempted what it had written."""
