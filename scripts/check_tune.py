@@ -68,6 +68,7 @@ def main() -> None:
         "models": tuned.run.description,
         "tune_seconds": round(time.perf_counter() - began, 1),
         "best": str(tuned.result.best.schedule),
+        "winner": str(tuned.winner.schedule),
         "cells": [],
     }
     began = time.perf_counter()
@@ -114,7 +115,7 @@ def whole_file(tuned: Tuned, data: str, count: int, also: list[DraftShape]) -> I
     def everything() -> list[Request]:
         return sample_rows(source, parser, tuned.texts, limits, 10**7, config.engine.seed).requests
 
-    best, plain = tuned.result.best.schedule, Schedule.always(None)
+    best, plain = tuned.winner.schedule, Schedule.always(None)
     ranked = sorted(
         tuned.replays,
         key=lambda r: tuned.costs.round_ms(tuned.limits.max_running, r.candidate) / r.tokens_per_round,
