@@ -137,7 +137,7 @@ def spread(tuned: Tuned, batches: list[int], count: int, also: list[DraftShape])
     rankings = [
         sorted(known, key=lambda r: tuned.costs.round_ms(batch, r.candidate) / r.tokens_per_round) for batch in batches
     ]
-    chosen: dict[Candidate, None] = dict.fromkeys([*(ranking[0].candidate for ranking in rankings), *also])
+    chosen: dict[Candidate, None] = dict.fromkeys([*also, *(ranking[0].candidate for ranking in rankings)])
     places = len(known) - 1
     # Of each ranking in turn, twice as finely each time, until there are enough.
     for parts in (2**k for k in range(1, 12)):
@@ -153,7 +153,8 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int) -> dict[str, Any
     schedule, session = Schedule.always(candidate), tuned.session
     replays = {r.candidate: r for r in tuned.replays}
     session.use(*told(schedule))
-    session.run(repeated(tuned.requests, 2, tuned.texts.stop_check))  # what is compiled or touched first
+    # What is compiled or loaded first: the products of a prompt chunk have algorithms by its size.
+    session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
     waited = getattr(session.engine, "waited_seconds", 0.0)
     live = predicted = tokens = rounds = replayed = 0.0
     for first in range(0, max(batch, 16), batch):
