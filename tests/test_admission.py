@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specbatch.cache.pages import PagePool
+from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.speculation.sequence import Sequence
@@ -76,6 +77,56 @@ def test_everybody_gets_through() -> None:
         scheduler.finish(scheduler.running[0])
     assert sum(chunks) == 50
     assert chunks[:4] == [16, 8, 8, 8]
+
+
+def test_who_shares_a_page_comes_a_chunk_later_without_gathering_anew() -> None:
+    """Twins in a file: the first of each pair are computed together, then the others, whose pages are hits."""
+    pool = PagePool(512, 4)
+    scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, gather=8, worthwhile_tokens=512)
+    for number in range(64):
+        prompt = [number // 2] * 9
+        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+        scheduler.waiting.append(Sequence(request, prompt, 13))
+    chunks: list[list[tuple[int, int]]] = []
+    rounds = 0
+    while scheduler.running or scheduler.waiting:
+        if spans := scheduler.plan_prefill():
+            chunks.append([(span.seq.request.request_id, span.num_cached) for span in spans])
+            for span in spans:
+                span.seq.num_committed = span.end
+                scheduler.share(span.seq)
+            continue
+        scheduler.finish(scheduler.running[0])
+        rounds += 1
+    assert chunks[0] == [(i, 0) for i in range(0, 16, 2)]
+    assert chunks[1] == [(i, 8) for i in range(1, 16, 2)]
+    assert [len(chunk) for chunk in chunks[2:]] == [4, 4] * 6
+    assert sorted(row for chunk in chunks for row, _ in chunk) == list(range(64))
+    assert rounds == 64
+    scheduler.check_integrity()
+
+
+def test_whom_two_chunks_pass_over_waits_for_places() -> None:
+    """Only once are places not gathered anew."""
+    pool = PagePool(512, 4)
+    scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, gather=4, worthwhile_tokens=512)
+    prompts = [[30 + number] * 9 for number in range(12)]
+    # Each can share one page more with the one before it. Others stand behind them, so that it is not the file's end.
+    prompts += [[1] * 5, [1] * 4 + [2] * 5, [1] * 4 + [2] * 4 + [3] * 5, [1] * 4 + [2] * 4 + [3] * 4 + [4] * 5]
+    prompts += [[60 + number] * 9 for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+        scheduler.waiting.append(Sequence(request, prompt, len(prompt) + 4))
+        if number == 11:
+            compute(scheduler)
+    planned = []
+    for _ in range(4):
+        spans = scheduler.plan_prefill()
+        planned.append([span.seq.request.request_id for span in spans])
+        for span in spans:
+            span.seq.num_committed = span.end
+            scheduler.share(span.seq)
+    assert planned == [[12], [13], [], []]
 
 
 def test_the_device_engine_gathers_by_how_long_its_rows_run() -> None:

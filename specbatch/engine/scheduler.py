@@ -62,6 +62,9 @@ class Scheduler:
         assert 1 <= gather <= max_batch_size, f"{gather} places are never free"
         self.gather = gather
         self._worthwhile_tokens = worthwhile_tokens
+        # The last chunk passed requests over that can share its pages: the places gathered for them are not gathered
+        # again. Whom the next one passes over waits as everybody does.
+        self._goes_on = False
 
     @property
     def page_size(self) -> int:
@@ -81,20 +84,30 @@ class Scheduler:
             if budget and not seq.is_computed:
                 budget -= self._take(plan, seq, budget, is_new=False, num_cached=0)
                 computing.update(self._prefix_paths(seq, plan[-1]))
-        is_open = bool(plan) or self._is_worth_a_chunk()
-        while is_open and budget and self.waiting and len(self.running) < self._max_batch_size:
-            seq = self.waiting[0]
+        if budget and (plan or self._goes_on or self._is_worth_a_chunk()):
+            has_passed = self._take_waiting(plan, budget, computing)
+            self._goes_on = has_passed and not self._goes_on
+        return plan
+
+    def _take_waiting(self, plan: list[PrefillSpan], budget: int, computing: set[int]) -> bool:
+        """Admit the first waiting requests, as many as places are free, and plan their first pieces. Who could share a
+        page that is being computed is passed over: the next time it is a hit. Returns whether there are any."""
+        has_passed = False
+        for seq in list(islice(self.waiting, self._max_batch_size - len(self.running))):
+            if not budget:
+                break
             if self._prefix is not None and self._awaits(seq, computing):
-                break  # the page it could share is being computed: next time it is a hit
+                has_passed = True
+                continue
             if not self._admit(seq):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             self.running.append(seq)
             cached = seq.num_committed
             budget -= self._take(plan, seq, budget, is_new=not seq.was_admitted, num_cached=cached)
             seq.was_admitted = True
             computing.update(self._prefix_paths(seq, plan[-1]))
-        return plan
+        return has_passed
 
     def _is_worth_a_chunk(self) -> bool:
         """Whether to compute prompts now, or to go on until more rows have ended."""
