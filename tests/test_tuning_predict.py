@@ -14,10 +14,10 @@ from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, lookahead
 from specbatch.tuning.costs import CostModel, Measurement
 from specbatch.tuning.errors import TuningError
-from specbatch.tuning.predict import FileProfile, Limits, Prediction, predict
+from specbatch.tuning.predict import FileProfile, Limits, Prediction, Simulation, predict
 from specbatch.tuning.replay import Replay, Replayer
 from specbatch.tuning.schedule import Schedule, ScheduleEntry
-from specbatch.types import SamplingParams
+from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.models import random_prompts, run, tiny_device_engine, tiny_engine
 from tests.tracing import trace_rows
 
@@ -75,7 +75,8 @@ def round_by_round(
 
     capacity = limits.kv_tokens // limits.page_size
     often = schedule.at(limits.max_running)
-    own_rounds = profile.output_tokens_R / (1.0 if often is None else replays[often].rates())
+    own_rounds = np.clip(profile.output_tokens_R - 1, 0, profile.max_tokens - 1)
+    own_rounds = own_rounds / (1.0 if often is None else replays[often].rates())
     gather = 1 if limits.chunk_cost is None else limits.chunk_cost.places(limits.max_running, own_rounds.mean())
     while waiting or running:
         admitted, tokens = 0, 0.0
@@ -215,3 +216,80 @@ def test_rounds_of_a_real_run(on_device: bool) -> None:
     found: Prediction = predict(profile, limits, costs(), replays, Schedule.always(shape))
     assert found.output_tokens == pytest.approx(engine.stats.generated_tokens)
     assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("cost", "longest", "pages"),
+    [
+        (ChunkCost(1.0, 400), 60, 1024),
+        (ChunkCost(0.2, 400), 60, 1024),  # fewer than a quarter of the places
+        (ChunkCost(4.0, 30), 60, 1024),  # the prompts' tokens decide
+        (ChunkCost(4.0, 400), 8, 1024),
+        (ChunkCost(1.0, 400), 60, 230),  # rows are preempted
+    ],
+)
+def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> None:
+    """Where short prompts are gathered: the engine's own count of rounds and of the chunks that admit rows."""
+    engine = tiny_device_engine(
+        num_layers=1, num_pages=pages, max_batch_size=32, prefill_chunk_tokens=512, prefix_cache=False
+    )
+    engine.chunk_cost, engine._scheduler._worthwhile_tokens = cost, cost.tokens
+    generator, prompts = np.random.default_rng(1), random_prompts(200, seed=3, longest=9)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=int(generator.integers(1, longest + 1)), ignore_eos=True)
+        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+    admissions, done, waiting = 0, {}, len(prompts)
+    while len(done) < len(prompts):
+        done |= {c.request_id: len(c.token_ids) for c in engine.step()}
+        admissions += engine.num_waiting < waiting
+        waiting = engine.num_waiting
+    lengths = zip((len(prompt) for prompt in prompts), (done[i] for i in range(len(prompts))), strict=True)
+    profile = FileProfile(*(np.array(part) for part in zip(*lengths, strict=True)), 200, longest, in_order=True)
+    limits = Limits(32, 4 * pages, 512, 4, rounds_behind=1, chunk_cost=cost)
+    simulation = Simulation(profile, limits, costs(), {}, Schedule.always(None), 0, 200)
+    simulation.run()
+    found = simulation.prediction()
+    assert found.output_tokens == engine.stats.generated_tokens
+    assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.03, abs=1)
+    assert (found.preemptions > 0) == (engine.stats.preemptions > 0) == (pages < 1024)
+    # The engine gathers more at first: its mean begins with the rows that end first, which are short.
+    assert len(simulation._marks) == pytest.approx(admissions, rel=0.25)
+    assert simulation._gather == pytest.approx(engine._scheduler.gather, abs=1)
+    assert len(simulation._marks) < 0.8 * len(ungathered(profile, limits)._marks)
+
+
+def ungathered(profile: FileProfile, limits: Limits) -> Simulation:
+    simulation = Simulation(
+        profile, replace(limits, chunk_cost=None), costs(), {}, Schedule.always(None), 0, profile.num_rows
+    )
+    simulation.run()
+    return simulation
+
+
+def test_extrapolation_with_gathering() -> None:
+    profile, replays = profile_of(6000)
+    limits = replace(ROOMY, max_running=24, chunk_cost=ChunkCost(2.0, 300))
+    whole = predict(profile, limits, costs(), replays, MIXED, min_simulated=6000)
+    part = predict(profile, limits, costs(), replays, MIXED, min_simulated=1000)
+    assert (whole.num_simulated, part.num_simulated) == (6000, 1000)
+    for name in ("seconds", "prefill_seconds", "rounds", "output_tokens"):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name), rel=0.01), name
+
+
+def test_gathering_follows_the_rounds_of_full_batches() -> None:
+    """Of the schedule's shape there, and of rows that are cut at max_tokens."""
+    outputs = np.array([41, 401])
+    replays: dict[Candidate, Replay] = {
+        CHAIN: Replay(CHAIN, np.array([20.0, 200.0]), outputs - 1, np.zeros(2), ()),
+    }
+    schedule = Schedule((ScheduleEntry(4, CHAIN), ScheduleEntry(64, None)))
+    limits, profile = (
+        replace(ROOMY, max_running=64, chunk_cost=ChunkCost(0.1, 1000)),
+        FileProfile(np.array([5, 5]), outputs, 2, max_tokens=61),
+    )
+
+    def gathered(schedule: Schedule) -> int:
+        return Simulation(profile, limits, costs(), replays, schedule, 0, 100)._gather
+
+    assert gathered(schedule) == ChunkCost(0.1, 0).places(64, 50) == 4
+    assert gathered(Schedule.always(CHAIN)) == ChunkCost(0.1, 0).places(64, 25) == 6

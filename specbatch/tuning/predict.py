@@ -159,8 +159,9 @@ class Simulation:
         for rates in self._rates_of.values():
             assert len(rates) == len(profile.output_tokens_R), "other rows were replayed"
         often = schedule.at(limits.max_running)
-        rounds_R = profile.output_tokens_R / self._rates_of[often]
-        # The engine's own mean moves with the rows that have ended; this is where it settles.
+        # The first token comes with the prompt. The engine's own mean moves with the rows that have ended; this is
+        # where it settles, if most rounds are full.
+        rounds_R = (np.clip(profile.output_tokens_R, 1, profile.max_tokens) - 1) / self._rates_of[often]
         self._gather = 1 if limits.chunk_cost is None else limits.chunk_cost.places(limits.max_running, rounds_R.mean())
         self._followed = any(isinstance(c, DraftShape) for c in schedule.candidates)
         self._round_ms: dict[int, float] = {}
