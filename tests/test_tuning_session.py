@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specbatch.engine.build import Built
+from specbatch.engine.device_engine import DeviceEngine
 from specbatch.kernels import ops_for
 from specbatch.speculation.factory import DraftFactory
 from specbatch.speculation.schedule import ByBatch
@@ -22,6 +23,7 @@ from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.models import CPU, VOCAB, random_prompts, tiny_device_engine, tiny_engine
 
 TOPK, DEPTH = 3, 3
+OPS = ops_for(CPU, torch.float64)
 WIDE = DraftShape(DEPTH, TOPK, 1 + TOPK + (DEPTH - 1) * TOPK**2)
 SHAPES = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(2, 3, 6), DraftShape(3, 3, 10)]
 
@@ -32,7 +34,7 @@ def session(method: str, on_device: bool, num_pages: int = 512) -> Session:
         method, WIDE, num_pages=num_pages, prefix_cache=False
     )
     net = engine._round.drafter.net if on_device else getattr(engine._proposer, "_net", None)
-    drafts = DraftFactory(net, (1, 3), VOCAB, 4, CPU, ops_for(CPU, torch.float64))
+    drafts = DraftFactory(net, (1, 3), VOCAB, 4, CPU, OPS)
     return Session(Built(engine, drafts), "none")
 
 
@@ -119,6 +121,44 @@ def test_only_batches_that_fit_are_timed() -> None:
     assert time_batch(tuned, 3, 20, DEPTH, TOPK, 512)
     assert not time_batch(tuned, 300, 20, DEPTH, TOPK, 512), "no width for so many rows"
     assert tuned.engine.num_running == 0
+
+
+def test_steps_are_timed_and_leave_nothing_behind() -> None:
+    tuned = session("draft_model", on_device=True)
+    assert isinstance(tuned.engine, DeviceEngine)
+    tuned.use(ByBatch.always(None))
+    expected = [c.token_ids for c in tuned.run(requests()).completions]
+    for batch in (1, 4):
+        whole, host = tuned.engine.time_steps(batch, 50, steps=5)
+        assert 0 < host <= whole < 10_000
+        assert (tuned.engine.num_running, tuned.engine.num_waiting) == (0, 0)
+        assert not tuned.engine._reports
+        tuned.engine.check_integrity()
+    assert [c.token_ids for c in tuned.run(requests()).completions] == expected
+    tuned.use(ByBatch.always(SHAPES[1]))
+    assert [c.token_ids for c in tuned.run(requests()).completions] == expected
+
+
+def test_steps_of_requests_that_end_are_not_timed() -> None:
+    """With drafts that are often right, TIMED_TOKENS are written in fewer than 120 rounds."""
+    tuned = session("draft_model", on_device=True)
+    assert isinstance(tuned.engine, DeviceEngine)
+    tuned.use(ByBatch.always(SHAPES[1]))
+    with pytest.raises(AssertionError, match=r"ended|not every step"):
+        tuned.engine.time_steps(3, 20, steps=120)
+
+
+def test_what_ran_before_does_not_change_what_is_gathered() -> None:
+    engine = tiny_device_engine("draft_model", WIDE, max_batch_size=32, num_pages=512, prefix_cache=False)
+    tuned = Session(Built(engine, DraftFactory(engine._round.drafter.net, (1, 3), VOCAB, 4, CPU, OPS)), "none")
+    tuned.use(ByBatch.always(None))
+    assert engine._scheduler.gather == 2
+    tuned.run(requests())
+    assert engine._scheduler.gather > 2
+    tuned.use(ByBatch.always(SHAPES[1]))
+    assert engine._scheduler.gather == 2
+    rounds = [c.speculation.rounds for c in tuned.run(requests()).completions]
+    assert engine._rounds_of_rows.mean == pytest.approx(np.mean(rounds))
 
 
 def costs_of(tuned: Session, batches: list[int]) -> list[Measurement]:

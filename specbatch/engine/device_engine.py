@@ -43,8 +43,6 @@ from specbatch.types import (
 
 # Reports that may be unread when the next step is launched.
 _READ_BEHIND = 1
-# Places that are gathered before any row has ended, one of so many.
-_GATHER_AT_FIRST = 16
 # What a timed request may still write: rounds are put back after each, so that one must fit.
 TIMED_TOKENS = 128
 
@@ -84,9 +82,9 @@ class DeviceEngine(EngineBase):
         net = self._round.drafter.net
         prefix = PrefixIndex(pool, 1 - net.lead if net is not None else 0) if prefix_cache else None
         lookahead = max(round_.drafter.num_lookahead for round_ in rounds)
-        gather = max(1, max_batch_size // _GATHER_AT_FIRST)
+        gather, worthwhile_tokens = _gather_at_first(max_batch_size), chunk_cost.tokens
         scheduler = Scheduler(
-            pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens, gather, chunk_cost.tokens
+            pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens, gather, worthwhile_tokens
         )
         super().__init__(scheduler, vocab_size, max_length)
         self.chunk_cost = chunk_cost
@@ -289,6 +287,9 @@ class DeviceEngine(EngineBase):
         device, size = self._state.ints_SF.device, len(self._num_pages_of)
         self._executor = RoundExecutor(drafters.map(self._round.drafting), size, device, mode)
         self._round = self._executor.rounds.items[0]
+        # Rows take another number of rounds now, and what runs next must not depend on what ran before.
+        self._rounds_of_rows = RoundsOfRows()
+        self._scheduler.gather = _gather_at_first(size)
         if self._executor.runner is not None:
             for kind in [False, True] if sampled else [False]:
                 self._executor.capture(kind, show)
@@ -336,8 +337,8 @@ class DeviceEngine(EngineBase):
     @torch.inference_mode()
     def time_steps(self, batch_size: int, context: int, steps: int = 40) -> tuple[float, float]:
         """Milliseconds of a round of `batch_size` requests of `context` tokens as the engine now drafts, launched and
-        read as ever: (all of it, the part in which the host was busy). The engine must be idle; each of the requests
-        has TIMED_TOKENS to write."""
+        read as ever: (all of it, the part in which the host was busy). The engine must be idle, and must not draft so
+        much that one of the requests, with TIMED_TOKENS to write each, ends meanwhile."""
         self._stand(batch_size, context)
         for _ in range(3):
             self.step()
@@ -345,7 +346,8 @@ class DeviceEngine(EngineBase):
         for _ in range(steps):
             self.step()
         whole, waited = time.perf_counter() - began, self.waited_seconds - waited
-        assert self._stats.rounds - rounds == steps, "the requests have ended"
+        assert self._stats.rounds - rounds == steps, "not every step was a round"
+        assert self.num_running == batch_size, "requests have ended, or the cache does not hold so many"
         self.abandon()
         return 1e3 * whole / steps, 1e3 * (whole - waited) / steps
 
@@ -368,6 +370,11 @@ class DeviceEngine(EngineBase):
         super().check_integrity()
         slots = [seq.slot for seq in self._scheduler.running]
         assert len(set(slots)) == len(slots), "two requests share a slot"
+
+
+def _gather_at_first(max_batch_size: int) -> int:
+    """Places that short prompts wait for before any row has ended: a sixteenth."""
+    return max(1, max_batch_size // 16)
 
 
 def _surely_ends(seq: Sequence) -> bool:
