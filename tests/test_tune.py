@@ -17,8 +17,12 @@ from specbatch.config_load import load_config
 from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
 from specbatch.speculation.tree import DraftShape
-from specbatch.tuning.command import _resolve_widest, _winner
+from specbatch.tuning import command
+from specbatch.tuning.command import Tuner, Widest, _resolve_widest, _winner, spread_out
 from specbatch.tuning.confirm import Live, repeated, speedups
+from specbatch.tuning.costs import Measurement
+from specbatch.tuning.errors import TuningError
+from specbatch.tuning.kept import Kept
 from specbatch.tuning.output import _verdict
 from specbatch.tuning.schedule import Schedule
 from specbatch.types import NoiseKey, Request, SamplingParams
@@ -180,3 +184,56 @@ def test_too_few_rows(tmp_path: Path) -> None:
     found = tune(path, "-o", tmp_path / "t.yaml", *TINY)
     assert found.exit_code == 2
     assert "2 rows to tune on, and 4 are the least (1 of 3 rows fail)" in " ".join(found.output.split())
+
+
+def test_batch_sizes_from_both_ends() -> None:
+    assert [spread_out(largest) for largest in (1, 2, 3, 6)] == [[1], [1, 2], [1, 3, 2], [1, 6, 2, 4]]
+    assert spread_out(256) == [1, 256, 16, 4, 64, 2, 8, 32, 128]
+    assert sorted(spread_out(200)) == [1, 2, 4, 8, 16, 32, 64, 128, 200]
+
+
+@pytest.mark.parametrize(
+    ("fitting", "seconds", "before", "timed"),
+    [
+        (64, 1e9, [], [1, 64, 8, 2, 16, 4, 32]),
+        (64, 0.0, [], [1, 64]),  # the ends in any case
+        (20, 0.0, [], [1, 16]),  # the cache does not hold 64 or 32 rows
+        (64, 0.0, [1, 64], []),
+        (64, 0.0, [1], [64]),
+        (64, 1e9, [1, 64, 8, 2], [16, 4, 32]),
+        (20, 1e9, [1, 16, 4], [2, 8]),
+        (0, 1e9, [], None),
+    ],
+)
+def test_sizes_that_are_timed(
+    fitting: int,
+    seconds: float,
+    before: list[int],
+    timed: list[int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+
+    def time_batch(session: object, batch: int, *rest: int) -> list[Measurement]:
+        if batch > fitting:
+            return []
+        found.append(batch)
+        return [Measurement("plain", batch, 1, 1.0)]
+
+    monkeypatch.setattr(command, "time_batch", time_batch)
+    monkeypatch.setattr(command, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
+    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
+    kept, session, said = Kept(tmp_path / "kept", {}), SimpleNamespace(), list[str]()
+    if before:
+        kept.keep_costs([Measurement("plain", batch, 1, 1.0) for batch in before])
+    tuner = Tuner(session, run, Widest(1, 1, 2, 64), SimpleNamespace(), kept, said.append)  # type: ignore[arg-type]
+    if timed is None:
+        with pytest.raises(TuningError, match="not even one row"):
+            tuner.measure(100, seconds)
+        return
+    measured = tuner.measure(100, seconds)
+    assert found == timed
+    assert [m.batch for m in measured if m.kind == "plain"] == [*before, *timed]
+    assert [m.batch for m in kept.costs()] == [m.batch for m in measured]
+    assert any("larger ones are extrapolated" in line for line in said) == (fitting < 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -131,7 +132,8 @@ class Tuner:
         return trace
 
     def measure(self, context: int, seconds: float) -> list[Measurement]:
-        """Batch after batch, what was measured before left out, until the time is up; the two ends in any case."""
+        """Batch after batch, what was measured before left out, until the time is up; in any case one row, and the
+        largest of the sizes that the cache holds."""
         until = time.perf_counter() + seconds
         engine, widest, found = self._run.engine, self._widest, self._kept.costs()
         if found:
@@ -140,16 +142,22 @@ class Tuner:
             found = time_prompts(self._session, engine.prefill_chunk_tokens)
             self._kept.keep_costs(found)
         timed = {m.batch for m in found if m.kind == "plain"}
-        for batch in spread_out(engine.max_batch_size):
+        sizes = deque(spread_out(engine.max_batch_size))
+        while sizes:
+            batch = sizes.popleft()
             if batch in timed:
                 continue
             if len(timed) > 1 and time.perf_counter() > until:
                 break
             parts = time_batch(self._session, batch, context, widest.depth, widest.topk, widest.verify_tokens)
-            if parts:  # else the cache does not hold so many rows
+            if parts:
                 found += parts
                 self._kept.keep_costs(found)
                 timed.add(batch)
+            elif batch == 1:
+                break
+            else:  # the cache does not hold so many rows: the next power of 2 below is the end
+                sizes = deque(spread_out(2 ** ((batch - 1).bit_length() - 1)))
         if not timed:
             raise TuningError(
                 "not even one row of this length can be timed",
