@@ -138,6 +138,10 @@ def test_a_round_is_the_sum_of_its_parts() -> None:
     live = constant(verify=100, draft_start=10, extend=0.5, plain=50, copies=2, host=60)
     assert live.round_ms(4, DraftShape(1, 1, 2)) == 112.5
     assert live.plain_ms(4) == 60
+    assert live.plain_ms(4, followed=True) == 60, "the draft network runs while the host does"
+    looked_up = constant(verify=100, lookup=0.25, copies=2, host=60)
+    assert looked_up.round_ms(4, NgramShape(6, 2, 5)) == 102.25
+    assert constant(verify=10, host=60).round_ms(4, NgramShape(6, 2, 5)) == 60
     # Only one step: nothing of later ones is asked for.
     assert constant(verify=1, draft_start=2, extend=3).round_ms(1, DraftShape(1, 4, 4)) == 6
 
@@ -154,6 +158,9 @@ def test_batches_are_padded_to_graphs() -> None:
     padded = CostModel.fit(measured, graph_sizes=(8, 1, 4, 16))
     assert [padded.plain_ms(b) for b in (1, 2, 4, 5, 8, 9, 16, 24)] == [1, 4, 4, 8, 8, 16, 16, 24]
     assert CostModel.fit(measured).plain_ms(5) == 5
+    # The host has nothing to do for padding.
+    hosted = [*measured, *(Measurement("host", b, 1, 2.0 * b) for b in (1, 8, 16))]
+    assert CostModel.fit(hosted, graph_sizes=(1, 8, 16)).plain_ms(6) == 12
 
 
 @pytest.mark.parametrize(

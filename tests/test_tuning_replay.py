@@ -15,7 +15,7 @@ from specbatch.speculation.ngram import NgramIndex
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, NgramShape, lookahead, max_path
 from specbatch.tuning.errors import TuningError
-from specbatch.tuning.replay import Replayer, replay
+from specbatch.tuning.replay import Replay, Replayer, replay
 from specbatch.tuning.trace import RowTrace, Trace, num_candidates
 
 VOCAB, TOPK, DEPTH = 7, 4, 4
@@ -347,3 +347,15 @@ def test_lookahead_is_the_engines() -> None:
     for shape, lead in itertools.product([*SHAPES, *CHAINS], (0, 1)):
         assert lookahead(shape, lead) == num_lookahead(shape, lead)
     assert lookahead(NgramShape(6, 2, 5), 0) == 6
+
+
+@pytest.mark.parametrize("has_idle", [False, True])
+def test_of_some_rows(has_idle: bool) -> None:
+    columns = [np.arange(5.0) + 10 * i for i in range(4)]
+    found = Replay(CHAINS[0], columns[0], columns[1].astype(np.int64), columns[2], (), columns[3] if has_idle else None)
+    for rows in (slice(2), np.array([4, 0, 0])):
+        part = found.of_rows(rows)
+        assert part.candidate == found.candidate
+        for name in ("rounds_R", "tokens_R", "unknown_R") + ("idle_R",) * has_idle:
+            assert getattr(part, name).tolist() == getattr(found, name)[rows].tolist()
+        assert (part.idle_R is not None) == has_idle

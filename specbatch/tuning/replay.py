@@ -70,7 +70,7 @@ class Replay:
         return self.num_unknown / self.rounds
 
     def of_rows(self, rows: slice | NDArray[np.intp]) -> Replay:
-        """Of these traced rows alone."""
+        """Of these traced rows alone; `accepted_at` stays that of all."""
         return replace(
             self,
             rounds_R=self.rounds_R[rows],
