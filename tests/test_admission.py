@@ -163,6 +163,8 @@ def test_the_mean_follows_what_ended_last() -> None:
     for _ in range(3000):
         rounds.add(100)
     assert rounds.mean == pytest.approx(100, abs=0.1)
+    rounds.add(356)
+    assert rounds.mean == pytest.approx(101, abs=0.1), "one of the last 256"
 
 
 @pytest.mark.parametrize(("cost", "rounds"), [(8.0, 60), (8.0, 512), (8.0, 4000), (1.2, 72), (0.5, 300)])
@@ -174,6 +176,39 @@ def test_the_rule_is_near_the_best(cost: float, rounds: float) -> None:
 
     chosen = ChunkCost(cost, 0).places(128, rounds)
     assert time_of_a_row(chosen) <= 1.02 * min(time_of_a_row(g) for g in range(1, 33))
+
+
+def test_bounds_of_what_is_gathered() -> None:
+    """A place at least and a quarter of all at most; rows of no round (their first token is the last) as of one."""
+    cost = ChunkCost(0.02, 0)
+    assert [cost.places(100, mean) for mean in (0.0, 0.5, 1.0, 4.0, 400.0, 1e9)] == [20, 20, 20, 10, 1, 1]
+    assert [ChunkCost(8.0, 0).places(size, 1.0) for size in (1, 2, 3, 4, 7, 8, 100)] == [1, 1, 1, 1, 1, 2, 25]
+
+
+def test_what_was_preempted_counts_with_what_it_had_written() -> None:
+    scheduler = scheduler_with(15, [3, 3, 3, 3, 3], 4)
+    assert not scheduler.plan_prefill()
+    scheduler.waiting[0].tokens += [1] * 13  # 15 to compute: the last one is the root
+    assert not scheduler.plan_prefill()
+    scheduler.waiting[0].tokens += [1]
+    assert len(scheduler.plan_prefill()) == 1
+
+
+def test_the_device_engine_knows_what_is_worth_a_chunk() -> None:
+    """Prompts of 8 tokens, chunks of 32: with one place free, one is enough."""
+    engine = tiny_device_engine(num_layers=1, max_batch_size=32, num_pages=1024, prefix_cache=False)
+    for length in (8, 7):
+        for i in range(80):
+            params = SamplingParams(max_tokens=2 + i, ignore_eos=True)
+            engine.submit(Request(i, [1 + i % 30] * length, params, NoiseKey(0, i, 0)))
+        while engine.num_running < 32:
+            engine.step()
+        fewest = 32
+        while engine.num_waiting > 8:
+            engine.step()
+            fewest = min(fewest, engine.num_running)
+        assert fewest == (31 if length == 8 else 30)
+        engine.abandon()
 
 
 def test_small_models_gather_more() -> None:

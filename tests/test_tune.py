@@ -18,7 +18,7 @@ from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import command
-from specbatch.tuning.command import Tuner, Widest, _resolve_widest, _winner, spread_out
+from specbatch.tuning.command import Tuner, Widest, _limits, _resolve_widest, _winner, spread_out
 from specbatch.tuning.confirm import Live, repeated, speedups
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
@@ -26,6 +26,7 @@ from specbatch.tuning.kept import Kept
 from specbatch.tuning.output import _verdict
 from specbatch.tuning.schedule import Schedule
 from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.models import tiny_device_engine, tiny_engine
 
 TINY = ["--set", "model.target=shape:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
 TINY += ["--set", "engine.prefill_chunk_tokens=64"]
@@ -237,3 +238,15 @@ def test_sizes_that_are_timed(
     assert [m.batch for m in measured if m.kind == "plain"] == [*before, *timed]
     assert [m.batch for m in kept.costs()] == [m.batch for m in measured]
     assert any("larger ones are extrapolated" in line for line in said) == (fitting < 64)
+
+
+def test_limits_know_what_the_engine_gathers() -> None:
+    engine = tiny_device_engine(num_layers=1)
+    built: Any = SimpleNamespace(engine=engine, drafts=SimpleNamespace(net=None))
+    resolved = SimpleNamespace(max_batch_size=4, prefill_chunk_tokens=32, page_size=4, on_device=True)
+    limits = _limits(SimpleNamespace(engine=resolved), built, Widest(1, 1, 2, 64))  # type: ignore[arg-type]
+    assert limits.chunk_cost == engine.chunk_cost
+    assert (limits.kv_tokens, limits.rounds_behind, limits.max_verify_tokens) == (256, 1, 64)
+    built.engine, resolved.on_device = tiny_engine(), False
+    limits = _limits(SimpleNamespace(engine=resolved), built, Widest(1, 1, 2, 64))  # type: ignore[arg-type]
+    assert (limits.chunk_cost, limits.rounds_behind) == (None, 0)

@@ -126,11 +126,12 @@ def round_by_round(
         replace(ROOMY, max_running=1),
         replace(ROOMY, rounds_behind=1),
         replace(ROOMY, max_running=12, chunk_cost=ChunkCost(3.0, 160)),
+        replace(ROOMY, max_running=40, rounds_behind=1, chunk_cost=ChunkCost(9.0, 600)),
         replace(ROOMY, kv_tokens=320, page_size=4),
         replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, lead=1, rounds_behind=2),
         replace(ROOMY, kv_tokens=320, page_size=4, max_running=12, chunk_cost=ChunkCost(9.0, 250)),
     ],
-    ids=["roomy", "one", "behind", "gathered", "tight", "tighter", "tight and gathered"],
+    ids=["roomy", "one", "behind", "gathered", "gathered behind", "tight", "tighter", "tight and gathered"],
 )
 def test_events_equal_round_by_round(limits: Limits, schedule: Schedule) -> None:
     profile, replays = profile_of(70)
