@@ -30,7 +30,6 @@ from specbatch.engine.resolve import resolve
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import commit, device_name, versions
-from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, label, num_nodes
 from specbatch.tuning.command import Tuned, predicted_seconds, tune_file
 from specbatch.tuning.confirm import repeated, told
@@ -73,7 +72,10 @@ def main() -> None:
     }
     began = time.perf_counter()
     batches = [int(part) for part in args.batches.split(",")]
-    also = [DraftShape(*map(int, shape.split("/"))) for shape in args.also.split(",") if shape]
+    known = {label(r.candidate): r.candidate for r in tuned.replays}
+    if missing := [name for name in args.also.split(",") if name and name not in known]:
+        parser.error(f"--also: {', '.join(missing)} was not searched")
+    also = [known[name] for name in args.also.split(",") if name]
     # A candidate at all batch sizes, then the next: its graphs are captured once.
     for candidate in (None, *spread(tuned, batches, args.candidates, also)):
         if args.time_limit is not None and time.perf_counter() - began > args.time_limit:
@@ -105,7 +107,7 @@ def main() -> None:
             args.output.write_text(json.dumps(report, indent=1))
 
 
-def whole_file(tuned: Tuned, data: str, count: int, also: list[DraftShape]) -> Iterator[tuple[str, float]]:
+def whole_file(tuned: Tuned, data: str, count: int, also: list[Candidate]) -> Iterator[tuple[str, float]]:
     """(what, seconds) of all rows of the file: plain decoding and the tuned schedule at both ends, in between the
     candidates that are predicted to be fastest with the whole file, each alone."""
     config = tuned.run.config
@@ -121,7 +123,7 @@ def whole_file(tuned: Tuned, data: str, count: int, also: list[DraftShape]) -> I
         key=lambda r: tuned.costs.round_ms(tuned.limits.max_running, r.candidate) / r.tokens_per_round,
     )
     fits = tuned.limits.max_verify_tokens
-    fixed: list[Candidate] = [*also, *(r.candidate for r in ranked)]
+    fixed = [*also, *(r.candidate for r in ranked)]
     fixed = [c for c in dict.fromkeys(fixed) if fits is None or num_nodes(c) * tuned.limits.max_running <= fits]
     for schedule in (best, plain, *map(Schedule.always, fixed[:count]), plain, best):
         tuned.session.use(*told(schedule))
@@ -130,7 +132,7 @@ def whole_file(tuned: Tuned, data: str, count: int, also: list[DraftShape]) -> I
         yield str(schedule), tuned.session.run(requests).seconds
 
 
-def spread(tuned: Tuned, batches: list[int], count: int, also: list[DraftShape]) -> list[Candidate]:
+def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) -> list[Candidate]:
     """`count` candidates: at each batch size the one that should be fastest, and others down to the slowest, evenly."""
     most = tuned.limits.max_verify_tokens
     known = [r for r in tuned.replays if most is None or max(batches) * num_nodes(r.candidate) <= most]

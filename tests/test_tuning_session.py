@@ -141,10 +141,12 @@ def test_steps_are_timed_and_leave_nothing_behind() -> None:
 
 @pytest.mark.parametrize(
     ("whole", "host", "copies"),
-    [(1.3, 0.25, 0.3), (3.0, 3.0, 0.0), (0.9, 0.5, 0.0)],
+    [(1.3, 0.25, 0.3), (3.0, 3.0, None), (0.9, 0.5, 0.0)],
     ids=["the GPU is busy", "the host is busy", "noise"],
 )
-def test_what_is_timed_on_a_device(whole: float, host: float, copies: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_timed_on_a_device(
+    whole: float, host: float, copies: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With made-up times: those of the device engine's graphs are of CUDA alone."""
     tuned = session("draft_model", on_device=True)
     parts = {"draft": 0.5, "verify": 0.75, "extend": 0.25}
@@ -157,7 +159,7 @@ def test_what_is_timed_on_a_device(whole: float, host: float, copies: float, mon
     found = time_batch(tuned, 2, 20, DEPTH, TOPK, 512)
     one = {(m.kind, m.width): m.milliseconds for m in found}
     assert {m.batch for m in found} == {2}
-    assert (one["plain", 1], one["host", 1], one["copies", 1]) == (1.0, host, pytest.approx(copies))
+    assert (one["plain", 1], one["host", 1], one.get(("copies", 1))) == (1.0, host, pytest.approx(copies))
     assert (one["verify", 2], one["verify_tree", 3], one["draft_start", 1], one["extend", 1]) == (0.75, 0.75, 0.5, 0.25)
     assert CostModel.fit(found).plain_ms(2) == pytest.approx(max(1.0, whole))
 

@@ -26,7 +26,7 @@ from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate
 from specbatch.tuning.confirm import Live, confirm, repeated, speedups
-from specbatch.tuning.costs import CostModel, Measurement
+from specbatch.tuning.costs import KINDS, CostModel, Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept, kept_folder
 from specbatch.tuning.measure import time_batch, time_prompts
@@ -217,6 +217,7 @@ def tune_file(
     say(f"{source.name}: {sample.num_rows:,} completions, {len(sample.requests)} sampled")
     identity = job_fingerprint(run.config, source.identity, options.rows, models=model_paths(run.config))
     identity |= {"device": device_name(run.config.engine.device), "versions": versions(), "widest": asdict(widest)}
+    identity["kinds"] = list(KINDS)
     identity |= {"threads": torch.get_num_threads(), "max_batch_size": run.engine.max_batch_size}
     if not source.verifiable:  # more may differ than can be told
         identity["time"] = time.time()

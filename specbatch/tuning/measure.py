@@ -100,7 +100,8 @@ def _on_device(
     session.use(ByBatch.always(None))
     whole, host = engine.time_steps(batch, context)
     yield Measurement("host", batch, 1, host)
-    yield Measurement("copies", batch, 1, max(0.0, whole - max(host, plain["round"])))
+    if plain["round"] > host:  # else the device waits, and what it does beside the graph does not show
+        yield Measurement("copies", batch, 1, max(0.0, whole - plain["round"]))
     if net is not None:
         followed = engine.time_drafters(batch, context, [NoDrafter(net)], whole=False)[0]
         yield Measurement("extend", batch, 1, followed["extend"])
