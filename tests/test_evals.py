@@ -344,6 +344,23 @@ def test_tokens_that_part_before_texts_do() -> None:
     assert difference(3, "of the", plain, decode).token == 2  # where the other one ended
 
 
+def test_a_third_token_as_likely_as_two_others() -> None:
+    """Not where a space in front of "$" would have led on as well."""
+    pieces = {1: "costs", 2: " $", 3: " ", 4: "3", 5: "4", 6: "5"}
+
+    def decode(ids: Any) -> str:
+        return "".join(pieces[i] for i in ids)
+
+    def entry(*tops: tuple[int, float]) -> dict[str, Any]:
+        top = [{"token": pieces[t], "token_id": t, "logprob": p} for t, p in tops]
+        return {"token_id": tops[0][0], "top": top}
+
+    logprobs = [entry((1, -0.1), (3, -9.0)), entry((2, -0.01), (3, -5.01)), entry((4, -1.0), (5, -1.0), (6, -1.125))]
+    plain = {"id": 7, "text": "costs $3", "logprobs": logprobs}
+    found = difference(3, "costs $5", plain, decode)
+    assert (found.token, found.margin, found.tokens) == (2, 0.125, ("3", "5"))
+
+
 def test_rows_that_differ() -> None:
     a = [{"text": "p"}, {"text": "q"}, {"text": None, "error": {}}, {"text": "s"}]
     b = [{"text": "p"}, {"text": "r"}, {"text": "t"}, {"text": None, "error": {}}]

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from specbatch.config import Config, SpeculationSection
 from specbatch.errors import ConfigError, InputError
-from specbatch.evals.compare import Difference, difference, differing_rows
+from specbatch.evals.compare import LOGPROBS, Difference, difference, differing_rows
 from specbatch.evals.load import find_tasks
 from specbatch.evals.plan import Plan, make_plan, plan_config, prompt_lines, stop_tokens, write_whole
 from specbatch.evals.report import Measured, closing_table, comparison_lines, task_report, whole_report
@@ -181,7 +181,7 @@ class _Runner:
             return [Difference(i, plan.ids[i], None, None) for i in rows]
         assert self._shared is not None, "run() comes first"
         own = plan_config(config, plan, self._stop_tokens[plan.task.name])
-        own = dataclasses.replace(own, sampling=dataclasses.replace(own.sampling, logprobs=2, n=1))
+        own = dataclasses.replace(own, sampling=dataclasses.replace(own.sampling, logprobs=LOGPROBS, n=1))
         prompts = plan.folder / "none" / "differing.prompts.jsonl"
         answers = plan.folder / "none" / "differing.jsonl"
         write_whole(prompts, prompt_lines([plan.ids[i] for i in rows], [plan.prompts[i] for i in rows]))

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 _MOST_BEFORE = 8  # tokens by which texts may part behind tokens
+LOGPROBS = 5  # of the rows that are run again: where three tokens are about equally probable, the third is one of them
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one row. `token`: the first one that differs, from 0; `margin`: between the logarithms of the probabilities
-    of the two likeliest tokens there, without speculation. None where running the row again gave the other text."""
+    """Of one row. `token`: the first one that differs, from 0; `margin`: between the logarithms of the probabilities,
+    without speculation, of the likeliest token there and of the one that leads to the other text (or where none of
+    those known does, the second likeliest). None where running the row again gave the other text."""
 
     index: int
     id: Any
@@ -33,7 +35,7 @@ def differing_rows(results: Sequence[Mapping[str, Any]], others: Sequence[Mappin
 
 
 def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> Difference:
-    """Where `text` leaves `plain`, the row's result without speculation, run with logprobs >= 2."""
+    """Where `text` leaves `plain`, the row's result without speculation, run with LOGPROBS."""
     logprobs = plain.get("logprobs", ())  # none of a row that failed this time
     ids = [entry["token_id"] for entry in logprobs]
     if plain["text"] == text or not ids:
@@ -42,17 +44,20 @@ def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable
     lengths = range(1, len(ids) + 1)
     common = bisect.bisect_left(lengths, 1, key=lambda n: int(not text.startswith(decode(ids[:n]).rstrip("\ufffd"))))
     last = min(common, len(ids) - 1)  # the last one, where `text` only goes on behind it
-    # Or tokens part before texts do: " the" begins " theory". The other one of the two likeliest tells where that was.
+    # Or tokens part before texts do: " the" begins " theory". A likely token that leads on tells where that was.
     places = range(last, max(last - _MOST_BEFORE, -1), -1)
-    token = next((n for n in places if _leads_to(text, ids[:n], _other(logprobs[n]), decode)), last)
-    top = logprobs[token]["top"][:2]
-    margin = top[0]["logprob"] - top[1]["logprob"]
-    return Difference(index, plain["id"], token, round(margin, 6), tuple(entry["token"] for entry in top))
+    others = ((n, other) for n in places for other in _others(logprobs[n]))
+    found = (pair for pair in others if _leads_to(text, ids[: pair[0]], pair[1]["token_id"], decode))
+    token, other = next(found, (last, logprobs[last]["top"][1]))
+    first = logprobs[token]["top"][0]
+    return Difference(
+        index, plain["id"], token, round(first["logprob"] - other["logprob"], 6), (first["token"], other["token"])
+    )
 
 
-def _other(entry: Mapping[str, Any]) -> int:
-    """Of the two likeliest tokens the one that was not taken."""
-    return next(top["token_id"] for top in entry["top"] if top["token_id"] != entry["token_id"])
+def _others(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of the likeliest tokens those that were not taken."""
+    return [top for top in entry["top"] if top["token_id"] != entry["token_id"]]
 
 
 def _leads_to(text: str, ids: Sequence[int], token: int, decode: Callable[[Sequence[int]], str]) -> bool:

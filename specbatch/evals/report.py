@@ -106,7 +106,7 @@ def comparison_lines(report: Mapping[str, Any]) -> list[str]:
         if margins:
             shown = ", ".join(f"{m:.2g}" for m in margins[:_SHOWN_MARGINS])
             more = ", ..." if len(margins) > _SHOWN_MARGINS else ""
-            parts[0] += f" (nats between the two likeliest tokens where they part: {shown}{more})"
+            parts[0] += f" (nats between the two tokens where they part: {shown}{more})"
         for f, change in other["accuracy_difference"].items():
             if change["value"] is not None:
                 error = f" ± {100 * change['standard_error']:.2f}" if change["standard_error"] is not None else ""
