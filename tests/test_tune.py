@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,7 +207,9 @@ def test_batch_sizes_from_both_ends() -> None:
         (0, 1e9, [], None),
     ],
 )
+@pytest.mark.parametrize("on_device", [False, True], ids=["oracle", "device"])
 def test_sizes_that_are_timed(
+    on_device: bool,
     fitting: int,
     seconds: float,
     before: list[int],
@@ -214,28 +217,35 @@ def test_sizes_that_are_timed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found: list[int] = []
+    found: dict[str, list[int]] = {"plain": [], "verify": []}
 
-    def time_batch(session: object, batch: int, *rest: int) -> list[Measurement]:
-        if batch > fitting:
-            return []
-        found.append(batch)
-        return [Measurement("plain", batch, 1, 1.0)]
+    def timing(kind: str) -> Callable[..., list[Measurement]]:
+        def time_one(session: object, batch: int, *rest: int) -> list[Measurement]:
+            if batch > fitting:
+                return []
+            assert kind == "plain" or not on_device or found["plain"] or before, "plain rounds come first"
+            found[kind].append(batch)
+            return [Measurement(kind, batch, 1, 1.0)]
 
-    monkeypatch.setattr(command, "time_batch", time_batch)
+        return time_one
+
+    monkeypatch.setattr(command, "time_batch", timing("verify"))
+    monkeypatch.setattr(command, "time_plain", timing("plain"))
     monkeypatch.setattr(command, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
     run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
-    kept, session, said = Kept(tmp_path / "kept", {}), SimpleNamespace(), list[str]()
+    kept, session, said = Kept(tmp_path / "kept", {}), SimpleNamespace(is_on_device=on_device), list[str]()
+    kinds = ["plain", "verify"] if on_device else ["verify"]
     if before:
-        kept.keep_costs([Measurement("plain", batch, 1, 1.0) for batch in before])
+        kept.keep_costs([Measurement(kind, batch, 1, 1.0) for kind in kinds for batch in before])
     tuner = Tuner(session, run, Widest(1, 1, 2, 64), SimpleNamespace(), kept, said.append)  # type: ignore[arg-type]
     if timed is None:
         with pytest.raises(TuningError, match="not even one row"):
             tuner.measure(100, seconds)
         return
     measured = tuner.measure(100, seconds)
-    assert found == timed
-    assert [m.batch for m in measured if m.kind == "plain"] == [*before, *timed]
+    assert found == {"plain": timed if on_device else [], "verify": timed}
+    for kind in kinds:
+        assert [m.batch for m in measured if m.kind == kind] == [*before, *timed]
     assert [m.batch for m in kept.costs()] == [m.batch for m in measured]
     assert any("larger ones are extrapolated" in line for line in said) == (fitting < 64)
 

@@ -16,7 +16,7 @@ from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import NgramShape
 from specbatch.tuning.costs import CostModel, Measurement
-from specbatch.tuning.measure import time_batch, time_prompts
+from specbatch.tuning.measure import time_batch, time_plain, time_prompts
 from specbatch.tuning.replay import replay
 from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request, SamplingParams
@@ -156,7 +156,7 @@ def test_what_is_timed_on_a_device(
 
     monkeypatch.setattr(tuned.engine, "time_drafters", time_drafters)
     monkeypatch.setattr(tuned.engine, "time_steps", lambda batch, context: (whole, host))
-    found = time_batch(tuned, 2, 20, DEPTH, TOPK, 512)
+    found = time_plain(tuned, 2, 20) + time_batch(tuned, 2, 20, DEPTH, TOPK, 512)
     one = {(m.kind, m.width): m.milliseconds for m in found}
     assert {m.batch for m in found} == {2}
     assert (one["plain", 1], one["host", 1], one.get(("copies", 1))) == (1.0, host, pytest.approx(copies))
@@ -189,6 +189,7 @@ def test_what_ran_before_does_not_change_what_is_gathered() -> None:
 def costs_of(tuned: Session, batches: list[int]) -> list[Measurement]:
     found = time_prompts(tuned, 32)
     for batch in batches:
+        found += time_plain(tuned, batch, 20) if tuned.is_on_device else []
         found += time_batch(tuned, batch, 20, DEPTH, TOPK, 512)
     return found
 

@@ -29,7 +29,7 @@ from specbatch.tuning.confirm import Live, confirm, repeated, speedups
 from specbatch.tuning.costs import KINDS, CostModel, Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept, kept_folder
-from specbatch.tuning.measure import time_batch, time_prompts
+from specbatch.tuning.measure import time_batch, time_plain, time_prompts
 from specbatch.tuning.options import TuneOptions
 from specbatch.tuning.predict import FileProfile, Limits, predict
 from specbatch.tuning.replay import Replay, Replayer
@@ -141,30 +141,40 @@ class Tuner:
         else:
             found = time_prompts(self._session, engine.prefill_chunk_tokens)
             self._kept.keep_costs(found)
-        timed = {m.batch for m in found if m.kind == "plain"}
-        sizes = deque(spread_out(engine.max_batch_size))
+        session, widths = self._session, (widest.depth, widest.topk, widest.verify_tokens)
+        if session.is_on_device:  # one graph and a few rounds for each: of all sizes, before what takes longer
+            found = self._time("plain", lambda batch: time_plain(session, batch, context), found, until)
+        found = self._time("verify", lambda batch: time_batch(session, batch, context, *widths), found, until)
+        largest = max((m.batch for m in found if m.kind == "verify"), default=0)
+        if not largest:
+            raise TuningError(
+                "not even one row of this length can be timed",
+                hint="raise engine.kv_cache_tokens or engine.memory_fraction, or lower sampling.max_tokens",
+            )
+        if largest < engine.max_batch_size:
+            self._say(f"timed batches of up to {largest} rows: larger ones are extrapolated")
+        return found
+
+    def _time(
+        self, kind: str, time_one: Callable[[int], list[Measurement]], found: list[Measurement], until: float
+    ) -> list[Measurement]:
+        """`found`, and what `time_one` tells of the batch sizes that have no measurement of `kind`."""
+        timed = {m.batch for m in found if m.kind == kind}
+        sizes = deque(spread_out(self._run.engine.max_batch_size))
         while sizes:
             batch = sizes.popleft()
             if batch in timed:
                 continue
             if len(timed) > 1 and time.perf_counter() > until:
                 break
-            parts = time_batch(self._session, batch, context, widest.depth, widest.topk, widest.verify_tokens)
-            if parts:
-                found += parts
+            if parts := time_one(batch):
+                found = [*found, *parts]
                 self._kept.keep_costs(found)
                 timed.add(batch)
             elif batch == 1:
                 break
             else:  # the cache does not hold so many rows: the next power of 2 below is the end
                 sizes = deque(spread_out(2 ** ((batch - 1).bit_length() - 1)))
-        if not timed:
-            raise TuningError(
-                "not even one row of this length can be timed",
-                hint="raise engine.kv_cache_tokens or engine.memory_fraction, or lower sampling.max_tokens",
-            )
-        if max(timed) < engine.max_batch_size:
-            self._say(f"timed batches of up to {max(timed)} rows: larger ones are extrapolated")
         return found
 
 

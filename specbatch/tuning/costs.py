@@ -123,8 +123,10 @@ class CostModel:
             points[m.kind][m.batch, m.width].append(m.milliseconds)
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
+        plain = {batch: float(np.mean(repeated)) for (batch, _), repeated in points.get("plain", {}).items()}
         for kind, values in points.items():
-            surface = surfaces[kind] = _fit(values)
+            between = _beyond_plain(values, plain) if kind in ("verify", "verify_tree") else {}
+            surface = surfaces[kind] = _fit(values, between)
             for (batch, width), repeated in sorted(values.items()):
                 mean = float(np.mean(repeated))
                 residuals.append(Residual(kind, batch, width, mean, surface.at(batch, width)))
@@ -179,11 +181,33 @@ class CostModel:
         return self.graph_sizes[place] if place < len(self.graph_sizes) else batch
 
 
-def _fit(values: dict[tuple[int, int], list[float]]) -> Surface:
-    batches = sorted({batch for batch, _ in values})
+def _beyond_plain(
+    values: Mapping[tuple[int, int], Sequence[float]], plain: Mapping[int, float]
+) -> dict[tuple[int, int], float]:
+    """Verification at batch sizes at which only plain rounds were measured: it takes longer than those by what lies on
+    the line between what it does at the sizes around. Rounds of few rows rise with their number by leaps, which
+    plain ones show; what wider rounds take beyond that hardly does."""
+    found: dict[tuple[int, int], float] = {}
+    for width in {width for _, width in values}:
+        known = sorted(batch for batch, w in values if w == width and batch in plain)
+        more = [float(np.mean(values[batch, width])) - plain[batch] for batch in known]
+        for batch in plain:
+            if known and known[0] < batch < known[-1] and batch not in known:
+                found[batch, width] = max(0.0, plain[batch] + float(np.interp(batch, known, more)))
+    return found
+
+
+def _fit(
+    values: Mapping[tuple[int, int], Sequence[float]], between: Mapping[tuple[int, int], float] | None = None
+) -> Surface:
+    """`between`: cells that were not measured, but are known better than by filling them in."""
+    between = between or {}
+    batches = sorted({batch for batch, _ in (*values, *between)})
     widths = sorted({width for _, width in values})
     means_BW = np.full((len(batches), len(widths)), np.nan)
     weights_BW = np.full(means_BW.shape, _FILLED_WEIGHT)
+    for (batch, width), guess in between.items():
+        means_BW[batches.index(batch), widths.index(width)] = guess
     for (batch, width), repeated in values.items():
         place = batches.index(batch), widths.index(width)
         means_BW[place], weights_BW[place] = float(np.mean(repeated)), len(repeated)

@@ -42,10 +42,31 @@ def probes(depth: int, topk: int) -> list[DraftShape]:
     return chains + trees
 
 
+def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
+    """Of the device engine: plain rounds of `batch` rows of `context` tokens, and what the host and the copies have to
+    do with any round; empty where the cache does not hold so many rows."""
+    engine, net = session.engine, session.drafts.net
+    assert isinstance(engine, DeviceEngine)
+    context = max(1, min(context, engine.limits.max_prompt_tokens - TIMED_TOKENS))
+    if not _fits(engine, batch, context + TIMED_TOKENS):
+        return []
+    plain = engine.time_drafters(batch, context, [NoDrafter()])[0]["round"]
+    found = [Measurement("plain", batch, 1, plain)]
+    session.use(ByBatch.always(None))
+    whole, host = engine.time_steps(batch, context)
+    found.append(Measurement("host", batch, 1, host))
+    if plain > host:  # else the device waits, and what it does beside the graph does not show
+        found.append(Measurement("copies", batch, 1, max(0.0, whole - plain)))
+    if net is not None:
+        followed = engine.time_drafters(batch, context, [NoDrafter(net)], whole=False)[0]
+        found.append(Measurement("extend", batch, 1, followed["extend"]))
+    return found
+
+
 def time_batch(session: Session, batch: int, context: int, depth: int, topk: int, most_nodes: int) -> list[Measurement]:
-    """The parts of rounds of `batch` rows of `context` tokens, at widths of up to `most_nodes` nodes of all rows
-    together; empty where the cache does not hold so many rows, or nothing can be drafted for so many. Without a draft
-    network, widths are those of lookups."""
+    """The parts of drafting rounds of `batch` rows of `context` tokens (of the oracle engine: and of plain ones), at
+    widths of up to `most_nodes` nodes of all rows together; empty where the cache does not hold so many rows, or
+    nothing can be drafted for so many. Without a draft network, widths are those of lookups."""
     engine = session.engine
     if session.drafts.net is None:
         shapes = [DraftShape(n - 1, 1, n) for n in _NGRAM_NODES if n <= engine.num_lookahead]
@@ -54,12 +75,17 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
     fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= most_nodes]
     written = TIMED_TOKENS if isinstance(engine, DeviceEngine) else _oracle_tokens(fitting)
     context = max(1, min(context, engine.limits.max_prompt_tokens - written))
-    pages = -(-(context + written + engine.num_lookahead) // engine.page_size) + 1
-    if not fitting or batch * pages > engine.num_pages:
+    if not fitting or not _fits(engine, batch, context + written):
         return []
     if isinstance(engine, DeviceEngine):
         return list(_on_device(session, engine, batch, context, fitting))
     return list(_oracle(session, engine, batch, context, fitting))
+
+
+def _fits(engine: Engine | DeviceEngine, batch: int, tokens: int) -> bool:
+    """Whether the cache holds so many rows of so many tokens."""
+    pages = -(-(tokens + engine.num_lookahead) // engine.page_size) + 1
+    return batch * pages <= engine.num_pages
 
 
 def _requests(session: Session, count: int, tokens: int, max_tokens: int) -> list[Request]:
@@ -94,17 +120,7 @@ def _on_device(
 ) -> Iterator[Measurement]:
     net = session.drafts.net
     drafters: list[Drafter] = [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
-    (plain,) = engine.time_drafters(batch, context, [NoDrafter()])
     times = engine.time_drafters(batch, context, drafters, whole=False)
-    yield Measurement("plain", batch, 1, plain["round"])
-    session.use(ByBatch.always(None))
-    whole, host = engine.time_steps(batch, context)
-    yield Measurement("host", batch, 1, host)
-    if plain["round"] > host:  # else the device waits, and what it does beside the graph does not show
-        yield Measurement("copies", batch, 1, max(0.0, whole - plain["round"]))
-    if net is not None:
-        followed = engine.time_drafters(batch, context, [NoDrafter(net)], whole=False)[0]
-        yield Measurement("extend", batch, 1, followed["extend"])
     for shape, parts in zip(shapes, times, strict=True):
         yield from _parts(batch, shape, net, parts["draft"], parts["verify"], parts["extend"], times, shapes)
 
