@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import commit, device_name, versions
 from specbatch.tuning.candidates import Candidate, label, num_nodes
-from specbatch.tuning.command import Tuned, predicted_seconds, tune_file
+from specbatch.tuning.command import Tuned, tune_file
 from specbatch.tuning.confirm import repeated, told
 from specbatch.tuning.options import TuneOptions, seconds_of
 from specbatch.tuning.rows import sample_rows
@@ -72,7 +71,7 @@ def main() -> None:
     }
     began = time.perf_counter()
     batches = [int(part) for part in args.batches.split(",")]
-    known = {label(r.candidate): r.candidate for r in tuned.replays}
+    known = {label(candidate): candidate for candidate in tuned.forecast.replays}
     if missing := [name for name in args.also.split(",") if name and name not in known]:
         parser.error(f"--also: {', '.join(missing)} was not searched")
     also = [known[name] for name in args.also.split(",") if name]
@@ -118,13 +117,13 @@ def whole_file(tuned: Tuned, data: str, count: int, also: list[Candidate]) -> It
         return sample_rows(source, parser, tuned.texts, limits, 10**7, config.engine.seed).requests
 
     best, plain = tuned.winner.schedule, Schedule.always(None)
+    forecast, most_rows = tuned.forecast, tuned.forecast.limits.max_running
     ranked = sorted(
-        tuned.replays,
-        key=lambda r: tuned.costs.round_ms(tuned.limits.max_running, r.candidate) / r.tokens_per_round,
+        forecast.replays.values(), key=lambda r: forecast.costs.round_ms(most_rows, r.candidate) / r.tokens_per_round
     )
-    fits = tuned.limits.max_verify_tokens
+    fits = forecast.limits.max_verify_tokens
     fixed = [*also, *(r.candidate for r in ranked)]
-    fixed = [c for c in dict.fromkeys(fixed) if fits is None or num_nodes(c) * tuned.limits.max_running <= fits]
+    fixed = [c for c in dict.fromkeys(fixed) if fits is None or num_nodes(c) * most_rows <= fits]
     for schedule in (best, plain, *map(Schedule.always, fixed[:count]), plain, best):
         tuned.session.use(*told(schedule))
         requests = everything()
@@ -134,10 +133,12 @@ def whole_file(tuned: Tuned, data: str, count: int, also: list[Candidate]) -> It
 
 def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) -> list[Candidate]:
     """`count` candidates: at each batch size the one that should be fastest, and others down to the slowest, evenly."""
-    most = tuned.limits.max_verify_tokens
-    known = [r for r in tuned.replays if most is None or max(batches) * num_nodes(r.candidate) <= most]
+    most, costs = tuned.forecast.limits.max_verify_tokens, tuned.forecast.costs
+    known = [
+        r for r in tuned.forecast.replays.values() if most is None or max(batches) * num_nodes(r.candidate) <= most
+    ]
     rankings = [
-        sorted(known, key=lambda r: tuned.costs.round_ms(batch, r.candidate) / r.tokens_per_round) for batch in batches
+        sorted(known, key=lambda r: costs.round_ms(batch, r.candidate) / r.tokens_per_round) for batch in batches
     ]
     chosen: dict[Candidate, None] = dict.fromkeys([*also, *(ranking[0].candidate for ranking in rankings)])
     places = len(known) - 1
@@ -153,7 +154,6 @@ def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) 
 def cell(tuned: Tuned, candidate: Candidate | None, batch: int) -> dict[str, Any]:
     """The traced rows `batch` at a time, live and predicted."""
     schedule, session = Schedule.always(candidate), tuned.session
-    replays = {r.candidate: r for r in tuned.replays}
     session.use(*told(schedule))
     # What is compiled or loaded first: the products of a prompt chunk have algorithms by its size.
     session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
@@ -163,10 +163,9 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int) -> dict[str, Any
         rows = np.roll(np.arange(len(tuned.requests)), -first)[:batch]
         ran = session.run(repeated([tuned.requests[i] for i in rows], batch, tuned.texts.stop_check))
         live, tokens, rounds = live + ran.seconds, tokens + ran.num_tokens, rounds + ran.counts.rounds
-        part = replace(tuned.trace, rows=tuple(tuned.trace.rows[i] for i in rows))
-        own = {} if candidate is None else {candidate: replays[candidate].of_rows(rows)}
-        predicted += predicted_seconds(schedule, batch, part, own, tuned.costs, tuned.profile.max_tokens, tuned.limits)
-        replayed += sum(r.rounds_R.sum() for r in own.values()) * batch / len(rows)
+        forecast = tuned.forecast.of_rows(rows, candidate)
+        predicted += forecast.seconds(schedule, batch)
+        replayed += sum(r.rounds_R.sum() for r in forecast.replays.values()) * batch / len(rows)
     return {
         "batch": batch,
         "what": label(candidate),

@@ -18,14 +18,15 @@ from specbatch.config_load import load_config
 from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
 from specbatch.speculation.tree import DraftShape
-from specbatch.tuning import command
-from specbatch.tuning.command import Tuner, Widest, _limits, _resolve_widest, _winner, spread_out
+from specbatch.tuning import tuner as tuner_module
+from specbatch.tuning.command import _limits, _resolve_widest, _winner
 from specbatch.tuning.confirm import Live, repeated, speedups
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept
 from specbatch.tuning.output import _verdict
 from specbatch.tuning.schedule import Schedule
+from specbatch.tuning.tuner import Tuner, Widest, spread_out
 from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.models import tiny_device_engine, tiny_engine
 
@@ -229,9 +230,9 @@ def test_sizes_that_are_timed(
 
         return time_one
 
-    monkeypatch.setattr(command, "time_batch", timing("verify"))
-    monkeypatch.setattr(command, "time_plain", timing("plain"))
-    monkeypatch.setattr(command, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
+    monkeypatch.setattr(tuner_module, "time_batch", timing("verify"))
+    monkeypatch.setattr(tuner_module, "time_plain", timing("plain"))
+    monkeypatch.setattr(tuner_module, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
     run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
     kept, session, said = Kept(tmp_path / "kept", {}), SimpleNamespace(is_on_device=on_device), list[str]()
     kinds = ["plain", "verify"] if on_device else ["verify"]

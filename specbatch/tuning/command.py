@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,172 +22,41 @@ from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import device_name, versions
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
-from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate
 from specbatch.tuning.confirm import Live, confirm, repeated, speedups
-from specbatch.tuning.costs import KINDS, CostModel, Measurement
-from specbatch.tuning.errors import TuningError
+from specbatch.tuning.costs import KINDS, CostModel
+from specbatch.tuning.forecast import Forecast
 from specbatch.tuning.kept import Kept, kept_folder
-from specbatch.tuning.measure import time_batch, time_plain, time_prompts
 from specbatch.tuning.options import TuneOptions
-from specbatch.tuning.predict import FileProfile, Limits, predict
-from specbatch.tuning.replay import Replay, Replayer
-from specbatch.tuning.rows import FEWEST_ROWS, Sample, sample_rows
-from specbatch.tuning.schedule import Schedule
+from specbatch.tuning.predict import FileProfile, Limits
+from specbatch.tuning.replay import Replayer
+from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.search import Option, SearchResult, search
 from specbatch.tuning.session import Session
 from specbatch.tuning.space import neural_space, ngram_space
-from specbatch.tuning.trace import RowTrace, Trace
+from specbatch.tuning.tuner import Tuner, Widest
 from specbatch.types import Request
 
 # Shares of the time that is left when a part begins.
 _TRACE_SHARE, _MEASURE_SHARE = 0.4, 0.4
-_WAVE_ROWS = 64  # traced at once, at most
 _COMPARED = 3  # options that run live, beside plain decoding
-
-
-@dataclass(frozen=True)
-class Widest:
-    """What drafts are traced and searched up to."""
-
-    depth: int
-    topk: int
-    nodes: int
-    verify_tokens: int  # of a round
-
-    @staticmethod
-    def of(method: str, on_device: bool) -> Widest:
-        if method == "ngram":
-            return Widest(0, 0, 33, 8192 if on_device else 512)
-        return Widest(8, 8, 64, 4096) if on_device else Widest(6, 4, 24, 256)
-
-    def schedule(self, max_batch_size: int) -> tuple[ScheduleSection, ...]:
-        """For the engine to be built with: trees as wide as the number of rows allows."""
-        if not self.depth:
-            return (ScheduleSection(max_batch_size, self.nodes - 1, 1, self.nodes),)
-        full = DraftShape(self.depth, self.topk, 2)
-        nodes = min(self.nodes, full.num_candidates + 1)
-        few = max(1, self.verify_tokens // nodes)
-        wide = ScheduleSection(min(few, max_batch_size), self.depth, self.topk, nodes)
-        if few >= max_batch_size:
-            return (wide,)
-        narrow = max(2, min(nodes, self.verify_tokens // max_batch_size))
-        return wide, ScheduleSection(max_batch_size, self.depth, self.topk, narrow)
 
 
 @dataclass(frozen=True)
 class Tuned:
     """All that was found out."""
 
-    trace: Trace
-    costs: CostModel
+    forecast: Forecast  # what was measured, and what follows from it
     profile: FileProfile
-    limits: Limits
     result: SearchResult
     live: list[Live]  # plain decoding last
     predicted_live: list[float]  # seconds, of the same runs
     winner: Option  # plain decoding where nothing beats it
-    replays: list[Replay]
     rank_shares: NDArray[np.float64] | None  # see `Replayer.rank_shares`
     run: ResolvedRun  # with which it was measured
     session: Session
     requests: list[Request]  # that were traced
     texts: TextProcessor
-
-
-class Tuner:
-    """Runs the parts within the budget. What was measured is kept beside the output, for a tuning that was interrupted
-    to go on from."""
-
-    def __init__(
-        self, session: Session, run: ResolvedRun, widest: Widest, sample: Sample, kept: Kept, say: Callable[[str], None]
-    ) -> None:
-        self._session = session
-        self._run = run
-        self._widest = widest
-        self._sample = sample
-        self._kept = kept
-        self._say = say
-
-    def trace(self, seconds: float) -> Trace:
-        """Wave after wave of rows until the time is up; in the order drawn, so that the first ones are a sample too."""
-        began, size = time.perf_counter(), min(self._run.engine.max_batch_size, _WAVE_ROWS)
-        requests, trace = self._sample.requests, self._kept.trace()
-        rows: list[RowTrace] = [] if trace is None else list(trace.rows)
-        before = len(rows)
-        if trace is not None:
-            self._say(f"{before} rows were traced before")
-        for first in range(before, len(requests), size):
-            wave = self._session.trace(requests[first : first + size], self._widest.topk, self._widest.depth)
-            rows += wave.rows
-            trace = replace(wave, rows=tuple(rows))
-            self._kept.keep_trace(trace)
-            spent = time.perf_counter() - began
-            is_over = spent + spent * size / (len(rows) - before) > seconds
-            if FEWEST_ROWS <= len(rows) < len(requests) and is_over:
-                self._say(f"traced {len(rows)} of {len(requests)} rows: the next would go past the budget")
-                break
-        assert trace is not None, "a sample has rows"
-        return trace
-
-    def measure(self, context: int, seconds: float) -> list[Measurement]:
-        """Batch after batch, what was measured before left out, until the time is up; in any case one row, and the
-        largest of the sizes that the cache holds."""
-        until = time.perf_counter() + seconds
-        engine, widest, found = self._run.engine, self._widest, self._kept.costs()
-        if found:
-            self._say(f"{len(found)} parts of rounds were timed before")
-        else:
-            found = time_prompts(self._session, engine.prefill_chunk_tokens)
-            self._kept.keep_costs(found)
-        session, widths = self._session, (widest.depth, widest.topk, widest.verify_tokens)
-        if session.is_on_device:  # one graph and a few rounds for each: of all sizes, before what takes longer
-            found = self._time("plain", lambda batch: time_plain(session, batch, context), found, until)
-        found = self._time("verify", lambda batch: time_batch(session, batch, context, *widths), found, until)
-        largest = max((m.batch for m in found if m.kind == "verify"), default=0)
-        if not largest:
-            raise TuningError(
-                "not even one row of this length can be timed",
-                hint="raise engine.kv_cache_tokens or engine.memory_fraction, or lower sampling.max_tokens",
-            )
-        if largest < engine.max_batch_size:
-            self._say(f"timed batches of up to {largest} rows: larger ones are extrapolated")
-        return found
-
-    def _time(
-        self, kind: str, time_one: Callable[[int], list[Measurement]], found: list[Measurement], until: float
-    ) -> list[Measurement]:
-        """`found`, and what `time_one` tells of the batch sizes that have no measurement of `kind`."""
-        timed = {m.batch for m in found if m.kind == kind}
-        sizes = deque(spread_out(self._run.engine.max_batch_size))
-        while sizes:
-            batch = sizes.popleft()
-            if batch in timed:
-                continue
-            if len(timed) > 1 and time.perf_counter() > until:
-                break
-            if parts := time_one(batch):
-                found = [*found, *parts]
-                self._kept.keep_costs(found)
-                timed.add(batch)
-            elif batch == 1:
-                break
-            else:  # the cache does not hold so many rows: the next power of 2 below is the end
-                sizes = deque(spread_out(2 ** ((batch - 1).bit_length() - 1)))
-        return found
-
-
-def spread_out(largest: int) -> list[int]:
-    """Powers of 2 and the largest batch size, first the ends, then those in the middle of what is there already: where
-    the time does not suffice, what is missing lies between two that were measured."""
-    sizes = [*(2**k for k in range(largest.bit_length()) if 2**k < largest), largest]
-    order, gaps = [0, len(sizes) - 1], [(0, len(sizes) - 1)]
-    for low, high in gaps:  # grows as it goes
-        middle = (low + high) // 2
-        if low < middle < high:
-            order.append(middle)
-            gaps += [(low, middle), (middle, high)]
-    return list(dict.fromkeys(sizes[i] for i in order))
 
 
 def tune_file(
@@ -265,14 +133,17 @@ def tune_file(
         costs = replace(costs, nodes={r.candidate: r.nodes_per_round for r in replays if r.idle_R is not None})
     result = search(replays, costs, profile, limits)
     say(f"replayed and searched {len(space)} candidates in {time.perf_counter() - began:.1f} s")
-    live, predicted = _confirm(
-        session, result, trace, {r.candidate: r for r in replays}, costs, profile, limits, sample, texts, left(0.9), say
-    )
+    forecast = Forecast(trace, {r.candidate: r for r in replays}, costs, limits, profile.max_tokens)
+    requests = sample.requests[: len(trace.rows)]
+    seconds = left(0.9)
+    compared, count = _compared(result, forecast, requests, profile.num_rows, seconds)
+    live = _confirm(session, compared, requests, count, texts, seconds)
+    say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
+    predicted = [forecast.seconds(option.schedule, count) for option in compared]
     winner = _winner(result, live)
     return Tuned(
-        trace, costs, profile, limits, result, live, predicted, winner, replays, replayer.rank_shares(), run, session,
-        sample.requests[: len(trace.rows)], texts,
-    )  # fmt: skip
+        forecast, profile, result, live, predicted, winner, replayer.rank_shares(), run, session, requests, texts
+    )
 
 
 def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) -> tuple[ResolvedRun, Widest]:
@@ -282,7 +153,7 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     first = resolve(replace(config, speculation=speculation, engine=engine))
     on_device = first.engine.on_device
     widest = Widest.of(first.config.speculation.method, on_device)
-    schedule = widest.schedule(first.engine.max_batch_size)
+    schedule = tuple(ScheduleSection(*entry) for entry in widest.schedule(first.engine.max_batch_size))
     engine = replace(engine, cuda_graphs="none") if on_device else engine  # the session captures its own
     if on_device and engine.kv_cache_tokens is None:  # room for graphs that are captured later
         engine = replace(engine, memory_fraction=0.85 * first.engine.memory_fraction)
@@ -306,20 +177,10 @@ def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
     )
 
 
-def _confirm(
-    session: Session,
-    result: SearchResult,
-    trace: Trace,
-    replays: Mapping[Candidate, Replay],
-    costs: CostModel,
-    profile: FileProfile,
-    limits: Limits,
-    sample: Sample,
-    texts: TextProcessor,
-    seconds: float,
-    say: Callable[[str], None],
-) -> tuple[list[Live], list[float]]:
-    """The best options and plain decoding over the traced rows, as often as fill the batch twice, or as many of them as
+def _compared(
+    result: SearchResult, forecast: Forecast, requests: list[Request], num_rows: int, seconds: float
+) -> tuple[list[Option], int]:
+    """The best options and plain decoding, and over how many rows to run them: as many as fill the batch twice, or as
     the time allows."""
     compared: list[Option] = []
     for option in (result.best, *result.fixed):
@@ -328,42 +189,26 @@ def _confirm(
         if not option.schedule.is_plain and option.prediction.seconds not in known and len(compared) < _COMPARED:
             compared.append(option)
     compared.append(result.plain)
-    rows = sample.requests[: len(trace.rows)]
-    count = min(profile.num_rows, max(len(rows), 2 * limits.max_running))
-
-    def predicted(option: Option, count: int) -> float:
-        return predicted_seconds(option.schedule, count, trace, replays, costs, profile.max_tokens, limits)
-
+    count = min(num_rows, max(len(requests), 2 * forecast.limits.max_running))
     # Two turns should fit.
-    while count > 8 and 2.5 * sum(predicted(option, count) for option in compared) > seconds:
+    while count > 8 and 2.5 * sum(forecast.seconds(option.schedule, count) for option in compared) > seconds:
         count = max(8, count * 2 // 3)
-    until = time.perf_counter() + seconds
+    return compared, count
+
+
+def _confirm(
+    session: Session, compared: list[Option], requests: list[Request], count: int, texts: TextProcessor, seconds: float
+) -> list[Live]:
+    """Each of them over `count` of these rows, in turn, as often as there is time for."""
     began = time.perf_counter()
-    live = confirm(
+    until = began + seconds
+    return confirm(
         session,
         [option.schedule for option in compared],
-        lambda: repeated(rows, count, texts.stop_check),
+        lambda: repeated(requests, count, texts.stop_check),
         # One turn says nothing of the noise.
         lambda turns: turns > 1 and time.perf_counter() + (time.perf_counter() - began) / turns > until,
     )
-    say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
-    return live, [predicted(option, count) for option in compared]
-
-
-def predicted_seconds(
-    schedule: Schedule,
-    count: int,
-    trace: Trace,
-    replays: Mapping[Candidate, Replay],
-    costs: CostModel,
-    max_tokens: int,
-    limits: Limits,
-) -> float:
-    """Of a file of `count` rows: the traced ones from the first on, again and again."""
-    part = replace(trace, rows=trace.rows[:count])
-    own = {c: replays[c].of_rows(slice(count)) for c in schedule.candidates if c is not None}
-    profile = replace(FileProfile.of(part, max_tokens, num_rows=count), in_order=True)
-    return predict(profile, limits, costs, own, schedule).seconds
 
 
 def _winner(result: SearchResult, live: list[Live]) -> Option:

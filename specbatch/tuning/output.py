@@ -45,7 +45,7 @@ def write_tuned(tuned: Tuned, config: Config, output: Path, made_by: dict[str, A
 
 def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
     comparisons = live_comparisons(tuned)
-    for table in (costs_table(tuned.costs), choices_table(tuned.result), options_table(tuned.result)):
+    for table in (costs_table(tuned.forecast.costs), choices_table(tuned.result), options_table(tuned.result)):
         console.print(table)
     console.print(comparisons_table(comparisons))
     schedule = tuned.winner.schedule
@@ -59,7 +59,7 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
     config = replace(config, speculation=replace(config.speculation, method=decided.method, draft=decided.draft))
     text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
     output.write_text(text, encoding="utf-8")
-    report = json_report(tuned.result, tuned.costs, tuned.replays, comparisons)
+    report = json_report(tuned.result, tuned.forecast.costs, list(tuned.forecast.replays.values()), comparisons)
     report |= {"verdict": says, "winner": str(schedule), "made_by": made_by}
     names = ("seconds", "tokens", "tokens_per_round")
     report["live_runs"] = jsonable([{"what": o.name} | {n: getattr(o, n) for n in names} for o in tuned.live])
@@ -101,10 +101,10 @@ def _plots(tuned: Tuned, comparisons: list[Comparison], output: Path, console: C
     paths = [output.with_suffix(f".{name}.png") for name in names]
     shown = [c for choice in tuned.result.choices for c in [choice.ranked[0].candidate] if c is not None]
     shown += [c for option in tuned.result.fixed for c in option.schedule.candidates if c is not None]
-    batches = [choice.batch for choice in tuned.result.choices]
+    batches, replays = [choice.batch for choice in tuned.result.choices], list(tuned.forecast.replays.values())
     try:
-        plot_acceptance(tuned.replays, tuned.rank_shares, paths[0])
-        plot_throughput(tuned.replays, tuned.costs, batches, list(dict.fromkeys(shown))[:_PLOTTED], paths[1])
+        plot_acceptance(replays, tuned.rank_shares, paths[0])
+        plot_throughput(replays, tuned.forecast.costs, batches, list(dict.fromkeys(shown))[:_PLOTTED], paths[1])
         plot_comparisons(comparisons, "tokens per second", paths[2])
     except TuningError as error:
         console.print(f"no plots: {error.message} ({error.hint})", markup=False)

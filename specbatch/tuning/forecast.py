@@ -1,0 +1,39 @@
+"""What all that was measured says of rows: how long they take by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.tuning.candidates import Candidate
+from specbatch.tuning.costs import CostModel
+from specbatch.tuning.predict import FileProfile, Limits, predict
+from specbatch.tuning.replay import Replay
+from specbatch.tuning.schedule import Schedule
+from specbatch.tuning.trace import Trace
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of the traced rows, which stand for those of the file."""
+
+    trace: Trace
+    replays: Mapping[Candidate, Replay]
+    costs: CostModel
+    limits: Limits
+    max_tokens: int  # of a row's output
+
+    def seconds(self, schedule: Schedule, count: int) -> float:
+        """Of a file of `count` rows: the traced ones from the first on, again and again."""
+        part = replace(self.trace, rows=self.trace.rows[:count])
+        own = {c: self.replays[c].of_rows(slice(count)) for c in schedule.candidates if c is not None}
+        profile = replace(FileProfile.of(part, self.max_tokens, num_rows=count), in_order=True)
+        return predict(profile, self.limits, self.costs, own, schedule).seconds
+
+    def of_rows(self, rows: NDArray[np.intp], candidate: Candidate | None) -> Forecast:
+        """As if these traced rows were all, for schedules of one candidate."""
+        own = {} if candidate is None else {candidate: self.replays[candidate].of_rows(rows)}
+        return replace(self, trace=replace(self.trace, rows=tuple(self.trace.rows[i] for i in rows)), replays=own)

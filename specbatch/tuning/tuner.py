@@ -1,0 +1,145 @@
+"""The parts of a tuning that take time: tracing rows, timing rounds. Each stops when its time is up."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from specbatch.engine.resolve import ResolvedRun
+from specbatch.speculation.tree import DraftShape
+from specbatch.tuning.costs import Measurement
+from specbatch.tuning.errors import TuningError
+from specbatch.tuning.kept import Kept
+from specbatch.tuning.measure import time_batch, time_plain, time_prompts
+from specbatch.tuning.rows import FEWEST_ROWS, Sample
+from specbatch.tuning.session import Session
+from specbatch.tuning.trace import RowTrace, Trace
+
+_WAVE_ROWS = 64  # traced at once, at most
+
+
+@dataclass(frozen=True)
+class Widest:
+    """What drafts are traced and searched up to."""
+
+    depth: int
+    topk: int
+    nodes: int
+    verify_tokens: int  # of a round
+
+    @staticmethod
+    def of(method: str, on_device: bool) -> Widest:
+        if method == "ngram":
+            return Widest(0, 0, 33, 8192 if on_device else 512)
+        return Widest(8, 8, 64, 4096) if on_device else Widest(6, 4, 24, 256)
+
+    def schedule(self, max_batch_size: int) -> list[tuple[int, int, int, int]]:
+        """For the engine to be built with: (max_batch, num_steps, topk, num_draft_tokens), trees as wide as the number
+        of rows allows."""
+        if not self.depth:
+            return [(max_batch_size, self.nodes - 1, 1, self.nodes)]
+        full = DraftShape(self.depth, self.topk, 2)
+        nodes = min(self.nodes, full.num_candidates + 1)
+        few = max(1, self.verify_tokens // nodes)
+        wide = (min(few, max_batch_size), self.depth, self.topk, nodes)
+        if few >= max_batch_size:
+            return [wide]
+        narrow = max(2, min(nodes, self.verify_tokens // max_batch_size))
+        return [wide, (max_batch_size, self.depth, self.topk, narrow)]
+
+
+class Tuner:
+    """Runs the parts within the budget. What was measured is kept beside the output, for a tuning that was interrupted
+    to go on from."""
+
+    def __init__(
+        self, session: Session, run: ResolvedRun, widest: Widest, sample: Sample, kept: Kept, say: Callable[[str], None]
+    ) -> None:
+        self._session = session
+        self._run = run
+        self._widest = widest
+        self._sample = sample
+        self._kept = kept
+        self._say = say
+
+    def trace(self, seconds: float) -> Trace:
+        """Wave after wave of rows until the time is up; in the order drawn, so that the first ones are a sample too."""
+        began, size = time.perf_counter(), min(self._run.engine.max_batch_size, _WAVE_ROWS)
+        requests, trace = self._sample.requests, self._kept.trace()
+        rows: list[RowTrace] = [] if trace is None else list(trace.rows)
+        before = len(rows)
+        if trace is not None:
+            self._say(f"{before} rows were traced before")
+        for first in range(before, len(requests), size):
+            wave = self._session.trace(requests[first : first + size], self._widest.topk, self._widest.depth)
+            rows += wave.rows
+            trace = replace(wave, rows=tuple(rows))
+            self._kept.keep_trace(trace)
+            spent = time.perf_counter() - began
+            is_over = spent + spent * size / (len(rows) - before) > seconds
+            if FEWEST_ROWS <= len(rows) < len(requests) and is_over:
+                self._say(f"traced {len(rows)} of {len(requests)} rows: the next would go past the budget")
+                break
+        assert trace is not None, "a sample has rows"
+        return trace
+
+    def measure(self, context: int, seconds: float) -> list[Measurement]:
+        """Batch after batch, what was measured before left out, until the time is up; in any case one row, and the
+        largest of the sizes that the cache holds."""
+        until = time.perf_counter() + seconds
+        engine, widest, found = self._run.engine, self._widest, self._kept.costs()
+        if found:
+            self._say(f"{len(found)} parts of rounds were timed before")
+        else:
+            found = time_prompts(self._session, engine.prefill_chunk_tokens)
+            self._kept.keep_costs(found)
+        session, widths = self._session, (widest.depth, widest.topk, widest.verify_tokens)
+        if session.is_on_device:  # one graph and a few rounds for each: of all sizes, before what takes longer
+            found = self._time("plain", lambda batch: time_plain(session, batch, context), found, until)
+        found = self._time("verify", lambda batch: time_batch(session, batch, context, *widths), found, until)
+        largest = max((m.batch for m in found if m.kind == "verify"), default=0)
+        if not largest:
+            raise TuningError(
+                "not even one row of this length can be timed",
+                hint="raise engine.kv_cache_tokens or engine.memory_fraction, or lower sampling.max_tokens",
+            )
+        if largest < engine.max_batch_size:
+            self._say(f"timed batches of up to {largest} rows: larger ones are extrapolated")
+        return found
+
+    def _time(
+        self, kind: str, time_one: Callable[[int], list[Measurement]], found: list[Measurement], until: float
+    ) -> list[Measurement]:
+        """`found`, and what `time_one` tells of the batch sizes that have no measurement of `kind`."""
+        timed = {m.batch for m in found if m.kind == kind}
+        sizes = deque(spread_out(self._run.engine.max_batch_size))
+        while sizes:
+            batch = sizes.popleft()
+            if batch in timed:
+                continue
+            if len(timed) > 1 and time.perf_counter() > until:
+                break
+            if parts := time_one(batch):
+                found = [*found, *parts]
+                self._kept.keep_costs(found)
+                timed.add(batch)
+            elif batch == 1:
+                break
+            else:  # the cache does not hold so many rows: the next power of 2 below is the end
+                sizes = deque(spread_out(2 ** ((batch - 1).bit_length() - 1)))
+        return found
+
+
+def spread_out(largest: int) -> list[int]:
+    """Powers of 2 and the largest batch size, first the ends, then those in the middle of what is there already: where
+    the time does not suffice, what is missing lies between two that were measured."""
+    sizes = [*(2**k for k in range(largest.bit_length()) if 2**k < largest), largest]
+    order, gaps = [0, len(sizes) - 1], [(0, len(sizes) - 1)]
+    for low, high in gaps:  # grows as it goes
+        middle = (low + high) // 2
+        if low < middle < high:
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return list(dict.fromkeys(sizes[i] for i in order))
