@@ -308,14 +308,15 @@ def test_exact_match_and_accuracy() -> None:
 
 def test_differences_are_found_with_their_margin() -> None:
     def plain(text: str) -> dict[str, Any]:
-        top = [{"token": "x", "token_id": 120, "logprob": -0.5}, {"token": "y", "token_id": 121, "logprob": -0.75}]
-        return {"id": 7, "text": text, "logprobs": [{"token_id": ord(c), "top": top} for c in text]}
+        other = {"token": "y", "token_id": 121, "logprob": -0.75}
+        taken = [{"token": c, "token_id": ord(c), "logprob": -0.5} for c in text]
+        return {"id": 7, "text": text, "logprobs": [{**one, "top": [one, other]} for one in taken]}
 
     def decode(ids: Any) -> str:
         return "".join(map(chr, ids))
 
     found = difference(3, "abXd", plain("abcd"), decode)
-    assert (found.index, found.id, found.token, found.margin, found.tokens) == (3, 7, 2, 0.25, ("x", "y"))
+    assert (found.index, found.id, found.token, found.margin, found.tokens) == (3, 7, 2, 0.25, ("c", "y"))
     assert difference(3, "Xbcd", plain("abcd"), decode).token == 0
     assert difference(3, "abcdef", plain("abcd"), decode).token == 3  # where this one ended
     assert difference(3, "ab", plain("abcd"), decode).token == 2
@@ -330,8 +331,8 @@ def test_tokens_that_part_before_texts_do() -> None:
         return "".join(pieces[i] for i in ids)
 
     def entry(token: int, other: int, margin: float) -> dict[str, Any]:
-        top = [(token, -0.1), (other, -0.1 - margin)]
-        return {"token_id": token, "top": [{"token": pieces[t], "token_id": t, "logprob": p} for t, p in top]}
+        top = [{"token": pieces[t], "token_id": t, "logprob": p} for t, p in ((token, -0.1), (other, -0.1 - margin))]
+        return {**top[0], "top": top}
 
     ended = entry(6, 1, 9.0)
     plain = {"id": 7, "text": "of the art", "logprobs": [entry(1, 4, 8.0), entry(2, 3, 0.5), entry(4, 5, 7.0), ended]}
@@ -353,12 +354,19 @@ def test_a_third_token_as_likely_as_two_others() -> None:
 
     def entry(*tops: tuple[int, float]) -> dict[str, Any]:
         top = [{"token": pieces[t], "token_id": t, "logprob": p} for t, p in tops]
-        return {"token_id": tops[0][0], "top": top}
+        return {**top[0], "top": top}
 
     logprobs = [entry((1, -0.1), (3, -9.0)), entry((2, -0.01), (3, -5.01)), entry((4, -1.0), (5, -1.0), (6, -1.125))]
     plain = {"id": 7, "text": "costs $3", "logprobs": logprobs}
     found = difference(3, "costs $5", plain, decode)
     assert (found.token, found.margin, found.tokens) == (2, 0.125, ("3", "5"))
+    # Of two that are equal to the last bit, the one that was not taken may be told first.
+    logprobs[2]["top"] = [logprobs[2]["top"][i] for i in (1, 0, 2)]
+    found = difference(3, "costs $4", plain, decode)
+    assert (found.token, found.margin, found.tokens) == (2, 0.0, ("3", "4"))
+    logprobs[1]["top"] = logprobs[1]["top"][:1]
+    found = difference(3, "costs $9", plain, decode)  # which is none of the likeliest
+    assert (found.token, found.margin, found.tokens) == (2, 0.0, ("3", "4"))
 
 
 def test_rows_that_differ() -> None:

@@ -18,14 +18,14 @@ LOGPROBS = 5  # of the rows that are run again: where three tokens are about equ
 @dataclass(frozen=True)
 class Difference:
     """Of one row. `token`: the first one that differs, from 0; `margin`: between the logarithms of the probabilities,
-    without speculation, of the likeliest token there and of the one that leads to the other text (or where none of
-    those known does, the second likeliest). None where running the row again gave the other text."""
+    without speculation, of the token that was taken there and of the one that leads to the other text (or where none
+    of those known does, the likeliest that was not taken). None where running the row again gave the other text."""
 
     index: int
     id: Any
     token: int | None
     margin: float | None
-    tokens: tuple[str, ...] = ()  # the two
+    tokens: tuple[str, ...] = ()  # the two; of equals the one that was taken need not be the first of the likeliest
 
 
 def differing_rows(results: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -48,11 +48,10 @@ def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable
     places = range(last, max(last - _MOST_BEFORE, -1), -1)
     others = ((n, other) for n in places for other in _others(logprobs[n]))
     found = (pair for pair in others if _leads_to(text, ids[: pair[0]], pair[1]["token_id"], decode))
-    token, other = next(found, (last, logprobs[last]["top"][1]))
-    first = logprobs[token]["top"][0]
-    return Difference(
-        index, plain["id"], token, round(first["logprob"] - other["logprob"], 6), (first["token"], other["token"])
-    )
+    token, other = next(found, (last, _others(logprobs[last])[0]))
+    taken = logprobs[token]
+    margin = round(abs(taken["logprob"] - other["logprob"]), 6)
+    return Difference(index, plain["id"], token, margin, (taken["token"], other["token"]))
 
 
 def _others(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
