@@ -133,6 +133,24 @@ def test_verification_between_two_sizes_follows_plain_rounds() -> None:
     }  # fmt: skip
 
 
+def test_draft_extend_between_two_sizes_follows_that_of_plain_rounds() -> None:
+    one = {1: 0.25, 2: 0.5, 4: 0.5, 16: 0.75}
+    measured = [Measurement("extend", batch, 1, ms) for batch, ms in one.items()]
+    measured += [
+        Measurement("extend", batch, width, one[batch] + 0.125 * width) for batch in (1, 16) for width in (2, 6)
+    ]
+    model = CostModel.fit([*measured, *(Measurement("plain", batch, 1, 99.0) for batch in one)])
+    for batch, width in itertools.product(one, (2, 6)):
+        assert model.part_ms("extend", batch, width) == pytest.approx(one[batch] + 0.125 * width, rel=1e-3)
+
+
+def test_verification_that_seems_to_take_less_than_plain_rounds() -> None:
+    """Noise, and no reason for times below 0."""
+    measured = [Measurement("plain", batch, 1, ms) for batch, ms in ((1, 10.0), (2, 1.0), (4, 10.0))]
+    model = CostModel.fit([*measured, Measurement("verify", 1, 2, 2.0), Measurement("verify", 4, 2, 8.0)])
+    assert [model.part_ms("verify", batch, 2) for batch in (1, 2, 4)] == pytest.approx([2, 2, 8], rel=1e-3)
+
+
 def constant(**parts: float) -> CostModel:
     return CostModel.fit([Measurement(kind, 1, 1, ms) for kind, ms in parts.items()])
 

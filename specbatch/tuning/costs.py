@@ -36,6 +36,8 @@ KINDS = {
     "host": "1; what a round takes the host, while a GPU works on the one before: no round takes less",
 }
 OPTIONAL = ("lookup", "overhead", "copies", "host")  # 0 where not measured
+# What plain rounds have of a part, by which sizes are filled in at which only those were timed.
+_PLAIN = {"verify": "plain", "verify_tree": "plain", "extend": "extend"}
 # A cell that was not measured is filled in, and counts next to nothing in the fit.
 _FILLED_WEIGHT = 1e-6
 
@@ -123,10 +125,9 @@ class CostModel:
             points[m.kind][m.batch, m.width].append(m.milliseconds)
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
-        plain = {batch: float(np.mean(repeated)) for (batch, _), repeated in points.get("plain", {}).items()}
         for kind, values in points.items():
-            between = _beyond_plain(values, plain) if kind in ("verify", "verify_tree") else {}
-            surface = surfaces[kind] = _fit(values, between)
+            plain = _of_one_token(points.get(_PLAIN.get(kind, ""), {}))
+            surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain))
             for (batch, width), repeated in sorted(values.items()):
                 mean = float(np.mean(repeated))
                 residuals.append(Residual(kind, batch, width, mean, surface.at(batch, width)))
@@ -181,12 +182,17 @@ class CostModel:
         return self.graph_sizes[place] if place < len(self.graph_sizes) else batch
 
 
+def _of_one_token(values: Mapping[tuple[int, int], Sequence[float]]) -> dict[int, float]:
+    """By batch size."""
+    return {batch: float(np.mean(repeated)) for (batch, width), repeated in values.items() if width == 1}
+
+
 def _beyond_plain(
     values: Mapping[tuple[int, int], Sequence[float]], plain: Mapping[int, float]
 ) -> dict[tuple[int, int], float]:
-    """Verification at batch sizes at which only plain rounds were measured: it takes longer than those by what lies on
-    the line between what it does at the sizes around. Rounds of few rows rise with their number by leaps, which
-    plain ones show; what wider rounds take beyond that hardly does."""
+    """A part at batch sizes at which only plain rounds were measured: it takes longer than in those by what lies on the
+    line between what it does at the sizes around. Rounds of few rows rise with their number by leaps, which plain ones
+    show; what wider rounds take beyond that hardly does."""
     found: dict[tuple[int, int], float] = {}
     for width in {width for _, width in values}:
         known = sorted(batch for batch, w in values if w == width and batch in plain)
