@@ -11,6 +11,7 @@ import torch
 from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.kernels import ops_for
+from specbatch.speculation.drafters import NoDrafter
 from specbatch.speculation.factory import DraftFactory
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
@@ -162,6 +163,35 @@ def test_what_is_timed_on_a_device(
     assert (one["plain", 1], one["host", 1], one.get(("copies", 1))) == (1.0, host, pytest.approx(copies))
     assert (one["verify", 2], one["verify_tree", 3], one["draft_start", 1], one["extend", 1]) == (0.75, 0.75, 0.5, 0.25)
     assert CostModel.fit(found).plain_ms(2) == pytest.approx(max(1.0, whole))
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
+def test_what_a_plain_round_is_timed_of(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = session(method, on_device=True)
+    assert isinstance(tuned.engine, DeviceEngine)
+    followed: list[tuple[bool, bool]] = []
+
+    def time_drafters(
+        batch: int, context: int, drafters: list[NoDrafter], whole: bool = True
+    ) -> list[dict[str, float]]:
+        (drafter,) = drafters
+        followed.append((drafter.net is not None, whole))
+        return [{"round": 2.0} if whole else {"extend": 1.0}]
+
+    def time_steps(batch: int, context: int) -> tuple[float, float]:
+        drafter = tuned.engine._round.drafter  # type: ignore[union-attr]
+        assert isinstance(drafter, NoDrafter), "the engine decodes plainly"
+        assert drafter.net is None
+        return 3.0, 0.5
+
+    monkeypatch.setattr(tuned.engine, "time_drafters", time_drafters)
+    monkeypatch.setattr(tuned.engine, "time_steps", time_steps)
+    tuned.use(ByBatch.always(SHAPES[0]))
+    kinds = ["plain", "host", "copies", *(["extend"] if method != "ngram" else [])]
+    assert [m.kind for m in time_plain(tuned, 2, 20)] == kinds
+    assert followed == [(False, True), *([(True, False)] if method != "ngram" else [])]
+    assert not time_plain(tuned, 300, 20), "the cache does not hold so many rows"
+    assert time_plain(tuned, 1, 10**6), "rows are no longer than requests may be"
 
 
 def test_steps_of_requests_that_end_are_not_timed() -> None:
