@@ -342,7 +342,7 @@ def test_tokens_that_part_before_texts_do() -> None:
     assert difference(3, "of the art of", plain, decode).token == 3  # where this one ended
     assert difference(3, "of thé", plain, decode).token == 1  # neither of the two: as the texts part
     plain["logprobs"][2] = entry(4, 6, 0.25)
-    assert difference(3, "of the", plain, decode).token == 2  # where the other one ended
+    assert difference(3, "of the", plain, decode).tokens == (" art", "")  # where the other one ended
 
 
 def test_a_third_token_as_likely_as_two_others() -> None:
@@ -362,6 +362,9 @@ def test_a_third_token_as_likely_as_two_others() -> None:
     assert (found.token, found.margin, found.tokens) == (2, 0.125, ("3", "5"))
     # Of two that are equal to the last bit, the one that was not taken may be told first.
     logprobs[2]["top"] = [logprobs[2]["top"][i] for i in (1, 0, 2)]
+    logprobs[2]["top"][0]["logprob"] = -0.875  # by arithmetic that rounds
+    assert difference(3, "costs $4", plain, decode).margin == 0.125
+    logprobs[2]["top"][0]["logprob"] = -1.0
     found = difference(3, "costs $4", plain, decode)
     assert (found.token, found.margin, found.tokens) == (2, 0.0, ("3", "4"))
     logprobs[1]["top"] = logprobs[1]["top"][:1]
