@@ -199,7 +199,7 @@ def _beyond_plain(
         more = [float(np.mean(values[batch, width])) - plain[batch] for batch in known]
         for batch in plain:
             if known and known[0] < batch < known[-1] and batch not in known:
-                found[batch, width] = max(0.0, plain[batch] + float(np.interp(batch, known, more)))
+                found[batch, width] = plain[batch] + float(np.interp(batch, known, more))
     return found
 
 
