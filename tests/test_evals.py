@@ -341,7 +341,8 @@ def test_tokens_that_part_before_texts_do() -> None:
     assert difference(3, "of the sea", plain, decode).token == 2
     assert difference(3, "of the art of", plain, decode).token == 3  # where this one ended
     assert difference(3, "of thé", plain, decode).token == 1  # neither of the two: as the texts part
-    plain["logprobs"][2] = entry(4, 6, 0.25)
+    plain["logprobs"][2] = last = entry(4, 6, 0.25)
+    last["top"].insert(1, {"token": pieces[5], "token_id": 5, "logprob": -0.2})
     assert difference(3, "of the", plain, decode).tokens == (" art", "")  # where the other one ended
 
 
