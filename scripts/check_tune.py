@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--candidates", type=int, default=20)
-    parser.add_argument("--also", default="", help="shapes that are among them in any case: 3/1/4,5/1/6")
+    parser.add_argument("--also", default="", help="candidates among them in any case, as tune names them: 3/1/4,5/1/6")
     parser.add_argument("--whole-file", type=int, default=0, metavar="N", help="by so many fixed candidates")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--budget", default="3m")

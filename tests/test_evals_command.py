@@ -75,8 +75,8 @@ class Answers(StubEngine):
             counts.record(drafted=3, depth=3, accepted=2, committed=3)
         logprobs = None
         if request.params.logprobs is not None:
-            top = ((97, -0.5), (98, -1.5))[: request.params.logprobs]
-            logprobs = [TokenLogprob(token, -0.5, top) for token in tokens]
+            count = request.params.logprobs
+            logprobs = [TokenLogprob(token, -0.5, ((token, -0.5), (1, -1.5))[:count]) for token in tokens]
         self.stats.generated_tokens += len(tokens)
         self.stats.decode_seconds += self._seconds
         self.stats.speculation.add(counts)

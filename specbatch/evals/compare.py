@@ -44,10 +44,12 @@ def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable
     lengths = range(1, len(ids) + 1)
     common = bisect.bisect_left(lengths, 1, key=lambda n: int(not text.startswith(decode(ids[:n]).rstrip("\ufffd"))))
     last = min(common, len(ids) - 1)  # the last one, where `text` only goes on behind it
-    # Or tokens part before texts do: " the" begins " theory". A likely token that leads on tells where that was.
+    # Or tokens part before texts do: " the" begins " theory". A likely token that leads past what the texts have in
+    # common tells where that was; one that does not, " " where both go on with " $", may be likely for itself.
     places = range(last, max(last - _MOST_BEFORE, -1), -1)
     others = ((n, other) for n in places for other in _others(logprobs[n]))
-    found = (pair for pair in others if _leads_to(text, ids[: pair[0]], pair[1]["token_id"], decode))
+    shared = decode(ids[:last])
+    found = (pair for pair in others if _leads_past(shared, text, decode([*ids[: pair[0]], pair[1]["token_id"]])))
     token, other = next(found, (last, _others(logprobs[last])[0]))
     taken = logprobs[token]
     margin = round(abs(taken["logprob"] - other["logprob"]), 6)
@@ -59,7 +61,6 @@ def _others(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [top for top in entry["top"] if top["token_id"] != entry["token_id"]]
 
 
-def _leads_to(text: str, ids: Sequence[int], token: int, decode: Callable[[Sequence[int]], str]) -> bool:
-    """Whether `text` goes on, or ends, with `token` behind `ids`."""
-    before, after = decode(ids), decode([*ids, token])
-    return after == text or (after != before and text.startswith(after))
+def _leads_past(shared: str, text: str, other: str) -> bool:
+    """Whether `text` goes on behind `shared`, or ends, as `other` does."""
+    return other == text or (len(other) > len(shared) and text.startswith(other))

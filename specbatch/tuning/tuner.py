@@ -88,7 +88,7 @@ class Tuner:
     def measure(self, context: int, seconds: float) -> list[Measurement]:
         """Batch after batch, what was measured before left out, until the time is up; in any case one row, and the
         largest of the sizes that the cache holds."""
-        until = time.perf_counter() + seconds
+        began = time.perf_counter()
         engine, widest, found = self._run.engine, self._widest, self._kept.costs()
         if found:
             self._say(f"{len(found)} parts of rounds were timed before")
@@ -96,9 +96,9 @@ class Tuner:
             found = time_prompts(self._session, engine.prefill_chunk_tokens)
             self._kept.keep_costs(found)
         session, widths = self._session, (widest.depth, widest.topk, widest.verify_tokens)
-        if session.is_on_device:  # one graph and a few rounds for each: of all sizes, before what takes longer
-            found = self._time("plain", lambda batch: time_plain(session, batch, context), found, until)
-        found = self._time("verify", lambda batch: time_batch(session, batch, context, *widths), found, until)
+        if session.is_on_device:  # a graph or two for each: of all sizes, before what takes longer
+            found = self._time("plain", lambda batch: time_plain(session, batch, context), found, began + seconds / 3)
+        found = self._time("verify", lambda batch: time_batch(session, batch, context, *widths), found, began + seconds)
         largest = max((m.batch for m in found if m.kind == "verify"), default=0)
         if not largest:
             raise TuningError(
