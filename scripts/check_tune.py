@@ -157,7 +157,7 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int) -> dict[str, Any
     session.use(*told(schedule))
     # What is compiled or loaded first: the products of a prompt chunk have algorithms by its size.
     session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
-    waited = getattr(session.engine, "waited_seconds", 0.0)
+    waited = session.engine.waited_seconds
     live = predicted = tokens = rounds = replayed = 0.0
     for first in range(0, max(batch, 16), batch):
         rows = np.roll(np.arange(len(tuned.requests)), -first)[:batch]
@@ -173,7 +173,7 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int) -> dict[str, Any
         "live_tok_s": round(tokens / live, 1),
         "live_rounds": rounds,
         "replayed_rounds": round(replayed, 1),
-        "host_share": round(1 - (getattr(session.engine, "waited_seconds", 0.0) - waited) / live, 3),
+        "host_share": round(1 - (session.engine.waited_seconds - waited) / live, 3),
         "error": round(live / predicted - 1, 4),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specbatch.engine.append import new_sequence
+from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.speculation.sequence import Sequence
 from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request
@@ -11,6 +12,9 @@ from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason,
 class EngineBase:
     """The parts of `types.BatchEngine` that do not compute. `max_length` is the longest sequence, prompt and output,
     that the model and the cache can hold."""
+
+    chunk_cost: ChunkCost | None = None  # for which short prompts are gathered; None: they are not
+    waited_seconds = 0.0  # for a device: what is left of the time is the host's own
 
     def __init__(self, scheduler: Scheduler, vocab_size: int, max_length: int) -> None:
         self._scheduler = scheduler

@@ -60,6 +60,8 @@ class _Report:
 class DeviceEngine(EngineBase):
     """Runs requests to completion. See `types.BatchEngine` for what each method promises."""
 
+    chunk_cost: ChunkCost
+
     def __init__(
         self,
         executor: RoundExecutor,
@@ -97,7 +99,6 @@ class DeviceEngine(EngineBase):
         self._reports: deque[_Report] = deque()
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
-        self.waited_seconds = 0.0  # for the device: what is left of the time is the host's own
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:

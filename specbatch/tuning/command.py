@@ -173,7 +173,7 @@ def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
         lead,
         widest.verify_tokens,
         behind,
-        getattr(built.engine, "chunk_cost", None),
+        built.engine.chunk_cost,
     )
 
 
