@@ -7,6 +7,7 @@ as in other engines; with `none` every kernel is launched by the host.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ class RoundExecutor:
     def capture(self, sampled: bool, show: Callable[[str], None]) -> None:
         """Capture all sizes for batches that hold sampled requests, or none. The rows must be padding. `show` is told
         how far it is."""
+        gc.collect()  # graphs of a round that is no more keep memory: once, for it takes as long as a capture
         for number, (size, i) in enumerate(self._captures, start=1):
             show(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
             self._capture(size, i, sampled)

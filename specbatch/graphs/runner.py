@@ -61,7 +61,6 @@ class GraphRunner:
         free = torch.cuda.mem_get_info(self._device)[0]
         graph = torch.cuda.CUDAGraph()
         # What a collection frees on the device (another engine's graphs, say) would break the capture.
-        gc.collect()
         collects = gc.isenabled()
         gc.disable()
         try:
