@@ -39,6 +39,7 @@ from specbatch.types import Request
 
 # Shares of the time that is left when a part begins.
 _TRACE_SHARE, _MEASURE_SHARE = 0.4, 0.4
+_LEAST_SHARE = 0.1  # of the budget, for a part that those before it leave no time: compiling may take what it likes
 _COMPARED = 3  # options that run live, beside plain decoding
 
 
@@ -102,7 +103,7 @@ def tune_file(
     tuner = Tuner(session, run, widest, sample, Kept(kept_folder(options.output), identity), say)
 
     def left(share: float) -> float:
-        return max(1.0, (until - time.perf_counter()) * share)
+        return max(_LEAST_SHARE * options.budget_seconds, (until - time.perf_counter()) * share)
 
     with console.status("tracing: the target writes, the draft guesses"):
         began = time.perf_counter()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from specbatch.tuning.candidates import Candidate
 from specbatch.tuning.costs import CostModel
-from specbatch.tuning.predict import FileProfile, Limits, predict
+from specbatch.tuning.predict import FileProfile, Limits, Prediction, predict
 from specbatch.tuning.replay import Replay
 from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.trace import Trace
@@ -26,12 +26,16 @@ class Forecast:
     limits: Limits
     max_tokens: int  # of a row's output
 
-    def seconds(self, schedule: Schedule, count: int) -> float:
+    def predict(self, schedule: Schedule, count: int) -> Prediction:
         """Of a file of `count` rows: the traced ones from the first on, again and again."""
         part = replace(self.trace, rows=self.trace.rows[:count])
         own = {c: self.replays[c].of_rows(slice(count)) for c in schedule.candidates if c is not None}
         profile = replace(FileProfile.of(part, self.max_tokens, num_rows=count), in_order=True)
-        return predict(profile, self.limits, self.costs, own, schedule).seconds
+        return predict(profile, self.limits, self.costs, own, schedule)
+
+    def seconds(self, schedule: Schedule, count: int) -> float:
+        """Of the same."""
+        return self.predict(schedule, count).seconds
 
     def of_rows(self, rows: NDArray[np.intp], candidate: Candidate | None) -> Forecast:
         """As if these traced rows were all, for schedules of one candidate."""
