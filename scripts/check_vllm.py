@@ -1,13 +1,16 @@
-"""A trained EAGLE-3 head in vLLM beside ours: the same file, the same prompts, greedy.
+"""A trained EAGLE-3 head in vLLM beside ours: the same file, the same prompts, greedy; acceptance, texts and speed.
 
     python scripts/check_vllm.py prepare --model TARGET --rows eval.jsonl -o ids.json           # our environment
     python scripts/check_vllm.py run ids.json --model HF_DIRECTORY --head HEAD --num-steps 5 -o vllm.json      # vLLM's
     specbatch generate eval.jsonl -o ours.jsonl --set sampling.logprobs=2 ...                   # our environment
     python scripts/check_vllm.py compare vllm.json ours.jsonl -o report.json
+    python scripts/check_vllm.py speed ids.json --engine vllm --model HF_DIRECTORY --head HEAD -o speed-vllm.json
+    python scripts/check_vllm.py speed ids.json --engine ours --model TARGET --head HEAD -o speed-ours.json
 
 `eval.jsonl` are rows with `messages`, such as those that train_draft.py leaves in training/. `compare` says how far the
 acceptance lengths are apart, how many texts are equal, and by how much our target preferred its token to the second
-best where a text first differs: in bfloat16, two engines part at ties.
+best where a text first differs: in bfloat16, two engines part at ties. `speed` runs GSM8K prompts so many at once,
+prompts included, twice each: the better run counts, as what is compiled or loaded first is in the other.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +34,24 @@ def main() -> None:
     prepared.set_defaults(command=prepare)
     ran = commands.add_parser("run")
     ran.add_argument("ids", type=Path)
-    ran.add_argument("--model", required=True)
-    ran.add_argument("--head")
-    ran.add_argument("--num-steps", type=int, default=5)
-    ran.add_argument("--max-tokens", type=int, default=256)
     ran.add_argument("--max-batch-size", type=int, default=64)
-    ran.add_argument("--memory", type=float, default=0.2, help="share of the card's memory")
     ran.set_defaults(command=run)
     compared = commands.add_parser("compare")
     compared.add_argument("vllm", type=Path)
     compared.add_argument("ours", type=Path)
     compared.set_defaults(command=compare)
-    for command in (prepared, ran, compared):
+    timed = commands.add_parser("speed")
+    timed.add_argument("ids", type=Path)
+    timed.add_argument("--engine", choices=("ours", "vllm"), required=True)
+    timed.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 128])
+    timed.set_defaults(command=speed, max_batch_size=128)
+    for command in (ran, timed):
+        command.add_argument("--model", required=True)
+        command.add_argument("--head")
+        command.add_argument("--num-steps", type=int, default=5)
+        command.add_argument("--max-tokens", type=int, default=256)
+        command.add_argument("--memory", type=float, default=0.2, help="vLLM's share of the card's memory")
+    for command in (prepared, ran, compared, timed):
         command.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     found = args.command(args)
@@ -72,25 +82,9 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """vLLM's tokens and its own counters, file by file."""
     import vllm
-    from vllm import LLM, SamplingParams
 
     given = json.loads(args.ids.read_text(encoding="utf-8"))
-    speculative = {}
-    if args.head:
-        speculation = {"method": "eagle3", "model": args.head, "num_speculative_tokens": args.num_steps}
-        speculative = {"speculative_config": speculation}
-    llm = LLM(
-        model=args.model,
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=4096,
-        max_num_seqs=args.max_batch_size,
-        gpu_memory_utilization=args.memory,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        **speculative,
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens, stop_token_ids=given["stop"], detokenize=False)
+    llm, sampling = _vllm(args, given["stop"])
     by_file: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in given["rows"]:
         by_file[row["file"]].append(row)
@@ -110,6 +104,84 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         }
         print(name, files[name], flush=True)
     return {"vllm": vllm.__version__, "num_steps": args.num_steps, "files": files, "tokens": tokens}
+
+
+def _vllm(args: argparse.Namespace, stop: list[int]) -> tuple[Any, Any]:
+    """Engine and greedy sampling."""
+    from vllm import LLM, SamplingParams
+
+    speculative = {}
+    if args.head:
+        speculation = {"method": "eagle3", "model": args.head, "num_speculative_tokens": args.num_steps}
+        speculative = {"speculative_config": speculation}
+    llm = LLM(
+        model=args.model,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=args.max_batch_size,
+        gpu_memory_utilization=args.memory,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        **speculative,
+    )
+    return llm, SamplingParams(temperature=0, max_tokens=args.max_tokens, stop_token_ids=stop, detokenize=False)
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    """Output tokens per second, so many rows at once."""
+    given = json.loads(args.ids.read_text(encoding="utf-8"))
+    rows = [row["prompt"] for row in given["rows"] if "gsm8k" in row["file"]]
+    count_tokens = _runs_in_vllm(args, given["stop"]) if args.engine == "vllm" else _runs_in_ours(args)
+    found: dict[str, Any] = {"engine": args.engine, "head": args.head, "num_steps": args.num_steps, "tok_s": {}}
+    for batch in args.batches:
+        speeds = []
+        for _ in range(2):
+            began, tokens = time.perf_counter(), 0
+            for first in range(0, min(max(batch, 16), len(rows)), batch):
+                tokens += count_tokens(rows[first : first + batch])
+            speeds.append(round(tokens / (time.perf_counter() - began), 1))
+        found["tok_s"][batch] = speeds
+        print(args.engine, args.head, batch, speeds, flush=True)
+    return found
+
+
+def _runs_in_vllm(args: argparse.Namespace, stop: list[int]) -> Callable[[list[list[int]]], int]:
+    """What runs prompts all at once and says how many tokens came out."""
+    llm, sampling = _vllm(args, stop)
+
+    def count_tokens(prompts: list[list[int]]) -> int:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return count_tokens
+
+
+def _runs_in_ours(args: argparse.Namespace) -> Callable[[list[list[int]]], int]:
+    """The same, in an engine of the same limits."""
+    from specbatch.config_load import load_config
+    from specbatch.engine.build import build
+    from specbatch.engine.resolve import resolve
+    from specbatch.types import NoiseKey, Request, SamplingParams
+
+    drafts = ["method=none"]
+    if args.head:
+        drafts = ["method=eagle3", f"draft={args.head}", f"num_steps={args.num_steps}"]
+    settings = [f"model.target={args.model}", *(f"speculation.{text}" for text in drafts)]
+    settings += [f"engine.max_batch_size={args.max_batch_size}", "engine.prefix_cache=false"]
+    engine = build(resolve(load_config(None, settings)), lambda doing: None).engine
+    params = SamplingParams(max_tokens=args.max_tokens)
+
+    def count_tokens(prompts: list[list[int]]) -> int:
+        for i, ids in enumerate(prompts):
+            engine.submit(Request(i, ids, params, NoiseKey(0, i, 0)))
+        done, tokens = 0, 0
+        while done < len(prompts):
+            for completion in engine.step():
+                done, tokens = done + 1, tokens + len(completion.token_ids)
+        return tokens
+
+    return count_tokens
 
 
 def _counters(llm: Any) -> tuple[int, int]:
