@@ -187,7 +187,8 @@ def _runs_in_ours(args: argparse.Namespace) -> Callable[[list[list[int]]], int]:
 def _counters(llm: Any) -> tuple[int, int]:
     """Drafts (rounds of a row) and accepted draft tokens so far."""
     values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    return tuple(int(values.get(f"vllm:spec_decode_num_{what}", 0)) for what in ("drafts", "accepted_tokens"))
+    drafts, accepted = (values.get(f"vllm:spec_decode_num_{what}", 0) for what in ("drafts", "accepted_tokens"))
+    return int(drafts), int(accepted)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
