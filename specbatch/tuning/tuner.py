@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from specbatch.engine.resolve import ResolvedRun
+from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
@@ -97,7 +98,9 @@ class Tuner:
             self._kept.keep_costs(found)
         session, widths = self._session, (widest.depth, widest.topk, widest.verify_tokens)
         if session.is_on_device:  # a graph or two for each: of all sizes, before what takes longer
-            found = self._time("plain", lambda batch: time_plain(session, batch, context), found, began + seconds / 3)
+            session.use(ByBatch.always(None))  # kernels are compiled here, which may take longer than all that follows
+            until = time.perf_counter() + seconds / 3
+            found = self._time("plain", lambda batch: time_plain(session, batch, context), found, until)
         found = self._time("verify", lambda batch: time_batch(session, batch, context, *widths), found, began + seconds)
         largest = max((m.batch for m in found if m.kind == "verify"), default=0)
         if not largest:
