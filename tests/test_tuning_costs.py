@@ -116,18 +116,20 @@ def test_repeated_measurements_are_averaged_and_outliers_show() -> None:
 
 
 def test_verification_between_two_sizes_follows_plain_rounds() -> None:
-    """Plain rounds leap from 1 to 2 rows; wider ones, timed at 1 and 16 rows only, are taken to do so as well."""
+    """Plain rounds leap from 1 to 2 rows; wider ones, timed at 1 and 16 rows only, are taken to do so as well, and to
+    take more than that only where their own work shows: from 1 ms more to 9 at 16 rows, 4.5 at 8."""
     plain = {1: 10.0, 2: 20.0, 8: 21.0, 16: 22.0, 32: 23.0}
     measured = [Measurement("plain", batch, 1, ms) for batch, ms in plain.items()]
     for kind, beyond in (("verify", 0.0), ("verify_tree", 3.0)):
-        measured += [Measurement(kind, 1, 4, 11.0 + beyond), Measurement(kind, 16, 4, 25.0 + beyond)]
-    measured.append(Measurement("verify", 8, 6, 30.0))  # of a width timed at one size alone, others are filled in
+        measured += [Measurement(kind, 1, 4, 11.0 + beyond), Measurement(kind, 16, 4, 31.0 + beyond)]
+    measured.append(Measurement("verify", 8, 6, 34.0))  # of a width timed at one size alone, others are filled in
     model = CostModel.fit(measured)
-    for batch in (1, 2, 8, 16):
-        more = 1 + 2 * (batch - 1) / 15  # on the line from 1 to 3
+    for batch, more, tree in ((1, 1.0, 4.0), (2, 9 * 2 / 16, 4.0), (8, 9 * 8 / 16, 12 * 8 / 16), (16, 9.0, 12.0)):
         assert model.part_ms("verify", batch, 4) == pytest.approx(plain[batch] + more, rel=1e-3)
-        assert model.part_ms("verify_tree", batch, 4) == pytest.approx(plain[batch] + 3 + more, rel=1e-3)
+        assert model.part_ms("verify_tree", batch, 4) == pytest.approx(plain[batch] + tree, rel=1e-3)
     assert model.surfaces["verify_tree"].batches == (1, 2, 8, 16)  # beyond what was measured nothing is made up
+    late = CostModel.fit([*measured, Measurement("verify", 2, 5, 20.5), Measurement("verify", 16, 5, 31.0)])
+    assert late.part_ms("verify", 8, 5) == pytest.approx(21 + 0.5 + 8.5 * 6 / 14, rel=1e-3), "no more than on the line"
     assert {(r.kind, r.batch) for r in model.residuals if r.kind != "plain"} == {
         ("verify", 1), ("verify", 8), ("verify", 16), ("verify_tree", 1), ("verify_tree", 16)
     }  # fmt: skip

@@ -7,6 +7,7 @@ padded to that.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -190,16 +191,18 @@ def _of_one_token(values: Mapping[tuple[int, int], Sequence[float]]) -> dict[int
 def _beyond_plain(
     values: Mapping[tuple[int, int], Sequence[float]], plain: Mapping[int, float]
 ) -> dict[tuple[int, int], float]:
-    """A part at batch sizes at which only plain rounds were measured: it takes longer than in those by what lies on the
-    line between what it does at the sizes around. Rounds of few rows rise with their number by leaps, which plain ones
-    show; what wider rounds take beyond that hardly does."""
+    """A part at batch sizes at which only plain rounds were measured: what it takes longer than those, which show where
+    rounds rise by leaps. Between two measured sizes that stays what it is while the weights are read anyway, then rises
+    with the rows (a roofline, Williams et al. 2009), and is on no account more than on the line between them."""
     found: dict[tuple[int, int], float] = {}
     for width in {width for _, width in values}:
         known = sorted(batch for batch, w in values if w == width and batch in plain)
-        more = [float(np.mean(values[batch, width])) - plain[batch] for batch in known]
-        for batch in plain:
-            if known and known[0] < batch < known[-1] and batch not in known:
-                found[batch, width] = plain[batch] + float(np.interp(batch, known, more))
+        more = {batch: float(np.mean(values[batch, width])) - plain[batch] for batch in known}
+        for low, high in itertools.pairwise(known):
+            for batch in plain:
+                if low < batch < high:
+                    line = more[low] + (batch - low) / (high - low) * (more[high] - more[low])
+                    found[batch, width] = plain[batch] + min(line, max(more[low], more[high] * batch / high))
     return found
 
 
