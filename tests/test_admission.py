@@ -185,13 +185,54 @@ def test_bounds_of_what_is_gathered() -> None:
     assert [ChunkCost(8.0, 0).places(size, 1.0) for size in (1, 2, 3, 4, 7, 8, 100)] == [1, 1, 1, 1, 1, 2, 25]
 
 
-def test_what_was_preempted_counts_with_what_it_had_written() -> None:
+@pytest.mark.parametrize(("num_written", "planned"), [(13, 0), (14, 1)])
+def test_what_was_preempted_counts_with_what_it_had_written(num_written: int, planned: int) -> None:
     scheduler = scheduler_with(15, [3, 3, 3, 3, 3], 4)
-    assert not scheduler.plan_prefill()
-    scheduler.waiting[0].tokens += [1] * 13  # 15 to compute: the last one is the root
-    assert not scheduler.plan_prefill()
-    scheduler.waiting[0].tokens += [1]
-    assert len(scheduler.plan_prefill()) == 1
+    assert not scheduler.plan_prefill()  # it has been counted with its prompt
+    seq = scheduler.waiting.popleft()
+    scheduler.running.append(seq)
+    seq.tokens += [1] * num_written  # 15 or 16 to compute: the last one is the root
+    scheduler._preempt(seq)
+    assert len(scheduler.plan_prefill()) == planned
+
+
+def test_what_is_cached_is_no_work() -> None:
+    """Prompts of 19 tokens that begin with the same 16: but for the first, each is 3 tokens to compute, and they wait
+    for places as prompts of 3 tokens do."""
+    pool = PagePool(512, 4)
+    scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 64, gather=4, worthwhile_tokens=16)
+    for number in range(40):
+        prompt = [7] * 16 + [number] * 3
+        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+        scheduler.waiting.append(Sequence(request, prompt, 23))
+    chunks = []
+    while len(chunks) < 5:
+        spans = scheduler.plan_prefill()
+        if not spans:
+            scheduler.finish(scheduler.running[0])
+            continue
+        chunks.append((len(spans), len(scheduler.running)))
+        for span in spans:
+            span.seq.num_committed = span.end
+            scheduler.share(span.seq)
+    assert chunks == [(1, 1), (15, 16), (4, 16), (4, 16), (4, 16)]
+
+
+def test_a_waiting_request_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PagePool(512, 4)
+    prefix = PrefixIndex(pool)
+    scheduler = Scheduler(pool, prefix, 1, lambda seq: None, 2, 64, gather=2, worthwhile_tokens=1000)
+    for number in range(6):
+        prompt = [number] * 9
+        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+        scheduler.waiting.append(Sequence(request, prompt, 13))
+    compute(scheduler)
+    scheduler.finish(scheduler.running[0])
+    looked: list[int] = []
+    monkeypatch.setattr(prefix, "num_cached", lambda tokens, most: looked.append(tokens[0]) or 0)
+    for _ in range(5):
+        assert not scheduler.plan_prefill()
+    assert looked == [2]
 
 
 def test_the_device_engine_knows_what_is_worth_a_chunk() -> None:

@@ -163,6 +163,8 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
         held.append(pages)
         pool.release(pages)
     pool.release(index.match(texts[0], 4))  # the oldest is looked up again
+    assert [index.num_cached(tokens, 4) for tokens in (texts[0], texts[1], [1, 1, 3, 3], [5])] == [4, 2, 2, 0]
+    assert index.num_cached(texts[0], 3) == 2
     in_use = index.match(texts[2], 2)
     assert index.num_evictable() == 3
     for expected in ([*held[0], *held[2]], [held[0][0], *held[2]], held[2], held[2]):

@@ -39,7 +39,10 @@ BEFORE = "were traced before"
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
-    lines = [json.dumps({"prompt": f"Row {i}: " + "ab " * i, "max_tokens": 6 + i}) for i in range(6)]
+    lines = [
+        json.dumps({"prompt": f"The words that all rows begin with. {i}: " + "ab " * i, "max_tokens": 6 + i})
+        for i in range(6)
+    ]
     path.write_text("\n".join([*lines, "{broken"]) + "\n")
     return path
 
@@ -53,7 +56,7 @@ def test_writes_a_configuration_that_runs(rows: Path, tmp_path: Path, method: li
     output = tmp_path / "tuned.yaml"
     found = tune(rows, "-o", output, "--rows", "5", "--budget", "5s", *TINY, *method)
     assert found.exit_code == 0, found.output
-    assert "6 completions, 5 sampled" in found.output
+    assert "6 completions, 5 sampled; the prompts begin with the same 32 tokens" in found.output
     text = output.read_text()
     assert text.startswith("# Written by `specbatch tune`.")
     config = load_config(output)
@@ -225,6 +228,7 @@ def test_sizes_that_are_timed(
             if batch > fitting:
                 return []
             assert kind == "plain" or not on_device or found["plain"] or before, "plain rounds come first"
+            assert used or before or not on_device, "kernels are compiled first"
             found[kind].append(batch)
             return [Measurement(kind, batch, 1, 1.0)]
 
@@ -234,7 +238,9 @@ def test_sizes_that_are_timed(
     monkeypatch.setattr(tuner_module, "time_plain", timing("plain"))
     monkeypatch.setattr(tuner_module, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
     run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
-    kept, session, said = Kept(tmp_path / "kept", {}), SimpleNamespace(is_on_device=on_device), list[str]()
+    used: list[object] = []
+    session = SimpleNamespace(is_on_device=on_device, use=used.append)
+    kept, said = Kept(tmp_path / "kept", {}), list[str]()
     kinds = ["plain", "verify"] if on_device else ["verify"]
     if before:
         kept.keep_costs([Measurement(kind, batch, 1, 1.0) for kind in kinds for batch in before])
@@ -249,6 +255,32 @@ def test_sizes_that_are_timed(
         assert [m.batch for m in measured if m.kind == kind] == [*before, *timed]
     assert [m.batch for m in kept.costs()] == [m.batch for m in measured]
     assert any("larger ones are extrapolated" in line for line in said) == (fitting < 64)
+
+
+def test_compiling_takes_no_time_from_plain_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All their sizes are timed in a third of 30 s, where compiling takes 100; of verification the two ends."""
+    now, timed = [0.0], {"plain": list[int](), "verify": list[int]()}
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    def timing(kind: str) -> Callable[..., list[Measurement]]:
+        def time_one(session: object, batch: int, *rest: int) -> list[Measurement]:
+            wait(1)
+            timed[kind].append(batch)
+            return [Measurement(kind, batch, 1, 1.0)]
+
+        return time_one
+
+    monkeypatch.setattr(tuner_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(tuner_module, "time_batch", timing("verify"))
+    monkeypatch.setattr(tuner_module, "time_plain", timing("plain"))
+    monkeypatch.setattr(tuner_module, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
+    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
+    session: Any = SimpleNamespace(is_on_device=True, use=lambda schedule: wait(100))
+    sample: Any = SimpleNamespace()
+    Tuner(session, run, Widest(1, 1, 2, 64), sample, Kept(tmp_path / "kept", {}), print).measure(100, 30)
+    assert timed == {"plain": [1, 64, 8, 2, 16, 4, 32], "verify": [1, 64]}
 
 
 def test_limits_know_what_the_engine_gathers() -> None:

@@ -78,6 +78,10 @@ class PrefixIndex:
         self._pool.retain(pages)
         return pages
 
+    def num_cached(self, tokens: Sequence[int], max_tokens: int) -> int:
+        """Tokens that `match` would find; a look, not a use."""
+        return self._pool.page_size * sum(1 for _ in self._walk(tokens, max_tokens // self._pool.page_size))
+
     def insert(self, tokens: Sequence[int], pages: Sequence[int], num_computed: int) -> None:
         """Offer the full pages among the first `num_computed` slots of a sequence, up to the first one that is known
         as another page: filed below that, the sequence's own pages would keep it from being evicted, though nobody

@@ -114,8 +114,16 @@ class Scheduler:
         free = self._max_batch_size - len(self.running)
         if free >= min(self.gather, len(self.waiting)):
             return True
-        tokens = sum(seq.prefill_end for seq in islice(self.waiting, free))
+        tokens = sum(self._num_uncached(seq) for seq in islice(self.waiting, free))
         return free > 0 and tokens >= self._worthwhile_tokens
+
+    def _num_uncached(self, seq: Sequence) -> int:
+        """Tokens of a waiting request that a chunk would compute; looked up once, for it is asked in every round."""
+        if seq.num_uncached is None:
+            last = seq.prefill_end - 1  # is computed in any case
+            cached = self._prefix.num_cached(seq.tokens, last) if self._prefix is not None else 0
+            seq.num_uncached = seq.prefill_end - cached
+        return seq.num_uncached
 
     def _take(self, plan: list[PrefillSpan], seq: Sequence, budget: int, *, is_new: bool, num_cached: int) -> int:
         end = min(seq.prefill_end, seq.num_committed + budget)
@@ -219,6 +227,7 @@ class Scheduler:
         self._pool.release(seq.pages)
         seq.pages = []
         seq.num_committed = 0
+        seq.num_uncached = None
 
     def check_integrity(self) -> None:
         holders = [seq.pages for seq in self.running]

@@ -93,7 +93,11 @@ def tune_file(
     sample = sample_rows(source, parser, texts, built.engine.limits, options.rows, run.config.engine.seed)
     sampled = any(request.params.temperature > 0 for request in sample.requests)
     session = Session(built, "round" if run.engine.on_device and run.device.type == "cuda" else "none", sampled)
-    say(f"{source.name}: {sample.num_rows:,} completions, {len(sample.requests)} sampled")
+    # The session caches no prefixes, the job will: of full pages, and a head's depend on the token behind them.
+    size = run.engine.page_size
+    shared = max(0, sample.common_prefix - 1) // size * size if config.engine.prefix_cache else 0
+    alike = f"; the prompts begin with the same {shared} tokens" if shared else ""
+    say(f"{source.name}: {sample.num_rows:,} completions, {len(sample.requests)} sampled{alike}")
     identity = job_fingerprint(run.config, source.identity, options.rows, models=model_paths(run.config))
     identity |= {"device": device_name(run.config.engine.device), "versions": versions(), "widest": asdict(widest)}
     identity["kinds"] = list(KINDS)
@@ -121,7 +125,7 @@ def tune_file(
     graph_sizes = ladder(run.engine.max_batch_size) if run.engine.on_device else []
     costs = CostModel.fit(measurements, graph_sizes)
     began = time.perf_counter()
-    profile = FileProfile.of(trace, sample.max_tokens, np.array(sample.prompt_tokens), sample.num_rows)
+    profile = FileProfile.of(trace, sample.max_tokens, np.array(sample.prompt_tokens), sample.num_rows, shared)
     limits = _limits(run, built, widest)
     space: list[Candidate] = []
     if widest.depth:

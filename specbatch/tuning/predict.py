@@ -55,13 +55,17 @@ class FileProfile:
 
     @staticmethod
     def of(
-        trace: Trace, max_tokens: int, prompt_tokens: NDArray[np.int64] | None = None, num_rows: int = 0
+        trace: Trace,
+        max_tokens: int,
+        prompt_tokens: NDArray[np.int64] | None = None,
+        num_rows: int = 0,
+        shared_prefix: int = 0,
     ) -> FileProfile:
         """With the traced rows' outputs, and where no prompts of the file are known, their prompts too. `num_rows` 0:
         as many as there are prompts."""
         prompts = np.array([row.num_prompt for row in trace.rows]) if prompt_tokens is None else prompt_tokens
         outputs = np.array([row.num_output for row in trace.rows], dtype=np.int64)
-        return FileProfile(prompts.astype(np.int64), outputs, num_rows or len(prompts), max_tokens)
+        return FileProfile(prompts.astype(np.int64), outputs, num_rows or len(prompts), max_tokens, shared_prefix)
 
 
 @dataclass(frozen=True, slots=True)

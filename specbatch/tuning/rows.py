@@ -19,6 +19,7 @@ FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
 class Sample:
     requests: list[Request]  # to trace, in the order drawn; each has a stream of noise of its own
     prompt_tokens: list[int]  # of the measured rows
+    common_prefix: int  # tokens that all of these begin with
     num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
     num_failed: int  # of the sampled rows
     max_tokens: int  # the most that a sampled row may write
@@ -41,7 +42,9 @@ def sample_rows(
             kept[place] = raw
     draw.shuffle(kept)
     requests: list[Request] = []
-    lengths, num_failed, max_tokens, completions = [], 0, 1, 0
+    lengths: list[int] = []
+    common: list[int] = []
+    num_failed, max_tokens, completions = 0, 1, 0
     for raw in kept:
         head, job = parser.parse(raw)
         if isinstance(job, RowError):
@@ -52,6 +55,7 @@ def sample_rows(
         except RowError:
             num_failed += 1
             continue
+        common = _common_prefix(common, prompt) if lengths else prompt
         lengths += [len(prompt)] * job.params.n
         completions += job.params.n
         max_tokens = max(max_tokens, job.params.max_tokens)
@@ -65,4 +69,9 @@ def sample_rows(
             "give more rows; `specbatch generate` says what is wrong with rows that fail" if num_failed else None,
         )
     expected = round(total * completions / len(kept))
-    return Sample(requests, lengths, expected, num_failed, max_tokens)
+    return Sample(requests, lengths, len(common), expected, num_failed, max_tokens)
+
+
+def _common_prefix(first: list[int], second: list[int]) -> list[int]:
+    pairs = enumerate(zip(first, second, strict=False))
+    return first[: next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))]
