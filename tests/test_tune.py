@@ -17,6 +17,7 @@ from specbatch.cli import app
 from specbatch.config_load import load_config
 from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
+from specbatch.pipeline.sources import RawRow
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import tuner as tuner_module
 from specbatch.tuning.command import _limits, _resolve_widest, _winner
@@ -25,6 +26,7 @@ from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept
 from specbatch.tuning.output import _verdict
+from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.tuner import Tuner, Widest, spread_out
 from specbatch.types import NoiseKey, Request, SamplingParams
@@ -33,6 +35,7 @@ from tests.models import tiny_device_engine, tiny_engine
 TINY = ["--set", "model.target=shape:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
 TINY += ["--set", "engine.prefill_chunk_tokens=64"]
 DRAFT = ["--set", "speculation.method=draft_model", "--set", "speculation.draft=shape:tiny"]
+DRAFT += ["--set", "engine.prefix_cache=false"]
 BEFORE = "were traced before"
 
 
@@ -56,7 +59,8 @@ def test_writes_a_configuration_that_runs(rows: Path, tmp_path: Path, method: li
     output = tmp_path / "tuned.yaml"
     found = tune(rows, "-o", output, "--rows", "5", "--budget", "5s", *TINY, *method)
     assert found.exit_code == 0, found.output
-    assert "6 completions, 5 sampled; the prompts begin with the same 32 tokens" in found.output
+    alike = "6 completions, 5 sampled; the prompts begin with the same 32 tokens"
+    assert (alike in found.output) == (method != DRAFT), "which is of no account without a prefix cache"
     text = output.read_text()
     assert text.startswith("# Written by `specbatch tune`.")
     config = load_config(output)
@@ -190,6 +194,19 @@ def test_too_few_rows(tmp_path: Path) -> None:
     found = tune(path, "-o", tmp_path / "t.yaml", *TINY)
     assert found.exit_code == 2
     assert "2 rows to tune on, and 4 are the least (1 of 3 rows fail)" in " ".join(found.output.split())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "common"),
+    [(["abcd", "abce", "abc"], 3), (["abcd", "abcd"], 4), (["abc", "xbc", "abc"], 0), (["ab", "abcd", "abcx"], 2)],
+)
+def test_what_all_sampled_prompts_begin_with(prompts: list[str], common: int) -> None:
+    rows: Any = [RawRow(i, prompt.encode()) for i, prompt in enumerate(prompts * 2)]
+    source: Any = SimpleNamespace(rows=lambda: iter(rows), name="rows")
+    parser: Any = SimpleNamespace(parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams())))
+    texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
+    limits: Any = None
+    assert sample_rows(source, parser, texts, limits, 4, 0).common_prefix == common
 
 
 def test_batch_sizes_from_both_ends() -> None:
