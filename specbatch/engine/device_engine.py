@@ -22,6 +22,7 @@ from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase
+from specbatch.engine.device_rows import DeviceRows
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.prompts import PromptPacker
@@ -31,7 +32,7 @@ from specbatch.engine.transfers import Download, Transfers
 from specbatch.speculation.drafters import Drafter
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.sequence import Sequence
-from specbatch.speculation.slots import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
+from specbatch.speculation.slots import SlotState
 from specbatch.types import (
     Completion,
     FinishReason,
@@ -93,9 +94,8 @@ class DeviceEngine(EngineBase):
         self._rounds_of_rows = RoundsOfRows()
         self._transfers = Transfers(device)
         self._packer = PromptPacker(self._transfers, pool.page_size, None if net is None else net.lead)
-        self._page_table = np.zeros(self._state.page_table_SP.shape, dtype=np.int32)
-        self._num_pages_of = [0] * max_batch_size  # of each slot, in the table
-        self._started: list[Sequence] = []  # admitted, not yet told to the device
+        self._rows = DeviceRows(self._state, self._transfers, max_batch_size)
+        self._max_batch_size = max_batch_size
         self._reports: deque[_Report] = deque()
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
@@ -123,7 +123,7 @@ class DeviceEngine(EngineBase):
         rows = [seq for seq in self._scheduler.plan_round() if not _surely_ends(seq)]
         if not rows:
             return False
-        self._upload_pages(rows)
+        self._rows.upload_pages(rows)
         params = [seq.request.params for seq in rows]
         wants_logprobs = any(p.logprobs is not None for p in params)
         verified = self._executor.run(
@@ -139,8 +139,8 @@ class DeviceEngine(EngineBase):
         return True
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
-        self._upload_started()
-        self._upload_pages([s.seq for s in spans])
+        self._rows.upload_started()
+        self._rows.upload_pages([s.seq for s in spans])
         chunk = self._packer.pack(spans, self._state.page_table_SP)
         ready = [s.seq for s in spans if s.end == s.seq.prefill_end]
         params = [seq.request.params for seq in ready]
@@ -199,7 +199,7 @@ class DeviceEngine(EngineBase):
 
     def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
         self._rounds_of_rows.add(seq.counts.rounds)
-        self._scheduler.gather = self.chunk_cost.places(len(self._num_pages_of), self._rounds_of_rows.mean)
+        self._scheduler.gather = self.chunk_cost.places(self._max_batch_size, self._rounds_of_rows.mean)
         return super()._complete(seq, reason)
 
     def _read_prompt(self, seq: Sequence, report: list[int]) -> FinishReason | None:
@@ -226,47 +226,9 @@ class DeviceEngine(EngineBase):
     def _start(self, seq: Sequence) -> None:
         """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
         launched for the new request comes behind that round."""
-        taken = {other.slot for other in self._scheduler.running}
-        seq.slot = next(slot for slot in range(len(self._num_pages_of)) if slot not in taken)
+        self._rows.start(seq, self._scheduler.running)
         seq.draft = seq.num_committed
         seq.num_in_flight = seq.rounds_in_flight = 0
-        self._num_pages_of[seq.slot] = 0
-        self._started.append(seq)
-
-    def _upload_started(self) -> None:
-        if not self._started:
-            return
-        ints = np.zeros((len(self._started), NUM_FIELDS), dtype=np.int64)
-        floats = np.ones((len(self._started), 3), dtype=np.float32)
-        for i, seq in enumerate(self._started):
-            params, noise = seq.request.params, seq.request.noise
-            ints[i, Field.LIMIT], ints[i, Field.DONE] = seq.max_length, 1
-            ints[i, Field.IGNORE_EOS], ints[i, Field.TOP_K] = params.ignore_eos, params.top_k
-            ints[i, Field.SEED], ints[i, Field.STREAM] = _signed64(noise.seed), _signed64(noise.stream)
-            ints[i, Field.SAMPLE] = noise.sample
-            stops = params.stop_token_ids[:MAX_STOP_IDS]
-            ints[i, Field.STOP :] = [*stops, *[-1] * (MAX_STOP_IDS - len(stops))]
-            floats[i] = params.temperature, params.top_p, params.min_p
-            if self._state.tokens_SL.shape[1]:
-                tokens = self._transfers.upload(np.array(seq.tokens, dtype=np.int32))
-                self._state.tokens_SL[seq.slot, : len(seq.tokens)].copy_(tokens)
-        slots = self._transfers.upload(np.array([seq.slot for seq in self._started], dtype=np.int64))
-        self._state.ints_SF.index_copy_(0, slots, self._transfers.upload(ints))
-        self._state.floats_S3.index_copy_(0, slots, self._transfers.upload(floats))
-        self._started.clear()
-
-    def _upload_pages(self, sequences: list[Sequence]) -> None:
-        """Tell the device the page tables that changed."""
-        changed = []
-        for seq in sequences:
-            known, count = self._num_pages_of[seq.slot], len(seq.pages)
-            if known != count:
-                self._page_table[seq.slot, known:count] = seq.pages[known:]
-                self._num_pages_of[seq.slot] = count
-                changed.append(seq.slot)
-        if changed:
-            slots = self._transfers.upload(np.array(changed, dtype=np.int64))
-            self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
 
     @torch.inference_mode()
     def redraft(
@@ -285,7 +247,7 @@ class DeviceEngine(EngineBase):
             self._read()
         lookahead = max(drafter.num_lookahead for drafter in drafters.items)
         assert lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
-        device, size = self._state.ints_SF.device, len(self._num_pages_of)
+        device, size = self._state.ints_SF.device, self._max_batch_size
         self._executor = RoundExecutor(drafters.map(self._round.drafting), size, device, mode)
         self._round = self._executor.rounds.items[0]
         # Rows take another number of rounds now, and what runs next must not depend on what ran before.
@@ -300,7 +262,7 @@ class DeviceEngine(EngineBase):
         """Replace the graphs by others, of greedy rounds: for measurements. The engine must be idle. `eager_phases`:
         see `RoundExecutor`."""
         assert not self._reports, "a round is under way"
-        device, size = self._state.ints_SF.device, len(self._num_pages_of)
+        device, size = self._state.ints_SF.device, self._max_batch_size
         self._executor = RoundExecutor(self._executor.rounds, size, device, mode, eager_phases=eager_phases)
         if self._executor.runner is not None:
             self._executor.capture(False, lambda progress: None)
@@ -309,7 +271,7 @@ class DeviceEngine(EngineBase):
         while self._reports:  # what is under way writes to its pages
             self._read()
         super().abandon()
-        self._started.clear()
+        self._rows.forget_started()
 
     def time_phases(self, batch_size: int, context: int = 1000, repeats: int = 20) -> dict[str, float]:
         """As `time_drafters`, of what is drafted for so many rows."""
@@ -324,13 +286,13 @@ class DeviceEngine(EngineBase):
         idle."""
         self._stand(batch_size, context)
         running = self._scheduler.plan_round()
-        self._upload_pages(running)
+        self._rows.upload_pages(running)
         slots = [seq.slot for seq in running]
         assert len(slots) == batch_size, "the cache does not hold so many rows"
         device, times = self._state.ints_SF.device, []
         for drafter in drafters:
             one = ByBatch.always(self._round.drafting(drafter))
-            executor = RoundExecutor(one, len(self._num_pages_of), device, "none")
+            executor = RoundExecutor(one, self._max_batch_size, device, "none")
             times.append(executor.time_phases(slots, repeats, whole))
         self.abandon()
         return times
@@ -381,12 +343,6 @@ def _gather_at_first(max_batch_size: int) -> int:
 def _surely_ends(seq: Sequence) -> bool:
     """Every round under way commits a token at least: with so many the request is at its end."""
     return len(seq.tokens) + seq.rounds_in_flight >= seq.max_length or not seq.is_computed
-
-
-def _signed64(value: int) -> int:
-    """A 64-bit word as int64 holds it."""
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value
 
 
 def _token_logprob(

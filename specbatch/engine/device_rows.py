@@ -1,0 +1,77 @@
+"""What the device knows of each running request: its slot's row of integers and floats, its tokens, its page table.
+
+Requests are given a slot on the host, and told to the device with the next prompt chunk; page tables are uploaded
+where they have grown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from specbatch.engine.transfers import Transfers
+from specbatch.speculation.sequence import Sequence
+from specbatch.speculation.slots import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
+
+
+class DeviceRows:
+    """`num_slots`: of `state`, the padding not counted."""
+
+    def __init__(self, state: SlotState, transfers: Transfers, num_slots: int) -> None:
+        self._state = state
+        self._transfers = transfers
+        self._page_table = np.zeros(state.page_table_SP.shape, dtype=np.int32)
+        self._num_pages_of = [0] * num_slots  # of each slot, in the table
+        self._started: list[Sequence] = []  # not yet told to the device
+
+    def start(self, seq: Sequence, running: Iterable[Sequence]) -> None:
+        """Give a request a slot that none of `running` has."""
+        taken = {other.slot for other in running}
+        seq.slot = next(slot for slot in range(len(self._num_pages_of)) if slot not in taken)
+        self._num_pages_of[seq.slot] = 0
+        self._started.append(seq)
+
+    def forget_started(self) -> None:
+        self._started.clear()
+
+    def upload_started(self) -> None:
+        if not self._started:
+            return
+        ints = np.zeros((len(self._started), NUM_FIELDS), dtype=np.int64)
+        floats = np.ones((len(self._started), 3), dtype=np.float32)
+        for i, seq in enumerate(self._started):
+            params, noise = seq.request.params, seq.request.noise
+            ints[i, Field.LIMIT], ints[i, Field.DONE] = seq.max_length, 1
+            ints[i, Field.IGNORE_EOS], ints[i, Field.TOP_K] = params.ignore_eos, params.top_k
+            ints[i, Field.SEED], ints[i, Field.STREAM] = _signed64(noise.seed), _signed64(noise.stream)
+            ints[i, Field.SAMPLE] = noise.sample
+            stops = params.stop_token_ids[:MAX_STOP_IDS]
+            ints[i, Field.STOP :] = [*stops, *[-1] * (MAX_STOP_IDS - len(stops))]
+            floats[i] = params.temperature, params.top_p, params.min_p
+            if self._state.tokens_SL.shape[1]:
+                tokens = self._transfers.upload(np.array(seq.tokens, dtype=np.int32))
+                self._state.tokens_SL[seq.slot, : len(seq.tokens)].copy_(tokens)
+        slots = self._transfers.upload(np.array([seq.slot for seq in self._started], dtype=np.int64))
+        self._state.ints_SF.index_copy_(0, slots, self._transfers.upload(ints))
+        self._state.floats_S3.index_copy_(0, slots, self._transfers.upload(floats))
+        self._started.clear()
+
+    def upload_pages(self, sequences: Iterable[Sequence]) -> None:
+        """Tell the device the page tables that changed."""
+        changed = []
+        for seq in sequences:
+            known, count = self._num_pages_of[seq.slot], len(seq.pages)
+            if known != count:
+                self._page_table[seq.slot, known:count] = seq.pages[known:]
+                self._num_pages_of[seq.slot] = count
+                changed.append(seq.slot)
+        if changed:
+            slots = self._transfers.upload(np.array(changed, dtype=np.int64))
+            self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
+
+
+def _signed64(value: int) -> int:
+    """A 64-bit word as int64 holds it."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
