@@ -440,13 +440,13 @@ def test_prompts_that_the_target_makes_up(
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\ne\n{% endfor %}[assistant] "
     (tmp_path / "t.jinja").write_text(template)
     (tmp_path / "p.jsonl").write_text('{"prompt": "Say it."}\n')
-    command = [str(target), "--invent", "60", "-o", "out", "--max-tokens", "4", "--stage", "answers"]
+    command = [str(target), "--invent", "24", "-o", "out", "--max-tokens", "4", "--stage", "answers"]
     command += ["--set", "engine.kv_cache_tokens=8192", "--set", "data.chat_template=t.jinja", "--temperatures", "0"]
     assert train_draft.main([*command, "--data", "p.jsonl"]) == 0
     training = tmp_path / "out" / "training"
     tries = [json.loads(line) for line in (training / "invented.jsonl").read_text().splitlines()]
-    assert len(tries) == 60
-    assert len({t["text"] for t in tries}) > 50, "every try draws for itself"
+    assert len(tries) == 24
+    assert len({t["text"] for t in tries}) > 20, "every try draws for itself"
     wanted = [t["text"].strip() for t in tries if t["finish_reason"] == "stop"]
     wanted = list(dict.fromkeys(w for w in wanted if len(w) >= 12))
     assert len(wanted) > 5
@@ -460,11 +460,11 @@ def test_prompts_that_the_target_makes_up(
     assert (training / "answers.jsonl").read_bytes() == answers
 
     before = {name: (training / name).read_bytes() for name in ("invent.jsonl", "prompts.jsonl")}
-    assert train_draft.main([*command, "--invent", "20"]) == 2
+    assert train_draft.main([*command, "--invent", "8"]) == 2
     assert "invented.jsonl answers other prompts" in capsys.readouterr().err
     assert {name: (training / name).read_bytes() for name in before} == before, "written over before it was refused"
-    assert train_draft.main([*command, "--invent", "20", "--overwrite"]) == 0
-    assert len((training / "invented.jsonl").read_text().splitlines()) == 20
+    assert train_draft.main([*command, "--invent", "8", "--overwrite"]) == 0
+    assert len((training / "invented.jsonl").read_text().splitlines()) == 8
     assert (training / "answers.jsonl").read_bytes() != answers
 
     changed = template.replace("m.content", "m.content|upper")
