@@ -130,6 +130,12 @@ def test_verification_between_two_sizes_follows_plain_rounds() -> None:
     assert model.surfaces["verify_tree"].batches == (1, 2, 8, 16)  # beyond what was measured nothing is made up
     late = CostModel.fit([*measured[:5], Measurement("verify", 2, 5, 20.5), Measurement("verify", 16, 5, 31.0)])
     assert late.part_ms("verify", 8, 5) == pytest.approx(21 + 0.5 + 8.5 * 6 / 14, rel=1e-3), "no more than on the line"
+    assert late.surfaces["verify"].batches == (2, 8, 16), "nor below the first"
+    timed = {1: [11.0], 8: [26.0, 28.0], 32: [31.0]}  # on average 1, 6 and 8 ms more
+    measured = measured[:5] + [Measurement("verify", batch, 5, ms) for batch, times in timed.items() for ms in times]
+    between = CostModel.fit(measured)
+    assert between.part_ms("verify", 2, 5) == pytest.approx(20 + 6 * 2 / 8, rel=1e-3), "by the sizes next to it"
+    assert between.part_ms("verify", 16, 5) == pytest.approx(22 + 6, rel=1e-3)
     assert {(r.kind, r.batch) for r in model.residuals if r.kind != "plain"} == {
         ("verify", 1), ("verify", 8), ("verify", 16), ("verify_tree", 1), ("verify_tree", 16)
     }  # fmt: skip
