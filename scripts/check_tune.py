@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1, help="of the whole file")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--budget", default="3m")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no candidate of the grid after that")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start none but plain after that")
     parser.add_argument("--commit")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -87,7 +87,7 @@ def main() -> None:
     also = [known[name] for name in args.also.split(",") if name]
     # A candidate at all batch sizes, then the next: its graphs are captured once.
     for candidate in (None, *spread(tuned, batches, args.candidates, also)):
-        if args.time_limit is not None and time.perf_counter() - began > args.time_limit:
+        if report["cells"] and args.time_limit is not None and time.perf_counter() - began > args.time_limit:
             report["cut_short"] = True
             break
         for batch in batches:
@@ -214,6 +214,8 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int, least_rows: int)
         forecast = tuned.forecast.of_rows(rows, candidate)
         said = forecast.predict(schedule, batch)
         replayed = sum(r.rounds_R.sum() for r in forecast.replays.values()) * batch / len(rows)
+        if candidate is None:  # nothing is replayed: a round for each token but the prompt's
+            replayed = said.output_tokens - batch
         add(predicted, seconds=said.seconds, tokens=said.output_tokens, rounds_of_rows=replayed)
         add(predicted, prefill_seconds=said.prefill_seconds, rounds=said.rounds)
     after = session.engine.stats

@@ -44,7 +44,7 @@ def main() -> None:
     timed.add_argument("ids", type=Path)
     timed.add_argument("--engine", choices=("ours", "vllm"), required=True)
     timed.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 128])
-    timed.set_defaults(command=speed, max_batch_size=128)
+    timed.set_defaults(command=speed)
     for command in (ran, timed):
         command.add_argument("--model", required=True)
         command.add_argument("--head")
@@ -54,6 +54,8 @@ def main() -> None:
     for command in (prepared, ran, compared, timed):
         command.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
+    if args.command is speed:
+        args.max_batch_size = max(128, *args.batches)
     found = args.command(args)
     args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -132,8 +134,11 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Output tokens per second, so many rows at once."""
     given = json.loads(args.ids.read_text(encoding="utf-8"))
     rows = [row["prompt"] for row in given["rows"] if "gsm8k" in row["file"]]
+    if len(rows) < max(args.batches):
+        raise SystemExit(f"{args.ids}: {len(rows)} GSM8K rows, too few for {max(args.batches)} at once")
     count_tokens = _runs_in_vllm(args, given["stop"]) if args.engine == "vllm" else _runs_in_ours(args)
-    found: dict[str, Any] = {"engine": args.engine, "head": args.head, "num_steps": args.num_steps, "tok_s": {}}
+    found: dict[str, Any] = {"engine": args.engine, "head": args.head, "tok_s": {}}
+    found |= {"num_steps": args.num_steps} if args.head else {}
     for batch in args.batches:
         speeds = []
         for _ in range(2):

@@ -1,0 +1,91 @@
+"""scripts/check_tune.py and check_vllm.py: what they make of runs, and a whole check on the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specbatch
+
+SCRIPTS = Path(specbatch.__file__).resolve().parent.parent / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if not (SCRIPTS / "check_tune.py").is_file():
+        pytest.skip("no checkout")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter
+
+
+def test_what_was_picked_against_the_fastest() -> None:
+    """By the mean of a candidate's runs: b was lucky once."""
+    from check_tune import against_fastest
+
+    runs = [
+        ("a", 8, 100.0, 90.0),
+        ("b", 8, 120.0, 80.0),
+        ("c", 8, 90.0, 95.0),
+        ("b", 8, 60.0, 80.0),
+        ("c", 1, 5.0, 1.0),
+    ]
+    cells: list[dict[str, Any]] = [
+        {"what": what, "batch": batch, "live_tok_s": live, "predicted_tok_s": said} for what, batch, live, said in runs
+    ]
+    assert against_fastest(cells) == [
+        {"batch": 8, "picked": "c", "fastest": "a", "loss": 0.1},
+        {"batch": 1, "picked": "c", "fastest": "c", "loss": 0.0},
+    ]
+    assert against_fastest([]) == []
+
+
+@pytest.mark.parametrize("limit", [[], ["--time-limit", "0"]], ids=["all", "cut short"])
+def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from check_tune import main
+
+    rows = [{"prompt": f"Row {i}: " + "ab " * i, "max_tokens": 6 + i, "temperature": 0.8 * (i % 2)} for i in range(5)]
+    data, output = tmp_path / "rows.jsonl", tmp_path / "check.json"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = ["model.target=shape:tiny", "engine.device=cpu", "engine.max_batch_size=4", "engine.prefill_chunk_tokens=64"]
+    args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--rows", "5"]
+    args += ["--budget", "3s", "--batches", "1,8", "--candidates", "2", "--cell-rows", "3", "--commit", "none"]
+    args += ["--finals", "1", "--whole-file", "1", "--turns", "2", *limit]
+    monkeypatch.setattr(sys, "argv", ["check_tune.py", *args])
+    main()
+    report = json.loads(output.read_text())
+    assert report.get("cut_short", False) == bool(limit)
+    assert len(report["cells"]) == (2 if limit else 6)
+    for cell in report["cells"]:
+        assert cell["live"]["tokens"] == cell["predicted"]["tokens"], "in float32 texts are the traced ones"
+        if cell["what"] == "plain":
+            assert cell["live"]["rounds_of_rows"] == cell["predicted"]["rounds_of_rows"] > 0
+    assert [one["picked"] for one in report["picked_finals"]] == [one["picked"] for one in report["picked"]]
+    assert [run["turn"] for run in report["whole_file"]] == [0] * 5 + [1] * 5
+
+
+def test_speed_of_so_many_rows_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import check_vllm
+
+    ids, output, most = tmp_path / "ids.json", tmp_path / "speed.json", list[int]()
+    rows = [{"file": name, "prompt": [1]} for name in ["gsm8k_test"] * 20 + ["mt_bench"] * 300]
+    ids.write_text(json.dumps({"rows": rows, "stop": [2]}))
+
+    def runs(args: Any) -> Any:
+        most.append(args.max_batch_size)
+        return len
+
+    monkeypatch.setattr(check_vllm, "_runs_in_ours", runs)
+    argv = ["check_vllm.py", "speed", str(ids), "--engine", "ours", "--model", "m", "-o", str(output), "--batches"]
+    monkeypatch.setattr(sys, "argv", [*argv, "1,20"])
+    check_vllm.main()
+    found = json.loads(output.read_text())
+    assert {name: found[name] for name in found if name != "tok_s"} == {"engine": "ours", "head": None}
+    assert {batch: len(speeds) for batch, speeds in found["tok_s"].items()} == {"1": 2, "20": 2}
+    assert most == [128]
+    monkeypatch.setattr(sys, "argv", [*argv, "1,200"])
+    with pytest.raises(SystemExit, match="20 GSM8K rows, too few for 200"):
+        check_vllm.main()
