@@ -20,7 +20,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.pipeline.sources import RawRow
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import tuner as tuner_module
-from specbatch.tuning.command import _limits, _resolve_widest, _winner
+from specbatch.tuning.command import _limits, _resolve_widest, _winner, part_seconds
 from specbatch.tuning.confirm import Live, repeated, speedups
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
@@ -298,6 +298,15 @@ def test_compiling_takes_no_time_from_plain_rounds(tmp_path: Path, monkeypatch: 
     sample: Any = SimpleNamespace()
     Tuner(session, run, Widest(1, 1, 2, 64), sample, Kept(tmp_path / "kept", {}), print).measure(100, 30)
     assert timed == {"plain": [1, 64, 8, 2, 16, 4, 32], "verify": [1, 64]}
+
+
+@pytest.mark.parametrize(
+    ("remaining", "seconds"), [(100.0, 40.0), (50.0, 20.0), (20.0, 10.0), (0.0, 10.0), (-30.0, 10.0)]
+)
+def test_a_part_has_its_share_of_what_remains_and_a_tenth_of_the_budget_at_least(
+    remaining: float, seconds: float
+) -> None:
+    assert part_seconds(100.0, remaining, 0.4) == pytest.approx(seconds)
 
 
 def test_limits_know_what_the_engine_gathers() -> None:

@@ -107,7 +107,7 @@ def tune_file(
     tuner = Tuner(session, run, widest, sample, Kept(kept_folder(options.output), identity), say)
 
     def left(share: float) -> float:
-        return max(_LEAST_SHARE * options.budget_seconds, (until - time.perf_counter()) * share)
+        return part_seconds(options.budget_seconds, until - time.perf_counter(), share)
 
     with console.status("tracing: the target writes, the draft guesses"):
         began = time.perf_counter()
@@ -149,6 +149,11 @@ def tune_file(
     return Tuned(
         forecast, profile, result, live, predicted, winner, replayer.rank_shares(), run, session, requests, texts
     )
+
+
+def part_seconds(budget: float, remaining: float, share: float) -> float:
+    """What a part may take: its share of the seconds that remain, but never less than a tenth of the budget."""
+    return max(_LEAST_SHARE * budget, remaining * share)
 
 
 def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) -> tuple[ResolvedRun, Widest]:
