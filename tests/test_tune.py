@@ -221,6 +221,7 @@ def test_batch_sizes_from_both_ends() -> None:
         (64, 1e9, [], [1, 64, 8, 2, 16, 4, 32]),
         (64, 0.0, [], [1, 64]),  # the ends in any case
         (20, 0.0, [], [1, 16]),  # the cache does not hold 64 or 32 rows
+        (40, 0.0, [], [1, 32]),  # not 64, and the next is tried
         (64, 0.0, [1, 64], []),
         (64, 0.0, [1], [64]),
         (64, 1e9, [1, 64, 8, 2], [16, 4, 32]),
