@@ -175,7 +175,7 @@ def whole_file(tuned: Tuned, data: str, count: int, also: list[Candidate]) -> It
         tuned.session.use(*told(schedule))
         requests = everything()
         tuned.session.run(repeated(requests, 2, tuned.texts.stop_check))
-        yield str(schedule), tuned.session.run(requests).seconds
+        yield f"tuned: {schedule}" if schedule is best else schedule.name, tuned.session.run(requests).seconds
 
 
 def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) -> list[Candidate]:
@@ -184,6 +184,8 @@ def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) 
     known = [
         r for r in tuned.forecast.replays.values() if most is None or max(batches) * num_nodes(r.candidate) <= most
     ]
+    if not known:  # nothing may be drafted for so many rows
+        return []
     rankings = [
         sorted(known, key=lambda r: costs.round_ms(batch, r.candidate) / r.tokens_per_round) for batch in batches
     ]

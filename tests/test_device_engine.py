@@ -3,6 +3,7 @@ probabilities, for every method, shape, schedule and sampling mode."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -201,3 +202,24 @@ def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) ->
     assert torch.equal(state.ints_SF, before)
     prompts = random_prompts(3)
     assert_same(run(engine, prompts, GREEDY), run(tiny_engine(method, shape, num_pages=64), prompts, GREEDY))
+
+
+def test_launching_a_chunk_is_time_of_prompts() -> None:
+    """On the CPU a launch is the whole computation: all of it but what reading takes."""
+    engine = tiny_device_engine("none", None, num_pages=256)
+    slow, spent = engine._round.prefill, []
+
+    def prefill(*args: object) -> object:
+        began = time.perf_counter()
+        time.sleep(0.05)
+        found = slow(*args)  # type: ignore[arg-type]
+        spent.append(time.perf_counter() - began)
+        return found
+
+    engine._round.prefill = prefill  # type: ignore[method-assign, assignment]
+    began = time.perf_counter()
+    run(engine, random_prompts(7), GREEDY)
+    stats = engine.stats
+    assert sum(spent) <= stats.prefill_seconds < sum(spent) + stats.decode_seconds
+    assert stats.prefill_seconds + stats.decode_seconds <= time.perf_counter() - began
+    assert stats.decode_seconds > 0

@@ -18,6 +18,7 @@ from specbatch.config_load import load_config
 from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
 from specbatch.pipeline.sources import RawRow
+from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import tuner as tuner_module
 from specbatch.tuning.command import _limits, _resolve_widest, _winner, part_seconds
@@ -275,17 +276,28 @@ def test_sizes_that_are_timed(
     assert any("larger ones are extrapolated" in line for line in said) == (fitting < 64)
 
 
-def test_compiling_takes_no_time_from_plain_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All their sizes are timed in a third of 30 s, where compiling takes 100; of verification the two ends."""
-    now, timed = [0.0], {"plain": list[int](), "verify": list[int]()}
+@pytest.mark.parametrize(
+    ("compiling", "each", "plain", "verify"),
+    [
+        (100.0, 1.0, [1, 64, 8, 2, 16, 4, 32], [1, 64]),  # no time of the plain rounds' own, but the rest's
+        (0.0, 4.0, [1, 64, 8], [1, 64, 8, 2, 16]),  # a third of 30 s, and what is left of them
+        (0.0, 0.1, [1, 64, 8, 2, 16, 4, 32], [1, 64, 8, 2, 16, 4, 32]),
+    ],
+)
+def test_plain_rounds_have_a_third_of_the_time_and_what_is_compiled_is_no_part_of_it(
+    compiling: float, each: float, plain: list[int], verify: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, found = [0.0], list[tuple[str, int]]()
 
-    def wait(seconds: float) -> None:
-        now[0] += seconds
+    def use(schedule: ByBatch[None]) -> None:
+        assert schedule == ByBatch.always(None)
+        assert not found, "before anything is timed"
+        now[0] += compiling
 
     def timing(kind: str) -> Callable[..., list[Measurement]]:
         def time_one(session: object, batch: int, *rest: int) -> list[Measurement]:
-            wait(1)
-            timed[kind].append(batch)
+            now[0] += each
+            found.append((kind, batch))
             return [Measurement(kind, batch, 1, 1.0)]
 
         return time_one
@@ -295,10 +307,11 @@ def test_compiling_takes_no_time_from_plain_rounds(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tuner_module, "time_plain", timing("plain"))
     monkeypatch.setattr(tuner_module, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
     run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
-    session: Any = SimpleNamespace(is_on_device=True, use=lambda schedule: wait(100))
+    session: Any = SimpleNamespace(is_on_device=True, use=use)
     sample: Any = SimpleNamespace()
-    Tuner(session, run, Widest(1, 1, 2, 64), sample, Kept(tmp_path / "kept", {}), print).measure(100, 30)
-    assert timed == {"plain": [1, 64, 8, 2, 16, 4, 32], "verify": [1, 64]}
+    tuner = Tuner(session, run, Widest(1, 1, 2, 64), sample, Kept(tmp_path / "kept", {}), lambda line: None)
+    tuner.measure(100, 30.0)
+    assert found == [*(("plain", batch) for batch in plain), *(("verify", batch) for batch in verify)]
 
 
 @pytest.mark.parametrize(

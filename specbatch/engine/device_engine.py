@@ -158,6 +158,10 @@ class DeviceEngine(EngineBase):
             first_tokens.append(seq if len(seq.tokens) == seq.num_committed else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
         self._reports.append(_Report(first_tokens, self._transfers.download(tokens), self._download(logprobs), None))
+        # Launching a chunk takes the host longer than many a round.
+        now = time.perf_counter()
+        self._stats.prefill_seconds += now - self._last_read
+        self._last_read = now
 
     def _download(self, logprobs: Logprobs | None) -> tuple[Download, Download, Download] | None:
         if logprobs is None:

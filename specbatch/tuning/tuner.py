@@ -98,7 +98,8 @@ class Tuner:
             self._kept.keep_costs(found)
         session, widths = self._session, (widest.depth, widest.topk, widest.verify_tokens)
         if session.is_on_device:  # a graph or two for each: of all sizes, before what takes longer
-            if not any(m.kind == "plain" for m in found):  # kernels are compiled, which may take longer than the rest
+            if not any(m.kind == "plain" for m in found):
+                # Captured and compiled here, unless the prompts left it so: that may take longer than all that follows.
                 session.use(ByBatch.always(None))
             until = time.perf_counter() + seconds / 3
             found = self._time("plain", lambda batch: time_plain(session, batch, context), found, until)
