@@ -2,11 +2,11 @@
 
     python scripts/tune_linear.py -o tune_linear.json [--budget 230]
 
-For the products of a Llama-3-8B layer, its head and an EAGLE draft's, and 1 to 64 rows: every candidate's error
-against float64, its time in CUDA-graph replay over copies of the weight that together exceed L2 (so that weights come
-from memory), and the library's time. Then a chain of 32 layers' products with their norms, residuals and gates, every
-layer with its own weights, in one graph: the candidates that did best alone are tried there one product at a time, with
-programmatic dependent launch and prefetch. Candidates are compiled beforehand by other processes without a GPU.
+For the products of a layer of Llama-3-8B (or of --shape), its head and an EAGLE draft's, and 1 to 64 rows: every
+candidate's error against float64, its time in CUDA-graph replay over copies of the weight that together exceed L2 (so
+that weights come from memory), and the library's time. Then a chain of all layers' products with their norms, residuals
+and gates, every layer with its own weights, in one graph: the candidates that did best alone are tried there one product
+at a time, with programmatic dependent launch and prefetch. Candidates are compiled beforehand by other processes without a GPU.
 
     python scripts/tune_linear.py --table tune_linear.json [--no-pdl]
 
@@ -42,12 +42,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from specbatch.kernels import linear as ops
 from specbatch.kernels.linear_config import Config
 from specbatch.kernels.model import rms_norm, silu_mul
+from specbatch.models.config import ModelConfig
+from specbatch.models.shapes import REDUCED_DRAFT_VOCAB, shapes
 
 DTYPE = torch.bfloat16
 EPS = 1e-5
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHAIN_ROWS = (1, 8, 4, 16, 64, 32, 2)
-NUM_LAYERS = 32
 MIN_ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
 MAX_ERROR = 1e-2
 KEPT = 5  # candidates of each product that the chain tries
@@ -73,18 +74,34 @@ class Product:
         return 2 * math.prod(self.weight_shape)
 
 
-LAYER = {
-    "qkv": Product("qkv", "norm", 6144, 4096),
-    "o": Product("o", "residual", 4096, 4096),
-    "gate_up": Product("gate_up", "norm_gated", 14336, 4096),
-    "down": Product("down", "residual", 4096, 14336),
-}
-OTHERS = (
-    Product("lm_head", "linear", 128256, 4096),
-    Product("draft_fc", "linear", 4096, 12288),
-    Product("draft_qkv", "linear", 6144, 8192),
-    Product("draft_head", "norm", 32000, 4096),
-)
+@dataclass(frozen=True)
+class Geometry:
+    """A model's products: those of a layer, by name, and its head's and an EAGLE-3 draft's."""
+
+    layer: dict[str, Product]
+    others: tuple[Product, ...]
+    num_layers: int
+    hidden: int
+    heads: int  # features of all query heads
+
+    @staticmethod
+    def of(config: ModelConfig) -> Geometry:
+        hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+        qkv = heads + 2 * config.num_kv_heads * config.head_dim
+        draft_vocab = min(config.vocab_size, REDUCED_DRAFT_VOCAB)
+        layer = (
+            Product("qkv", "norm", qkv, hidden),
+            Product("o", "residual", hidden, heads),
+            Product("gate_up", "norm_gated", config.intermediate_size, hidden),
+            Product("down", "residual", hidden, config.intermediate_size),
+        )
+        others = (
+            Product("lm_head", "linear", config.vocab_size, hidden),
+            Product("draft_fc", "linear", hidden, 3 * hidden),
+            Product("draft_qkv", "linear", qkv, 2 * hidden),
+            Product("draft_head", "norm", draft_vocab, hidden),
+        )
+        return Geometry({p.name: p for p in layer}, others, config.num_layers, hidden, heads)
 
 
 def apply(
@@ -306,7 +323,8 @@ class Timed:
 
 
 class Tuner:
-    def __init__(self, compiler: Compiler, deadline: float) -> None:
+    def __init__(self, geometry: Geometry, compiler: Compiler, deadline: float) -> None:
+        self._geometry = geometry
         self._compiler = compiler
         self._deadline = deadline
         self.timed: list[Timed] = []
@@ -363,7 +381,7 @@ class Tuner:
             self.timed += results
             library = results[0]
             ranked = sorted(results[1:], key=lambda r: r.microseconds)
-            for result in ranked[: 2 if product.name in LAYER else 1]:
+            for result in ranked[: 2 if product.name in self._geometry.layer else 1]:
                 say(
                     f"{product.name:10} M={M:<2} {result.microseconds:6.1f} us {result.tb_per_s:.2f} TB/s (library "
                     f"{library.microseconds:6.1f}, x{library.microseconds / result.microseconds:.2f})  "
@@ -376,16 +394,17 @@ class Tuner:
 
     def chain(self, layers: list[dict[str, Tensor]], M: int, deadline: float) -> None:
         """Times all layers' products in one graph and picks, one product at a time, what is best there."""
-        num_bytes = sum(p.weight_bytes for p in LAYER.values()) * len(layers)
-        x0 = normal(M, 4096)
+        products, heads = self._geometry.layer, self._geometry.heads
+        num_bytes = sum(p.weight_bytes for p in products.values()) * len(layers)
+        x0 = normal(M, self._geometry.hidden)
 
         def forward(configs: dict[str, Config | None]) -> Tensor:
             x = x0.clone()  # the library adds in place
             for w in layers:
-                qkv = apply(LAYER["qkv"], x, w["norm"], w["qkv"], x, configs["qkv"])
-                x = apply(LAYER["o"], qkv[:, :4096], w["norm"], w["o"], x, configs["o"])
-                h = apply(LAYER["gate_up"], x, w["norm"], w["gate_up"], x, configs["gate_up"])
-                x = apply(LAYER["down"], h, w["norm"], w["down"], x, configs["down"])
+                qkv = apply(products["qkv"], x, w["norm"], w["qkv"], x, configs["qkv"])
+                x = apply(products["o"], qkv[:, :heads], w["norm"], w["o"], x, configs["o"])
+                h = apply(products["gate_up"], x, w["norm"], w["gate_up"], x, configs["gate_up"])
+                x = apply(products["down"], h, w["norm"], w["down"], x, configs["down"])
             return x
 
         def measure(configs: dict[str, Config | None]) -> float:
@@ -396,9 +415,9 @@ class Tuner:
             named = {name: asdict(c) if c else None for name, c in configs.items()}
             self.chains.append({"M": M, "label": label, "milliseconds": seconds * 1e3, "configs": named})
 
-        none: dict[str, Config | None] = dict.fromkeys(LAYER)
+        none: dict[str, Config | None] = dict.fromkeys(products)
         report("torch and library", measure(none), none)
-        kept = {name: self.best(name, M, KEPT) for name in LAYER}
+        kept = {name: self.best(name, M, KEPT) for name in products}
         if not all(kept.values()):
             say(f"chain M={M}: no candidates")
             return
@@ -407,7 +426,7 @@ class Tuner:
         expected, actual = forward(none).double(), forward(configs).double()
         say(f"chain M={M:<2} fused against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
 
-        for name, product in LAYER.items():  # compiled while others are timed
+        for name, product in products.items():  # compiled while others are timed
             for config in kept[name]:
                 for early, prefetch in STARTS:
                     self._compiler.submit(product, M, replace(config, pdl=True, early=early, prefetch=prefetch))
@@ -415,7 +434,7 @@ class Tuner:
         current: dict[str, Config | None] = {}
         for early, prefetch in STARTS:
             trials = {n: replace(found[0], pdl=True, early=early, prefetch=prefetch) for n, found in kept.items()}
-            if not all(self._compiler.is_ready(LAYER[n], M, c, deadline) for n, c in trials.items()):
+            if not all(self._compiler.is_ready(products[n], M, c, deadline) for n, c in trials.items()):
                 continue
             seconds = measure({**trials})
             report(f"fused, pdl, {'early, ' * early}prefetch {prefetch}", seconds, {**trials})
@@ -423,7 +442,7 @@ class Tuner:
                 best_time, current = seconds, {**trials}
         if not current:
             return
-        for name, product in LAYER.items():
+        for name, product in products.items():
             for config in kept[name]:
                 for early, prefetch in STARTS:
                     trial = replace(config, pdl=True, early=early, prefetch=prefetch)
@@ -444,7 +463,7 @@ class Tuner:
         actual = forward(current).double()
         say(f"chain M={M:<2} tuned against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
         plain = {name: replace(c, pdl=False, early=False, prefetch=0) if c else None for name, c in current.items()}
-        if all(c and self._compiler.is_ready(LAYER[n], M, c, deadline) for n, c in plain.items()):
+        if all(c and self._compiler.is_ready(products[n], M, c, deadline) for n, c in plain.items()):
             report("the same without pdl", measure(plain), plain)
 
     def save(self, path: Path) -> None:
@@ -454,16 +473,16 @@ class Tuner:
         path.write_text(json.dumps({"device": device, **versions, "timed": timed, "chains": self.chains}, indent=1))
 
 
-def make_layers() -> list[dict[str, Tensor]]:
+def make_layers(geometry: Geometry) -> list[dict[str, Tensor]]:
     layers = []
-    for _ in range(NUM_LAYERS):
-        layer = {name: normal(*p.weight_shape, scale=p.num_in**-0.5) for name, p in LAYER.items()}
-        layer["norm"] = (1 + 0.1 * torch.randn(4096, device="cuda")).to(DTYPE)
+    for _ in range(geometry.num_layers):
+        layer = {name: normal(*p.weight_shape, scale=p.num_in**-0.5) for name, p in geometry.layer.items()}
+        layer["norm"] = (1 + 0.1 * torch.randn(geometry.hidden, device="cuda")).to(DTYPE)
         layers.append(layer)
     return layers
 
 
-def print_table(path: Path, with_pdl: bool) -> None:
+def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
     """Source text of `linear_config._MEASURED`."""
     found = json.loads(path.read_text())
     defaults = asdict(Config("dot", 8, 16, 16, 1, 1))
@@ -479,7 +498,7 @@ def print_table(path: Path, with_pdl: bool) -> None:
 
     chosen = {c["M"]: c["configs"] for c in found["chains"] if c["label"] == "fused, pdl, tuned"}
     print("_MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {")
-    for product in (*LAYER.values(), *OTHERS):
+    for product in (*geometry.layer.values(), *geometry.others):
         timed = [r for r in found["timed"] if r["product"] == product.name]
         print(f"    {product.weight_shape}: {{  # {product.name}")
         for M in sorted({r["M"] for r in timed}):
@@ -508,9 +527,11 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=230.0, help="seconds in all")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--chain-rows", type=int, nargs="+", default=CHAIN_ROWS)
+    parser.add_argument("--shape", choices=sorted(shapes()), default="llama-3-8b", help="whose products")
     args = parser.parse_args()
+    geometry = Geometry.of(shapes()[args.shape])
     if args.table is not None:
-        print_table(args.table, not args.no_pdl)
+        print_table(geometry, args.table, not args.no_pdl)
         return
     if args.output is None:
         parser.error("one of -o and --table is required")
@@ -519,25 +540,25 @@ def main() -> None:
     compiler = Compiler(max((os.cpu_count() or 2) - 1, 1))
     rows = tuple(args.rows)
     # In the order of use: what is wanted first is compiled first.
-    for products in (tuple(LAYER.values()), OTHERS):
+    for products in (tuple(geometry.layer.values()), geometry.others):
         for product in products:
             for M in rows:
                 for config in candidates(product, M):
                     compiler.submit(product, M, config)
-    tuner = Tuner(compiler, deadline)
+    tuner = Tuner(geometry, compiler, deadline)
     try:
         with torch.no_grad():
-            for product in LAYER.values():
+            for product in geometry.layer.values():
                 tuner.tune(product, rows, start + 0.5 * args.budget)
                 say(f"[{time.monotonic() - start:.0f} s, first calls {tuner.seconds_of_first_calls:.0f} s]")
                 tuner.save(args.output)
-            layers = make_layers()
+            layers = make_layers(geometry)
             for M in args.chain_rows:
                 tuner.chain(layers, M, min(deadline, start + 0.8 * args.budget))
                 say(f"[{time.monotonic() - start:.0f} s]")
                 tuner.save(args.output)
             layers.clear()
-            for product in OTHERS:
+            for product in geometry.others:
                 tuner.tune(product, rows, deadline)
                 say(f"[{time.monotonic() - start:.0f} s]")
                 tuner.save(args.output)

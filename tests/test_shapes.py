@@ -39,6 +39,7 @@ PUBLISHED = {
     "llama-3.2-1b": (1_235_814_400, 500000.0, 1e-5, 131072, 128256, True),
     "qwen3-8b": (8_190_735_360, 1e6, 1e-6, 40960, 151936, False),
     "qwen2.5-7b": (7_615_616_512, 1e6, 1e-6, 131072, 152064, False),
+    "qwen2.5-1.5b": (1_543_714_304, 1e6, 1e-6, 131072, 151936, True),
     "smollm2-135m": (134_515_008, 100000.0, 1e-5, 8192, 49152, True),
 }
 
@@ -50,7 +51,7 @@ def test_geometries_are_the_published_ones(name: str) -> None:
     assert (*values, c.tie_word_embeddings) == PUBLISHED[name]
     assert c.rope.scaling == ("llama3" if name == "llama-3.2-1b" else "none")
     assert c.qk_norm == (name == "qwen3-8b")
-    assert c.qkv_bias == (name == "qwen2.5-7b")
+    assert c.qkv_bias == name.startswith("qwen2.5")
     assert set(c.sliding_windows) == {None}
 
 

@@ -85,6 +85,18 @@ def _published() -> dict[str, dict[str, Any]]:
             "torch_dtype": "bfloat16",
         }
         | _sizes(3584, 18944, 28, 28, 4, 131072),
+        # Qwen/Qwen2.5-1.5B
+        "qwen2.5-1.5b": {
+            "model_type": "qwen2",
+            "vocab_size": 151936,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": 151643,
+            "eos_token_id": 151643,
+            "torch_dtype": "bfloat16",
+        }
+        | _sizes(1536, 8960, 28, 12, 2, 131072),
         # HuggingFaceTB/SmolLM2-135M
         "smollm2-135m": {
             "model_type": "llama",
