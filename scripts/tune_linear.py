@@ -4,9 +4,10 @@
 
 For the products of a layer of Llama-3-8B (or of --shape), its head and an EAGLE draft's, and 1 to 64 rows: every
 candidate's error against float64, its time in CUDA-graph replay over copies of the weight that together exceed L2 (so
-that weights come from memory), and the library's time. Then a chain of all layers' products with their norms, residuals
-and gates, every layer with its own weights, in one graph: the candidates that did best alone are tried there one product
-at a time, with programmatic dependent launch and prefetch. Candidates are compiled beforehand by other processes without a GPU.
+that weights come from memory), and the library's time. Then a chain of all layers' products with their norms,
+residuals and gates, every layer with its own weights, in one graph: the candidates that did best alone are tried there
+one product at a time, with programmatic dependent launch and prefetch. Candidates are compiled beforehand by other
+processes without a GPU.
 
     python scripts/tune_linear.py --table tune_linear.json [--no-pdl]
 
