@@ -218,6 +218,46 @@ def test_what_is_cached_is_no_work() -> None:
     assert chunks == [(1, 1), (15, 16), (4, 16), (4, 16), (4, 16)]
 
 
+@pytest.mark.parametrize(("length", "uncached"), [(1, 1), (4, 4), (8, 4), (9, 1), (11, 3), (20, 12)])
+def test_the_last_token_of_a_cached_prompt_is_work(length: int, uncached: int) -> None:
+    """Pages of 4 tokens, of which the first two are cached: who counts with fewer tokens than are computed would wait
+    longer."""
+    pool = PagePool(512, 4)
+    prefix = PrefixIndex(pool)
+    pages = pool.allocate(2)
+    prefix.insert([7] * 8, pages, 8)
+    pool.release(pages)
+    scheduler = Scheduler(pool, prefix, 1, lambda seq: None, 16, 64)
+    prompt = [7] * length
+    seq = Sequence(Request(0, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, 0, 0)), prompt, length + 4)
+    assert scheduler._num_uncached(seq) == uncached
+    scheduler.waiting.append(seq)
+    (span,) = scheduler.plan_prefill()
+    assert span.end - span.start == uncached
+
+
+def test_who_is_passed_over_is_counted_with_what_it_can_share() -> None:
+    """Its figure was looked up before the page was computed that it waits for."""
+    pool = PagePool(512, 4)
+    scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, gather=8, worthwhile_tokens=16)
+    prompts = [[30 + number] * 3 for number in range(12)]
+    prompts += [[1] * 17, [1] * 4 + [2] * 13, [1] * 4 + [2] * 4 + [3] * 9]
+    prompts += [[60 + number] * 3 for number in range(8)]
+    planned = []
+    for number, prompt in enumerate(prompts):
+        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+        scheduler.waiting.append(Sequence(request, prompt, len(prompt) + 4))
+        if number == 11:
+            compute(scheduler)
+    for _ in range(4):
+        spans = scheduler.plan_prefill()
+        planned.append([span.seq.request.request_id for span in spans])
+        for span in spans:
+            span.seq.num_committed = span.end
+            scheduler.share(span.seq)
+    assert planned == [[12, 15], [13], [], []], "of the one that waits 9 tokens are to compute, not 17"
+
+
 def test_a_waiting_request_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PagePool(512, 4)
     prefix = PrefixIndex(pool)

@@ -98,6 +98,7 @@ class Scheduler:
                 break
             if self._prefix is not None and self._awaits(seq, computing):
                 has_passed = True
+                seq.num_uncached = None  # it will be less
                 continue
             if not self._admit(seq):
                 break
