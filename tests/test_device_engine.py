@@ -204,6 +204,17 @@ def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) ->
     assert_same(run(engine, prompts, GREEDY), run(tiny_engine(method, shape, num_pages=64), prompts, GREEDY))
 
 
+def test_what_the_caller_does_between_steps_is_not_the_engines_time() -> None:
+    engine = tiny_device_engine("none", None, num_pages=256)
+    began = time.perf_counter()
+    for i, prompt in enumerate(random_prompts(5)):
+        engine.submit(Request(i, prompt, GREEDY, NoiseKey(0, i, 0)))
+    while engine.num_running or engine.num_waiting:
+        engine._last_read -= 1e6  # as if it had been away so long
+        engine.step()
+    assert 0 < engine.stats.prefill_seconds + engine.stats.decode_seconds <= time.perf_counter() - began
+
+
 def test_launching_a_chunk_is_time_of_prompts() -> None:
     """On the CPU a launch is the whole computation: all of it but what reading takes."""
     engine = tiny_device_engine("none", None, num_pages=256)

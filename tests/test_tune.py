@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -21,12 +22,13 @@ from specbatch.pipeline.sources import RawRow
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import tuner as tuner_module
-from specbatch.tuning.command import _limits, _resolve_widest, _winner, part_seconds
+from specbatch.tuning.command import _limits, _resolve_widest, _shared, _winner, part_seconds
 from specbatch.tuning.confirm import Live, repeated, speedups
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept
 from specbatch.tuning.output import _verdict
+from specbatch.tuning.predict import FileProfile
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.tuner import Tuner, Widest, spread_out
@@ -56,12 +58,16 @@ def tune(*args: str | Path) -> Result:
 
 
 @pytest.mark.parametrize("method", [[], DRAFT], ids=["ngram", "draft_model"])
-def test_writes_a_configuration_that_runs(rows: Path, tmp_path: Path, method: list[str]) -> None:
-    output = tmp_path / "tuned.yaml"
+def test_writes_a_configuration_that_runs(
+    rows: Path, tmp_path: Path, method: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, profile_of = tmp_path / "tuned.yaml", Mock(side_effect=FileProfile.of)
+    monkeypatch.setattr(FileProfile, "of", profile_of)
     found = tune(rows, "-o", output, "--rows", "5", "--budget", "5s", *TINY, *method)
     assert found.exit_code == 0, found.output
     alike = "6 completions, 5 sampled; the prompts begin with the same 32 tokens"
     assert (alike in found.output) == (method != DRAFT), "which is of no account without a prefix cache"
+    assert profile_of.call_args_list[0].args[-1] == 32 * (method != DRAFT), "the file's; live runs cache nothing"
     text = output.read_text()
     assert text.startswith("# Written by `specbatch tune`.")
     config = load_config(output)
@@ -195,6 +201,11 @@ def test_too_few_rows(tmp_path: Path) -> None:
     found = tune(path, "-o", tmp_path / "t.yaml", *TINY)
     assert found.exit_code == 2
     assert "2 rows to tune on, and 4 are the least (1 of 3 rows fail)" in " ".join(found.output.split())
+
+
+def test_what_is_shared_are_full_pages_and_not_the_last_token() -> None:
+    assert [_shared(common, 16) for common in (0, 1, 16, 17, 32, 33, 40)] == [0, 0, 0, 16, 16, 32, 32]
+    assert [_shared(common, 1) for common in (0, 1, 2)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -181,14 +181,15 @@ def test_ten_million_rows_take_no_longer() -> None:
     assert found.seconds == pytest.approx(100 * small.seconds, rel=0.01)
 
 
-def test_a_shared_prefix_is_computed_once() -> None:
+@pytest.mark.parametrize("kv_tokens", [ROOMY.kv_tokens, 400])
+def test_a_shared_prefix_is_computed_and_kept_once(kv_tokens: int) -> None:
     profile, replays = profile_of(40)
     longer = replace(profile, prompt_tokens=profile.prompt_tokens + 1000, shared_prefix=1000)
-    limits = replace(ROOMY, prefill_chunk=1000)
+    limits = replace(ROOMY, prefill_chunk=1000, kv_tokens=kv_tokens)
     one = predict(profile, limits, costs(), replays, MIXED)
     other = predict(longer, replace(limits, kv_tokens=limits.kv_tokens + 1000), costs(), replays, MIXED)
     assert other.prefill_seconds == pytest.approx(one.prefill_seconds + costs().prefill_ms(1000) / 1e3)
-    assert other.rounds == one.rounds
+    assert (other.rounds, other.preemptions) == (one.rounds, one.preemptions)
 
 
 def test_rows_that_cannot_run() -> None:

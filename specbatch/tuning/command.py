@@ -93,9 +93,8 @@ def tune_file(
     sample = sample_rows(source, parser, texts, built.engine.limits, options.rows, run.config.engine.seed)
     sampled = any(request.params.temperature > 0 for request in sample.requests)
     session = Session(built, "round" if run.engine.on_device and run.device.type == "cuda" else "none", sampled)
-    # The session caches no prefixes, the job will: of full pages, and a head's depend on the token behind them.
-    size = run.engine.page_size
-    shared = max(0, sample.common_prefix - 1) // size * size if config.engine.prefix_cache else 0
+    # The session caches no prefixes, the job will.
+    shared = _shared(sample.common_prefix, run.engine.page_size) if config.engine.prefix_cache else 0
     alike = f"; the prompts begin with the same {shared} tokens" if shared else ""
     say(f"{source.name}: {sample.num_rows:,} completions, {len(sample.requests)} sampled{alike}")
     identity = job_fingerprint(run.config, source.identity, options.rows, models=model_paths(run.config))
@@ -154,6 +153,12 @@ def tune_file(
 def part_seconds(budget: float, remaining: float, share: float) -> float:
     """What a part may take: its share of the seconds that remain, but never less than a tenth of the budget."""
     return max(_LEAST_SHARE * budget, remaining * share)
+
+
+def _shared(common_prefix: int, page_size: int) -> int:
+    """Tokens that are cached of a prompt which begins as all do: of full pages. The last token is computed in any case,
+    and a head's pages depend on the token behind them."""
+    return max(0, common_prefix - 1) // page_size * page_size
 
 
 def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) -> tuple[ResolvedRun, Widest]:
