@@ -119,18 +119,29 @@ def against_fastest(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """At each batch size: what was predicted to be fastest, what was, and how much slower the former is. A candidate's
     runs are taken together."""
     found = []
-    for batch in dict.fromkeys(c["batch"] for c in cells):
+    for batch, of_batch in by_batch(cells).items():
         live: dict[str, list[float]] = defaultdict(list)
-        for c in cells:
-            if c["batch"] == batch:
-                live[c["what"]].append(c["live_tok_s"])
+        for c in of_batch:
+            live[c["what"]].append(c["live_tok_s"])
         speeds = {what: statistics.mean(runs) for what, runs in live.items()}
-        picked = max((c for c in cells if c["batch"] == batch), key=lambda c: c["predicted_tok_s"])["what"]
+        picked = best_predicted(of_batch)
         fastest = max(speeds, key=lambda what: speeds[what])
         loss = 1 - speeds[picked] / speeds[fastest]
         print(f"batch {batch}: fastest live {fastest}, picked {picked}, {loss:.1%} slower", flush=True)
         found.append({"batch": batch, "picked": picked, "fastest": fastest, "loss": round(loss, 4)})
     return found
+
+
+def by_batch(cells: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for c in cells:
+        found[c["batch"]].append(c)
+    return found
+
+
+def best_predicted(cells: list[dict[str, Any]]) -> str:
+    what: str = max(cells, key=lambda c: c["predicted_tok_s"])["what"]
+    return what
 
 
 def finals(
@@ -139,11 +150,10 @@ def finals(
     """Of each batch size, the picked cell and the fastest ones again, in turn: of many cells run once, the fastest is
     one that was lucky, too."""
     chosen: dict[str, set[int]] = defaultdict(set)
-    for batch in dict.fromkeys(c["batch"] for c in cells):
-        of_batch = [c for c in cells if c["batch"] == batch]
+    for batch, of_batch in by_batch(cells).items():
         ranked = sorted(of_batch, key=lambda c: c["live_tok_s"])[-_FINALISTS:]
-        for c in (*ranked, max(of_batch, key=lambda c: c["predicted_tok_s"])):
-            chosen[c["what"]].add(batch)
+        for what in (*(c["what"] for c in ranked), best_predicted(of_batch)):
+            chosen[what].add(batch)
     again = []
     for _ in range(turns):
         for what, batches in chosen.items():

@@ -7,11 +7,25 @@ run the tests, with one thread each for torch: two threads each would fight over
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
+
+import specbatch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The modules of scripts/ can be imported."""
+    folder = Path(specbatch.__file__).resolve().parent.parent / "scripts"
+    if not folder.is_dir():
+        pytest.skip("no checkout")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter

@@ -20,12 +20,26 @@ def scheduler_with(num_running: int, waiting: list[int], gather: int) -> Schedul
         if number == num_running:
             compute(scheduler)
         prompt = [1] * length
-        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
-        scheduler.waiting.append(Sequence(request, prompt, length + 4))
+        wait(scheduler, number, prompt)
     if not waiting:
         compute(scheduler)
     assert len(scheduler.running) == num_running
     return scheduler
+
+
+def wait(scheduler: Scheduler, number: int, prompt: list[int]) -> Sequence:
+    request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+    scheduler.waiting.append(Sequence(request, prompt, len(prompt) + 4))
+    return scheduler.waiting[-1]
+
+
+def compute_shared(scheduler: Scheduler) -> list[PrefillSpan]:
+    """The next chunk, its pages offered to others."""
+    spans = scheduler.plan_prefill()
+    for span in spans:
+        span.seq.num_committed = span.end
+        scheduler.share(span.seq)
+    return spans
 
 
 def compute(scheduler: Scheduler) -> None:
@@ -85,16 +99,12 @@ def test_who_shares_a_page_comes_a_chunk_later_without_gathering_anew() -> None:
     scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, gather=8, worthwhile_tokens=512)
     for number in range(64):
         prompt = [number // 2] * 9
-        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
-        scheduler.waiting.append(Sequence(request, prompt, 13))
+        wait(scheduler, number, prompt)
     chunks: list[list[tuple[int, int]]] = []
     rounds = 0
     while scheduler.running or scheduler.waiting:
-        if spans := scheduler.plan_prefill():
+        if spans := compute_shared(scheduler):
             chunks.append([(span.seq.request.request_id, span.num_cached) for span in spans])
-            for span in spans:
-                span.seq.num_committed = span.end
-                scheduler.share(span.seq)
             continue
         scheduler.finish(scheduler.running[0])
         rounds += 1
@@ -115,17 +125,12 @@ def test_whom_two_chunks_pass_over_waits_for_places() -> None:
     prompts += [[1] * 5, [1] * 4 + [2] * 5, [1] * 4 + [2] * 4 + [3] * 5, [1] * 4 + [2] * 4 + [3] * 4 + [4] * 5]
     prompts += [[60 + number] * 9 for number in range(4)]
     for number, prompt in enumerate(prompts):
-        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
-        scheduler.waiting.append(Sequence(request, prompt, len(prompt) + 4))
+        wait(scheduler, number, prompt)
         if number == 11:
             compute(scheduler)
     planned = []
     for _ in range(4):
-        spans = scheduler.plan_prefill()
-        planned.append([span.seq.request.request_id for span in spans])
-        for span in spans:
-            span.seq.num_committed = span.end
-            scheduler.share(span.seq)
+        planned.append([span.seq.request.request_id for span in compute_shared(scheduler)])
     assert planned == [[12], [13], [], []]
 
 
@@ -203,18 +208,13 @@ def test_what_is_cached_is_no_work() -> None:
     scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 64, gather=4, worthwhile_tokens=16)
     for number in range(40):
         prompt = [7] * 16 + [number] * 3
-        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
-        scheduler.waiting.append(Sequence(request, prompt, 23))
+        wait(scheduler, number, prompt)
     chunks = []
     while len(chunks) < 5:
-        spans = scheduler.plan_prefill()
-        if not spans:
+        if spans := compute_shared(scheduler):
+            chunks.append((len(spans), len(scheduler.running)))
+        else:
             scheduler.finish(scheduler.running[0])
-            continue
-        chunks.append((len(spans), len(scheduler.running)))
-        for span in spans:
-            span.seq.num_committed = span.end
-            scheduler.share(span.seq)
     assert chunks == [(1, 1), (15, 16), (4, 16), (4, 16), (4, 16)]
 
 
@@ -229,9 +229,7 @@ def test_the_last_token_of_a_cached_prompt_is_work(length: int, uncached: int) -
     pool.release(pages)
     scheduler = Scheduler(pool, prefix, 1, lambda seq: None, 16, 64)
     prompt = [7] * length
-    seq = Sequence(Request(0, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, 0, 0)), prompt, length + 4)
-    assert scheduler._num_uncached(seq) == uncached
-    scheduler.waiting.append(seq)
+    assert scheduler._num_uncached(wait(scheduler, 0, prompt)) == uncached
     (span,) = scheduler.plan_prefill()
     assert span.end - span.start == uncached
 
@@ -245,16 +243,11 @@ def test_who_is_passed_over_is_counted_with_what_it_can_share() -> None:
     prompts += [[60 + number] * 3 for number in range(8)]
     planned = []
     for number, prompt in enumerate(prompts):
-        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
-        scheduler.waiting.append(Sequence(request, prompt, len(prompt) + 4))
+        wait(scheduler, number, prompt)
         if number == 11:
             compute(scheduler)
     for _ in range(4):
-        spans = scheduler.plan_prefill()
-        planned.append([span.seq.request.request_id for span in spans])
-        for span in spans:
-            span.seq.num_committed = span.end
-            scheduler.share(span.seq)
+        planned.append([span.seq.request.request_id for span in compute_shared(scheduler)])
     assert planned == [[12, 15], [13], [], []], "of the one that waits 9 tokens are to compute, not 17"
 
 
@@ -264,8 +257,7 @@ def test_a_waiting_request_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) ->
     scheduler = Scheduler(pool, prefix, 1, lambda seq: None, 2, 64, gather=2, worthwhile_tokens=1000)
     for number in range(6):
         prompt = [number] * 9
-        request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
-        scheduler.waiting.append(Sequence(request, prompt, 13))
+        wait(scheduler, number, prompt)
     compute(scheduler)
     scheduler.finish(scheduler.running[0])
     looked: list[int] = []

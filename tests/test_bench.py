@@ -15,21 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-import specbatch
 from specbatch.config_load import load_config
 from specbatch.engine.resolve import ResolvedRun, resolve
 
-SCRIPTS = Path(specbatch.__file__).resolve().parent.parent / "scripts"
 TINY = ["--target", "shape:tiny", "--set", "engine.device=cpu", "--set", "model.dtype=float64"]
 TINY += ["--set", "engine.kv_cache_tokens=4096"]
 
 
-@pytest.fixture(autouse=True)
-def _scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if not (SCRIPTS / "bench.py").is_file():
-        pytest.skip("no checkout")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 @pytest.mark.parametrize(

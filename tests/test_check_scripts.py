@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 
-import specbatch
-
-SCRIPTS = Path(specbatch.__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture(autouse=True)
-def _scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if not (SCRIPTS / "check_tune.py").is_file():
-        pytest.skip("no checkout")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 def test_what_was_picked_against_the_fastest() -> None:

@@ -18,7 +18,6 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import specbatch
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import PagePool
 from specbatch.config import Config, DataSection
@@ -42,17 +41,11 @@ from specbatch.speculation.tree import DraftShape
 from specbatch.types import SamplingParams
 from tests.models import CPU, VOCAB, RandomTensors, attention_of, random_prompts, run, tiny_config
 
-SCRIPTS = Path(specbatch.__file__).resolve().parent.parent / "scripts"
 LAYERS, WIDTH = 8, 41  # of the target, and of the draft vocabulary
 DRAFT_IDS = torch.arange(VOCAB)[torch.arange(VOCAB) % 3 != 1][:WIDTH]
 
 
-@pytest.fixture(autouse=True)
-def _scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if not (SCRIPTS / "train_draft.py").is_file():
-        pytest.skip("no checkout")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 class Source(RandomTensors):

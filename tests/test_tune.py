@@ -227,6 +227,26 @@ def test_batch_sizes_from_both_ends() -> None:
     assert sorted(spread_out(200)) == [1, 2, 4, 8, 16, 32, 64, 128, 200]
 
 
+def timing_tuner(
+    session: Any,
+    time_one: Callable[[str, int], bool],
+    kept: Kept,
+    say: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Tuner:
+    """Of up to 64 rows. `time_one` is told of each kind and batch size, and says whether the cache holds so many."""
+
+    def timing(kind: str) -> Callable[..., list[Measurement]]:
+        return lambda session, batch, *rest: [Measurement(kind, batch, 1, 1.0)] if time_one(kind, batch) else []
+
+    monkeypatch.setattr(tuner_module, "time_batch", timing("verify"))
+    monkeypatch.setattr(tuner_module, "time_plain", timing("plain"))
+    monkeypatch.setattr(tuner_module, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
+    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
+    sample: Any = SimpleNamespace()
+    return Tuner(session, run, Widest(1, 1, 2, 64), sample, kept, say)
+
+
 @pytest.mark.parametrize(
     ("fitting", "seconds", "before", "timed"),
     [
@@ -253,28 +273,21 @@ def test_sizes_that_are_timed(
 ) -> None:
     found: dict[str, list[int]] = {"plain": [], "verify": []}
 
-    def timing(kind: str) -> Callable[..., list[Measurement]]:
-        def time_one(session: object, batch: int, *rest: int) -> list[Measurement]:
-            if batch > fitting:
-                return []
-            assert kind == "plain" or not on_device or found["plain"] or before, "plain rounds come first"
-            assert used or before or not on_device, "kernels are compiled first"
-            found[kind].append(batch)
-            return [Measurement(kind, batch, 1, 1.0)]
+    def time_one(kind: str, batch: int) -> bool:
+        if batch > fitting:
+            return False
+        assert kind == "plain" or not on_device or found["plain"] or before, "plain rounds come first"
+        assert used or before or not on_device, "kernels are compiled first"
+        found[kind].append(batch)
+        return True
 
-        return time_one
-
-    monkeypatch.setattr(tuner_module, "time_batch", timing("verify"))
-    monkeypatch.setattr(tuner_module, "time_plain", timing("plain"))
-    monkeypatch.setattr(tuner_module, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
-    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
     used: list[object] = []
     session = SimpleNamespace(is_on_device=on_device, use=used.append)
     kept, said = Kept(tmp_path / "kept", {}), list[str]()
     kinds = ["plain", "verify"] if on_device else ["verify"]
     if before:
         kept.keep_costs([Measurement(kind, batch, 1, 1.0) for kind in kinds for batch in before])
-    tuner = Tuner(session, run, Widest(1, 1, 2, 64), SimpleNamespace(), kept, said.append)  # type: ignore[arg-type]
+    tuner = timing_tuner(session, time_one, kept, said.append, monkeypatch)
     if timed is None:
         with pytest.raises(TuningError, match="not even one row"):
             tuner.measure(100, seconds)
@@ -305,23 +318,15 @@ def test_plain_rounds_have_a_third_of_the_time_and_what_is_compiled_is_no_part_o
         assert not found, "before anything is timed"
         now[0] += compiling
 
-    def timing(kind: str) -> Callable[..., list[Measurement]]:
-        def time_one(session: object, batch: int, *rest: int) -> list[Measurement]:
-            now[0] += each
-            found.append((kind, batch))
-            return [Measurement(kind, batch, 1, 1.0)]
-
-        return time_one
+    def time_one(kind: str, batch: int) -> bool:
+        now[0] += each
+        found.append((kind, batch))
+        return True
 
     monkeypatch.setattr(tuner_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(tuner_module, "time_batch", timing("verify"))
-    monkeypatch.setattr(tuner_module, "time_plain", timing("plain"))
-    monkeypatch.setattr(tuner_module, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
-    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
-    session: Any = SimpleNamespace(is_on_device=True, use=use)
-    sample: Any = SimpleNamespace()
-    tuner = Tuner(session, run, Widest(1, 1, 2, 64), sample, Kept(tmp_path / "kept", {}), lambda line: None)
-    tuner.measure(100, 30.0)
+    session = SimpleNamespace(is_on_device=True, use=use)
+    kept = Kept(tmp_path / "kept", {})
+    timing_tuner(session, time_one, kept, lambda line: None, monkeypatch).measure(100, 30.0)
     assert found == [*(("plain", batch) for batch in plain), *(("verify", batch) for batch in verify)]
 
 

@@ -85,17 +85,17 @@ class DeviceEngine(EngineBase):
         net = self._round.drafter.net
         prefix = PrefixIndex(pool, 1 - net.lead if net is not None else 0) if prefix_cache else None
         lookahead = max(round_.drafter.num_lookahead for round_ in rounds)
-        gather, worthwhile_tokens = _gather_at_first(max_batch_size), chunk_cost.tokens
         scheduler = Scheduler(
-            pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens, gather, worthwhile_tokens
-        )
+            pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens,
+            worthwhile_tokens=chunk_cost.tokens,
+        )  # fmt: skip
         super().__init__(scheduler, vocab_size, max_length)
         self.chunk_cost = chunk_cost
-        self._rounds_of_rows = RoundsOfRows()
         self._transfers = Transfers(device)
         self._packer = PromptPacker(self._transfers, pool.page_size, None if net is None else net.lead)
         self._rows = DeviceRows(self._state, self._transfers, max_batch_size)
         self._max_batch_size = max_batch_size
+        self._forget_rounds()
         self._reports: deque[_Report] = deque()
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
@@ -201,6 +201,11 @@ class DeviceEngine(EngineBase):
                 finished.append(self._complete(seq, reason))
         return finished
 
+    def _forget_rounds(self) -> None:
+        """Before any row has ended, short prompts wait for a sixteenth of the places."""
+        self._rounds_of_rows = RoundsOfRows()
+        self._scheduler.gather = max(1, self._max_batch_size // 16)
+
     def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
         self._rounds_of_rows.add(seq.counts.rounds)
         self._scheduler.gather = self.chunk_cost.places(self._max_batch_size, self._rounds_of_rows.mean)
@@ -254,9 +259,7 @@ class DeviceEngine(EngineBase):
         device, size = self._state.ints_SF.device, self._max_batch_size
         self._executor = RoundExecutor(drafters.map(self._round.drafting), size, device, mode)
         self._round = self._executor.rounds.items[0]
-        # Rows take another number of rounds now, and what runs next must not depend on what ran before.
-        self._rounds_of_rows = RoundsOfRows()
-        self._scheduler.gather = _gather_at_first(size)
+        self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
         if self._executor.runner is not None:
             for kind in [False, True] if sampled else [False]:
                 self._executor.capture(kind, show)
@@ -337,11 +340,6 @@ class DeviceEngine(EngineBase):
         super().check_integrity()
         slots = [seq.slot for seq in self._scheduler.running]
         assert len(set(slots)) == len(slots), "two requests share a slot"
-
-
-def _gather_at_first(max_batch_size: int) -> int:
-    """Places that short prompts wait for before any row has ended: a sixteenth."""
-    return max(1, max_batch_size // 16)
 
 
 def _surely_ends(seq: Sequence) -> bool:
