@@ -3,8 +3,8 @@ exhaustive grid over the same rows finds.
 
     python scripts/check_tune.py DATA.jsonl -c CONFIG -o check.json --batches 1,8,32,128 --budget 3m
 
-Each cell runs as many of the traced rows at once as the batch size says, to their end, and at small sizes others behind
-them, up to --cell-rows. Prints a line for each cell and the median error, which is that of tokens per second: in
+Each cell runs --cell-rows of the traced rows (from two to eight times the batch size), as many at a time as the batch
+size says. Prints a line for each cell and the median error, which is that of tokens per second: in
 bfloat16 a text may end elsewhere than the traced one. With --whole-file all rows of the file are then run, --turns
 times: by the schedule that tune chose and plain, first and last, and by candidates alone. The report is replaced as it
 grows.
@@ -18,13 +18,13 @@ import shlex
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from specbatch.config_load import load_config
@@ -37,9 +37,11 @@ from specbatch.tuning.candidates import Candidate, label, num_nodes
 from specbatch.tuning.command import Tuned, tune_file
 from specbatch.tuning.confirm import repeated, told
 from specbatch.tuning.options import TuneOptions, seconds_of
+from specbatch.tuning.predict import Limits
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
-from specbatch.types import Request
+from specbatch.tuning.session import Session
+from specbatch.types import Completion, Request
 
 _FINALISTS = 3  # of a batch size
 
@@ -53,7 +55,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--candidates", type=int, default=20)
     parser.add_argument("--also", default="", help="candidates among them in any case, as tune names them: 3/1/4,5/1/6")
-    parser.add_argument("--cell-rows", type=int, default=16, help="of a cell, but at most 8 batches, one by one")
+    parser.add_argument("--cell-rows", type=int, default=256, help="of a cell, but 2 batches at least, and at most 8")
     parser.add_argument("--finals", type=int, default=0, metavar="TURNS", help="of the best and the picked cells")
     parser.add_argument("--whole-file", type=int, default=0, metavar="N", help="by so many fixed candidates")
     parser.add_argument("--turns", type=int, default=1, help="of the whole file")
@@ -62,11 +64,13 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start none but plain after that")
     parser.add_argument("--commit")
     args = parser.parse_args()
+    config, batches = load_config(args.config, args.set), [int(part) for part in args.batches.split(",")]
+    places = config.engine.max_batch_size
+    if places is not None and max(batches) > places:
+        parser.error(f"--batches: the engine runs {places} rows at most (engine.max_batch_size)")
     began = time.perf_counter()
     options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
-    tuned = tune_file(
-        options, load_config(args.config, args.set), resolve, build, lambda config: {}, Console(stderr=True)
-    )
+    tuned = tune_file(options, config, resolve, build, lambda config: {}, Console(stderr=True))
     report: dict[str, Any] = {
         "commit": args.commit or commit(),
         "command": shlex.join(["python", *sys.argv]),
@@ -80,7 +84,6 @@ def main() -> None:
         "cells": [],
     }
     began = time.perf_counter()
-    batches = [int(part) for part in args.batches.split(",")]
     known = {label(candidate): candidate for candidate in tuned.forecast.replays}
     if missing := [name for name in args.also.split(",") if name and name not in known]:
         parser.error(f"--also: {', '.join(missing)} was not searched")
@@ -211,32 +214,44 @@ def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) 
 
 
 def cell(tuned: Tuned, candidate: Candidate | None, batch: int, least_rows: int) -> dict[str, Any]:
-    """The traced rows `batch` at a time, live and predicted."""
+    """The traced rows, live and predicted, `batch` of them running at a time."""
     schedule, session = Schedule.always(candidate), tuned.session
     session.use(*told(schedule))
     # What is compiled or loaded first: the products of a prompt chunk have algorithms by its size.
     session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
-    waited, before = session.engine.waited_seconds, replace(session.engine.stats)
-    live: dict[str, float] = defaultdict(float)
-    predicted: dict[str, float] = defaultdict(float)
-    for first in range(0, max(batch, min(least_rows, 8 * batch)), batch):
-        rows = np.roll(np.arange(len(tuned.requests)), -first)[:batch]
-        ran = session.run(repeated([tuned.requests[i] for i in rows], batch, tuned.texts.stop_check))
-        add(live, seconds=ran.seconds, tokens=ran.num_tokens, rounds_of_rows=ran.counts.rounds)
-        forecast = tuned.forecast.of_rows(rows, candidate)
-        said = forecast.predict(schedule, batch)
-        replayed = sum(r.rounds_R.sum() for r in forecast.replays.values()) * batch / len(rows)
-        if candidate is None:  # nothing is replayed: a round for each token but the prompt's
-            replayed = said.output_tokens - batch
-        add(predicted, seconds=said.seconds, tokens=said.output_tokens, rounds_of_rows=replayed)
-        add(predicted, prefill_seconds=said.prefill_seconds, rounds=said.rounds)
-    after = session.engine.stats
-    add(live, prefill_seconds=after.prefill_seconds - before.prefill_seconds, rounds=after.rounds - before.rounds)
-    add(live, waited_seconds=session.engine.waited_seconds - waited)
+    engine = session.engine
+    waited, before = engine.waited_seconds, replace(engine.stats)
+    count = max(2 * batch, min(least_rows, 8 * batch))
+    forecast = replace(tuned.forecast, limits=replace(tuned.forecast.limits, max_running=batch))
+    # Nothing is replayed of plain decoding: a round for each token but the prompt's.
+    rounds_R = [row.num_output - 1 for row in tuned.forecast.trace.rows]
+    if candidate is not None:
+        rounds_R = tuned.forecast.replays[candidate].rounds_R.tolist()
+    gathered = Gathered.of(forecast.limits, statistics.mean(rounds_R))
+    requests = repeated(tuned.requests, count, tuned.texts.stop_check)
+    seconds, completions = run_at_once(session, requests, batch, gathered)
+    after = engine.stats
+    live = {
+        "seconds": seconds,
+        "tokens": sum(len(c.token_ids) for c in completions),
+        "rounds_of_rows": sum(c.speculation.rounds for c in completions),
+        "prefill_seconds": after.prefill_seconds - before.prefill_seconds,
+        "rounds": after.rounds - before.rounds,
+        "waited_seconds": engine.waited_seconds - waited,
+    }
+    said = forecast.predict(schedule, count)
+    predicted = {
+        "seconds": said.seconds,
+        "tokens": said.output_tokens,
+        "rounds_of_rows": sum(rounds_R[i % len(rounds_R)] for i in range(count)),
+        "prefill_seconds": said.prefill_seconds,
+        "rounds": said.rounds,
+    }
     speeds = [part["tokens"] / part["seconds"] for part in (predicted, live)]
     return {
         "batch": batch,
         "what": label(candidate),
+        "rows": count,
         "predicted_tok_s": round(speeds[0], 1),
         "live_tok_s": round(speeds[1], 1),
         "error": round(speeds[0] / speeds[1] - 1, 4),
@@ -245,9 +260,37 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int, least_rows: int)
     }
 
 
-def add(totals: dict[str, float], **values: float) -> None:
-    for name, value in values.items():
-        totals[name] += value
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """For what rows wait, as in an engine of so many rows: places that are free, or tokens of prompts."""
+
+    places: int
+    tokens: int
+
+    @staticmethod
+    def of(limits: Limits, mean_rounds: float) -> Gathered:
+        cost = limits.chunk_cost
+        return Gathered(1, 1) if cost is None else Gathered(cost.places(limits.max_running, mean_rounds), cost.tokens)
+
+    def is_worth_a_chunk(self, waiting: deque[Request], free: int) -> bool:
+        if free >= min(self.places, len(waiting)):
+            return True
+        return sum(len(request.prompt_token_ids) for request in islice(waiting, free)) >= self.tokens
+
+
+def run_at_once(
+    session: Session, requests: list[Request], most: int, gathered: Gathered
+) -> tuple[float, list[Completion]]:
+    """Seconds and completions of requests of which the engine, which has room for more, is given `most` at a time."""
+    waiting, done = deque(requests), list[Completion]()
+    began = time.perf_counter()
+    while len(done) < len(requests):
+        free = most - (len(requests) - len(waiting) - len(done))
+        if waiting and free and gathered.is_worth_a_chunk(waiting, free):
+            for _ in range(min(free, len(waiting))):
+                session.engine.submit(waiting.popleft())
+        done += session.engine.step()
+    return time.perf_counter() - began, done
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+
+from specbatch.types import NoiseKey, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("scripts")
 
@@ -42,7 +46,7 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = ["model.target=shape:tiny", "engine.device=cpu", "engine.max_batch_size=4", "engine.prefill_chunk_tokens=64"]
     args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--rows", "5"]
-    args += ["--budget", "3s", "--batches", "1,8", "--candidates", "2", "--cell-rows", "3", "--commit", "none"]
+    args += ["--budget", "3s", "--batches", "1,4", "--candidates", "2", "--cell-rows", "3", "--commit", "none"]
     args += ["--finals", "1", "--whole-file", "1", "--turns", "2", *limit]
     monkeypatch.setattr(sys, "argv", ["check_tune.py", *args])
     main()
@@ -51,10 +55,47 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     assert len(report["cells"]) == (2 if limit else 6)
     for cell in report["cells"]:
         assert cell["live"]["tokens"] == cell["predicted"]["tokens"], "in float32 texts are the traced ones"
+        assert cell["rows"] == {1: 3, 4: 8}[cell["batch"]]
         if cell["what"] == "plain":
             assert cell["live"]["rounds_of_rows"] == cell["predicted"]["rounds_of_rows"] > 0
+            assert cell["live"]["rounds"] == pytest.approx(cell["predicted"]["rounds"], abs=1)
     assert [one["picked"] for one in report["picked_finals"]] == [one["picked"] for one in report["picked"]]
     assert [run["turn"] for run in report["whole_file"]] == [0] * 5 + [1] * 5
+
+
+def test_more_rows_at_once_than_there_are_places_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from check_tune import main
+
+    sets = ["--set", "engine.max_batch_size=4"]
+    monkeypatch.setattr(sys, "argv", ["check_tune.py", "rows.jsonl", "-o", "check.json", "--batches", "1,8", *sets])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("most", "gathered", "tokens", "chunks"), [(1, 1, 99, 6), (3, 1, 99, 4), (4, 3, 99, 2), (4, 3, 8, 3)]
+)
+def test_an_engine_is_given_so_many_rows_at_a_time(most: int, gathered: int, tokens: int, chunks: int) -> None:
+    """Rows of 4, 5 .. 9 prompt tokens, each longer than the one in front, one of which ends in each step."""
+    from check_tune import Gathered, run_at_once
+
+    engine = Mock()
+    inside: list[Request] = []
+    given: list[int] = []
+    engine.submit.side_effect = inside.append
+
+    def step() -> list[Request]:
+        given.append(len(inside))
+        return [inside.pop(0)]
+
+    engine.step.side_effect = step
+    rows = [Request(i, [0] * (4 + i), SamplingParams(max_tokens=4), NoiseKey(0, i, 0)) for i in range(6)]
+    seconds, done = run_at_once(Mock(engine=engine), rows, most, Gathered(gathered, tokens))
+    assert seconds > 0
+    assert done == rows
+    assert max(given) == most
+    assert sum(later >= before for before, later in itertools.pairwise([0, *given])) == chunks, given
 
 
 def test_speed_of_so_many_rows_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from specbatch.tuning.candidates import Candidate
 from specbatch.tuning.costs import CostModel
 from specbatch.tuning.predict import FileProfile, Limits, Prediction, predict
@@ -36,8 +33,3 @@ class Forecast:
     def seconds(self, schedule: Schedule, count: int) -> float:
         """Of the same."""
         return self.predict(schedule, count).seconds
-
-    def of_rows(self, rows: NDArray[np.intp], candidate: Candidate | None) -> Forecast:
-        """As if these traced rows were all, for schedules of one candidate."""
-        own = {} if candidate is None else {candidate: self.replays[candidate].of_rows(rows)}
-        return replace(self, trace=replace(self.trace, rows=tuple(self.trace.rows[i] for i in rows)), replays=own)
