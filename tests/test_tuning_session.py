@@ -10,6 +10,7 @@ import torch
 
 from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.executor import GraphMode
 from specbatch.kernels import ops_for
 from specbatch.speculation.drafters import NoDrafter
 from specbatch.speculation.factory import DraftFactory
@@ -20,13 +21,22 @@ from specbatch.tuning.costs import CostModel, Measurement
 from specbatch.tuning.measure import time_batch, time_plain, time_prompts
 from specbatch.tuning.replay import replay
 from specbatch.tuning.session import Session
+from specbatch.tuning.trace import Trace
 from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.models import CPU, VOCAB, random_prompts, tiny_device_engine, tiny_engine
 
 TOPK, DEPTH = 3, 3
 OPS = ops_for(CPU, torch.float64)
+CUDA = torch.device("cuda")
 WIDE = DraftShape(DEPTH, TOPK, 1 + TOPK + (DEPTH - 1) * TOPK**2)
 SHAPES = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(2, 3, 6), DraftShape(3, 3, 10)]
+
+
+def gpu_session(method: str, graphs: GraphMode) -> Session:
+    """In float64, in which a GPU writes the texts that a CPU does."""
+    engine = tiny_device_engine(method, WIDE, num_pages=512, prefix_cache=False, device=CUDA)
+    drafts = DraftFactory(engine._round.drafter.net, (1, 3), VOCAB, 4, CUDA, ops_for(CUDA, torch.float64))
+    return Session(Built(engine, drafts), graphs)
 
 
 def session(method: str, on_device: bool, num_pages: int = 512) -> Session:
@@ -48,8 +58,39 @@ def requests(temperature: float = 0.0) -> list[Request]:
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_both_engines_record_the_same(method: str) -> None:
-    traces = [session(method, on_device).trace(requests(), TOPK, DEPTH) for on_device in (False, True)]
-    for mine, theirs in zip(*(trace.rows for trace in traces), strict=True):
+    assert_same(*(session(method, on_device).trace(requests(), TOPK, DEPTH) for on_device in (False, True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_graphs_record_the_same(method: str, temperature: float) -> None:
+    """Graphs are captured when the first batch of a size comes up, in the middle of a run."""
+    expected = session(method, on_device=False).trace(requests(temperature), TOPK, DEPTH)
+    modes: list[GraphMode] = ["none", "round"]
+    for graphs in modes:
+        tuned = gpu_session(method, graphs)
+        assert_same(expected, tuned.trace(requests(temperature), TOPK, DEPTH))
+        captured = tuned.engine._executor.num_graphs  # type: ignore[union-attr]
+        assert captured > 1 if graphs == "round" else not captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
+def test_parts_of_a_round_add_up(method: str) -> None:
+    tuned = gpu_session(method, "round")
+    assert isinstance(tuned.engine, DeviceEngine)
+    shape = DraftShape(3, 1, 4)
+    drafter = tuned.drafts.drafter(shape) if method == "ngram" else tuned.drafts.neural_drafter(shape)
+    plain, drafting = tuned.engine.time_drafters(2, 20, [NoDrafter(), drafter], repeats=5)
+    for times in (plain, drafting):
+        assert sum(times[part] for part in ("draft", "verify", "extend")) == pytest.approx(times["round"], rel=0.2)
+    assert plain["extend"] < plain["verify"], "nothing follows"
+    assert drafting["draft"] > plain["draft"]
+
+
+def assert_same(one: Trace, other: Trace) -> None:
+    for mine, theirs in zip(one.rows, other.rows, strict=True):
         assert mine.tokens.tolist() == theirs.tokens.tolist()
         rounds = slice(0, len(mine.tokens) - mine.num_prompt - 1)  # the last token is the root of no round
         for name in ("chain_PS", "tokens_PC", "parents_PC"):
@@ -152,8 +193,8 @@ def test_what_is_timed_on_a_device(
     tuned = session("draft_model", on_device=True)
     parts = {"draft": 0.5, "verify": 0.75, "extend": 0.25}
 
-    def time_drafters(batch: int, context: int, drafters: list[Any], whole: bool = True) -> list[dict[str, float]]:
-        return [parts | ({"round": 1.0} if whole else {}) for _ in drafters]
+    def time_drafters(batch: int, context: int, drafters: list[Any]) -> list[dict[str, float]]:
+        return [parts | {"round": 1.0} for _ in drafters]
 
     monkeypatch.setattr(tuned.engine, "time_drafters", time_drafters)
     monkeypatch.setattr(tuned.engine, "time_steps", lambda batch, context: (whole, host))
@@ -169,14 +210,12 @@ def test_what_is_timed_on_a_device(
 def test_what_a_plain_round_is_timed_of(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = session(method, on_device=True)
     assert isinstance(tuned.engine, DeviceEngine)
-    followed: list[tuple[bool, bool]] = []
+    followed: list[bool] = []
 
-    def time_drafters(
-        batch: int, context: int, drafters: list[NoDrafter], whole: bool = True
-    ) -> list[dict[str, float]]:
+    def time_drafters(batch: int, context: int, drafters: list[NoDrafter]) -> list[dict[str, float]]:
         (drafter,) = drafters
-        followed.append((drafter.net is not None, whole))
-        return [{"round": 2.0} if whole else {"extend": 1.0}]
+        followed.append(drafter.net is not None)
+        return [{"round": 2.0, "extend": 1.0}]
 
     def time_steps(batch: int, context: int) -> tuple[float, float]:
         drafter = tuned.engine._round.drafter  # type: ignore[union-attr]
@@ -189,7 +228,7 @@ def test_what_a_plain_round_is_timed_of(method: str, monkeypatch: pytest.MonkeyP
     tuned.use(ByBatch.always(SHAPES[0]))
     kinds = ["plain", "host", "copies", *(["extend"] if method != "ngram" else [])]
     assert [m.kind for m in time_plain(tuned, 2, 20)] == kinds
-    assert followed == [(False, True), *([(True, False)] if method != "ngram" else [])]
+    assert followed == [False, *([True] if method != "ngram" else [])]
     assert not time_plain(tuned, 300, 20), "the cache does not hold so many rows"
     assert time_plain(tuned, 1, 10**6), "rows are no longer than requests may be"
 
@@ -225,16 +264,10 @@ def costs_of(tuned: Session, batches: list[int]) -> list[Measurement]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
 def test_on_a_gpu(method: str) -> None:
     """Traces, costs and captured rounds, over the kernels of the device."""
-    cuda = torch.device("cuda")
-    engine: Any = tiny_device_engine(
-        method, WIDE, num_pages=512, prefix_cache=False, device=cuda, graphs="round", max_batch_size=4
-    )
-    drafts = DraftFactory(engine._round.drafter.net, (1, 3), VOCAB, 4, cuda, ops_for(cuda, torch.float64))
-    tuned = Session(Built(engine, drafts), "round")
+    tuned = gpu_session(method, "round")
     trace, expected = tuned.trace(requests(), TOPK, DEPTH), session(method, False).trace(requests(), TOPK, DEPTH)
     assert [row.tokens.tolist() for row in trace.rows] == [row.tokens.tolist() for row in expected.rows]
     model = CostModel.fit(costs_of(tuned, [1, 4]))

@@ -246,10 +246,12 @@ class DeviceEngine(EngineBase):
         mode: GraphMode,
         sampled: bool = False,
         show: Callable[[str], None] = lambda progress: None,
+        ahead: bool = True,
     ) -> None:
         """Draft so from now on, with the same draft network or none, and with other graphs (`sampled`: of rounds with
-        sampled rows too). The engine must be idle, and was built for the widest; what its prefix cache holds is of use
-        to the network that it was computed with only."""
+        sampled rows too; `ahead`: captured now, or else when there is a batch of that size). The engine must be idle,
+        and was built for the widest; what its prefix cache holds is of use to the network that it was computed with
+        only."""
         assert not self._scheduler.running, "requests are running"
         assert not self._scheduler.waiting, "requests are waiting"
         while self._reports:  # the round in which the last request was seen to have ended
@@ -260,7 +262,7 @@ class DeviceEngine(EngineBase):
         self._executor = RoundExecutor(drafters.map(self._round.drafting), size, device, mode)
         self._round = self._executor.rounds.items[0]
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
-        if self._executor.runner is not None:
+        if ahead and self._executor.runner is not None:
             for kind in [False, True] if sampled else [False]:
                 self._executor.capture(kind, show)
 
@@ -286,11 +288,10 @@ class DeviceEngine(EngineBase):
 
     @torch.inference_mode()
     def time_drafters(
-        self, batch_size: int, context: int, drafters: Seq[Drafter], repeats: int = 20, whole: bool = True
+        self, batch_size: int, context: int, drafters: Seq[Drafter], repeats: int = 20
     ) -> list[dict[str, float]]:
-        """Milliseconds that draft, verify and draft-extend take for `batch_size` requests of `context` tokens, each as
-        a graph of its own, and with `whole` a round as one, with each of the drafters. CUDA only; the engine must be
-        idle."""
+        """Milliseconds that draft, verify, draft-extend and all of a round take for `batch_size` requests of `context`
+        tokens, with each of the drafters: a graph of each's own. CUDA only; the engine must be idle."""
         self._stand(batch_size, context)
         running = self._scheduler.plan_round()
         self._rows.upload_pages(running)
@@ -300,7 +301,7 @@ class DeviceEngine(EngineBase):
         for drafter in drafters:
             one = ByBatch.always(self._round.drafting(drafter))
             executor = RoundExecutor(one, self._max_batch_size, device, "none")
-            times.append(executor.time_phases(slots, repeats, whole))
+            times.append(executor.time_phases(slots, repeats))
         self.abandon()
         return times
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from specbatch.speculation.slots import Field, SlotState
 
 GraphMode = Literal["round", "phases", "none"]
 PHASES = ("draft", "verify", "extend")
-_AHEAD_CYCLES = 1_000_000  # of the device's clock, half a millisecond: for the host to launch what is timed behind it
+_WARM_SECONDS = 0.05  # a GPU that was idle while the host compiled takes a while to run at full speed
 
 
 def padded_sizes(items: ByBatch[Any], max_batch_size: int) -> list[tuple[int, int]]:
@@ -105,7 +106,7 @@ class RoundExecutor:
         round_, key = self.rounds.items[i], (size, i, sampled)
         if self.runner is None or logprobs:
             return round_(rows_B, sampled, logprobs)
-        if ("round" if self._mode == "round" else "draft", *key) not in self.runner:  # its first sampled batch
+        if ("round" if self._mode == "round" else "draft", *key) not in self.runner:  # the first batch of its kind
             self._capture(*key)
         verified: Verified
         if self._mode == "round":
@@ -128,24 +129,39 @@ class RoundExecutor:
         _copy_into(output, function())
         return output
 
-    def time_phases(self, slots: list[int], repeats: int, whole: bool = True) -> dict[str, float]:
-        """Median milliseconds of each phase and, with `whole`, of a round, each as a graph, over these slots as they
-        stand; what they hold is put back after every round."""
+    def time_phases(self, slots: list[int], repeats: int) -> dict[str, float]:
+        """Median milliseconds of each phase and of the round that they make, one graph with events between its phases,
+        over these slots as they stand; what they hold is put back after every round."""
         size, round_ = self._padded(len(slots)), self.rounds.at(len(slots))
         rows_B = torch.full((size,), self._padding, dtype=torch.int64, device=self._rows_B.device)
         rows_B[: len(slots)] = torch.tensor(slots, device=self._rows_B.device)
         runner, state = GraphRunner(self._rows_B.device), round_.state
+        marks = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(PHASES) + 1)]
+
+        def marked() -> Verified:
+            marks[0].record()
+            rows, draft = round_.draft(rows_B, False)
+            marks[1].record()
+            verified = round_.verify(rows, draft, False)
+            marks[2].record()
+            round_.extend(verified)
+            marks[3].record()
+            return verified
+
+        times: dict[str, list[float]] = {name: [] for name in (*PHASES, "round")}
         with _put_back(state) as put_back:
             state.ints_SF[:, Field.DONE] = 1  # captures run rounds, too: these must write nothing and advance nobody
-            rows, draft = runner.capture(("draft",), lambda: round_.draft(rows_B, False))
-            verified = runner.capture(("verify",), lambda: round_.verify(rows, draft, False))
-            runner.capture(("extend",), lambda: round_.extend(verified))
-            times = _median_times(runner, PHASES, repeats, put_back)
-            if whole:
-                state.ints_SF[:, Field.DONE] = 1
-                runner.capture(("round",), lambda: round_(rows_B, False))
-                times |= _median_times(runner, ("round",), repeats, put_back)
-        return times
+            runner.capture(("round",), marked)
+            until = time.perf_counter() + _WARM_SECONDS
+            while len(times["round"]) < repeats:
+                put_back()
+                runner.replay(("round",))
+                torch.cuda.synchronize()
+                if time.perf_counter() < until:
+                    continue
+                for name, before, after in zip(times, (*marks[:-1], marks[0]), (*marks[1:], marks[-1]), strict=True):
+                    times[name].append(before.elapsed_time(after))
+        return {name: statistics.median(values) for name, values in times.items()}
 
 
 @contextmanager
@@ -161,25 +177,6 @@ def _put_back(state: SlotState) -> Iterator[Callable[[], None]]:
         yield put_back
     finally:
         put_back()
-
-
-def _median_times(
-    runner: GraphRunner, names: tuple[str, ...], repeats: int, put_back: Callable[[], None]
-) -> dict[str, float]:
-    """Milliseconds of captured graphs, launched one behind the other."""
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(repeats):
-        put_back()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(names) + 1)]
-        torch.cuda._sleep(_AHEAD_CYCLES)  # the host gets ahead: launching a graph is no part of its time
-        marks[0].record()
-        for mark, name in zip(marks[1:], names, strict=True):
-            runner.replay((name,))
-            mark.record()
-        torch.cuda.synchronize()
-        for i, name in enumerate(names):
-            times[name].append(marks[i].elapsed_time(marks[i + 1]))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def _copy_into(target: Any, source: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -79,13 +80,14 @@ class TracingProposer:
 
 
 class TracingDrafter:
-    """The same for the device engine. Waits for the device in each round, and cannot be part of a graph."""
+    """The same for the device engine, whose rounds may be graphs: they leave their record on the device, where the host
+    reads it in front of the next round."""
 
     num_nodes = max_path = 1
 
-    def __init__(self, wide: NeuralDrafter, record: Record) -> None:
+    def __init__(self, wide: NeuralDrafter) -> None:
         self._wide = wide
-        self._record = record
+        self._last: _OnDevice | None = None
         self.net: DraftNet | None = wide.net
         self.branches = wide.branches
         self.num_lookahead = wide.num_lookahead
@@ -93,13 +95,35 @@ class TracingDrafter:
     def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
         candidates = self._wide.candidates(rows, state)
         chains = self._wide.chain(rows, state, sampled=False).tokens_BN
-        goes_on = (rows.field(Field.DONE) == 0).cpu()  # neither padding nor a row that ended in the round before
-        streams = rows.field(Field.STREAM).cpu()[goes_on].numpy()
-        roots = rows.length_B.cpu()[goes_on].numpy()
-        if len(streams):
-            kept = Candidates(*(part.cpu()[goes_on] for part in candidates))
-            self._record(_drafted(streams, roots, chains.cpu()[goes_on], kept))
+        goes_on = rows.field(Field.DONE) == 0  # neither padding nor a row that ended in the round before
+        parts = (goes_on, rows.field(Field.STREAM), rows.length_B, chains, *candidates)
+        if self._last is None:  # where graphs of all sizes write
+            self._last = _OnDevice(*(part.new_zeros(len(state.ints_SF), *part.shape[1:]) for part in parts))
+        self._last.goes_on_B.zero_()
+        for kept, part in zip(self._last, parts, strict=True):
+            kept[: len(part)] = part
         return Draft(rows.field(Field.ROOT)[:, None])
+
+    def read(self) -> Drafted | None:
+        """The record of the round that was launched last; waits for it. None: no row went on."""
+        assert self._last is not None, "no round was launched"
+        goes_on = self._last.goes_on_B.cpu()
+        if not goes_on.any():
+            return None
+        _, streams, roots, chains, *candidates = (part.cpu()[goes_on] for part in self._last)
+        return _drafted(streams.numpy(), roots.numpy(), chains, Candidates(*candidates))
+
+
+class _OnDevice(NamedTuple):
+    """A round's record, in buffers with a place for each slot."""
+
+    goes_on_B: Tensor
+    streams_B: Tensor
+    roots_B: Tensor
+    chains_BM: Tensor
+    tokens_BC: Tensor
+    scores_BC: Tensor
+    parents_BC: Tensor
 
 
 def _drafted(streams_B: np.ndarray, roots_B: np.ndarray, chains_BM: Tensor, candidates: Candidates) -> Drafted:

@@ -6,6 +6,7 @@ what their parts took.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,19 +28,24 @@ from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request, SamplingParams
 
 _ROUNDS = 3  # of the oracle engine, for each shape; after one to warm up
-_SHORT_SECONDS = 0.5  # what is shorter is timed once more
+_SHORT_SECONDS = 0.5  # of a prompt; what takes longer is timed twice
+_PROMPT_TURNS = 4
 _NGRAM_NODES = (2, 3, 5, 9, 17, 33)
 
 
-def probes(depth: int, topk: int) -> list[DraftShape]:
+def probes(depth: int, topk: int, *, every: bool = False) -> list[DraftShape]:
     """Shapes that between them show every part: chains up to `depth`, and trees of 1 and 2 steps by branches up to
-    `topk`, which is where a later step's costs come from."""
-    chains = [DraftShape(steps, 1, steps + 1) for steps in sorted({1, 2, max(1, depth // 2), depth})]
-    trees = []
+    `topk`, which is where a later step's costs come from. `every`: chains of every length, and more sizes of trees.
+    What verification takes rises by leaps with the tokens of all rows, which a line between a few sizes passes over."""
+    lengths = range(1, depth + 1) if every else sorted({1, 2, max(1, depth // 2), depth})
+    shapes = [DraftShape(steps, 1, steps + 1) for steps in lengths]
     branches = [k for k in (2, 4, 8, 16) if k <= topk]
     for k, nodes in zip(branches, (6, 16, 32, 64), strict=False):
-        trees += [DraftShape(1, k, k + 1), DraftShape(2, k, min(nodes, 1 + k + k * k))]
-    return chains + trees
+        shapes += [DraftShape(1, k, k + 1), DraftShape(2, k, min(nodes, 1 + k + k * k))]
+    if every and branches:
+        k = branches[-1]
+        shapes += [DraftShape(2, k, nodes) for nodes in (12, 24, 48, 64) if k + 1 < nodes <= 1 + k + k * k]
+    return list(dict.fromkeys(shapes))
 
 
 def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
@@ -58,7 +64,7 @@ def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
     if plain > host:  # else the device waits, and what it does beside the graph does not show
         found.append(Measurement("copies", batch, 1, max(0.0, whole - plain)))
     if net is not None:
-        followed = engine.time_drafters(batch, context, [NoDrafter(net)], whole=False)[0]
+        followed = engine.time_drafters(batch, context, [NoDrafter(net)])[0]
         found.append(Measurement("extend", batch, 1, followed["extend"]))
     return found
 
@@ -71,7 +77,7 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
     if session.drafts.net is None:
         shapes = [DraftShape(n - 1, 1, n) for n in _NGRAM_NODES if n <= engine.num_lookahead]
     else:
-        shapes = probes(depth, topk)
+        shapes = probes(depth, topk, every=isinstance(engine, DeviceEngine))
     fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= most_nodes]
     written = TIMED_TOKENS if isinstance(engine, DeviceEngine) else _oracle_tokens(fitting)
     context = max(1, min(context, engine.limits.max_prompt_tokens - written))
@@ -108,11 +114,14 @@ def time_prompts(session: Session, chunk_tokens: int) -> list[Measurement]:
 
 def _prompts(session: Session, chunk_tokens: int, kind: str) -> Iterator[Measurement]:
     longest = min(chunk_tokens, session.engine.limits.max_prompt_tokens - 1)
-    for tokens in sorted({min(longest, size) for size in (16, 128, 512, 2048, chunk_tokens)}):
-        times = [session.run(_requests(session, 1, tokens, 1)).seconds]
-        for _ in range(2 if times[0] < _SHORT_SECONDS else 1):
-            times.append(session.run(_requests(session, 1, tokens, 1)).seconds)
-        yield Measurement(kind, 1, tokens, 1e3 * min(times))
+    best = {min(longest, size): math.inf for size in (16, 128, 512, 2048, chunk_tokens)}
+    # All sizes by turns: what is compiled and loaded at first must not count as the first size's.
+    for turn in range(_PROMPT_TURNS):
+        for tokens, seconds in best.items():
+            if turn < 2 or seconds < _SHORT_SECONDS:
+                best[tokens] = min(seconds, session.run(_requests(session, 1, tokens, 1)).seconds)
+    for tokens, seconds in sorted(best.items()):
+        yield Measurement(kind, 1, tokens, 1e3 * seconds)
 
 
 def _on_device(
@@ -120,7 +129,7 @@ def _on_device(
 ) -> Iterator[Measurement]:
     net = session.drafts.net
     drafters: list[Drafter] = [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
-    times = engine.time_drafters(batch, context, drafters, whole=False)
+    times = engine.time_drafters(batch, context, drafters)
     for shape, parts in zip(shapes, times, strict=True):
         yield from _parts(batch, shape, net, parts["draft"], parts["verify"], parts["extend"], times, shapes)
 

@@ -73,14 +73,17 @@ class Session:
         self._in_use = None
         self.engine.redraft(proposer)
 
-    def run(self, requests: Sequence[Request]) -> Finished:
-        """All of them, submitted at once."""
+    def run(self, requests: Sequence[Request], behind_round: Callable[[], None] | None = None) -> Finished:
+        """All of them, submitted at once. `behind_round` is called when a round was launched."""
         began = time.perf_counter()
         for request in requests:
             self.engine.submit(request)
         done: dict[int, Completion] = {}
         while len(done) < len(requests):
+            rounds = self.engine.stats.rounds
             done |= {c.request_id: c for c in self.engine.step()}
+            if behind_round is not None and self.engine.stats.rounds > rounds:
+                behind_round()
         seconds = time.perf_counter() - began
         completions = [done[request.request_id] for request in requests]
         counts = SpeculationCounts()
@@ -94,7 +97,8 @@ class Session:
         sampled = any(request.params.temperature > 0 for request in requests)
         if self.drafts.net is None:
             self.use(ByBatch.always(None))
-            return Trace(tuple(_row(r, c, None) for r, c in self._pairs(requests)), 0, 0, sampled)
+            completions = self.run(requests).completions
+            return Trace(tuple(_row(r, c, None) for r, c in zip(requests, completions, strict=True)), 0, 0, sampled)
         streams = {request.noise.stream: i for i, request in enumerate(requests)}
         assert len(streams) == len(requests), "two requests share a stream of noise"
         records = [_Record() for _ in requests]
@@ -106,16 +110,20 @@ class Session:
 
         wide = DraftShape(depth, topk, 2 if topk > 1 else depth + 1)  # no tree is verified: of any size
         self._in_use = None
+        behind_round: Callable[[], None] | None = None
         if isinstance(self.engine, DeviceEngine):
-            drafter = TracingDrafter(self.drafts.neural_drafter(wide), record)
-            self.engine.redraft(ByBatch.always(drafter), "none")
+            drafter = TracingDrafter(self.drafts.neural_drafter(wide))
+            # A graph of each size that comes up: few do, and they are large.
+            self.engine.redraft(ByBatch.always(drafter), self._graphs, ahead=False)
+
+            def behind_round() -> None:
+                if drafted := drafter.read():
+                    record(drafted)
         else:
             self.engine.redraft(TracingProposer(self.drafts.neural_proposer(wide), record))
-        rows = [_row(r, c, records[i]) for i, (r, c) in enumerate(self._pairs(requests))]
+        completions = self.run(requests, behind_round).completions
+        rows = [_row(r, c, records[i]) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
         return Trace(tuple(rows), topk, depth, sampled)
-
-    def _pairs(self, requests: Sequence[Request]) -> list[tuple[Request, Completion]]:
-        return list(zip(requests, self.run(requests).completions, strict=True))
 
 
 @dataclass(slots=True)
