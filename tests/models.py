@@ -203,6 +203,7 @@ def tiny_device_engine(
     simulate: float | None = None,
     backend: type[PagedAttention | FlashInferAttention] = PagedAttention,
     head_dim: int = 8,
+    graph_tokens: int = 0,
 ) -> DeviceEngine:
     """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins. `kv_dtype` None: `dtype`.
     `num_layers`: of the target; None: as many as `method` needs."""
@@ -245,7 +246,7 @@ def tiny_device_engine(
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=prefix_cache,
         eos_token_ids=eos,
-        chunk_cost=ChunkCost(1.0, prefill_chunk_tokens // 4),
+        chunk_cost=ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens),
     )
 
 

@@ -284,10 +284,22 @@ def test_the_device_engine_knows_what_is_worth_a_chunk() -> None:
         engine.abandon()
 
 
+# Layers and parameters of SmolLM2-135M, Qwen2.5-1.5B and Llama-3-8B.
+SIZES = [(30, 106_000_000), (28, 1_310_000_000), (32, 6_980_000_000)]
+
+
+def test_graphs_of_prompts_leave_less_to_gather() -> None:
+    small, middle, large = (ChunkCost.of_model(*model, 8192, graphs=True) for model in SIZES)
+    assert (small.graph_tokens, middle.graph_tokens, large.graph_tokens) == (8192, 2051, 440)
+    assert 2 > small.rounds > middle.rounds > 1
+    assert (small.tokens, middle.tokens) == (4177, 2048)
+    eager = ChunkCost.of_model(*SIZES[2], 8192, graphs=False)
+    assert (large.rounds, large.tokens) == (eager.rounds, eager.tokens), "its chunks are longer than its graphs"
+
+
 def test_small_models_gather_more() -> None:
-    small = ChunkCost.of_model(30, 106_000_000, 8192)  # SmolLM2-135M
-    middle = ChunkCost.of_model(28, 1_310_000_000, 8192)  # Qwen2.5-1.5B
-    large = ChunkCost.of_model(32, 6_980_000_000, 8192)  # Llama-3-8B
+    small, middle, large = (ChunkCost.of_model(*model, 8192, graphs=False) for model in SIZES)
+    assert (small.graph_tokens, middle.graph_tokens, large.graph_tokens) == (0, 0, 0)
     assert (small.tokens, middle.tokens, large.tokens) == (8192, 2052, 2048)
     assert small.rounds > 7 > 6 > middle.rounds > 3 > 2 > large.rounds > 1
     assert [cost.places(1, 50) for cost in (small, middle, large)] == [1, 1, 1]

@@ -116,6 +116,7 @@ def _device_engine(
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache=run.config.engine.prefix_cache,
         graphs=engine.graphs,
+        prompt_graphs=engine.attention == "triton",
         sampled=run.config.sampling.temperature > 0,
         keeps_tokens=speculation.method == "ngram",
         eos_token_ids=_eos_token_ids(run),

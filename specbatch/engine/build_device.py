@@ -32,6 +32,7 @@ GIB = 2**30
 # Of each captured size: what the driver keeps for a graph's nodes. A guess on the safe side; what the captures took is
 # reported.
 _GRAPH_BYTES = 24 * 2**20
+_PROMPT_GRAPHS = 16  # of a job, roughly
 _SMALLEST_CHUNK = 32  # of the trial, tokens
 
 
@@ -50,6 +51,7 @@ def build_device_engine(
     prefill_chunk_tokens: int,
     prefix_cache: bool,
     graphs: GraphMode,
+    prompt_graphs: bool,
     sampled: bool,
     keeps_tokens: bool,
     eos_token_ids: tuple[int, ...],
@@ -59,7 +61,8 @@ def build_device_engine(
     show: Callable[[str], None],
 ) -> DeviceEngine:
     """`drafters`: of one draft network or of none. `kv_cache_tokens` None: what `memory_fraction` of the device leaves
-    beside everything else. `sampled`: requests will draw samples, so their graphs are captured too. `products_folder`:
+    beside everything else. `prompt_graphs`: where whole rounds are graphs, prompts may be, too: their attention plans
+    nothing on the host. `sampled`: requests will draw samples, so their graphs are captured too. `products_folder`:
     where the library's fastest algorithms are remembered; None: torch's choice. `say` is told what was decided, a line
     each; `show` what is being done.
 
@@ -84,6 +87,16 @@ def build_device_engine(
 
     show("compiling kernels, trial run")
     prompt_bytes = _peak(device, lambda: _trial_prompt(round_, state, prefill_chunk_tokens, page_size, device))
+    chunk_cost = ChunkCost.of_model(
+        target.config.num_layers,
+        sum(math.prod(one.shape) for one in target.linears),
+        prefill_chunk_tokens,
+        prompt_graphs,
+    )
+    graph_tokens, graph_bytes = chunk_cost.graph_tokens, 0
+    if graph_tokens:
+        graph_bytes = _peak(device, lambda: _trial_prompt(round_, state, graph_tokens, page_size, device))
+        graph_bytes += _PROMPT_GRAPHS * _GRAPH_BYTES
     num_tokens = _SMALLEST_CHUNK
     while num_tokens < prefill_chunk_tokens:  # compiles what chunks of other sizes need
         _trial_prompt(round_, state, num_tokens, page_size, device)
@@ -115,6 +128,7 @@ def build_device_engine(
         # And what the graphs keep to themselves. Rows may ask for samples at any time: twice as many graphs then.
         num_graphs = 2 * len(sizes) * (len(PHASES) if graphs == "phases" else 1)
         reserved += round_bytes * 5 // 4 + num_graphs * _GRAPH_BYTES
+        reserved += graph_bytes
     per_token = sum(cache.slot_bytes for cache in caches)
     for cache in caches:
         cache.resize(0)
@@ -157,9 +171,7 @@ def build_device_engine(
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=prefix_cache,
         eos_token_ids=eos_token_ids,
-        chunk_cost=ChunkCost.of_model(
-            target.config.num_layers, sum(math.prod(one.shape) for one in target.linears), prefill_chunk_tokens
-        ),
+        chunk_cost=chunk_cost,
     )
     engine.start_seconds = seconds
     return engine

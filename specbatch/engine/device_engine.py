@@ -25,6 +25,7 @@ from specbatch.engine.base import EngineBase
 from specbatch.engine.device_rows import DeviceRows
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
+from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.round import REPORT_COUNT, REPORT_DEPTH, REPORT_DRAFTED, REPORT_TOKENS, Logprobs, Round
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
@@ -92,7 +93,8 @@ class DeviceEngine(EngineBase):
         super().__init__(scheduler, vocab_size, max_length)
         self.chunk_cost = chunk_cost
         self._transfers = Transfers(device)
-        self._packer = PromptPacker(self._transfers, pool.page_size, None if net is None else net.lead)
+        self._packer = PromptPacker(pool.page_size, None if net is None else net.lead)
+        self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, chunk_cost.graph_tokens)
         self._rows = DeviceRows(self._state, self._transfers, max_batch_size)
         self._max_batch_size = max_batch_size
         self._forget_rounds()
@@ -141,12 +143,11 @@ class DeviceEngine(EngineBase):
     def _prefill(self, spans: list[PrefillSpan]) -> None:
         self._rows.upload_started()
         self._rows.upload_pages([s.seq for s in spans])
-        chunk = self._packer.pack(spans, self._state.page_table_SP)
+        packed = self._packer.pack(spans)
         ready = [s.seq for s in spans if s.end == s.seq.prefill_end]
         params = [seq.request.params for seq in ready]
-        tokens, logprobs = self._round.prefill(
-            chunk, any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
-        )
+        sampled, wants_logprobs = any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
+        tokens, logprobs = self._prompts.run(self._round, packed, sampled, wants_logprobs, self._executor.mode)
         for s in spans:
             self._count_prefill(s)
             s.seq.num_committed = s.end

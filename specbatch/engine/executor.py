@@ -57,13 +57,13 @@ class RoundExecutor:
         self.rounds = rounds
         self._sizes = ladder(max_batch_size)
         self._captures = padded_sizes(rounds, max_batch_size)
-        self._mode = mode if device.type == "cuda" else "none"
+        self.mode: GraphMode = mode if device.type == "cuda" else "none"
         self._eager_phases = eager_phases
         self._transfers = Transfers(device)
         self._padding = rounds.items[0].state.padding
         self._rows_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
-        self.runner = GraphRunner(device) if self._mode != "none" else None
+        self.runner = GraphRunner(device) if self.mode != "none" else None
 
     @property
     def num_graphs(self) -> int:
@@ -82,7 +82,7 @@ class RoundExecutor:
         rows_B, saved = self._rows_B[:size], self._uploaded
         rows_B.fill_(self._padding)
         round_, key = self.rounds.items[i], (size, i, sampled)
-        if self._mode == "round":
+        if self.mode == "round":
             self.runner.capture(("round", *key), lambda: round_(rows_B, sampled))
         else:
             capture = self.runner.capture
@@ -106,10 +106,10 @@ class RoundExecutor:
         round_, key = self.rounds.items[i], (size, i, sampled)
         if self.runner is None or logprobs:
             return round_(rows_B, sampled, logprobs)
-        if ("round" if self._mode == "round" else "draft", *key) not in self.runner:  # the first batch of its kind
+        if ("round" if self.mode == "round" else "draft", *key) not in self.runner:  # the first batch of its kind
             self._capture(*key)
         verified: Verified
-        if self._mode == "round":
+        if self.mode == "round":
             verified = self.runner.replay(("round", *key))
             return verified
         rows, draft = self._phase("draft", key, lambda: round_.draft(rows_B, sampled))

@@ -1,8 +1,8 @@
 """How many free places short prompts wait for, so that launching their chunk is worth it.
 
-Prompts run eagerly: a chunk costs the host the same launches for one short prompt as for many, and a small model's GPU
-idles meanwhile. Rows that wait cost the rounds they are missing from. With B places of which rows leave after R rounds
-on average, gathering g of them costs g / (2 B) of the rounds' worth and saves launches: the time for a row,
+A chunk costs the same for one short prompt as for many: the host's launches, or as a graph (`prompt_graphs`) a round's
+time and the packing. Rows that wait cost the rounds they are missing from. With B places of which rows leave after R
+rounds on average, gathering g of them costs g / (2 B) of the rounds' worth and saves launches: the time for a row,
 R / (B - g / 2) + C / g rounds where a chunk costs C, is least at about g = B sqrt(2 C / R).
 
 Everything is counted in rounds and worked out from the model's size, not timed: two runs admit the same rows at the
@@ -16,28 +16,34 @@ from dataclasses import dataclass
 
 # Of a prompt chunk and of a round, seen on an H200: launching a layer's kernels (SmolLM2-135M: 9.6 ms for 30 layers),
 # the least that a captured layer takes, bytes of weights and bfloat16 operations in a millisecond; rounds of many rows
-# take half as long again.
+# take half as long again. Packing a chunk that is a graph: on the host.
 _LAUNCH_MS, _LAYER_MS = 0.32, 0.02
 _BYTES_PER_MS, _FLOPS_PER_MS = 4.2e9, 6e11
 _MANY_ROWS = 1.5
+_PACK_MS = 0.5
 _MEAN_OVER = 256  # rows that have ended
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
-    """Of launching a prompt chunk."""
+    """Of a chunk of short prompts, beside what computing them takes."""
 
     rounds: float  # that take as long
     tokens: int  # of prompts, whose computing takes as long: with more the GPU does not idle
+    graph_tokens: int = 0  # up to which chunks are padded, to be graphs
 
     @staticmethod
-    def of_model(num_layers: int, num_parameters: int, prefill_chunk_tokens: int) -> ChunkCost:
-        """`num_parameters`: of the linear layers. A quarter of a chunk is enough in any case for models that compute
-        as long as they are launched."""
+    def of_model(num_layers: int, num_parameters: int, prefill_chunk_tokens: int, graphs: bool) -> ChunkCost:
+        """`num_parameters`: of the linear layers; `graphs`: chunks may be graphs, which those are that compute no
+        longer than launching them would take. A quarter of a chunk is enough to wait for in any case."""
         launch_ms = num_layers * _LAUNCH_MS
         round_ms = _MANY_ROWS * (num_layers * _LAYER_MS + 2 * num_parameters / _BYTES_PER_MS)
-        hidden = round(launch_ms * _FLOPS_PER_MS / (2 * num_parameters))
-        return ChunkCost(launch_ms / round_ms, min(prefill_chunk_tokens, max(prefill_chunk_tokens // 4, hidden)))
+        flops = 2 * num_parameters / _FLOPS_PER_MS
+        graph_tokens = min(int(launch_ms / flops), prefill_chunk_tokens) if graphs else 0
+        enough = prefill_chunk_tokens // 4
+        chunk_ms = round_ms + _PACK_MS if graph_tokens > enough else launch_ms
+        tokens = min(prefill_chunk_tokens, max(enough, round(chunk_ms / flops)))
+        return ChunkCost(chunk_ms / round_ms, tokens, graph_tokens)
 
     def places(self, max_batch_size: int, mean_rounds: float) -> int:
         """To gather, where rows run for `mean_rounds`; a quarter of all at most."""

@@ -6,6 +6,8 @@ Shape suffixes as in `round.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,34 +15,123 @@ from torch import Tensor
 
 from specbatch.engine.round import PromptChunk
 from specbatch.engine.scheduler import PrefillSpan
-from specbatch.engine.transfers import Transfers
 from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.speculation.sequence import Sequence
+
+Ints = list[int] | np.ndarray
+
+
+class ChunkShape(NamedTuple):
+    """Room for so many tokens, of so many prompts, of at most so many tokens each."""
+
+    tokens: int
+    rows: int
+    queries: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostArrays:
+    """A packed chunk's lists, joined in two arrays to be uploaded. Each list begins at a multiple of 16 bytes: for an
+    address that does not, Triton compiles its kernels anew."""
+
+    longs: np.ndarray  # int64
+    ints: np.ndarray  # int32
+    long_sizes: tuple[int, ...]  # of the lists
+    int_sizes: tuple[int, ...]
+    # Of the target's and the draft network's tokens, for attention that plans on the host; None: not to be counted on.
+    query_starts: tuple[np.ndarray, np.ndarray] | None = None
+
+    def views(self, longs: Tensor, ints: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The lists, in copies of the arrays."""
+        return _split(longs, self.long_sizes), _split(ints, self.int_sizes)
+
+
+class PackedPrompts:
+    """Pieces of some prompts, as lists."""
+
+    def __init__(self, page_size: int) -> None:
+        self.target = _Packed(page_size)
+        self.draft = _Packed(page_size)  # empty without a draft network
+        self.ready: list[int] = []  # slots of the prompts that end here
+        self.rows: list[int] = []  # those among the pieces
+        self.lengths: list[int] = []
+        self.roots: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the target or of the draft network, whichever has more."""
+        return max(len(self.target.tokens), len(self.draft.tokens))
+
+    @property
+    def max_queries(self) -> int:
+        return max(self.target.max_queries, self.draft.max_queries)
+
+    @property
+    def all_end(self) -> bool:
+        return len(self.rows) == len(self.target.rows)
+
+    def arrays(self) -> HostArrays:
+        rows, ready = len(self.target.rows), len(self.ready)
+        longs = [n for one in (self.target, self.draft) for n in (*[len(one.tokens)] * 3, len(one.selected))]
+        longs += [rows, ready, ready, ready, ready]
+        ints = [len(part) for part in self._ints]
+        starts = np.array(self.target.ends, dtype=np.int32), np.array(self.draft.ends, dtype=np.int32)
+        return self._arrays(longs, ints, [0] * len(longs), [0] * len(ints), starts)
+
+    def padded(self, shape: ChunkShape, padding: int) -> HostArrays:
+        """With prompts of no tokens in the slot `padding`, and tokens of no prompt; all prompts must end. Of the latter
+        there is one at least: what is read behind a padded prompt."""
+        assert self.all_end, "a prompt goes on in another chunk"
+        assert self.num_tokens < shape.tokens, "no token is left to pad with"
+        tokens, rows, _ = shape
+        packed, fills = [tokens, tokens, tokens, rows], [0, 0, -1, tokens - 1]
+        longs = [*packed, *packed, rows, rows, rows, rows, rows]
+        long_fills = [*fills, *fills, padding, padding, len(self.rows), 1, 0]
+        int_fills = [0, self.target.ends[-1], 0, self.draft.ends[-1]]
+        return self._arrays(longs, [rows, rows + 1, rows, rows + 1], long_fills, int_fills, None)
+
+    def _arrays(
+        self,
+        long_sizes: list[int],
+        int_sizes: list[int],
+        long_fills: list[int],
+        int_fills: list[int],
+        starts: tuple[np.ndarray, np.ndarray] | None,
+    ) -> HostArrays:
+        longs = _joined(self._longs, long_sizes, long_fills, np.dtype(np.int64))
+        ints = _joined(self._ints, int_sizes, int_fills, np.dtype(np.int32))
+        return HostArrays(longs, ints, tuple(long_sizes), tuple(int_sizes), starts)
+
+    @property
+    def _longs(self) -> list[Ints]:
+        target, draft = self.target, self.draft
+        return [*target.longs, *draft.longs, target.rows, self.ready, self.rows, self.lengths, self.roots]
+
+    @property
+    def _ints(self) -> list[Ints]:
+        return [self.target.starts, self.target.ends, self.draft.starts, self.draft.ends]
 
 
 class PromptPacker:
     """`lead` is that of the draft network; None without one."""
 
-    def __init__(self, transfers: Transfers, page_size: int, lead: int | None) -> None:
-        self._transfers = transfers
+    def __init__(self, page_size: int, lead: int | None) -> None:
         self._page_size = page_size
         self._lead = lead
 
-    def pack(self, spans: Seq[PrefillSpan], page_table_SP: Tensor) -> PromptChunk:
-        """Where `page_table_SP` holds the pages of all slots. Moves each sequence's draft side (`Sequence.draft`: valid
-        slots of the draft's cache) along."""
-        target = _Packed(self._page_size)
-        draft = _Packed(self._page_size)
-        ready, rows, lengths, roots = [], [], [], []
+    def pack(self, spans: Seq[PrefillSpan]) -> PackedPrompts:
+        """Moves each sequence's draft side (`Sequence.draft`: valid slots of the draft's cache) along."""
+        packed = PackedPrompts(self._page_size)
+        target, draft = packed.target, packed.draft
         for span in spans:
             seq = span.seq
             target.add(seq, span.start, span.end, seq.tokens[span.start : span.end])
             ends = span.end == seq.prefill_end
             if ends:
-                ready.append(seq.slot)
-                rows.append(len(target.rows) - 1)
-                lengths.append(span.end)
-                roots.append(seq.tokens[span.end] if span.end < len(seq.tokens) else -1)
+                packed.ready.append(seq.slot)
+                packed.rows.append(len(target.rows) - 1)
+                packed.lengths.append(span.end)
+                packed.roots.append(seq.tokens[span.end] if span.end < len(seq.tokens) else -1)
                 target.select_last()
             if self._lead is not None:
                 # Slot i of the draft's cache reads token i + shift; the one behind the prompt may not be known yet.
@@ -50,51 +141,33 @@ class PromptPacker:
                 seq.draft = end
                 if ends:
                     draft.select_last()
-        longs = self._upload(
-            [*target.longs, *draft.longs, target.rows, ready, rows, lengths, roots], np.dtype(np.int64)
-        )
-        ints = self._upload([target.starts, target.ends, draft.starts, draft.ends], np.dtype(np.int32))
-        slots_B, ready_R, rows_R, lengths_R, roots_R = longs[8:]
+        return packed
+
+    def chunk(
+        self, arrays: HostArrays, longs: Tensor, ints: Tensor, page_table_SP: Tensor, queries: int
+    ) -> PromptChunk:
+        """What `arrays` are on the device, where `page_table_SP` holds the pages of all slots. No prompt has more than
+        `queries` tokens."""
+        parts, starts = arrays.views(longs, ints)
+        slots_B, ready_R, rows_R, lengths_R, roots_R = parts[8:]
         tables_BP = page_table_SP[slots_B]
         tables_RP = tables_BP[rows_R]
-        layout, selected = self._layout(target, longs[:4], ints[:2], tables_BP, tables_RP, lengths_R - 1)
-        draft_layout = draft_selected = None
+        host_starts = arrays.query_starts
+
+        def layout(i: int, last_R: Tensor) -> tuple[PagedBatch, Selected]:
+            """`last_R`: the slot of each prompt's last token."""
+            _, positions, slots, selected = parts[4 * i : 4 * i + 4]
+            batch = PagedBatch(
+                slots, positions, tables_BP, self._page_size, starts[2 * i], starts[2 * i + 1], queries,
+                host_query_starts=None if host_starts is None else host_starts[i],
+            )  # fmt: skip
+            return batch, Selected.of(batch, selected, last_R, tables_RP)
+
+        target, selected = layout(0, lengths_R - 1)
+        draft = draft_selected = None
         if self._lead is not None:
-            last_R = lengths_R - 1 + self._lead
-            draft_layout, draft_selected = self._layout(draft, longs[4:8], ints[2:], tables_BP, tables_RP, last_R)
-        return PromptChunk(
-            longs[0], layout, ready_R, selected, lengths_R, roots_R, longs[4], draft_layout, draft_selected
-        )
-
-    def _layout(
-        self,
-        packed: _Packed,
-        longs: list[Tensor],
-        ints: list[Tensor],
-        tables_BP: Tensor,
-        tables_RP: Tensor,
-        last_R: Tensor,
-    ) -> tuple[PagedBatch, Selected]:
-        """`longs`, `ints`: what became of the lists of `packed`; `last_R`: the slot of each prompt's last token."""
-        _, positions, slots, selected = longs
-        batch = PagedBatch(
-            slots, positions, tables_BP, self._page_size, ints[0], ints[1], packed.max_queries,
-            host_query_starts=np.array(packed.ends, dtype=np.int32),
-        )  # fmt: skip
-        return batch, Selected.of(batch, selected, last_R, tables_RP)
-
-    def _upload(self, lists: list[list[int]], dtype: np.dtype) -> list[Tensor]:
-        """All lists in one copy; views of it. Each begins at a multiple of 16 bytes: for an address that does not,
-        Triton compiles its kernels anew."""
-        aligned = 16 // dtype.itemsize
-        sizes = [-(-len(values) // aligned) * aligned for values in lists]
-        joined = np.zeros(sum(sizes), dtype=dtype)
-        first = 0
-        for values, size in zip(lists, sizes, strict=True):
-            joined[first : first + len(values)] = values
-            first += size
-        views = torch.split(self._transfers.upload(joined), sizes)
-        return [view[: len(values)] for view, values in zip(views, lists, strict=True)]
+            draft, draft_selected = layout(1, lengths_R - 1 + self._lead)
+        return PromptChunk(parts[0], target, ready_R, selected, lengths_R, roots_R, parts[4], draft, draft_selected)
 
 
 class _Packed:
@@ -103,8 +176,8 @@ class _Packed:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.slots: list[int] = []
+        self._pages: list[int] = []  # that the tokens lie in
+        self._first_pages: list[int] = []  # where those of each sequence begin, less what lies in front of its start
         self.rows: list[int] = []  # the engine's slot of each sequence
         self.starts: list[int] = []
         self.ends: list[int] = [0]
@@ -112,10 +185,10 @@ class _Packed:
         self.max_queries = 1
 
     def add(self, seq: Sequence, start: int, end: int, tokens: list[int]) -> None:
-        size, pages = self._page_size, seq.pages
+        size = self._page_size
+        self._first_pages.append(len(self._pages) - start // size)
+        self._pages += seq.pages[start // size : -(-end // size)]
         self.tokens += tokens
-        self.positions += range(start, end)
-        self.slots += [pages[i // size] * size + i % size for i in range(start, end)]
         self.rows.append(seq.slot)
         self.starts.append(start)
         self.ends.append(len(self.tokens))
@@ -125,5 +198,32 @@ class _Packed:
         self.selected.append(len(self.tokens) - 1)
 
     @property
-    def longs(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        return self.tokens, self.positions, self.slots, self.selected
+    def longs(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Tokens, positions and cache slots of each token; the selected ones."""
+        ends = np.array(self.ends)
+        counts = np.diff(ends)
+        positions = np.arange(len(self.tokens)) + np.repeat(np.array(self.starts, dtype=np.int64) - ends[:-1], counts)
+        pages = np.array(self._pages, dtype=np.int64)
+        page = pages[positions // self._page_size + np.repeat(np.array(self._first_pages, dtype=np.int64), counts)]
+        return self.tokens, positions, page * self._page_size + positions % self._page_size, self.selected
+
+
+def _joined(lists: Seq[Ints], sizes: Seq[int], fills: Seq[int], dtype: np.dtype) -> np.ndarray:
+    aligned = [_aligned(size, dtype.itemsize) for size in sizes]
+    joined = np.zeros(sum(aligned), dtype=dtype)
+    first = 0
+    for values, size, fill, room in zip(lists, sizes, fills, aligned, strict=True):
+        joined[first : first + len(values)] = values
+        joined[first + len(values) : first + size] = fill
+        first += room
+    return joined
+
+
+def _split(joined: Tensor, sizes: Seq[int]) -> list[Tensor]:
+    views = torch.split(joined, [_aligned(size, joined.element_size()) for size in sizes])
+    return [view[:size] for view, size in zip(views, sizes, strict=True)]
+
+
+def _aligned(size: int, itemsize: int) -> int:
+    step = 16 // itemsize
+    return -(-size // step) * step

@@ -1,0 +1,90 @@
+"""Launches prompt chunks: short ones, of whole prompts, padded to one of few shapes and replayed as a graph, the others
+kernel by kernel.
+
+Launching a chunk takes the host 0.3 ms a layer, whatever is in it, and meanwhile no round runs. Up to as many tokens as
+a GPU computes in that time (`ChunkCost.graph_tokens`) padding costs nothing that launching would not. A shape's graph
+is captured when the first chunk of it comes up: a job has few.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbatch.engine.executor import GraphMode
+from specbatch.engine.prompts import ChunkShape, HostArrays, PackedPrompts, PromptPacker
+from specbatch.engine.round import Logprobs, Round
+from specbatch.engine.transfers import Transfers
+from specbatch.graphs.runner import GraphRunner
+
+# A quarter of the rows is padding at worst in what is computed of each row alone, the last layer and the head.
+_ROWS_STEP = 4
+_FEWEST_TOKENS = 64
+_SHORT_QUERIES = 256  # attention has a program for every 64 (query, head) pairs of each row: most of them idle
+
+
+class PromptGraphs:
+    """`most_tokens` of a padded chunk; 0: none are. On a CPU, for tests, chunks are padded and nothing is captured."""
+
+    def __init__(
+        self, packer: PromptPacker, transfers: Transfers, device: torch.device, max_batch_size: int, most_tokens: int
+    ) -> None:
+        self._packer = packer
+        self._transfers = transfers
+        self._max_batch_size = max_batch_size
+        self._most_tokens = most_tokens
+        self._buffers: dict[ChunkShape, tuple[Tensor, Tensor]] = {}
+        self._runner = GraphRunner(device) if device.type == "cuda" else None
+
+    def run(
+        self, round_: Round, packed: PackedPrompts, sampled: bool, logprobs: bool, mode: GraphMode
+    ) -> tuple[Tensor, Logprobs | None]:
+        """As `Round.prefill`, but behind the tokens of the prompts that end here there may be others. `mode`: of the
+        rounds; prompts are graphs with whole rounds only. The output is valid until the next chunk."""
+        may_pad = not logprobs and (mode == "round" or self._runner is None)
+        shape = self._shape(packed) if may_pad else None
+        table, upload = round_.state.page_table_SP, self._transfers.upload
+        if shape is None:
+            arrays = packed.arrays()
+            longs, ints = upload(arrays.longs), upload(arrays.ints)
+            chunk = self._packer.chunk(arrays, longs, ints, table, packed.max_queries)
+            return round_.prefill(chunk, sampled, logprobs)
+        arrays = packed.padded(shape, round_.state.padding)
+        longs, ints = self._buffers_of(shape, round_)
+        key = (shape, sampled, round_.drafter.net is not None)
+
+        def prefill() -> Tensor:
+            chunk = self._packer.chunk(arrays, longs, ints, table, shape.queries)
+            return round_.prefill(chunk, sampled)[0]
+
+        if self._runner is not None and key not in self._runner:
+            self._fill(shape, self._nothing(shape, round_))
+            self._runner.capture(key, prefill)
+        self._fill(shape, arrays)
+        return (prefill() if self._runner is None else self._runner.replay(key)), None
+
+    def _shape(self, packed: PackedPrompts) -> ChunkShape | None:
+        """The smallest that holds these, if one does."""
+        if not packed.all_end:
+            return None
+        tokens = max(_FEWEST_TOKENS, 1 << packed.num_tokens.bit_length())  # more than there are
+        rows = 1
+        while rows < len(packed.rows):
+            rows *= _ROWS_STEP
+        queries = _SHORT_QUERIES if rows > 1 and packed.max_queries <= _SHORT_QUERIES < tokens else tokens
+        return ChunkShape(tokens, min(rows, self._max_batch_size), queries) if tokens <= self._most_tokens else None
+
+    def _buffers_of(self, shape: ChunkShape, round_: Round) -> tuple[Tensor, Tensor]:
+        if shape not in self._buffers:
+            nothing = self._nothing(shape, round_)
+            self._buffers[shape] = self._transfers.upload(nothing.longs), self._transfers.upload(nothing.ints)
+        return self._buffers[shape]
+
+    def _nothing(self, shape: ChunkShape, round_: Round) -> HostArrays:
+        """Of no prompt: a graph is captured over it, which writes to nobody's slots."""
+        return self._packer.pack([]).padded(shape, round_.state.padding)
+
+    def _fill(self, shape: ChunkShape, arrays: HostArrays) -> None:
+        longs, ints = self._buffers[shape]
+        longs.copy_(self._transfers.upload(arrays.longs))
+        ints.copy_(self._transfers.upload(arrays.ints))
