@@ -115,6 +115,18 @@ def test_repeated_measurements_are_averaged_and_outliers_show() -> None:
     assert [round(r.percent) for r in model.residuals] == [-22, 133]
 
 
+def test_a_fall_beyond_the_noise_is_there() -> None:
+    """A library multiplies 16 rows in less time than 12, which every repetition says; by 1% the 24 are noise."""
+    times = {8: 1.0, 12: 2.4, 16: 2.0, 20: 2.5, 24: 2.48}
+    found = [Measurement("verify", 1, width, ms, 0.02) for width, ms in times.items()]
+    surface = CostModel.fit([*found, Measurement("draft_step", 1, 1, 2.0), Measurement("draft_step", 1, 2, 1.0)])
+    assert [surface.part_ms("verify", 1, width) for width in (8, 12, 16)] == [1.0, 2.4, 2.0]
+    assert surface.part_ms("verify", 1, 14) == pytest.approx(2.2)
+    assert surface.part_ms("verify", 1, 20) == surface.part_ms("verify", 1, 24) == pytest.approx(2.49)
+    assert surface.part_ms("draft_step", 1, 1) == surface.part_ms("draft_step", 1, 2) == 1.5, "of unknown noise"
+    assert [r.percent for r in surface.residuals if r.width in (12, 16)] == [0, 0]
+
+
 def test_verification_between_two_sizes_follows_plain_rounds() -> None:
     """Plain rounds leap from 1 to 2 rows; wider ones, timed at 1 and 16 rows only, are taken to do so as well, and to
     take more than that only where their own work shows: from 1 ms more to 9 at 16 rows, 4.5 at 8."""

@@ -1,13 +1,15 @@
 """What a round costs, from measurements of its parts at some batch sizes and widths.
 
-Each part is a surface over (batch, width) that does not fall along either axis: more work never takes less time, and a
-measurement that says so is noise. A batch costs what the next size does for which graphs are captured, since it is
-padded to that.
+Each part is a surface over (batch, width) that does not fall along either axis: more work takes no less time, and what
+a measurement says against that within its noise is noise. What falls by more is kept as it is: a library takes other
+kernels for other sizes, and may well multiply 32 rows in less time than 16. A batch costs what the next size does for
+which graphs are captured, since it is padded to that.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -49,6 +51,7 @@ class Measurement:
     batch: int  # rows
     width: int
     milliseconds: float
+    noise: float = math.inf  # relative; inf: of unknown size
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +127,13 @@ class CostModel:
             if m.batch < 1 or m.width < 1 or not 0 <= m.milliseconds < float("inf"):
                 raise TuningError(f"not a measurement: {m}")
             points[m.kind][m.batch, m.width].append(m.milliseconds)
+        noise = {(m.kind, m.batch, m.width): m.noise for m in measurements}
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
         for kind, values in points.items():
             plain = _of_one_token(points.get(_PLAIN.get(kind, ""), {}))
-            surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain))
+            noise_of = {place: noise[kind, *place] for place in values}
+            surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain), noise_of)
             for (batch, width), repeated in sorted(values.items()):
                 mean = float(np.mean(repeated))
                 residuals.append(Residual(kind, batch, width, mean, surface.at(batch, width)))
@@ -207,10 +212,11 @@ def _beyond_plain(
 
 
 def _fit(
-    values: Mapping[tuple[int, int], Sequence[float]], between: Mapping[tuple[int, int], float] | None = None
+    values: Mapping[tuple[int, int], Sequence[float]],
+    between: Mapping[tuple[int, int], float],
+    noise: Mapping[tuple[int, int], float],
 ) -> Surface:
     """`between`: cells that were not measured, but are known better than by filling them in."""
-    between = between or {}
     batches = sorted({batch for batch, _ in (*values, *between)})
     widths = sorted({width for _, width in values})
     means_BW = np.full((len(batches), len(widths)), np.nan)
@@ -220,4 +226,9 @@ def _fit(
     for (batch, width), repeated in values.items():
         place = batches.index(batch), widths.index(width)
         means_BW[place], weights_BW[place] = float(np.mean(repeated)), len(repeated)
-    return Surface(tuple(batches), tuple(widths), monotone_grid(filled(means_BW, batches, widths), weights_BW))
+    fitted_BW = monotone_grid(filled(means_BW, batches, widths), weights_BW)
+    for (batch, width), share in noise.items():
+        place = batches.index(batch), widths.index(width)
+        if math.isfinite(share) and abs(fitted_BW[place] - means_BW[place]) > share * means_BW[place]:
+            fitted_BW[place] = means_BW[place]
+    return Surface(tuple(batches), tuple(widths), fitted_BW)

@@ -27,6 +27,7 @@ from specbatch.tuning.costs import Measurement
 from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request, SamplingParams
 
+_GRAPH_NOISE = 0.02  # of the median of a captured graph's times
 _ROUNDS = 3  # of the oracle engine, for each shape; after one to warm up
 _SHORT_SECONDS = 0.5  # of a prompt; what takes longer is timed twice
 _PROMPT_TURNS = 4
@@ -57,7 +58,7 @@ def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
     if not _fits(engine, batch, context + TIMED_TOKENS):
         return []
     plain = engine.time_drafters(batch, context, [NoDrafter()])[0]["round"]
-    found = [Measurement("plain", batch, 1, plain)]
+    found = [Measurement("plain", batch, 1, plain, _GRAPH_NOISE)]
     session.use(ByBatch.always(None))
     whole, host = engine.time_steps(batch, context)
     found.append(Measurement("host", batch, 1, host))
@@ -65,7 +66,7 @@ def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
         found.append(Measurement("copies", batch, 1, max(0.0, whole - plain)))
     if net is not None:
         followed = engine.time_drafters(batch, context, [NoDrafter(net)])[0]
-        found.append(Measurement("extend", batch, 1, followed["extend"]))
+        found.append(Measurement("extend", batch, 1, followed["extend"], _GRAPH_NOISE))
     return found
 
 
@@ -131,28 +132,30 @@ def _on_device(
     drafters: list[Drafter] = [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
     times = engine.time_drafters(batch, context, drafters)
     for shape, parts in zip(shapes, times, strict=True):
-        yield from _parts(batch, shape, net, parts["draft"], parts["verify"], parts["extend"], times, shapes)
+        yield from _parts(
+            batch, shape, net, parts, 0.0 if net is None else _first_step(shape, shapes, times), _GRAPH_NOISE
+        )
+
+
+def _first_step(shape: DraftShape, shapes: list[DraftShape], times: list[dict[str, float]]) -> float:
+    """What drafting one step with as many branches takes; 0 for lookups of several tokens, which have no steps."""
+    alike = (t["draft"] for s, t in zip(shapes, times, strict=True) if (s.num_steps, s.topk) == (1, shape.topk))
+    return next(alike, 0.0)
 
 
 def _parts(
-    batch: int,
-    shape: DraftShape,
-    net: DraftNet | None,
-    draft: float,
-    verify: float,
-    extend: float,
-    times: list[dict[str, float]],
-    shapes: list[DraftShape],
+    batch: int, shape: DraftShape, net: DraftNet | None, parts: dict[str, float], first_step: float, noise: float
 ) -> Iterator[Measurement]:
-    yield Measurement("verify" if shape.is_chain else "verify_tree", batch, shape.num_draft_tokens, verify)
+    kind = "verify" if shape.is_chain else "verify_tree"
+    yield Measurement(kind, batch, shape.num_draft_tokens, parts["verify"], noise)
     if net is None:
         return
-    yield Measurement("extend", batch, min(shape.num_steps + 1, shape.num_draft_tokens), extend)
+    yield Measurement("extend", batch, min(shape.num_steps + 1, shape.num_draft_tokens), parts["extend"], noise)
     if shape.num_steps == 1:
-        yield Measurement("draft_start", batch, shape.topk, draft)
-        return
-    first = next(t for s, t in zip(shapes, times, strict=True) if (s.num_steps, s.topk) == (1, shape.topk))
-    yield Measurement("draft_step", batch, shape.topk, max(0.0, (draft - first["draft"]) / (shape.num_steps - 1)))
+        yield Measurement("draft_start", batch, shape.topk, parts["draft"], noise)
+    else:
+        step = max(0.0, (parts["draft"] - first_step) / (shape.num_steps - 1))
+        yield Measurement("draft_step", batch, shape.topk, step, noise)
 
 
 def _oracle(
@@ -192,7 +195,7 @@ def _oracle(
     times = [timed(proposer) for proposer in proposers]
     engine.abandon()
     for shape, parts in zip(shapes, times, strict=True):
-        yield from _parts(batch, shape, net, parts["draft"], parts["verify"], parts["extend"], times, shapes)
+        yield from _parts(batch, shape, net, parts, _first_step(shape, shapes, times), math.inf)
     rest = [p["round"] - p["draft"] - p["verify"] - p["extend"] for p in times]
     yield Measurement("overhead", batch, 1, max(0.0, statistics.median(rest)))
 
