@@ -204,12 +204,15 @@ def jsonable(value: Any) -> Any:
 
 
 def costs_table(costs: CostModel) -> Table:
-    """Every measurement beside the fit."""
-    table = _table("Costs", "part", "batch", "width", "measured ms", "fitted ms", "difference")
+    """Every measurement, a line for each part and batch size, and by how much the fit differs where it does."""
+    table = _table("Costs", "part", "batch", "milliseconds by width, and by how much the fit differs")
+    table.columns[-1].justify = "left"
+    lines: dict[tuple[str, int], list[str]] = {}
     for r in costs.residuals:
-        table.add_row(
-            r.kind, str(r.batch), str(r.width), f"{r.measured_ms:.3f}", f"{r.fitted_ms:.3f}", f"{r.percent:+.1f}%"
-        )
+        differs = f" ({r.percent:+.1f}%)" if abs(r.percent) >= 0.1 else ""
+        lines.setdefault((r.kind, r.batch), []).append(f"{r.width}: {r.measured_ms:.3f}{differs}")
+    for (kind, batch), cells in lines.items():
+        table.add_row(kind, str(batch), "  ".join(cells))
     return table
 
 
