@@ -71,6 +71,9 @@ def main() -> None:
     began = time.perf_counter()
     options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
     tuned = tune_file(options, config, resolve, build, lambda config: {}, Console(stderr=True))
+    places = tuned.run.engine.max_batch_size
+    if max(batches) > places:  # where the configuration left it to the device
+        parser.error(f"--batches: the engine runs {places} rows at most (engine.max_batch_size)")
     report: dict[str, Any] = {
         "commit": args.commit or commit(),
         "command": shlex.join(["python", *sys.argv]),
@@ -217,10 +220,7 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int, least_rows: int)
     """The traced rows, live and predicted, `batch` of them running at a time."""
     schedule, session = Schedule.always(candidate), tuned.session
     session.use(*told(schedule))
-    # What is compiled or loaded first: the products of a prompt chunk have algorithms by its size.
-    session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
     engine = session.engine
-    waited, before = engine.waited_seconds, replace(engine.stats)
     count = max(2 * batch, min(least_rows, 8 * batch))
     forecast = replace(tuned.forecast, limits=replace(tuned.forecast.limits, max_running=batch))
     # Nothing is replayed of plain decoding: a round for each token but the prompt's.
@@ -229,6 +229,12 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int, least_rows: int)
         rounds_R = tuned.forecast.replays[candidate].rounds_R.tolist()
     gathered = Gathered.of(forecast.limits, statistics.mean(rounds_R))
     requests = repeated(tuned.requests, count, tuned.texts.stop_check)
+    # What is compiled, loaded or captured first: prompt chunks have algorithms and graphs by their size, the first of
+    # a cell and those that come as rows end.
+    session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
+    prompts = [replace(r, params=replace(r.params, max_tokens=1), check_stop=None) for r in requests]
+    run_at_once(session, prompts, gathered.places, gathered)
+    waited, before = engine.waited_seconds, replace(engine.stats)
     seconds, completions = run_at_once(session, requests, batch, gathered)
     after = engine.stats
     live = {

@@ -63,14 +63,23 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     assert [run["turn"] for run in report["whole_file"]] == [0] * 5 + [1] * 5
 
 
-def test_more_rows_at_once_than_there_are_places_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from check_tune import main
+@pytest.mark.parametrize("told", [True, False], ids=["the configuration says", "the device decides"])
+def test_more_rows_at_once_than_there_are_places_for(
+    told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import check_tune
 
-    sets = ["--set", "engine.max_batch_size=4"]
+    tuned = Mock(name="tuned")
+    tuned.run.engine.max_batch_size = 4
+    tuning = Mock(return_value=tuned)
+    monkeypatch.setattr(check_tune, "tune_file", tuning)
+    sets = ["--set", "engine.max_batch_size=4"] if told else []
     monkeypatch.setattr(sys, "argv", ["check_tune.py", "rows.jsonl", "-o", "check.json", "--batches", "1,8", *sets])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        main()
+        check_tune.main()
+    assert "4 rows at most" in capsys.readouterr().err
+    assert tuning.called != told, "not before all that time was spent"
 
 
 @pytest.mark.parametrize(
