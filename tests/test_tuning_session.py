@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,19 +12,19 @@ import torch
 
 from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.executor import GraphMode
+from specbatch.engine.executor import GraphMode, RoundExecutor, _copy_into
 from specbatch.kernels import ops_for
-from specbatch.speculation.drafters import NoDrafter
+from specbatch.speculation.drafters import NeuralDrafter, NoDrafter
 from specbatch.speculation.factory import DraftFactory
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import NgramShape
 from specbatch.tuning.costs import CostModel, Measurement
-from specbatch.tuning.measure import time_batch, time_plain, time_prompts
+from specbatch.tuning.measure import probes, time_batch, time_plain, time_prompts
 from specbatch.tuning.replay import replay
-from specbatch.tuning.session import Session
+from specbatch.tuning.session import Finished, Session
 from specbatch.tuning.trace import Trace
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import NoiseKey, Request, SamplingParams, SpeculationCounts
 from tests.models import CPU, VOCAB, random_prompts, tiny_device_engine, tiny_engine
 
 TOPK, DEPTH = 3, 3
@@ -59,6 +61,50 @@ def requests(temperature: float = 0.0) -> list[Request]:
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_both_engines_record_the_same(method: str) -> None:
     assert_same(*(session(method, on_device).trace(requests(), TOPK, DEPTH) for on_device in (False, True)))
+
+
+class RunAgain:
+    """Stands in for a `GraphRunner` on a CPU: runs a function again, and writes its output where the first one was."""
+
+    def __init__(self) -> None:
+        self._captured: dict[tuple[Any, ...], tuple[Callable[[], Any], Any]] = {}
+
+    def __contains__(self, key: tuple[Any, ...]) -> bool:
+        return key in self._captured
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def capture(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
+        function()
+        self._captured[key] = function, function()
+        return self._captured[key][1]
+
+    def replay(self, key: tuple[Any, ...]) -> Any:
+        function, output = self._captured[key]
+        _copy_into(output, function())
+        return output
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_what_captures_in_the_middle_of_a_run_leave_of_the_record(
+    method: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each runs the drafter over padding, between the rounds of rows. What a GPU does beyond that is tested there."""
+
+    class Captures(RoundExecutor):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.mode, self.runner = "round", cast(Any, RunAgain())
+
+    monkeypatch.setattr("specbatch.engine.device_engine.RoundExecutor", Captures)
+    tuned = session(method, on_device=True)
+    # Padding has stream 0: of no row here, so that what is recorded of it shows.
+    rows = [replace(row, noise=NoiseKey(7, 64 + row.request_id, 0)) for row in requests(temperature)]
+    traced = tuned.trace(rows, TOPK, DEPTH)
+    assert tuned.engine._executor.num_graphs > 1  # type: ignore[union-attr]
+    assert_same(session(method, on_device=False).trace(rows, TOPK, DEPTH), traced)
 
 
 @pytest.mark.gpu
@@ -179,6 +225,55 @@ def test_steps_are_timed_and_leave_nothing_behind() -> None:
     assert [c.token_ids for c in tuned.run(requests()).completions] == expected
     tuned.use(ByBatch.always(SHAPES[1]))
     assert [c.token_ids for c in tuned.run(requests()).completions] == expected
+
+
+@pytest.mark.parametrize("topk", [1, 3, 8, 16])
+def test_shapes_that_are_timed(topk: int) -> None:
+    for depth in (2, 3, 8):
+        few, every = probes(depth, topk), probes(depth, topk, every=True)
+        assert len(set(every)) == len(every)
+        assert set(few) <= set(every)
+        for shape in every:
+            shape.check()
+        assert [s.num_steps for s in every if s.is_chain] == list(range(1, depth + 1))
+        # What a later step costs is told by what the first one does.
+        assert {s.topk for s in every} == {s.topk for s in every if s.num_steps == 1}
+    sizes = [s.num_draft_tokens for s in every if (s.num_steps, s.topk) == (2, topk)]
+    assert sorted(sizes) == {1: [3], 3: [], 8: [12, 24, 32, 48, 64], 16: [24, 48, 64]}[topk]
+
+
+def test_what_a_later_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chains of every length on a device, each beyond the first step."""
+    tuned = session("draft_model", on_device=True)
+
+    def time_drafters(batch: int, context: int, drafters: list[NeuralDrafter]) -> list[dict[str, float]]:
+        drafts = [1.0 + 0.25 * (drafter.max_path - 2) for drafter in drafters]
+        return [{"draft": draft, "verify": 2.0, "extend": 1.0, "round": 3.0 + draft} for draft in drafts]
+
+    monkeypatch.setattr(tuned.engine, "time_drafters", time_drafters)
+    found = time_batch(tuned, 2, 20, 6, TOPK, 512)
+    assert {m.width for m in found if m.kind == "verify"} == set(range(2, 8))
+    assert {m.milliseconds for m in found if m.kind == "draft_start"} == {1.0}
+    assert {m.milliseconds for m in found if m.kind == "draft_step"} == {0.25}
+
+
+@pytest.mark.parametrize(("slow", "turns"), [(0.25, 4), (0.75, 2)])
+def test_prompts_are_timed_by_turns(slow: float, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first ones load and compile is not what they cost; long ones are timed twice."""
+    tuned = session("ngram", on_device=False)
+    ran: list[int] = []
+
+    def run(requests: list[Request]) -> Finished:
+        (tokens,) = (len(request.prompt_token_ids) for request in requests)
+        ran.append(tokens)
+        seconds = (slow if tokens == 32 else 0.125) + (9.0 if len(ran) <= 2 else 0.0) + 0.0625 * (len(ran) > 4)
+        return Finished([], seconds, SpeculationCounts(), 0)
+
+    monkeypatch.setattr(tuned, "run", run)
+    found = [(m.width, m.milliseconds) for m in time_prompts(tuned, 32)]
+    assert found == [(16, 125.0), (32, 1e3 * slow)]
+    assert ran[:4] == [16, 32, 16, 32]
+    assert (ran.count(16), ran.count(32)) == (4, turns)
 
 
 @pytest.mark.parametrize(
