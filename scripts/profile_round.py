@@ -2,7 +2,7 @@
 
     python scripts/profile_round.py --target shape:llama-3-8b --method eagle3:3/1/4@2.5 --batch 1,16,64,256 -o prof.json
 
-Prints for each batch size the phases (each as a graph of its own), then the kernels of whole rounds: how often, how
+Prints for each batch size the phases (of a round that is one graph), then the kernels of whole rounds: how often, how
 many microseconds in a round, and what share; and how much of the span the GPU was idle.
 """
 
