@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from specbatch.engine.gathering import ChunkCost
+from specbatch.tuning.predict import Limits
 from specbatch.types import NoiseKey, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -83,7 +86,7 @@ def test_more_rows_at_once_than_there_are_places_for(
 
 
 @pytest.mark.parametrize(
-    ("most", "gathered", "tokens", "chunks"), [(1, 1, 99, 6), (3, 1, 99, 4), (4, 3, 99, 2), (4, 3, 8, 3)]
+    ("most", "gathered", "tokens", "chunks"), [(1, 1, 99, 6), (3, 1, 99, 4), (4, 3, 99, 2), (4, 3, 12, 2), (4, 3, 8, 3)]
 )
 def test_an_engine_is_given_so_many_rows_at_a_time(most: int, gathered: int, tokens: int, chunks: int) -> None:
     """Rows of 4, 5 .. 9 prompt tokens, each longer than the one in front, one of which ends in each step."""
@@ -105,6 +108,15 @@ def test_an_engine_is_given_so_many_rows_at_a_time(most: int, gathered: int, tok
     assert done == rows
     assert max(given) == most
     assert sum(later >= before for before, later in itertools.pairwise([0, *given])) == chunks, given
+
+
+def test_what_rows_wait_for() -> None:
+    """As an engine of so many places would have it, whatever the one that runs them has."""
+    from check_tune import Gathered
+
+    limits = Limits(32, 4096, 64)
+    assert Gathered.of(limits, 50.0) == Gathered(1, 1), "the oracle engine waits for nothing"
+    assert Gathered.of(replace(limits, chunk_cost=ChunkCost(1.0, 500)), 50.0) == Gathered(6, 500)
 
 
 def test_speed_of_so_many_rows_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
