@@ -107,6 +107,29 @@ def test_what_captures_in_the_middle_of_a_run_leave_of_the_record(
     assert_same(session(method, on_device=False).trace(rows, TOPK, DEPTH), traced)
 
 
+def test_waves_share_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows traced in two waves, and again after another use, are those traced at once."""
+    tuned = session("draft_model", on_device=True)
+    expected = tuned.trace(requests(), TOPK, DEPTH).rows
+    redrafted: list[object] = []
+    redraft = tuned.engine.redraft
+
+    def counted(drafters: Any, *args: Any, **rest: Any) -> None:
+        redrafted.append(drafters)
+        redraft(drafters, *args, **rest)
+
+    monkeypatch.setattr(tuned.engine, "redraft", counted)
+    for _ in range(2):
+        tuned.use(ByBatch.always(SHAPES[0]))
+        redrafted.clear()
+        waves = [tuned.trace(wave, TOPK, DEPTH) for wave in (requests()[:2], requests()[2:])]
+        assert len(redrafted) == 1
+        rows = [row for wave in waves for row in wave.rows]
+        assert_same(Trace(tuple(rows), TOPK, DEPTH, False), Trace(expected, TOPK, DEPTH, False))
+    tuned.trace(requests()[:1], TOPK, DEPTH - 1)
+    assert len(redrafted) == 2, "of another depth"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
@@ -132,7 +155,7 @@ def test_parts_of_a_round_add_up(method: str) -> None:
     for times in (plain, drafting):
         assert sum(times[part] for part in ("draft", "verify", "extend")) == pytest.approx(times["round"], rel=0.2)
     assert plain["extend"] < plain["verify"], "nothing follows"
-    assert drafting["draft"] > plain["draft"]
+    assert method == "ngram" or drafting["draft"] > plain["draft"]
 
 
 def assert_same(one: Trace, other: Trace) -> None:

@@ -35,6 +35,12 @@ class Finished:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Tracing:
+    wide: DraftShape
+    drafter: TracingDrafter
+
+
 class Session:
     """`graphs`: of the device engine; `sampled`: for sampled rows, too. `show` is told what is being done."""
 
@@ -46,7 +52,7 @@ class Session:
         self._graphs: GraphMode = graphs
         self._sampled = sampled
         self._show = show
-        self._in_use: tuple[Schedule, tuple[int, int] | None] | None = None
+        self._in_use: tuple[Schedule, tuple[int, int] | None] | _Tracing | None = None
 
     @property
     def is_on_device(self) -> bool:
@@ -109,21 +115,29 @@ class Session:
                 records[streams[int(stream)]].rounds[int(root)] = own
 
         wide = DraftShape(depth, topk, 2 if topk > 1 else depth + 1)  # no tree is verified: of any size
-        self._in_use = None
         behind_round: Callable[[], None] | None = None
         if isinstance(self.engine, DeviceEngine):
-            drafter = TracingDrafter(self.drafts.neural_drafter(wide))
-            # A graph of each size that comes up: few do, and they are large.
-            self.engine.redraft(ByBatch.always(drafter), self._graphs, ahead=False)
+            drafter = self._tracing_drafter(self.engine, wide)
 
             def behind_round() -> None:
                 if drafted := drafter.read():
                     record(drafted)
         else:
+            self._in_use = None
             self.engine.redraft(TracingProposer(self.drafts.neural_proposer(wide), record))
         completions = self.run(requests, behind_round).completions
         rows = [_row(r, c, records[i]) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
         return Trace(tuple(rows), topk, depth, sampled)
+
+    def _tracing_drafter(self, engine: DeviceEngine, wide: DraftShape) -> TracingDrafter:
+        """In use from now on, or from the rows traced before, with the graphs that were captured for those."""
+        if isinstance(self._in_use, _Tracing) and self._in_use.wide == wide:
+            return self._in_use.drafter
+        drafter = TracingDrafter(self.drafts.neural_drafter(wide))
+        # A graph of each size that comes up: few do, and they are large.
+        engine.redraft(ByBatch.always(drafter), self._graphs, ahead=False)
+        self._in_use = _Tracing(wide, drafter)
+        return drafter
 
 
 @dataclass(slots=True)
