@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import ChunkShape, PromptPacker
-from specbatch.engine.round import Round
+from specbatch.engine.round import PromptChunk, Round
+from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.transfers import Transfers
+from specbatch.speculation.drafters import NoDrafter
+from specbatch.speculation.schedule import ByBatch
+from specbatch.speculation.sequence import Sequence
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.models import CPU, random_prompts, run, tiny_device_engine, tiny_engine
@@ -138,8 +146,179 @@ def test_shapes(tokens: int, rows: int, queries: int, expected: tuple[int, int, 
     packed.target.max_queries = queries
     graphs = PromptGraphs(PromptPacker(4, None), Transfers(CPU), CPU, 12, 1024)
     assert graphs._shape(packed) == expected
+    # The draft network may have more: a token of its own of each prompt, or what it lags behind.
+    packed.target, packed.draft = packed.draft, packed.target
+    packed.target.rows = packed.rows
+    assert graphs._shape(packed) == expected
     packed.rows = [0] * (rows - 1)
     assert graphs._shape(packed) is None, "a prompt goes on"
+
+
+class StandIn:
+    """What a graph does that a function does not, on a CPU: all that Python knew at its capture stays as it was, and
+    its output is overwritten by the next replay. Capturing must change nothing."""
+
+    def __init__(self, engine: DeviceEngine) -> None:
+        self._engine = engine
+        self._captured: dict[Any, tuple[Callable[[], Tensor], Tensor]] = {}
+        self.num_replays = 0
+        engine._executor.mode = "round"
+        engine._prompts._runner = self  # type: ignore[assignment]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._captured
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def capture(self, key: Any, function: Callable[[], Tensor]) -> None:
+        assert key not in self._captured
+        before = [part.clone() for part in live(self._engine)]
+        self._captured[key] = function, function()
+        for mine, theirs in zip(live(self._engine), before, strict=True):
+            assert torch.equal(mine, theirs), "a capture wrote to somebody's slots"
+
+    def replay(self, key: Any) -> Tensor:
+        function, output = self._captured[key]
+        self.num_replays += 1
+        return output.copy_(function())
+
+
+def live(engine: DeviceEngine) -> list[Tensor]:
+    """What belongs to requests: not padding's slot, nor the spare slot of the caches."""
+    state, round_ = engine._state, engine._round
+    caches = [round_._cache, *([round_.drafter.net.cache] if round_.drafter.net is not None else [])]
+    parts = [state.ints_SF, state.features_SE, state.tokens_SL, state.page_table_SP]
+    return [*(part[:-1] for part in parts), *(cache.all_layers[..., :-1, :] for cache in caches)]
+
+
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention on a GPU leaves out what is beyond the bound of a row's tokens, and the twin does not."""
+    make = PromptPacker.chunk
+
+    def checked(*args: Any) -> PromptChunk:
+        chunk = make(*args)
+        for layout in (chunk.layout, chunk.draft_layout):
+            if layout is not None:
+                counts = layout.query_starts.diff()
+                assert int(counts.min()) >= 0
+                assert int(counts.max()) <= layout.max_queries
+        return chunk
+
+    monkeypatch.setattr(PromptPacker, "chunk", checked)
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_what_python_knew_at_a_capture_stays(method: str, shape: DraftShape | None) -> None:
+    """Rows that sample and rows that do not, chunks of the same shape and of other contents."""
+    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
+    oracle = tiny_engine(method, shape, **settings)
+    engine = tiny_device_engine(method, shape, **settings, prefill_chunk_tokens=64, graph_tokens=128)
+    runner = StandIn(engine)
+    for seed, params in enumerate((GREEDY, SAMPLED)):
+        params = replace(params, max_tokens=4)
+        prompts = random_prompts(14, seed=seed, shared=10)
+        actual, expected = run(engine, prompts, params), run(oracle, prompts, params)
+        assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+        assert [c.speculation for c in actual] == [c.speculation for c in expected]
+    assert runner.num_replays > len(runner) > 2
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize(("method", "shape"), [CASES[2], CASES[4], CASES[5]])
+def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShape) -> None:
+    """Drafting differently changes what a chunk computes, and leaves its shape as it is."""
+    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "prefix_cache": False}
+    prompts, params = random_prompts(5), SamplingParams(max_tokens=6)
+    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    engine = tiny_device_engine(method, shape, **settings, graph_tokens=128)
+    drafter = engine._round.drafter
+    runner = StandIn(engine)
+    for drafts in (False, True, False, True):
+        engine.redraft(ByBatch.always(drafter if drafts else NoDrafter()), "none")
+        engine._executor.mode = "round"
+        actual = run(engine, prompts, params)
+        assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+        if drafts:
+            assert [c.speculation for c in actual] == [c.speculation for c in expected]
+    assert runner.num_replays > len(runner)
+
+
+def test_other_modes_launch_prompts() -> None:
+    engine = tiny_device_engine("none", None, graph_tokens=128)
+    runner = StandIn(engine)
+    engine._executor.mode = "phases"
+    run(engine, random_prompts(5), GREEDY)
+    assert not len(runner)
+
+
+@pytest.mark.parametrize("lead", [None, 0, 1])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_where_packed_tokens_lie(page_size: int, lead: int | None) -> None:
+    """Pieces that begin and end anywhere in a page, with a draft side that lags: against one token at a time."""
+    rng = random.Random(page_size)
+    for _ in range(50):
+        spans = [random_span(rng, slot, page_size, lead) for slot in range(rng.randint(1, 6))]
+        expected = [one_by_one(spans, page_size, None)]
+        if lead is not None:
+            expected.append(one_by_one(spans, page_size, lead))
+        packed = PromptPacker(page_size, lead).pack(spans)
+        ended = [span for span in spans if span.end == span.seq.prefill_end]
+        for side, (tokens, positions, slots, ends) in zip((packed.target, packed.draft), expected, strict=False):
+            longs = [list(part) for part in side.longs]
+            assert longs[:3] == [tokens, positions, slots]
+            assert longs[3] == [ends[i + 1] - 1 for i, span in enumerate(spans) if span in ended]
+            assert side.ends == ends
+            assert side.max_queries == max(ends[i + 1] - ends[i] for i in range(len(spans)))
+        assert packed.ready == [span.seq.slot for span in ended]
+        assert packed.lengths == [span.end for span in ended]
+        assert packed.all_end == (len(ended) == len(spans))
+        assert [s.seq.draft for s in spans] == [s.seq.draft if lead is None else s.end + lead for s in spans]
+
+
+def random_span(rng: random.Random, slot: int, page_size: int, lead: int | None) -> PrefillSpan:
+    """Of a new request, or of one that is computed again; `start` and the draft side anywhere."""
+    num_prompt, num_more = rng.randint(1, 40), rng.choice([0, 0, 1, 5])
+    tokens = [rng.randrange(1, 1000) for _ in range(num_prompt + num_more)]
+    request = Request(slot, tokens[:num_prompt], GREEDY, NoiseKey(0, slot, 0))
+    seq = Sequence(request, tokens, 100, slot=slot)
+    start = rng.randrange(seq.prefill_end)
+    end = rng.choice([seq.prefill_end, rng.randint(start + 1, seq.prefill_end)])
+    seq.pages = rng.sample(range(500), (seq.prefill_end + 2) // page_size + 1)
+    seq.draft = rng.randint(0, start) if lead is not None else 0
+    return PrefillSpan(seq, start, end, True, 0)
+
+
+def one_by_one(
+    spans: list[PrefillSpan], page_size: int, lead: int | None
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Tokens, positions, slots and where each sequence's end; of the draft network unless `lead` is None."""
+    tokens, positions, slots, ends = [], [], [], [0]
+    for span in spans:
+        seq = span.seq
+        first, end, shift = (span.start, span.end, 0) if lead is None else (seq.draft, span.end + lead, 1 - lead)
+        for i in range(first, end):
+            tokens.append(seq.tokens[i + shift] if i + shift < len(seq.tokens) else 0)
+            positions.append(i)
+            slots.append(seq.pages[i // page_size] * page_size + i % page_size)
+        ends.append(len(tokens))
+    return tokens, positions, slots, ends
+
+
+def test_lists_are_aligned() -> None:
+    """At 16 bytes, padded or not: for another address Triton would compile its kernels anew, in the middle of a run."""
+    packer = PromptPacker(4, 1)
+    packed = packer.pack([random_span(random.Random(i), i, 4, 1) for i in range(3)])
+    all_arrays = [packed.arrays(), packer.pack([]).padded(ChunkShape(64, 7, 64), 9)]
+    for arrays in all_arrays:
+        longs, ints = (Transfers(CPU).upload(part) for part in (arrays.longs, arrays.ints))
+        views = arrays.views(longs, ints)
+        for whole, parts in zip((longs, ints), views, strict=True):
+            assert all((part.data_ptr() - whole.data_ptr()) % 16 == 0 for part in parts)
+        assert [len(part) for part in views[0]] == list(arrays.long_sizes)
+        assert [len(part) for part in views[1]] == list(arrays.int_sizes)
 
 
 @pytest.mark.gpu

@@ -186,6 +186,7 @@ class _Packed:
 
     def add(self, seq: Sequence, start: int, end: int, tokens: list[int]) -> None:
         size = self._page_size
+        assert end <= len(seq.pages) * size, "tokens without a page would be written to the next sequence's"
         self._first_pages.append(len(self._pages) - start // size)
         self._pages += seq.pages[start // size : -(-end // size)]
         self.tokens += tokens
@@ -213,6 +214,7 @@ def _joined(lists: Seq[Ints], sizes: Seq[int], fills: Seq[int], dtype: np.dtype)
     joined = np.zeros(sum(aligned), dtype=dtype)
     first = 0
     for values, size, fill, room in zip(lists, sizes, fills, aligned, strict=True):
+        assert len(values) <= size, "it would go on in the next list"
         joined[first : first + len(values)] = values
         joined[first + len(values) : first + size] = fill
         first += room
