@@ -91,11 +91,13 @@ def build_device_engine(
         target.config.num_layers,
         sum(math.prod(one.shape) for one in target.linears),
         prefill_chunk_tokens,
-        prompt_graphs,
+        prompt_graphs and graphs == "round",
     )
     graph_tokens, graph_bytes = chunk_cost.graph_tokens, 0
     if graph_tokens:
-        graph_bytes = _peak(device, lambda: _trial_prompt(round_, state, graph_tokens, page_size, device))
+        # Twice: they are captured as they come up. Where the small ones are first, each size doubles what the one
+        # before took, and none fits into what that left in their pool.
+        graph_bytes = 2 * _peak(device, lambda: _trial_prompt(round_, state, graph_tokens, page_size, device))
         graph_bytes += _PROMPT_GRAPHS * _GRAPH_BYTES
     num_tokens = _SMALLEST_CHUNK
     while num_tokens < prefill_chunk_tokens:  # compiles what chunks of other sizes need
