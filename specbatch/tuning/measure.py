@@ -115,7 +115,10 @@ def time_prompts(session: Session, chunk_tokens: int) -> list[Measurement]:
 
 def _prompts(session: Session, chunk_tokens: int, kind: str) -> Iterator[Measurement]:
     longest = min(chunk_tokens, session.engine.limits.max_prompt_tokens - 1)
-    best = {min(longest, size): math.inf for size in (16, 128, 512, 2048, chunk_tokens)}
+    # Chunks that are graphs are padded to the next power of two (`prompt_graphs`): at three quarters of one, what is
+    # added is what is added on average. A full chunk is none of them, but one somewhat short of it may be.
+    sizes = (16, 96, 384, 1536, 3 * chunk_tokens // 4, chunk_tokens)
+    best = {max(1, min(longest, size)): math.inf for size in sizes}
     # All sizes by turns: what is compiled and loaded at first must not count as the first size's.
     for turn in range(_PROMPT_TURNS):
         for tokens, seconds in best.items():
