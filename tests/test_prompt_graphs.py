@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specbatch.attention.backend_paged import PagedAttention
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import ChunkShape, PromptPacker
@@ -193,9 +194,15 @@ def live(engine: DeviceEngine) -> list[Tensor]:
 
 
 @pytest.fixture
-def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention on a GPU leaves out what is beyond the bound of a row's tokens, and the twin does not."""
-    make = PromptPacker.chunk
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention on a GPU leaves out what is beyond the bound of a row's tokens, and of tokens of no row it leaves what
+    was in that memory; the twin does neither."""
+    make, attend = PromptPacker.chunk, PagedAttention.attend
+
+    def garbage(backend: PagedAttention, plan: Any, *args: Any) -> Tensor:
+        out = attend(backend, plan, *args)
+        out[int(plan[0].query_starts[-1]) :] = torch.nan
+        return out
 
     def checked(*args: Any) -> PromptChunk:
         chunk = make(*args)
@@ -207,9 +214,10 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return chunk
 
     monkeypatch.setattr(PromptPacker, "chunk", checked)
+    monkeypatch.setattr(PagedAttention, "attend", garbage)
 
 
-@pytest.mark.usefixtures("bounded")
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_what_python_knew_at_a_capture_stays(method: str, shape: DraftShape | None) -> None:
     """Rows that sample and rows that do not, chunks of the same shape and of other contents."""
@@ -226,7 +234,7 @@ def test_what_python_knew_at_a_capture_stays(method: str, shape: DraftShape | No
     assert runner.num_replays > len(runner) > 2
 
 
-@pytest.mark.usefixtures("bounded")
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(("method", "shape"), [CASES[2], CASES[4], CASES[5]])
 def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShape) -> None:
     """Drafting differently changes what a chunk computes, and leaves its shape as it is."""
