@@ -289,14 +289,14 @@ def test_prompts_are_timed_by_turns(slow: float, turns: int, monkeypatch: pytest
     def run(requests: list[Request]) -> Finished:
         (tokens,) = (len(request.prompt_token_ids) for request in requests)
         ran.append(tokens)
-        seconds = (slow if tokens == 32 else 0.125) + (9.0 if len(ran) <= 2 else 0.0) + 0.0625 * (len(ran) > 4)
+        seconds = (slow if tokens == 32 else 0.125) + (9.0 if len(ran) <= 3 else 0.0) + 0.0625 * (len(ran) > 6)
         return Finished([], seconds, SpeculationCounts(), 0)
 
     monkeypatch.setattr(tuned, "run", run)
     found = [(m.width, m.milliseconds) for m in time_prompts(tuned, 32)]
-    assert found == [(16, 125.0), (32, 1e3 * slow)]
-    assert ran[:4] == [16, 32, 16, 32]
-    assert (ran.count(16), ran.count(32)) == (4, turns)
+    assert found == [(16, 125.0), (24, 125.0), (32, 1e3 * slow)]
+    assert ran[:6] == [16, 32, 24, 16, 32, 24]
+    assert (ran.count(16), ran.count(24), ran.count(32)) == (4, 4, turns)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ def build_device_engine(
         target.config.num_layers,
         sum(math.prod(one.shape) for one in target.linears),
         prefill_chunk_tokens,
-        prompt_graphs and graphs == "round",
+        # With "none" too: whoever tunes captures rounds later, and is to gather prompts as the job will.
+        prompt_graphs and graphs != "phases",
     )
     graph_tokens, graph_bytes = chunk_cost.graph_tokens, 0
     if graph_tokens:
