@@ -17,7 +17,8 @@ from specbatch.engine.round import Logprobs, Round
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner
 
-# A quarter of the rows is padding at worst in what is computed of each row alone, the last layer and the head.
+# Up to three quarters of the rows may be padding: few shapes count for more. Of a row alone only the last layer and the
+# head are computed.
 _ROWS_STEP = 4
 _FEWEST_TOKENS = 64
 _SHORT_QUERIES = 256  # attention has a program for every 64 (query, head) pairs of each row: most of them idle
