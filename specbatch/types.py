@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Protocol
 
 
@@ -78,8 +79,17 @@ class SpeculationCounts:
     accepted: int = 0  # draft tokens that were accepted and kept
     committed: int = 0  # tokens kept from rounds = accepted + bonus tokens, less what a stop cut off
     histogram: list[int] = field(default_factory=list)  # [a] = rounds that kept `a` draft tokens
-    proposed_at: list[int] = field(default_factory=list)  # [i] = rounds that proposed a draft token at depth i+1
-    accepted_at: list[int] = field(default_factory=list)  # [i] = rounds that kept a draft token at depth i+1
+    depths: list[int] = field(default_factory=list)  # [d] = rounds whose drafts reached down to depth d; 0: no drafts
+
+    @property
+    def proposed_at(self) -> list[int]:
+        """[i] = rounds that proposed a draft token at depth i + 1."""
+        return _at_least(self.depths)
+
+    @property
+    def accepted_at(self) -> list[int]:
+        """[i] = rounds that kept a draft token at depth i + 1."""
+        return _at_least(self.histogram)
 
     @property
     def acceptance_length(self) -> float | None:
@@ -92,30 +102,28 @@ class SpeculationCounts:
         self.drafted += drafted
         self.accepted += accepted
         self.committed += committed
-        _grow(self.histogram, accepted + 1)[accepted] += 1
-        for i in range(depth):
-            _grow(self.proposed_at, depth)[i] += 1
-        for i in range(accepted):
-            _grow(self.accepted_at, accepted)[i] += 1
+        _count(self.histogram, accepted)
+        _count(self.depths, depth)
 
     def add(self, other: SpeculationCounts) -> None:
         self.rounds += other.rounds
         self.drafted += other.drafted
         self.accepted += other.accepted
         self.committed += other.committed
-        for mine, theirs in (
-            (self.histogram, other.histogram),
-            (self.proposed_at, other.proposed_at),
-            (self.accepted_at, other.accepted_at),
-        ):
-            _grow(mine, len(theirs))
-            for i, count in enumerate(theirs):
-                mine[i] += count
+        for mine, theirs in ((self.histogram, other.histogram), (self.depths, other.depths)):
+            for value, times in enumerate(theirs):
+                _count(mine, value, times)
 
 
-def _grow(counts: list[int], size: int) -> list[int]:
-    counts.extend([0] * (size - len(counts)))
-    return counts
+def _count(counts: list[int], value: int, times: int = 1) -> None:
+    if value >= len(counts):
+        counts.extend([0] * (value + 1 - len(counts)))
+    counts[value] += times
+
+
+def _at_least(counts: list[int]) -> list[int]:
+    """[i] = how often there were more than i."""
+    return list(accumulate(reversed(counts[1:])))[::-1]
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Set
 
 from specbatch.speculation.sequence import Sequence
 from specbatch.types import EngineLimits, FinishReason, Request
@@ -18,7 +18,7 @@ def new_sequence(request: Request, limits: EngineLimits, max_length: int) -> Seq
     return Sequence(request, prompt, min(len(prompt) + request.params.max_tokens, max_length))
 
 
-def append_tokens(seq: Sequence, tokens: list[int], eos: Container[int]) -> FinishReason | None:
+def append_tokens(seq: Sequence, tokens: list[int], eos: Set[int]) -> FinishReason | None:
     """Append new tokens up to where the request ends; the reason if it does.
 
     End-of-sequence and stop are looked for before the length is: a last token that is both counts as a stop.
@@ -26,10 +26,11 @@ def append_tokens(seq: Sequence, tokens: list[int], eos: Container[int]) -> Fini
     params = seq.request.params
     kept = tokens[: seq.max_length - len(seq.tokens)]
     reason = FinishReason.LENGTH if len(seq.tokens) + len(kept) == seq.max_length else None
-    for i, token in enumerate(kept):
-        if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
-            kept, reason = kept[: i + 1], FinishReason.STOP
-            break
+    if params.stop_token_ids or not (params.ignore_eos or eos.isdisjoint(kept)):  # hardly ever
+        for i, token in enumerate(kept):
+            if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
+                kept, reason = kept[: i + 1], FinishReason.STOP
+                break
     seq.tokens += kept
     if seq.request.check_stop is not None:
         keep = seq.request.check_stop(seq.generated, len(kept))

@@ -184,10 +184,12 @@ class DeviceEngine(EngineBase):
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
         finished = []
-        for row, seq in enumerate(report.sequences):
+        for row, (seq, words) in enumerate(
+            zip(report.sequences, rows.tolist(), strict=False)
+        ):  # padding has words, too
             if seq is None or seq.is_finished:
                 continue
-            before, words = len(seq.tokens), rows[row].tolist()
+            before = len(seq.tokens)
             if report.max_path is None:
                 reason = self._read_prompt(seq, words)
             else:
