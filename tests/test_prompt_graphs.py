@@ -36,6 +36,12 @@ CASES = [
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
 CUDA = torch.device("cuda")
+SETTINGS: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
+
+
+def many_prompts() -> list[list[int]]:
+    """Some share a prefix, two are longer than a chunk."""
+    return random_prompts(14, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
 
 
 def shapes_used(monkeypatch: pytest.MonkeyPatch) -> list[ChunkShape | None]:
@@ -57,8 +63,7 @@ def test_texts_are_the_same(
     method: str, shape: DraftShape | None, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that share a prefix, some found in the cache; some longer than a chunk, and so in pieces."""
-    prompts = random_prompts(14, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
-    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
+    prompts, settings = many_prompts(), SETTINGS
     expected = run(tiny_engine(method, shape, **settings), prompts, params)
     used = shapes_used(monkeypatch)
     engine = tiny_device_engine(method, shape, **settings, prefill_chunk_tokens=64, graph_tokens=128)
@@ -337,8 +342,7 @@ def test_graphs_give_the_same_texts(
     method: str, shape: DraftShape | None, params: SamplingParams, dtype: torch.dtype
 ) -> None:
     """Captured with other rows running; float64 over the twins, float32 over the kernels."""
-    prompts = random_prompts(14, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
-    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,), "dtype": dtype}
+    prompts, settings = many_prompts(), SETTINGS | {"dtype": dtype}
     expected = run(tiny_engine(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(
         method, shape, **settings, device=CUDA, graphs="round", prefill_chunk_tokens=64, graph_tokens=128

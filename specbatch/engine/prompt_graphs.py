@@ -51,7 +51,9 @@ class PromptGraphs:
             chunk = self._packer.chunk(arrays, longs, ints, table, packed.max_queries)
             return round_.prefill(chunk, sampled, logprobs)
         arrays = packed.padded(shape, round_.state.padding)
-        longs, ints = self._buffers_of(shape, round_)
+        if shape not in self._buffers:
+            self._buffers[shape] = upload(arrays.longs), upload(arrays.ints)
+        longs, ints = self._buffers[shape]
         key = (shape, sampled, round_.drafter.net is not None)
 
         def prefill() -> Tensor:
@@ -59,7 +61,8 @@ class PromptGraphs:
             return round_.prefill(chunk, sampled)[0]
 
         if self._runner is not None and key not in self._runner:
-            self._fill(shape, self._nothing(shape, round_))
+            # Over no prompt: what is captured is run, and must write to nobody's slots.
+            self._fill(shape, self._packer.pack([]).padded(shape, round_.state.padding))
             self._runner.capture(key, prefill)
         self._fill(shape, arrays)
         return (prefill() if self._runner is None else self._runner.replay(key)), None
@@ -74,16 +77,6 @@ class PromptGraphs:
             rows *= _ROWS_STEP
         queries = _SHORT_QUERIES if rows > 1 and packed.max_queries <= _SHORT_QUERIES < tokens else tokens
         return ChunkShape(tokens, min(rows, self._max_batch_size), queries) if tokens <= self._most_tokens else None
-
-    def _buffers_of(self, shape: ChunkShape, round_: Round) -> tuple[Tensor, Tensor]:
-        if shape not in self._buffers:
-            nothing = self._nothing(shape, round_)
-            self._buffers[shape] = self._transfers.upload(nothing.longs), self._transfers.upload(nothing.ints)
-        return self._buffers[shape]
-
-    def _nothing(self, shape: ChunkShape, round_: Round) -> HostArrays:
-        """Of no prompt: a graph is captured over it, which writes to nobody's slots."""
-        return self._packer.pack([]).padded(shape, round_.state.padding)
 
     def _fill(self, shape: ChunkShape, arrays: HostArrays) -> None:
         longs, ints = self._buffers[shape]

@@ -135,9 +135,7 @@ def _on_device(
     drafters: list[Drafter] = [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
     times = engine.time_drafters(batch, context, drafters)
     for shape, parts in zip(shapes, times, strict=True):
-        yield from _parts(
-            batch, shape, net, parts, 0.0 if net is None else _first_step(shape, shapes, times), _GRAPH_NOISE
-        )
+        yield from _parts(batch, shape, net, parts, _first_step(shape, shapes, times), _GRAPH_NOISE)
 
 
 def _first_step(shape: DraftShape, shapes: list[DraftShape], times: list[dict[str, float]]) -> float:
