@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--finals", type=int, default=0, metavar="TURNS", help="of the best and the picked cells")
     parser.add_argument("--whole-file", type=int, default=0, metavar="N", help="by so many fixed candidates")
     parser.add_argument("--turns", type=int, default=1, help="of the whole file")
+    parser.add_argument("--without-plain", action="store_true", help="leave plain decoding out of the whole file")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--budget", default="3m")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start none but plain after that")
@@ -111,7 +112,7 @@ def main() -> None:
     if args.whole_file:
         report["whole_file"] = []
         for turn in range(args.turns):
-            for chosen, seconds in whole_file(tuned, args.data, args.whole_file, also):
+            for chosen, seconds in whole_file(tuned, args.data, args.whole_file, also, not args.without_plain):
                 report["whole_file"].append({"turn": turn, "what": chosen, "seconds": round(seconds, 3)})
                 print(json.dumps(report["whole_file"][-1]), flush=True)
                 args.output.write_text(json.dumps(report, indent=1))
@@ -169,7 +170,9 @@ def finals(
     return again
 
 
-def whole_file(tuned: Tuned, data: str, count: int, also: list[Candidate]) -> Iterator[tuple[str, float]]:
+def whole_file(
+    tuned: Tuned, data: str, count: int, also: list[Candidate], with_plain: bool
+) -> Iterator[tuple[str, float]]:
     """(what, seconds) of all rows of the file: plain decoding and the tuned schedule at both ends, in between the
     candidates that are predicted to be fastest with the whole file, each alone."""
     config = tuned.run.config
@@ -179,7 +182,7 @@ def whole_file(tuned: Tuned, data: str, count: int, also: list[Candidate]) -> It
     def everything() -> list[Request]:
         return sample_rows(source, parser, tuned.texts, limits, 10**7, config.engine.seed).requests
 
-    best, plain = tuned.winner.schedule, Schedule.always(None)
+    best, plain = tuned.winner.schedule, [Schedule.always(None)] * with_plain
     forecast, most_rows = tuned.forecast, tuned.forecast.limits.max_running
     ranked = sorted(
         forecast.replays.values(), key=lambda r: forecast.costs.round_ms(most_rows, r.candidate) / r.tokens_per_round
@@ -187,7 +190,7 @@ def whole_file(tuned: Tuned, data: str, count: int, also: list[Candidate]) -> It
     fits = forecast.limits.max_verify_tokens
     fixed = [*also, *(r.candidate for r in ranked)]
     fixed = [c for c in dict.fromkeys(fixed) if fits is None or num_nodes(c) * most_rows <= fits]
-    for schedule in (best, plain, *map(Schedule.always, fixed[:count]), plain, best):
+    for schedule in (best, *plain, *map(Schedule.always, fixed[:count]), *plain, best):
         tuned.session.use(*told(schedule))
         requests = everything()
         tuned.session.run(repeated(requests, 2, tuned.texts.stop_check))
