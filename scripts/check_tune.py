@@ -37,6 +37,7 @@ from specbatch.tuning.candidates import Candidate, label, num_nodes
 from specbatch.tuning.command import Tuned, tune_file
 from specbatch.tuning.confirm import repeated, told
 from specbatch.tuning.options import TuneOptions, seconds_of
+from specbatch.tuning.output import live_comparisons
 from specbatch.tuning.predict import Limits
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
@@ -84,6 +85,7 @@ def main() -> None:
         "tune_seconds": round(time.perf_counter() - began, 1),
         "best": str(tuned.result.best.schedule),
         "winner": str(tuned.winner.schedule),
+        "live": [asdict(comparison) for comparison in live_comparisons(tuned)],
         "costs": [asdict(residual) for residual in tuned.forecast.costs.residuals],
         "cells": [],
     }

@@ -22,7 +22,7 @@ from specbatch.pipeline.sources import RawRow
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import tuner as tuner_module
-from specbatch.tuning.command import _limits, _resolve_widest, _shared, _winner, part_seconds
+from specbatch.tuning.command import _compared, _limits, _resolve_widest, _shared, _winner, part_seconds
 from specbatch.tuning.confirm import Live, repeated, speedups
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
@@ -31,6 +31,7 @@ from specbatch.tuning.output import _verdict
 from specbatch.tuning.predict import FileProfile
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
+from specbatch.tuning.search import Option
 from specbatch.tuning.tuner import Tuner, Widest, spread_out
 from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.models import tiny_device_engine, tiny_engine
@@ -174,13 +175,57 @@ def test_the_fastest_wins_if_it_beats_plain_decoding_outside_the_noise(
     rates: list[tuple[float, ...]], winner: int | None, says: str
 ) -> None:
     schedules = (*SHAPES, Schedule.always(None))
-    options: list[Any] = [SimpleNamespace(schedule=schedule) for schedule in schedules]
+    predicted: list[Any] = [SimpleNamespace(seconds=60, tokens_per_second=10) for _ in schedules]
+    options = [Option(*pair) for pair in zip(schedules, predicted, strict=True)]
     runs = [replace(live(*of), chosen=schedule) for of, schedule in zip(rates, schedules, strict=True)]
     result: Any = SimpleNamespace(best=options[0], fixed=options[1:3], plain=options[3])
-    found = _winner(result, runs)
+    found = _winner(result, runs, predicted)
     assert found is options[3 if winner is None else winner]
     tuned: Any = SimpleNamespace(winner=found, live=runs)
     assert _verdict(tuned).startswith(says)
+
+
+def test_the_winner_is_the_fastest_with_the_whole_file() -> None:
+    """The rows that run live may end, say, with a larger part of them alone: what is faster there was predicted so."""
+    schedules = (*SHAPES[:2], Schedule.always(None))
+    whole: list[Any] = [SimpleNamespace(seconds=seconds) for seconds in (10.0, 10.2, 20.0)]
+    options = [Option(*pair) for pair in zip(schedules, whole, strict=True)]
+    result: Any = SimpleNamespace(best=options[0], fixed=options[1:2], plain=options[2])
+    runs = [replace(live(rate, rate), chosen=s) for rate, s in zip((100, 105, 50), schedules, strict=True)]
+
+    def winner(*rates: float) -> Option:
+        predicted: list[Any] = [SimpleNamespace(tokens_per_second=rate) for rate in rates]
+        return _winner(result, runs, predicted)
+
+    assert winner(100, 110, 50) is options[0]  # 10 against 10.2 * 110 / 105 = 10.7 seconds
+    assert winner(100, 100, 50) is options[1]  # 10.2 * 100 / 105 = 9.7 seconds
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "seconds", "count"),
+    [
+        (10**6, 1000.0, 800),  # eight batches
+        (300, 1000.0, 300),  # the file
+        (10**6, 151.0, 355),  # five turns of 355 rows, not of 533, in 151 seconds: three options and plain decoding
+        (10**6, 60.0, 200),  # two batches, where five turns do not fit
+        (10**6, 10.0, 38),  # fewer, for two turns
+        (10**6, 0.0, 8),
+        (5, 0.0, 5),
+    ],
+)
+def test_rows_of_a_live_run(num_rows: int, seconds: float, count: int) -> None:
+    options = [
+        Option(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
+        for i, schedule in enumerate((*SHAPES, Schedule.always(None)))
+    ]
+    result: Any = SimpleNamespace(best=options[0], fixed=options[:3], plain=options[3])
+    forecast: Any = SimpleNamespace(
+        limits=SimpleNamespace(max_running=100),
+        # Two hundredths of a second a row.
+        seconds=lambda schedule, count: 0.02 * count,
+    )
+    compared, found = _compared(result, forecast, [], num_rows, seconds)
+    assert (compared, found) == (options, count)
 
 
 def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,12 @@ from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import device_name, versions
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.tuning.candidates import Candidate
-from specbatch.tuning.confirm import Live, confirm, repeated, speedups
+from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, repeated, speedups
 from specbatch.tuning.costs import KINDS, CostModel
 from specbatch.tuning.forecast import Forecast
 from specbatch.tuning.kept import Kept, kept_folder
 from specbatch.tuning.options import TuneOptions
-from specbatch.tuning.predict import FileProfile, Limits
+from specbatch.tuning.predict import FileProfile, Limits, Prediction
 from specbatch.tuning.replay import Replayer
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.search import Option, SearchResult, search
@@ -41,6 +41,7 @@ from specbatch.types import Request
 _TRACE_SHARE, _MEASURE_SHARE = 0.4, 0.4
 _LEAST_SHARE = 0.1  # of the budget, for a part that those before it leave no time: compiling may take what it likes
 _COMPARED = 3  # options that run live, beside plain decoding
+_LIVE_BATCHES = 8  # that the rows of a live run fill, in which few of them are alone at the end; 2 where time is short
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Tuned:
     profile: FileProfile
     result: SearchResult
     live: list[Live]  # plain decoding last
-    predicted_live: list[float]  # seconds, of the same runs
+    predicted_live: list[Prediction]  # of the same runs
     winner: Option  # plain decoding where nothing beats it
     rank_shares: NDArray[np.float64] | None  # see `Replayer.rank_shares`
     run: ResolvedRun  # with which it was measured
@@ -143,8 +144,8 @@ def tune_file(
     compared, count = _compared(result, forecast, requests, profile.num_rows, seconds)
     live = _confirm(session, compared, requests, count, texts, seconds)
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
-    predicted = [forecast.seconds(option.schedule, count) for option in compared]
-    winner = _winner(result, live)
+    predicted = [forecast.predict(option.schedule, count) for option in compared]
+    winner = _winner(result, live, predicted)
     return Tuned(
         forecast, profile, result, live, predicted, winner, replayer.rank_shares(), run, session, requests, texts
     )
@@ -195,8 +196,8 @@ def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
 def _compared(
     result: SearchResult, forecast: Forecast, requests: list[Request], num_rows: int, seconds: float
 ) -> tuple[list[Option], int]:
-    """The best options and plain decoding, and over how many rows to run them: as many as fill the batch twice, or as
-    the time allows."""
+    """The best options and plain decoding, and over how many rows to run them: as in the file, most of them beside
+    others, as far as the time allows."""
     compared: list[Option] = []
     for option in (result.best, *result.fixed):
         # Of lookups that differ in the lengths of matches alone, some find the same.
@@ -204,9 +205,17 @@ def _compared(
         if not option.schedule.is_plain and option.prediction.seconds not in known and len(compared) < _COMPARED:
             compared.append(option)
     compared.append(result.plain)
-    count = min(num_rows, max(len(requests), 2 * forecast.limits.max_running))
-    # Two turns should fit.
-    while count > 8 and 2.5 * sum(forecast.seconds(option.schedule, count) for option in compared) > seconds:
+    places = forecast.limits.max_running
+    least = min(num_rows, max(len(requests), 2 * places))
+    count = min(num_rows, max(len(requests), _LIVE_BATCHES * places))
+
+    def turn_seconds() -> float:
+        return sum(forecast.seconds(option.schedule, count) for option in compared)
+
+    while count > least and MOST_TURNS * turn_seconds() > seconds:
+        count = max(least, count * 2 // 3)
+    # Two turns should fit in any case.
+    while count > 8 and 2.5 * turn_seconds() > seconds:
         count = max(8, count * 2 // 3)
     return compared, count
 
@@ -226,10 +235,13 @@ def _confirm(
     )
 
 
-def _winner(result: SearchResult, live: list[Live]) -> Option:
-    """The fastest live, if it beats plain decoding outside the noise; else plain decoding."""
+def _winner(result: SearchResult, live: list[Live], predicted: list[Prediction]) -> Option:
+    """Of the options that beat plain decoding outside the noise, the one that is fastest with the whole file: by its
+    prediction, off as far as that of the live runs was. Plain decoding where none does."""
     options = {o.schedule: o for o in (result.best, *result.fixed, result.plain)}
-    paying = [one for one, (_, low, _) in zip(live[:-1], speedups(live), strict=True) if low > 1.0]
-    if paying:
-        return options[max(paying, key=lambda one: one.tokens_per_second).chosen]
-    return result.plain
+    seconds = {}
+    for one, said, (_, low, _) in zip(live, predicted, speedups(live), strict=False):  # plain decoding is the last
+        if low > 1.0:
+            option = options[one.chosen]
+            seconds[option.schedule] = option.prediction.seconds * said.tokens_per_second / one.tokens_per_second
+    return options[min(seconds, key=lambda schedule: seconds[schedule])] if seconds else result.plain

@@ -15,6 +15,7 @@ from specbatch.tuning.schedule import Schedule as Chosen
 from specbatch.tuning.session import Session
 from specbatch.types import NoiseKey, Request, SamplingParams, StopCheck
 
+MOST_TURNS = 5
 # Two-sided 90% points of Student's t by degrees of freedom.
 _T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83, 10: 1.81, 11: 1.80, 12: 1.78}
 
@@ -92,7 +93,7 @@ def confirm(
     options: Sequence[Chosen],
     make_requests: Callable[[], list[Request]],
     out_of_time: Callable[[int], bool],
-    most_turns: int = 5,
+    most_turns: int = MOST_TURNS,
 ) -> list[Live]:
     """Each option once in a turn, in changing order; as many turns as there is time for, one at least. `out_of_time`
     is asked after each turn, with the number of turns so far."""

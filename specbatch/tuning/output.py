@@ -74,9 +74,9 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
 def live_comparisons(tuned: Tuned) -> list[Comparison]:
     """Predicted and measured tokens per second of the live runs."""
     found = []
-    for one, seconds in zip(tuned.live, tuned.predicted_live, strict=True):
-        rates, tokens = sorted(one.rates), sum(one.tokens) / len(one.tokens)
-        found.append(Comparison(one.name, None, tokens / seconds, one.tokens_per_second, rates[0], rates[-1]))
+    for one, said in zip(tuned.live, tuned.predicted_live, strict=True):
+        rates = sorted(one.rates)
+        found.append(Comparison(one.name, None, said.tokens_per_second, one.tokens_per_second, rates[0], rates[-1]))
     return found
 
 
