@@ -184,9 +184,8 @@ class DeviceEngine(EngineBase):
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
         finished = []
-        for row, (seq, words) in enumerate(
-            zip(report.sequences, rows.tolist(), strict=False)
-        ):  # padding has words, too
+        # Not strict: padding has words, too.
+        for row, (seq, words) in enumerate(zip(report.sequences, rows.tolist(), strict=False)):
             if seq is None or seq.is_finished:
                 continue
             before = len(seq.tokens)
