@@ -127,6 +127,21 @@ def test_a_fall_beyond_the_noise_is_there() -> None:
     assert [r.percent for r in surface.residuals if r.width in (12, 16)] == [0, 0]
 
 
+@pytest.mark.parametrize("batch", [33, 64, 256, 4096])
+def test_a_fall_that_was_measured_last_does_not_go_on(batch: int) -> None:
+    """The library takes 32 rows in less time than 16, and the cache holds no more: 256 are not done in no time."""
+    found = [Measurement("plain", b, 1, ms, 0.02) for b, ms in ((1, 1.0), (16, 2.4), (32, 2.0))]
+    times = {(1, 2): 1.0, (1, 4): 1.2, (16, 2): 2.6, (16, 4): 3.0, (32, 2): 2.4, (32, 4): 2.2}
+    found += [Measurement("verify", *place, ms, 0.02) for place, ms in times.items()]
+    model = CostModel.fit(found)
+    assert model.plain_ms(batch) == 2.0
+    assert model.part_ms("verify", batch, 4) >= model.part_ms("verify", 32, 4) == 2.2
+    assert model.part_ms("verify", 1, 64) == pytest.approx(1.2 + 0.1 * 60)
+    assert model.part_ms("verify", batch, 64) >= model.part_ms("verify", batch, 4)
+    # What was measured is as it was, and so is a fall between.
+    assert [model.plain_ms(b) for b in (16, 24, 32)] == [2.4, 2.2, 2.0]
+
+
 def test_verification_between_two_sizes_follows_plain_rounds() -> None:
     """Plain rounds leap from 1 to 2 rows; wider ones, timed at 1 and 16 rows only, are taken to do so as well, and to
     take more than that only where their own work shows: from 1 ms more to 9 at 16 rows, 4.5 at 8."""

@@ -72,8 +72,8 @@ class Residual:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Surface:
-    """Milliseconds over (batch, width); piecewise bilinear, straight on with the last slope above what was measured,
-    constant below."""
+    """Milliseconds over (batch, width); piecewise bilinear, straight on with the last slope above what was measured
+    (level, where that falls), constant below."""
 
     batches: tuple[int, ...]  # ascending
     widths: tuple[int, ...]  # ascending
@@ -90,12 +90,16 @@ class Surface:
         w, u = _segment(self.widths, width)
         low = _along(self.ms_BW[b], w, u)
         high = _along(self.ms_BW[min(b + 1, len(self.batches) - 1)], w, u)
-        return low + t * (high - low)
+        return _between(low, high, t)
 
 
 def _along(ms_W: NDArray[np.float64], w: int, u: float) -> float:
-    low, high = float(ms_W[w]), float(ms_W[min(w + 1, len(ms_W) - 1)])
-    return low + u * (high - low)
+    return _between(float(ms_W[w]), float(ms_W[min(w + 1, len(ms_W) - 1)]), u)
+
+
+def _between(low: float, high: float, share: float) -> float:
+    """Beyond both (`share` > 1), a fall that was measured does not go on: it would end below nothing."""
+    return high if share > 1 and high < low else low + share * (high - low)
 
 
 def _segment(axis: tuple[int, ...], value: float) -> tuple[int, float]:
