@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -140,6 +141,14 @@ def test_a_fall_that_was_measured_last_does_not_go_on(batch: int) -> None:
     assert model.part_ms("verify", batch, 64) >= model.part_ms("verify", batch, 4)
     # What was measured is as it was, and so is a fall between.
     assert [model.plain_ms(b) for b in (16, 24, 32)] == [2.4, 2.2, 2.0]
+
+
+def test_repetitions_are_as_noisy_as_the_noisiest_in_any_order() -> None:
+    fall = [Measurement("draft_step", 1, 1, 2.0, 0.02), Measurement("draft_step", 1, 2, 1.8, 0.02)]
+    for noises, expected in (((0.02, 0.02), 1.8), ((0.02, 0.3), 1.9), ((0.3, 0.02), 1.9), ((math.inf, 0.02), 1.9)):
+        again = [Measurement("draft_step", 1, 2, 1.8, noise) for noise in noises]
+        model = CostModel.fit([fall[0], fall[0], *again])
+        assert model.part_ms("draft_step", 1, 2) == pytest.approx(expected), noises
 
 
 def test_verification_between_two_sizes_follows_plain_rounds() -> None:

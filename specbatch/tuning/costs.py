@@ -51,7 +51,7 @@ class Measurement:
     batch: int  # rows
     width: int
     milliseconds: float
-    noise: float = math.inf  # relative; inf: of unknown size
+    noise: float = math.inf  # relative; inf: of unknown size. Of repetitions the largest counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +131,14 @@ class CostModel:
             if m.batch < 1 or m.width < 1 or not 0 <= m.milliseconds < float("inf"):
                 raise TuningError(f"not a measurement: {m}")
             points[m.kind][m.batch, m.width].append(m.milliseconds)
-        noise = {(m.kind, m.batch, m.width): m.noise for m in measurements}
+        noises: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+        for m in measurements:
+            noises[m.kind, m.batch, m.width].append(m.noise)
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
         for kind, values in points.items():
             plain = _of_one_token(points.get(_PLAIN.get(kind, ""), {}))
-            noise_of = {place: noise[kind, *place] for place in values}
+            noise_of = {place: max(noises[kind, *place]) for place in values}
             surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain), noise_of)
             for (batch, width), repeated in sorted(values.items()):
                 mean = float(np.mean(repeated))

@@ -155,8 +155,10 @@ def _parts(
     if shape.num_steps == 1:
         yield Measurement("draft_start", batch, shape.topk, parts["draft"], noise)
     else:
-        step = max(0.0, (parts["draft"] - first_step) / (shape.num_steps - 1))
-        yield Measurement("draft_step", batch, shape.topk, step, noise)
+        later = parts["draft"] - first_step
+        # Each of the two is off by so much, and what is left is less than either.
+        share = noise * math.hypot(parts["draft"], first_step) / later if later > 0 else math.inf
+        yield Measurement("draft_step", batch, shape.topk, max(0.0, later / (shape.num_steps - 1)), share)
 
 
 def _oracle(
