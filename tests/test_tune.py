@@ -79,6 +79,11 @@ def test_writes_a_configuration_that_runs(
     assert report["verdict"] in text
     assert {"plain", "best", "by_batch", "costs", "replays", "live", "made_by"} <= set(report)
     assert all(len(run["seconds"]) >= 2 for run in report["live_runs"])
+    # What was chosen by is told.
+    assert text.count("the whole file by that: ") == len(report["live_runs"])
+    plain, off = report["live_runs"][-1], report["live"][-1]
+    corrected = report["plain"]["seconds"] * off["predicted"] / off["measured"]
+    assert plain["file_seconds"] == pytest.approx(corrected)
     generated = CliRunner().invoke(app, ["generate", str(rows), "-c", str(output), "-o", str(tmp_path / "out.jsonl")])
     assert generated.exit_code == 1, generated.output  # the broken row
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 7

@@ -31,6 +31,7 @@ from specbatch.tuning.options import TuneOptions
 from specbatch.tuning.predict import FileProfile, Limits, Prediction
 from specbatch.tuning.replay import Replayer
 from specbatch.tuning.rows import sample_rows
+from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.search import Option, SearchResult, search
 from specbatch.tuning.session import Session
 from specbatch.tuning.space import neural_space, ngram_space
@@ -235,13 +236,22 @@ def _confirm(
     )
 
 
+def file_seconds(result: SearchResult, live: list[Live], predicted: list[Prediction]) -> list[float]:
+    """Of the options that ran live, with the whole file: by the prediction, off as far as that of the live runs was."""
+    options = _options(result)
+    return [
+        options[one.chosen].prediction.seconds * said.tokens_per_second / one.tokens_per_second
+        for one, said in zip(live, predicted, strict=True)
+    ]
+
+
 def _winner(result: SearchResult, live: list[Live], predicted: list[Prediction]) -> Option:
-    """Of the options that beat plain decoding outside the noise, the one that is fastest with the whole file: by its
-    prediction, off as far as that of the live runs was. Plain decoding where none does."""
-    options = {o.schedule: o for o in (result.best, *result.fixed, result.plain)}
-    seconds = {}
-    for one, said, (_, low, _) in zip(live, predicted, speedups(live), strict=False):  # plain decoding is the last
-        if low > 1.0:
-            option = options[one.chosen]
-            seconds[option.schedule] = option.prediction.seconds * said.tokens_per_second / one.tokens_per_second
-    return options[min(seconds, key=lambda schedule: seconds[schedule])] if seconds else result.plain
+    """Of the options that beat plain decoding outside the noise, the one that is fastest with the whole file. Plain
+    decoding where none does."""
+    seconds = file_seconds(result, live, predicted)
+    paying = [i for i, (_, low, _) in enumerate(speedups(live)) if low > 1.0]
+    return _options(result)[live[min(paying, key=lambda i: seconds[i])].chosen] if paying else result.plain
+
+
+def _options(result: SearchResult) -> dict[Schedule, Option]:
+    return {option.schedule: option for option in (result.best, *result.fixed, result.plain)}

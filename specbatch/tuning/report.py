@@ -95,14 +95,14 @@ def evidence(result: SearchResult) -> tuple[list[str], list[str]]:
     """Header and comments for `tuned_yaml`, from the predictions."""
     best, plain = result.best.prediction, result.plain.prediction
     header = [
-        f"Predicted for {best.num_rows} rows: {_duration(best.seconds)}"
-        f" (prefill {_duration(best.prefill_seconds)}, steady {_duration(best.steady_seconds)},"
-        f" drain {_duration(best.drain_seconds)}), {best.tokens_per_second:,.0f} tok/s.",
-        f"Plain decoding: {_duration(plain.seconds)}.",
+        f"Predicted for {best.num_rows} rows: {duration(best.seconds)}"
+        f" (prefill {duration(best.prefill_seconds)}, steady {duration(best.steady_seconds)},"
+        f" drain {duration(best.drain_seconds)}), {best.tokens_per_second:,.0f} tok/s.",
+        f"Plain decoding: {duration(plain.seconds)}.",
     ]
     if result.fixed:
         fixed = result.fixed[0]
-        header.append(f"Best single shape, {fixed.schedule.name}: {_duration(fixed.prediction.seconds)}.")
+        header.append(f"Best single shape, {fixed.schedule.name}: {duration(fixed.prediction.seconds)}.")
     if not result.pays:
         header.append("Speculation does not pay on this file: nothing is predicted to be faster than plain decoding.")
     return header, [_comment(point) for point in result.entries]
@@ -115,7 +115,8 @@ def _comment(point: Point) -> str:
     return f"{text}, {point.tokens_per_round:.2f} tokens a round ({point.low:.2f}-{point.high:.2f})"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """For people: 12.3 s, 2 min 5 s, 3 h 10 min."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -238,7 +239,7 @@ def options_table(result: SearchResult) -> Table:
     for name, option in rows:
         p = option.prediction
         parts = (p.seconds, p.prefill_seconds, p.steady_seconds, p.drain_seconds)
-        table.add_row(f"{name}: {option.schedule.name}", *map(_duration, parts), f"{p.tokens_per_second:,.0f}")
+        table.add_row(f"{name}: {option.schedule.name}", *map(duration, parts), f"{p.tokens_per_second:,.0f}")
     return table
 
 
