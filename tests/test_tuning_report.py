@@ -17,6 +17,7 @@ from specbatch.config import Config
 from specbatch.config_load import config_to_dict, load_config
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import NgramShape
+from specbatch.tuning.costs import CostModel, Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.plots import plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tuning.replay import Replayer
@@ -121,6 +122,21 @@ def test_tables_show_what_they_should() -> None:
     text = out.getvalue()
     for wanted in ("draft_step", "plain tok/s", "best: ", "single: ", "+2.0%", "95.0-101.0", str(SPACE[0])):
         assert wanted in text
+
+
+def test_costs_by_part_and_batch_size() -> None:
+    """One line each, the widths in order, and where the fit differs by how much; of what took no time, too."""
+    times = {(1, 2): 1.0, (1, 4): 3.0, (1, 3): 1.5, (2, 2): 2.0, (2, 4): 1.0}
+    found = [Measurement("verify", *place, ms) for place, ms in times.items()]
+    found += [Measurement("draft_step", 1, 1, 1.0), Measurement("draft_step", 1, 2, 0.0)]
+    out = io.StringIO()
+    Console(file=out, width=140).print(costs_table(CostModel.fit(found)))
+    lines = [line.split() for line in out.getvalue().splitlines()[2:]]
+    verify, draft = [line for line in lines if line[0] == "verify"], [line for line in lines if line[0] == "draft_step"]
+    assert [line[:2] for line in verify] == [["verify", "1"], ["verify", "2"]]
+    assert verify[0][2:] == ["2:1.000", "3:1.500", "4:3.000(-33.3%)"]
+    assert verify[1][2:] == ["2:2.000", "4:1.000(+100.0%)"]
+    assert draft == [["draft_step", "1", "1:1.000(-50.0%)", "2:0.000(fitted:0.500)"]]
 
 
 def test_plots(tmp_path: Path) -> None:

@@ -210,7 +210,10 @@ def costs_table(costs: CostModel) -> Table:
     table.columns[-1].justify = "left"
     lines: dict[tuple[str, int], list[str]] = {}
     for r in costs.residuals:
-        differs = f"({r.percent:+.1f}%)" if abs(r.percent) >= 0.1 else ""  # no spaces: lines break between widths
+        # No spaces: lines break between widths.
+        differs = f"({r.percent:+.1f}%)" if abs(r.percent) >= 0.1 else ""
+        if not r.measured_ms and r.fitted_ms >= 0.0005:  # no percentage of that
+            differs = f"(fitted:{r.fitted_ms:.3f})"
         lines.setdefault((r.kind, r.batch), []).append(f"{r.width}:{r.measured_ms:.3f}{differs}")
     for (kind, batch), cells in lines.items():
         table.add_row(kind, str(batch), "  ".join(cells))
