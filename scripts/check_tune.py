@@ -175,8 +175,8 @@ def finals(
 def whole_file(
     tuned: Tuned, data: str, count: int, also: list[Candidate], with_plain: bool
 ) -> Iterator[tuple[str, float]]:
-    """(what, seconds) of all rows of the file: plain decoding and the tuned schedule at both ends, in between the
-    candidates that are predicted to be fastest with the whole file, each alone."""
+    """(what, seconds) of all rows of the file: the tuned schedule, and `with_plain` plain decoding, at both ends, in
+    between the candidates that are predicted to be fastest with the whole file, each alone."""
     config = tuned.run.config
     parser, source = RowParser(config.sampling, config.data), open_source(data, config.data)
     limits = tuned.session.engine.limits
