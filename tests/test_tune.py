@@ -233,6 +233,21 @@ def test_rows_of_a_live_run(num_rows: int, seconds: float, count: int) -> None:
     assert (compared, found) == (options, count)
 
 
+def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
+    schedules = [Schedule.always(DraftShape(steps, 1, steps + 1)) for steps in (1, 2, 3, 4, 5)]
+    options = [
+        Option(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
+        for i, schedule in enumerate((*schedules, Schedule.always(None)))
+    ]
+    result: Any = SimpleNamespace(best=options[0], fixed=options[:5], plain=options[5])
+    forecast: Any = SimpleNamespace(limits=SimpleNamespace(max_running=4), seconds=lambda schedule, count: 0.02 * count)
+    # 64 were traced: more than two batches, and more than eight.
+    for seconds in (1000.0, 15.0):
+        compared, count = _compared(result, forecast, [Mock()] * 64, 10**6, seconds)
+        assert compared == [*options[:3], options[5]]
+        assert count == 64
+
+
 def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a target of which a head comes along."""
     sets = [*TINY[1::2], "model.target=shape:smollm2-135m", "speculation.method=auto"]

@@ -131,6 +131,16 @@ def test_waves_share_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(redrafted) == 2, "of another depth"
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_was_in_use_before_a_trace_is_used_again(on_device: bool) -> None:
+    tuned = session("draft_model", on_device)
+    tuned.use(ByBatch.always(SHAPES[0]))
+    before = tuned.run(requests()).counts
+    tuned.trace(requests(), TOPK, DEPTH)
+    tuned.use(ByBatch.always(SHAPES[0]))
+    assert tuned.run(requests()).counts == before
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
