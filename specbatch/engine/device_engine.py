@@ -184,8 +184,8 @@ class DeviceEngine(EngineBase):
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
         finished = []
-        # Not strict: padding has words, too.
-        for row, (seq, words) in enumerate(zip(report.sequences, rows.tolist(), strict=False)):
+        words_of = rows[: len(report.sequences)].tolist()  # padding has words, too
+        for row, (seq, words) in enumerate(zip(report.sequences, words_of, strict=True)):
             if seq is None or seq.is_finished:
                 continue
             before = len(seq.tokens)
