@@ -23,7 +23,7 @@ from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import tuner as tuner_module
 from specbatch.tuning.command import _compared, _limits, _resolve_widest, _shared, _winner, part_seconds
-from specbatch.tuning.confirm import Live, repeated, speedups
+from specbatch.tuning.confirm import Live, confirm, repeated, speedups
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept
@@ -207,18 +207,21 @@ def test_the_winner_is_the_fastest_with_the_whole_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "seconds", "count"),
+    ("num_rows", "seconds", "turns_before", "count"),
     [
-        (10**6, 1000.0, 800),  # eight batches
-        (300, 1000.0, 300),  # the file
-        (10**6, 151.0, 355),  # five turns of 355 rows, not of 533, in 151 seconds: three options and plain decoding
-        (10**6, 60.0, 200),  # two batches, where five turns do not fit
-        (10**6, 10.0, 38),  # fewer, for two turns
-        (10**6, 0.0, 8),
-        (5, 0.0, 5),
+        (10**6, 1000.0, 0, 800),  # eight batches
+        (300, 1000.0, 0, 300),  # the file
+        (10**6, 151.0, 0, 355),  # five turns of 355 rows, not of 533, in 151 seconds: three options and plain decoding
+        (10**6, 151.0, 1, 236),  # six turns
+        (10**6, 60.0, 0, 200),  # two batches, where five turns do not fit
+        (10**6, 17.0, 0, 58),  # fewer, for two turns
+        (10**6, 17.0, 1, 58),
+        (10**6, 15.0, 1, 38),
+        (10**6, 0.0, 0, 8),
+        (5, 0.0, 0, 5),
     ],
 )
-def test_rows_of_a_live_run(num_rows: int, seconds: float, count: int) -> None:
+def test_rows_of_a_live_run(num_rows: int, seconds: float, turns_before: int, count: int) -> None:
     options = [
         Option(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
         for i, schedule in enumerate((*SHAPES, Schedule.always(None)))
@@ -229,8 +232,28 @@ def test_rows_of_a_live_run(num_rows: int, seconds: float, count: int) -> None:
         # Two hundredths of a second a row.
         seconds=lambda schedule, count: 0.02 * count,
     )
-    compared, found = _compared(result, forecast, [], num_rows, seconds)
+    compared, found = _compared(result, forecast, [], num_rows, seconds, turns_before)
     assert (compared, found) == (options, count)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_comes_first_is_not_timed(on_device: bool) -> None:
+    """The first run of so many rows takes longer, whichever option's it is: on a GPU their prompts become graphs. On
+    a CPU only what any rows have in common."""
+    known: set[int] = set()
+
+    def run(requests: list[int]) -> Any:
+        count = len(requests)
+        first = not known or (on_device and count not in known)
+        known.add(count)
+        counts = SimpleNamespace(acceptance_length=2.0)
+        return SimpleNamespace(seconds=count + 100.0 * first, num_tokens=10 * count, counts=counts)
+
+    session: Any = SimpleNamespace(is_on_device=on_device, use=Mock(), run=Mock(side_effect=run))
+    options = (*SHAPES, Schedule.always(None))
+    found = confirm(session, options, lambda: list(range(20)), lambda turns: turns == 3)  # type: ignore[arg-type,return-value]
+    assert [one.seconds for one in found] == [(20.0,) * 3] * 4
+    assert session.run.call_count == 4 * 4
 
 
 def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
@@ -243,7 +266,7 @@ def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
     forecast: Any = SimpleNamespace(limits=SimpleNamespace(max_running=4), seconds=lambda schedule, count: 0.02 * count)
     # 64 were traced: more than two batches, and more than eight.
     for seconds in (1000.0, 15.0):
-        compared, count = _compared(result, forecast, [Mock()] * 64, 10**6, seconds)
+        compared, count = _compared(result, forecast, [Mock()] * 64, 10**6, seconds, 0)
         assert compared == [*options[:3], options[5]]
         assert count == 64
 

@@ -23,7 +23,7 @@ from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import device_name, versions
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.tuning.candidates import Candidate
-from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, repeated, speedups
+from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, first_rows, repeated, speedups
 from specbatch.tuning.costs import KINDS, CostModel
 from specbatch.tuning.forecast import Forecast
 from specbatch.tuning.kept import Kept, kept_folder
@@ -142,7 +142,8 @@ def tune_file(
     forecast = Forecast(trace, {r.candidate: r for r in replays}, costs, limits, profile.max_tokens)
     requests = sample.requests[: len(trace.rows)]
     seconds = left(0.9)
-    compared, count = _compared(result, forecast, requests, profile.num_rows, seconds)
+    turns_before = 1 if first_rows(session) is None else 0
+    compared, count = _compared(result, forecast, requests, profile.num_rows, seconds, turns_before)
     live = _confirm(session, compared, requests, count, texts, seconds)
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
     predicted = [forecast.predict(option.schedule, count) for option in compared]
@@ -195,10 +196,15 @@ def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
 
 
 def _compared(
-    result: SearchResult, forecast: Forecast, requests: list[Request], num_rows: int, seconds: float
+    result: SearchResult,
+    forecast: Forecast,
+    requests: list[Request],
+    num_rows: int,
+    seconds: float,
+    turns_before: int,
 ) -> tuple[list[Option], int]:
     """The best options and plain decoding, and over how many rows to run them: as in the file, most of them beside
-    others, as far as the time allows."""
+    others, as far as the time allows. `turns_before`: that are not timed."""
     compared: list[Option] = []
     for option in (result.best, *result.fixed):
         # Of lookups that differ in the lengths of matches alone, some find the same.
@@ -213,10 +219,10 @@ def _compared(
     def turn_seconds() -> float:
         return sum(forecast.seconds(option.schedule, count) for option in compared)
 
-    while count > least and MOST_TURNS * turn_seconds() > seconds:
+    while count > least and (turns_before + MOST_TURNS) * turn_seconds() > seconds:
         count = max(least, count * 2 // 3)
     # Two turns should fit in any case.
-    while count > 8 and 2.5 * turn_seconds() > seconds:
+    while count > 8 and (turns_before + 2.5) * turn_seconds() > seconds:
         count = max(8, count * 2 // 3)
     return compared, count
 
