@@ -9,10 +9,10 @@ residuals and gates, every layer with its own weights, in one graph: the candida
 one product at a time, with programmatic dependent launch and prefetch. Candidates are compiled beforehand by other
 processes without a GPU.
 
-    python scripts/tune_linear.py --table tune_linear.json [--no-pdl]
+    python scripts/tune_linear.py --table tune_linear.json [--shape NAME] [--no-pdl]
 
-prints the table of `specbatch/kernels/linear_config.py` from such a file: of the chain's choice where there is one,
-otherwise of what was best alone.
+prints the table of `specbatch/kernels/linear_config.py` from such a file: of the chain's choice where a chain of ours
+was faster than the library's, otherwise of what was best alone.
 
 Stops by itself when the budget (seconds) is used up; what was measured until then is in the table and the file.
 """
@@ -497,7 +497,13 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
         given += [f"{k}={v!r}" for k, v in config.items() if k not in required and v != defaults[k]]
         return f"Config({', '.join(given)})"
 
-    chosen = {c["M"]: c["configs"] for c in found["chains"] if c["label"] == "fused, pdl, tuned"}
+    by_library = {c["M"]: c["milliseconds"] for c in found["chains"] if c["label"] == "torch and library"}
+    # Products of small weights take longer alone than the library's, and less in a chain, where they start early.
+    chosen = {
+        c["M"]: c["configs"]
+        for c in found["chains"]
+        if c["label"] == "fused, pdl, tuned" and c["milliseconds"] < by_library[c["M"]]
+    }
     print("_MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {")
     for product in (*geometry.layer.values(), *geometry.others):
         timed = [r for r in found["timed"] if r["product"] == product.name]
@@ -507,10 +513,11 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
             library = min(r["microseconds"] for r in of_rows if r["config"] is None)
             ours = [r for r in of_rows if r["config"] is not None]
             best = min(ours, key=lambda r: r["microseconds"], default=None)
-            if best is None or best["microseconds"] > 1.02 * library:
+            in_chain = chosen.get(M, {}).get(product.name)
+            if in_chain is None and (best is None or best["microseconds"] > 1.02 * library):
                 print(f"        {M}: None,")
                 continue
-            config = chosen.get(M, {}).get(product.name) or best["config"]
+            config = in_chain or best["config"]
             if (
                 M in chosen and product.name not in chosen[M]
             ):  # alone, its start counts little: as the widest in a chain
