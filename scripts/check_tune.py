@@ -67,15 +67,17 @@ def main() -> None:
     parser.add_argument("--commit")
     args = parser.parse_args()
     config, batches = load_config(args.config, args.set), [int(part) for part in args.batches.split(",")]
-    places = config.engine.max_batch_size
-    if places is not None and max(batches) > places:
-        parser.error(f"--batches: the engine runs {places} rows at most (engine.max_batch_size)")
+
+    def check_batches(places: int) -> None:
+        if max(batches) > places:
+            parser.error(f"--batches: the engine runs {places} rows at most (engine.max_batch_size)")
+
+    if config.engine.max_batch_size is not None:
+        check_batches(config.engine.max_batch_size)
     began = time.perf_counter()
     options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
     tuned = tune_file(options, config, resolve, build, lambda config: {}, Console(stderr=True))
-    places = tuned.run.engine.max_batch_size
-    if max(batches) > places:  # where the configuration left it to the device
-        parser.error(f"--batches: the engine runs {places} rows at most (engine.max_batch_size)")
+    check_batches(tuned.run.engine.max_batch_size)  # which the configuration may have left to the device
     report: dict[str, Any] = {
         "commit": args.commit or commit(),
         "command": shlex.join(["python", *sys.argv]),

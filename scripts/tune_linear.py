@@ -518,9 +518,7 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
                 print(f"        {M}: None,")
                 continue
             config = in_chain or best["config"]
-            if (
-                M in chosen and product.name not in chosen[M]
-            ):  # alone, its start counts little: as the widest in a chain
+            if M in chosen and in_chain is None:  # alone, its start counts little: as the widest in a chain
                 config = {**config, "early": chosen[M]["gate_up"]["early"]}
             print(f"        {M}: {source(config)},")
         print("    },")

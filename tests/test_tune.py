@@ -22,7 +22,7 @@ from specbatch.pipeline.sources import RawRow
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import tuner as tuner_module
-from specbatch.tuning.command import _compared, _limits, _resolve_widest, _shared, _winner, part_seconds
+from specbatch.tuning.command import _compared, _file_seconds, _limits, _resolve_widest, _shared, _winner, part_seconds
 from specbatch.tuning.confirm import Live, confirm, repeated, speedups
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
@@ -183,8 +183,7 @@ def test_the_fastest_wins_if_it_beats_plain_decoding_outside_the_noise(
     predicted: list[Any] = [SimpleNamespace(seconds=60, tokens_per_second=10) for _ in schedules]
     options = [Option(*pair) for pair in zip(schedules, predicted, strict=True)]
     runs = [replace(live(*of), chosen=schedule) for of, schedule in zip(rates, schedules, strict=True)]
-    result: Any = SimpleNamespace(best=options[0], fixed=options[1:3], plain=options[3])
-    found = _winner(result, runs, predicted)
+    found = _winner(options, runs, _file_seconds(options, runs, predicted))
     assert found is options[3 if winner is None else winner]
     tuned: Any = SimpleNamespace(winner=found, live=runs)
     assert _verdict(tuned).startswith(says)
@@ -195,12 +194,11 @@ def test_the_winner_is_the_fastest_with_the_whole_file() -> None:
     schedules = (*SHAPES[:2], Schedule.always(None))
     whole: list[Any] = [SimpleNamespace(seconds=seconds) for seconds in (10.0, 10.2, 20.0)]
     options = [Option(*pair) for pair in zip(schedules, whole, strict=True)]
-    result: Any = SimpleNamespace(best=options[0], fixed=options[1:2], plain=options[2])
     runs = [replace(live(rate, rate), chosen=s) for rate, s in zip((100, 105, 50), schedules, strict=True)]
 
     def winner(*rates: float) -> Option:
         predicted: list[Any] = [SimpleNamespace(tokens_per_second=rate) for rate in rates]
-        return _winner(result, runs, predicted)
+        return _winner(options, runs, _file_seconds(options, runs, predicted))
 
     assert winner(100, 110, 50) is options[0]  # 10 against 10.2 * 110 / 105 = 10.7 seconds
     assert winner(100, 100, 50) is options[1]  # 10.2 * 100 / 105 = 9.7 seconds
@@ -249,9 +247,10 @@ def test_what_comes_first_is_not_timed(on_device: bool) -> None:
         counts = SimpleNamespace(acceptance_length=2.0)
         return SimpleNamespace(seconds=count + 100.0 * first, num_tokens=10 * count, counts=counts)
 
-    session: Any = SimpleNamespace(is_on_device=on_device, use=Mock(), run=Mock(side_effect=run))
+    session: Any = SimpleNamespace(use=Mock(), run=Mock(side_effect=run))
     options = (*SHAPES, Schedule.always(None))
-    found = confirm(session, options, lambda: list(range(20)), lambda turns: turns == 3)  # type: ignore[arg-type,return-value]
+    requests: Any = range(20)
+    found = confirm(session, options, lambda: requests, lambda turns: turns == 3, whole_first=on_device)
     assert [one.seconds for one in found] == [(20.0,) * 3] * 4
     assert session.run.call_count == 4 * 4
 

@@ -23,7 +23,7 @@ from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import device_name, versions
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.tuning.candidates import Candidate
-from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, first_rows, repeated, speedups
+from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, repeated, speedups
 from specbatch.tuning.costs import KINDS, CostModel
 from specbatch.tuning.forecast import Forecast
 from specbatch.tuning.kept import Kept, kept_folder
@@ -31,7 +31,6 @@ from specbatch.tuning.options import TuneOptions
 from specbatch.tuning.predict import FileProfile, Limits, Prediction
 from specbatch.tuning.replay import Replayer
 from specbatch.tuning.rows import sample_rows
-from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.search import Option, SearchResult, search
 from specbatch.tuning.session import Session
 from specbatch.tuning.space import neural_space, ngram_space
@@ -54,6 +53,7 @@ class Tuned:
     result: SearchResult
     live: list[Live]  # plain decoding last
     predicted_live: list[Prediction]  # of the same runs
+    file_seconds: list[float]  # of the whole file, as `_file_seconds` has it
     winner: Option  # plain decoding where nothing beats it
     rank_shares: NDArray[np.float64] | None  # see `Replayer.rank_shares`
     run: ResolvedRun  # with which it was measured
@@ -142,15 +142,15 @@ def tune_file(
     forecast = Forecast(trace, {r.candidate: r for r in replays}, costs, limits, profile.max_tokens)
     requests = sample.requests[: len(trace.rows)]
     seconds = left(0.9)
-    turns_before = 1 if first_rows(session) is None else 0
+    turns_before = 1 if session.is_on_device else 0
     compared, count = _compared(result, forecast, requests, profile.num_rows, seconds, turns_before)
     live = _confirm(session, compared, requests, count, texts, seconds)
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
     predicted = [forecast.predict(option.schedule, count) for option in compared]
-    winner = _winner(result, live, predicted)
-    return Tuned(
-        forecast, profile, result, live, predicted, winner, replayer.rank_shares(), run, session, requests, texts
-    )
+    file_seconds = _file_seconds(compared, live, predicted)
+    winner = _winner(compared, live, file_seconds)
+    ranks = replayer.rank_shares()
+    return Tuned(forecast, profile, result, live, predicted, file_seconds, winner, ranks, run, session, requests, texts)
 
 
 def part_seconds(budget: float, remaining: float, share: float) -> float:
@@ -239,25 +239,21 @@ def _confirm(
         lambda: repeated(requests, count, texts.stop_check),
         # One turn says nothing of the noise.
         lambda turns: turns > 1 and time.perf_counter() + (time.perf_counter() - began) / turns > until,
+        whole_first=session.is_on_device,
     )
 
 
-def file_seconds(result: SearchResult, live: list[Live], predicted: list[Prediction]) -> list[float]:
-    """Of the options that ran live, with the whole file: by the prediction, off as far as that of the live runs was."""
-    options = _options(result)
+def _file_seconds(options: list[Option], live: list[Live], predicted: list[Prediction]) -> list[float]:
+    """Of these options, which ran live, with the whole file: by the prediction, off as far as that of the live runs
+    was."""
     return [
-        options[one.chosen].prediction.seconds * said.tokens_per_second / one.tokens_per_second
-        for one, said in zip(live, predicted, strict=True)
+        option.prediction.seconds * said.tokens_per_second / one.tokens_per_second
+        for option, one, said in zip(options, live, predicted, strict=True)
     ]
 
 
-def _winner(result: SearchResult, live: list[Live], predicted: list[Prediction]) -> Option:
-    """Of the options that beat plain decoding outside the noise, the one that is fastest with the whole file. Plain
-    decoding where none does."""
-    seconds = file_seconds(result, live, predicted)
+def _winner(options: list[Option], live: list[Live], file_seconds: list[float]) -> Option:
+    """Of the options that beat the last one, plain decoding, outside the noise, the one that is fastest with the whole
+    file. Plain decoding where none does."""
     paying = [i for i, (_, low, _) in enumerate(speedups(live)) if low > 1.0]
-    return _options(result)[live[min(paying, key=lambda i: seconds[i])].chosen] if paying else result.plain
-
-
-def _options(result: SearchResult) -> dict[Schedule, Option]:
-    return {option.schedule: option for option in (result.best, *result.fixed, result.plain)}
+    return options[min(paying, key=lambda i: file_seconds[i])] if paying else options[-1]

@@ -88,30 +88,27 @@ def repeated(
     return made
 
 
-def first_rows(session: Session) -> int | None:
-    """How many rows to run before any that are timed; None: all of them. Prompts on a GPU have graphs by how many rows
-    start together, and the first option to meet a number would pay for it."""
-    return None if session.is_on_device else 2
-
-
 def confirm(
     session: Session,
     options: Sequence[Chosen],
     make_requests: Callable[[], list[Request]],
     out_of_time: Callable[[int], bool],
-    most_turns: int = MOST_TURNS,
+    whole_first: bool,
 ) -> list[Live]:
-    """Each option once in a turn, in changing order; as many turns as there is time for, one at least, behind what is
-    compiled, touched or captured first. `out_of_time` is asked after each turn, with the number of turns so far."""
+    """Each option once in a turn, in changing order; as many turns as there is time for, one at least. `out_of_time`
+    is asked after each turn, with the number of turns so far.
+
+    What is compiled or touched first is not timed. `whole_first`: all requests run before, not two of them. Prompts on
+    a GPU have graphs by how many rows start together, and the first option to meet a number would pay for it."""
     seconds: list[list[float]] = [[] for _ in options]
     tokens: list[list[int]] = [[] for _ in options]
     tokens_per_round = [1.0] * len(options)
-    for turn in range(most_turns):
+    for turn in range(MOST_TURNS):
         order = range(len(options)) if turn % 2 == 0 else reversed(range(len(options)))
         for i in order:
             session.use(*told(options[i]))
             if turn == 0:
-                session.run(make_requests()[: first_rows(session)])
+                session.run(make_requests()[: None if whole_first else 2])
             finished = session.run(make_requests())
             seconds[i].append(finished.seconds)
             tokens_per_round[i] = finished.counts.acceptance_length or 1.0

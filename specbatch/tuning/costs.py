@@ -125,20 +125,20 @@ class CostModel:
         """Repeated measurements of one point are averaged. Raises TuningError for a kind that is not in KINDS, and for
         values that are no times."""
         points: dict[str, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+        noise: dict[tuple[str, int, int], float] = defaultdict(float)
         for m in measurements:
             if m.kind not in KINDS:
                 raise TuningError(f"{m.kind!r} is no kind of measurement", hint=f"the kinds are {', '.join(KINDS)}")
             if m.batch < 1 or m.width < 1 or not 0 <= m.milliseconds < float("inf"):
                 raise TuningError(f"not a measurement: {m}")
             points[m.kind][m.batch, m.width].append(m.milliseconds)
-        noises: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-        for m in measurements:
-            noises[m.kind, m.batch, m.width].append(m.noise)
+            place = m.kind, m.batch, m.width
+            noise[place] = max(noise[place], m.noise)
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
         for kind, values in points.items():
             plain = _of_one_token(points.get(_PLAIN.get(kind, ""), {}))
-            noise_of = {place: max(noises[kind, *place]) for place in values}
+            noise_of = {(batch, width): noise[kind, batch, width] for batch, width in values}
             surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain), noise_of)
             for (batch, width), repeated in sorted(values.items()):
                 mean = float(np.mean(repeated))

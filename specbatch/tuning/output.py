@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
-from specbatch.tuning.command import Tuned, file_seconds
+from specbatch.tuning.command import Tuned
 from specbatch.tuning.confirm import speedups
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.plots import plot_acceptance, plot_comparisons, plot_throughput
@@ -64,8 +64,8 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
     report |= {"verdict": says, "winner": str(schedule), "made_by": made_by}
     names = ("seconds", "tokens", "tokens_per_round")
     runs = [{"what": o.name} | {n: getattr(o, n) for n in names} for o in tuned.live]
-    files = file_seconds(tuned.result, tuned.live, tuned.predicted_live)
-    report["live_runs"] = jsonable([run | {"file_seconds": one} for run, one in zip(runs, files, strict=True)])
+    files = zip(runs, tuned.file_seconds, strict=True)
+    report["live_runs"] = jsonable([run | {"file_seconds": seconds} for run, seconds in files])
     beside = output.with_suffix(".report.json")
     beside.write_text(json.dumps(report, indent=1), encoding="utf-8")
     written = [output, beside, *_plots(tuned, comparisons, output, console)]
@@ -93,11 +93,10 @@ def _verdict(tuned: Tuned) -> str:
 
 def _live_lines(tuned: Tuned) -> list[str]:
     """With what was chosen by, which may be another than the fastest of these runs."""
-    files = file_seconds(tuned.result, tuned.live, tuned.predicted_live)
     return [
         f"Live, {len(one.seconds)} runs: {one.name}: {one.tokens_per_second:,.1f} tok/s,"
         f" {one.tokens_per_round:.2f} tokens a round; the whole file by that: {duration(seconds)}."
-        for one, seconds in zip(tuned.live, files, strict=True)
+        for one, seconds in zip(tuned.live, tuned.file_seconds, strict=True)
     ]
 
 
