@@ -144,7 +144,7 @@ def tune_file(
     seconds = left(0.9)
     turns_before = 1 if session.is_on_device else 0
     compared, count = _compared(result, forecast, requests, profile.num_rows, seconds, turns_before)
-    live = _confirm(session, compared, requests, count, texts, seconds)
+    live = _confirm(session, compared, requests, count, texts, seconds, turns_before)
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
     predicted = [forecast.predict(option.schedule, count) for option in compared]
     file_seconds = _file_seconds(compared, live, predicted)
@@ -228,7 +228,13 @@ def _compared(
 
 
 def _confirm(
-    session: Session, compared: list[Option], requests: list[Request], count: int, texts: TextProcessor, seconds: float
+    session: Session,
+    compared: list[Option],
+    requests: list[Request],
+    count: int,
+    texts: TextProcessor,
+    seconds: float,
+    turns_before: int,
 ) -> list[Live]:
     """Each of them over `count` of these rows, in turn, as often as there is time for."""
     began = time.perf_counter()
@@ -238,8 +244,8 @@ def _confirm(
         [option.schedule for option in compared],
         lambda: repeated(requests, count, texts.stop_check),
         # One turn says nothing of the noise.
-        lambda turns: turns > 1 and time.perf_counter() + (time.perf_counter() - began) / turns > until,
-        whole_first=session.is_on_device,
+        lambda turns: turns > 1 and (now := time.perf_counter()) + (now - began) / (turns + turns_before) > until,
+        whole_first=turns_before > 0,
     )
 
 

@@ -103,12 +103,13 @@ def confirm(
     seconds: list[list[float]] = [[] for _ in options]
     tokens: list[list[int]] = [[] for _ in options]
     tokens_per_round = [1.0] * len(options)
+    for option in options:
+        session.use(*told(option))
+        session.run(make_requests()[: None if whole_first else 2])
     for turn in range(MOST_TURNS):
         order = range(len(options)) if turn % 2 == 0 else reversed(range(len(options)))
         for i in order:
             session.use(*told(options[i]))
-            if turn == 0:
-                session.run(make_requests()[: None if whole_first else 2])
             finished = session.run(make_requests())
             seconds[i].append(finished.seconds)
             tokens_per_round[i] = finished.counts.acceptance_length or 1.0
