@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -33,6 +33,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import commit, device_name, versions
+from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, label, num_nodes
 from specbatch.tuning.command import Tuned, tune_file
 from specbatch.tuning.confirm import repeated, told
@@ -56,6 +57,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--candidates", type=int, default=20)
     parser.add_argument("--also", default="", help="candidates among them in any case, as tune names them: 3/1/4,5/1/6")
+    parser.add_argument(
+        "--grid", metavar="STEPS/TOPKS/TOKENS", help="all of these that were searched: 1,3,5,7/1,2,4,8/2,4,8,16,32"
+    )
     parser.add_argument("--cell-rows", type=int, default=256, help="of a cell, but 2 batches at least, and at most 8")
     parser.add_argument("--finals", type=int, default=0, metavar="TURNS", help="of the best and the picked cells")
     parser.add_argument("--whole-file", type=int, default=0, metavar="N", help="by so many fixed candidates")
@@ -96,6 +100,8 @@ def main() -> None:
     if missing := [name for name in args.also.split(",") if name and name not in known]:
         parser.error(f"--also: {', '.join(missing)} was not searched")
     also = [known[name] for name in args.also.split(",") if name]
+    if args.grid is not None:
+        also = list(dict.fromkeys([*also, *grid(args.grid, known.values())]))
     # A candidate at all batch sizes, then the next: its graphs are captured once.
     for candidate in (None, *spread(tuned, batches, args.candidates, also)):
         if report["cells"] and args.time_limit is not None and time.perf_counter() - began > args.time_limit:
@@ -199,6 +205,14 @@ def whole_file(
         requests = everything()
         tuned.session.run(repeated(requests, 2, tuned.texts.stop_check))
         yield f"tuned: {schedule}" if schedule is best else schedule.name, tuned.session.run(requests).seconds
+
+
+def grid(told: str, known: Iterable[Candidate]) -> list[Candidate]:
+    """Of the known shapes those of these num_steps, topk and num_draft_tokens; of chains, which have one more than
+    steps, those of these num_steps."""
+    steps, topks, tokens = ([int(part) for part in numbers.split(",")] for numbers in told.split("/"))
+    shapes = [c for c in known if isinstance(c, DraftShape) and c.num_steps in steps and c.topk in topks]
+    return [shape for shape in shapes if shape.topk == 1 or shape.num_draft_tokens in tokens]
 
 
 def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) -> list[Candidate]:

@@ -14,6 +14,7 @@ import pytest
 
 from specbatch.engine.gathering import ChunkCost
 from specbatch.tuning.predict import Limits
+from specbatch.tuning.space import neural_space, ngram_space
 from specbatch.types import NoiseKey, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -38,6 +39,18 @@ def test_what_was_picked_against_the_fastest() -> None:
         {"batch": 1, "picked": "c", "fastest": "c", "loss": 0.0},
     ]
     assert against_fastest([]) == []
+
+
+def test_a_grid_of_shapes() -> None:
+    """As SGLang's bench_speculative.py has by default, but for what other shapes do in fewer steps."""
+    from check_tune import grid
+
+    known = [*neural_space(8, 8), *ngram_space()]
+    names = [str(shape) for shape in grid("1,3,5,7/1,2,4,8/2,4,8,16,32", known)]
+    assert names[:4] == ["1/1/2", "3/1/4", "5/1/6", "7/1/8"]
+    assert names[4:10] == ["3/2/4", "3/2/8", "5/2/8", "5/2/16", "7/2/8", "7/2/16"]
+    assert len(names) == len(set(names)) == 4 + 6 + 10 + 10
+    assert not grid("9/1/10", known)
 
 
 @pytest.mark.parametrize("limit", [[], ["--time-limit", "0"]], ids=["all", "cut short"])
