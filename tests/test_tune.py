@@ -21,6 +21,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.pipeline.sources import RawRow
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
+from specbatch.tuning import command as command_module
 from specbatch.tuning import tuner as tuner_module
 from specbatch.tuning.command import _compared, _file_seconds, _limits, _resolve_widest, _shared, _winner, part_seconds
 from specbatch.tuning.confirm import Live, confirm, repeated, speedups
@@ -32,6 +33,7 @@ from specbatch.tuning.predict import FileProfile
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.search import Option
+from specbatch.tuning.session import Session
 from specbatch.tuning.tuner import Tuner, Widest, spread_out
 from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.models import tiny_device_engine, tiny_engine
@@ -62,13 +64,17 @@ def tune(*args: str | Path) -> Result:
 def test_writes_a_configuration_that_runs(
     rows: Path, tmp_path: Path, method: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, profile_of = tmp_path / "tuned.yaml", Mock(side_effect=FileProfile.of)
+    output = tmp_path / "tuned.yaml"
+    profile_of, repeating = Mock(side_effect=FileProfile.of), Mock(side_effect=repeated)
     monkeypatch.setattr(FileProfile, "of", profile_of)
+    monkeypatch.setattr(command_module, "repeated", repeating)
     found = tune(rows, "-o", output, "--rows", "5", "--budget", "5s", *TINY, *method)
     assert found.exit_code == 0, found.output
     alike = "6 completions, 5 sampled; the prompts begin with the same 32 tokens"
     assert (alike in found.output) == (method != DRAFT), "which is of no account without a prefix cache"
     assert profile_of.call_args_list[0].args[-1] == 32 * (method != DRAFT), "the file's; live runs cache nothing"
+    drawn, count, _ = repeating.call_args.args
+    assert len({tuple(row.prompt_token_ids) for row in drawn}) == count == 6, "five traced, and the one that was not"
     text = output.read_text()
     assert text.startswith("# Written by `specbatch tune`.")
     config = load_config(output)
@@ -100,6 +106,18 @@ def test_writes_a_configuration_that_runs(
 def costs(folder: Path) -> list[dict[str, object]]:
     found: list[dict[str, object]] = json.loads((folder / "tuned.measured" / "costs.json").read_text())
     return found
+
+
+def test_one_sampled_row_among_those_that_run_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device engine must be told, whether that row is traced or not."""
+    path, session = tmp_path / "rows.jsonl", Mock(side_effect=Session)
+    rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7 * (i == 5)} for i in range(30)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(command_module, "Session", session)
+    found = tune(path, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "3s", *TINY)
+    assert found.exit_code == 0, found.output
+    assert "the rows are sampled" not in found.output, "none of those that were traced"
+    assert session.call_args.args[2]
 
 
 def test_packaged_examples(tmp_path: Path) -> None:
@@ -306,6 +324,21 @@ def test_what_all_sampled_prompts_begin_with(prompts: list[str], common: int) ->
     texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
     limits: Any = None
     assert sample_rows(source, parser, texts, limits, 4, 0).common_prefix == common
+
+
+def test_rows_to_trace_and_rows_drawn_behind_them() -> None:
+    rows: Any = [RawRow(i, f"row {i}".encode()) for i in range(2000)]
+    source: Any = SimpleNamespace(rows=lambda: iter(rows), name="rows")
+    parser: Any = SimpleNamespace(parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams())))
+    texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
+    limits: Any = None
+    sample = sample_rows(source, parser, texts, limits, 64, 0)
+    assert (len(sample.requests), len(sample.others), sample.num_rows) == (64, 1024 - 64, 2000)
+    drawn = [*sample.requests, *sample.others]
+    assert [request.request_id for request in drawn] == [*range(1024)]
+    assert len({request.noise.stream for request in drawn}) == 1024
+    assert [len(request.prompt_token_ids) for request in drawn] == sample.prompt_tokens
+    assert not sample_rows(source, parser, texts, limits, 10**4, 0).others
 
 
 def test_batch_sizes_from_both_ends() -> None:

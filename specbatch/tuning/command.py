@@ -93,7 +93,8 @@ def tune_file(
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
     texts = TextProcessor(run.tokenizer, run.config.data)
     sample = sample_rows(source, parser, texts, built.engine.limits, options.rows, run.config.engine.seed)
-    sampled = any(request.params.temperature > 0 for request in sample.requests)
+    drawn = [*sample.requests, *sample.others]
+    sampled = any(request.params.temperature > 0 for request in drawn)
     session = Session(built, "round" if run.engine.on_device and run.device.type == "cuda" else "none", sampled)
     # The session caches no prefixes, the job will.
     shared = _shared(sample.common_prefix, run.engine.page_size) if config.engine.prefix_cache else 0
@@ -144,7 +145,8 @@ def tune_file(
     seconds = left(0.9)
     turns_before = 1 if session.is_on_device else 0
     compared, count = _compared(result, forecast, requests, profile.num_rows, seconds, turns_before)
-    live = _confirm(session, compared, requests, count, texts, seconds, turns_before)
+    # The traced rows, then others: what the former have by chance is in the prediction, and should not be in both.
+    live = _confirm(session, compared, drawn, count, texts, seconds, turns_before)
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
     predicted = [forecast.predict(option.schedule, count) for option in compared]
     file_seconds = _file_seconds(compared, live, predicted)
@@ -236,7 +238,7 @@ def _confirm(
     seconds: float,
     turns_before: int,
 ) -> list[Live]:
-    """Each of them over `count` of these rows, in turn, as often as there is time for."""
+    """Each of them over the first `count` of these rows, in turn, as often as there is time for."""
     began = time.perf_counter()
     until = began + seconds
     return confirm(

@@ -1,4 +1,4 @@
-"""A sample of the user's rows: some to trace, more for their lengths."""
+"""A sample of the user's rows: some to trace, more for their lengths and to run live."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
 @dataclass(frozen=True, slots=True)
 class Sample:
     requests: list[Request]  # to trace, in the order drawn; each has a stream of noise of its own
+    others: list[Request]  # of the measured rows, drawn behind these
     prompt_tokens: list[int]  # of the measured rows
     common_prefix: int  # tokens that all of these begin with
     num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
@@ -59,9 +60,8 @@ def sample_rows(
         lengths += [len(prompt)] * job.params.n
         completions += job.params.n
         max_tokens = max(max_tokens, job.params.max_tokens)
-        if len(requests) < num_rows:
-            noise = NoiseKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
-            requests.append(Request(len(requests), prompt, job.params, noise, texts.stop_check(job.params)))
+        noise = NoiseKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
+        requests.append(Request(len(requests), prompt, job.params, noise, texts.stop_check(job.params)))
     if len(requests) < FEWEST_ROWS:
         failed = f" ({num_failed} of {len(kept)} rows fail)" if num_failed else ""
         raise InputError(
@@ -69,7 +69,8 @@ def sample_rows(
             "give more rows; `specbatch generate` says what is wrong with rows that fail" if num_failed else None,
         )
     expected = round(total * completions / len(kept))
-    return Sample(requests, lengths, len(common), expected, num_failed, max_tokens)
+    to_trace, others = requests[:num_rows], requests[num_rows:]
+    return Sample(to_trace, others, lengths, len(common), expected, num_failed, max_tokens)
 
 
 def _common_prefix(first: list[int], second: list[int]) -> list[int]:
