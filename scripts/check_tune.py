@@ -3,11 +3,11 @@ exhaustive grid over the same rows finds.
 
     python scripts/check_tune.py DATA.jsonl -c CONFIG -o check.json --batches 1,8,32,128 --budget 3m
 
-Each cell runs --cell-rows of the traced rows (from two to eight times the batch size), as many at a time as the batch
-size says. Prints a line for each cell and the median error, which is that of tokens per second: in
-bfloat16 a text may end elsewhere than the traced one. With --whole-file all rows of the file are then run, --turns
-times: by the schedule that tune chose and plain, first and last, and by candidates alone. The report is replaced as it
-grows.
+Each cell runs --cell-rows of the traced rows (again and again), as many at a time as the batch size says. Prints a line
+for each cell and the median error, which is that of tokens per second: in bfloat16 a text may end elsewhere than the
+traced one, and how long the last rows run alone is chance, so that many rows are needed. With --whole-file all rows of
+the file are then run, --turns times: by the schedule that tune chose and plain, first and last, and by candidates
+alone. The report is replaced as it grows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument(
         "--grid", metavar="STEPS/TOPKS/TOKENS", help="all of these that were searched: 1,3,5,7/1,2,4,8/2,4,8,16,32"
     )
-    parser.add_argument("--cell-rows", type=int, default=256, help="of a cell, but 2 batches at least, and at most 8")
+    parser.add_argument("--cell-rows", help="of a cell, for each of --batches; by default eight times as many")
     parser.add_argument("--finals", type=int, default=0, metavar="TURNS", help="of the best and the picked cells")
     parser.add_argument("--whole-file", type=int, default=0, metavar="N", help="by so many fixed candidates")
     parser.add_argument("--turns", type=int, default=1, help="of the whole file")
@@ -70,7 +70,11 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start none but plain after that")
     parser.add_argument("--commit")
     args = parser.parse_args()
-    config, batches = load_config(args.config, args.set), [int(part) for part in args.batches.split(",")]
+    config, batches = load_config(args.config, args.set), numbers(args.batches)
+    cell_rows = [8 * batch for batch in batches] if args.cell_rows is None else numbers(args.cell_rows)
+    if len(cell_rows) != len(batches):
+        parser.error("--cell-rows: one number for each of --batches")
+    rows_of = dict(zip(batches, cell_rows, strict=True))
 
     def check_batches(places: int) -> None:
         if max(batches) > places:
@@ -108,7 +112,7 @@ def main() -> None:
             report["cut_short"] = True
             break
         for batch in batches:
-            report["cells"].append(cell(tuned, candidate, batch, args.cell_rows))
+            report["cells"].append(cell(tuned, candidate, batch, rows_of[batch]))
             print(json.dumps(report["cells"][-1]), flush=True)
         args.output.write_text(json.dumps(report, indent=1))
     report["grid_seconds"] = round(time.perf_counter() - began, 1)
@@ -127,7 +131,7 @@ def main() -> None:
                 print(json.dumps(report["whole_file"][-1]), flush=True)
                 args.output.write_text(json.dumps(report, indent=1))
     if args.finals:
-        report["finals"] = finals(tuned, report["cells"], known, args.finals, args.cell_rows)
+        report["finals"] = finals(tuned, report["cells"], known, args.finals, rows_of)
         report["picked_finals"] = against_fastest(report["finals"])
         args.output.write_text(json.dumps(report, indent=1))
 
@@ -162,7 +166,7 @@ def best_predicted(cells: list[dict[str, Any]]) -> str:
 
 
 def finals(
-    tuned: Tuned, cells: list[dict[str, Any]], known: dict[str, Candidate], turns: int, least_rows: int
+    tuned: Tuned, cells: list[dict[str, Any]], known: dict[str, Candidate], turns: int, rows_of: dict[int, int]
 ) -> list[dict[str, Any]]:
     """Of each batch size, the picked cell and the fastest ones again, in turn: of many cells run once, the fastest is
     one that was lucky, too."""
@@ -175,7 +179,7 @@ def finals(
     for _ in range(turns):
         for what, batches in chosen.items():
             for batch in sorted(batches):
-                again.append(cell(tuned, known.get(what), batch, least_rows))
+                again.append(cell(tuned, known.get(what), batch, rows_of[batch]))
                 print(json.dumps(again[-1]), flush=True)
     return again
 
@@ -207,10 +211,14 @@ def whole_file(
         yield f"tuned: {schedule}" if schedule is best else schedule.name, tuned.session.run(requests).seconds
 
 
+def numbers(told: str) -> list[int]:
+    return [int(part) for part in told.split(",")]
+
+
 def grid(told: str, known: Iterable[Candidate]) -> list[Candidate]:
     """Of the known shapes those of these num_steps, topk and num_draft_tokens; of chains, which have one more than
     steps, those of these num_steps."""
-    steps, topks, tokens = ([int(part) for part in numbers.split(",")] for numbers in told.split("/"))
+    steps, topks, tokens = map(numbers, told.split("/"))
     shapes = [c for c in known if isinstance(c, DraftShape) and c.num_steps in steps and c.topk in topks]
     return [shape for shape in shapes if shape.topk == 1 or shape.num_draft_tokens in tokens]
 
@@ -237,12 +245,11 @@ def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) 
     return list(chosen)
 
 
-def cell(tuned: Tuned, candidate: Candidate | None, batch: int, least_rows: int) -> dict[str, Any]:
-    """The traced rows, live and predicted, `batch` of them running at a time."""
+def cell(tuned: Tuned, candidate: Candidate | None, batch: int, count: int) -> dict[str, Any]:
+    """`count` of the traced rows, live and predicted, `batch` of them running at a time."""
     schedule, session = Schedule.always(candidate), tuned.session
     session.use(*told(schedule))
     engine = session.engine
-    count = max(2 * batch, min(least_rows, 8 * batch))
     forecast = replace(tuned.forecast, limits=replace(tuned.forecast.limits, max_running=batch))
     # Nothing is replayed of plain decoding: a round for each token but the prompt's.
     rounds_R = [row.num_output - 1 for row in tuned.forecast.trace.rows]
