@@ -39,7 +39,7 @@ from specbatch.tuning.command import Tuned, tune_file
 from specbatch.tuning.confirm import repeated, told
 from specbatch.tuning.options import TuneOptions, seconds_of
 from specbatch.tuning.output import live_comparisons
-from specbatch.tuning.predict import Limits
+from specbatch.tuning.predict import Limits, predict
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.session import Session
@@ -126,8 +126,11 @@ def main() -> None:
     if args.whole_file:
         report["whole_file"] = []
         for turn in range(args.turns):
-            for chosen, seconds in whole_file(tuned, args.data, args.whole_file, also, not args.without_plain):
-                report["whole_file"].append({"turn": turn, "what": chosen, "seconds": round(seconds, 3)})
+            for chosen, predicted, seconds in whole_file(
+                tuned, args.data, args.whole_file, also, not args.without_plain
+            ):
+                times = {"predicted_seconds": round(predicted, 3), "seconds": round(seconds, 3)}
+                report["whole_file"].append({"turn": turn, "what": chosen, **times})
                 print(json.dumps(report["whole_file"][-1]), flush=True)
                 args.output.write_text(json.dumps(report, indent=1))
     if args.finals:
@@ -186,9 +189,9 @@ def finals(
 
 def whole_file(
     tuned: Tuned, data: str, count: int, also: list[Candidate], with_plain: bool
-) -> Iterator[tuple[str, float]]:
-    """(what, seconds) of all rows of the file: the tuned schedule, and `with_plain` plain decoding, at both ends, in
-    between the candidates that are predicted to be fastest with the whole file, each alone."""
+) -> Iterator[tuple[str, float, float]]:
+    """(what, predicted seconds, seconds) of all rows of the file: the tuned schedule, and `with_plain` plain decoding,
+    at both ends, in between the candidates that are predicted to be fastest with the whole file, each alone."""
     config = tuned.run.config
     parser, source = RowParser(config.sampling, config.data), open_source(data, config.data)
     limits = tuned.session.engine.limits
@@ -208,7 +211,9 @@ def whole_file(
         tuned.session.use(*told(schedule))
         requests = everything()
         tuned.session.run(repeated(requests, 2, tuned.texts.stop_check))
-        yield f"tuned: {schedule}" if schedule is best else schedule.name, tuned.session.run(requests).seconds
+        name = f"tuned: {schedule}" if schedule is best else schedule.name
+        said = predict(tuned.profile, forecast.limits, forecast.costs, forecast.replays, schedule)
+        yield name, said.seconds, tuned.session.run(requests).seconds
 
 
 def numbers(told: str) -> list[int]:

@@ -77,6 +77,7 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
             assert cell["live"]["rounds"] == pytest.approx(cell["predicted"]["rounds"], abs=1)
     assert [one["picked"] for one in report["picked_finals"]] == [one["picked"] for one in report["picked"]]
     assert [run["turn"] for run in report["whole_file"]] == [0] * 5 + [1] * 5
+    assert all(run["predicted_seconds"] > 0 for run in report["whole_file"])
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["the configuration says", "the device decides"])
