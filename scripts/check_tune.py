@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--whole-file", type=int, default=0, metavar="N", help="by so many fixed candidates")
     parser.add_argument("--turns", type=int, default=1, help="of the whole file")
     parser.add_argument("--without-plain", action="store_true", help="leave plain decoding out of the whole file")
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rows", type=int, help="to trace, as of tune")
     parser.add_argument("--budget", default="3m")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start none but plain after that")
     parser.add_argument("--commit")

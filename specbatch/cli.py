@@ -167,7 +167,7 @@ def tune(
     ] = None,
     config: ConfigOption = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The configuration to write.")] = Path("tuned.yaml"),
-    rows: Annotated[int, typer.Option(min=4, help="Rows to trace.")] = 64,
+    rows: Annotated[int | None, typer.Option(min=4, help="Rows to trace. [default: 64 on a CPU, 256 on a GPU]")] = None,
     budget: Annotated[str, typer.Option(help="Time to take: 90s, 5m, 1h.")] = "5m",
     set_: SetOption = None,
 ) -> None:
@@ -187,7 +187,7 @@ def tune(
         from specbatch.tuning.output import write_tuned
 
         tuned = tune_file(options, settings, _resolving(console), build, _model_paths, console)
-        made_by = {"data": options.data, "rows": rows, "budget": budget, "models": tuned.run.description}
+        made_by = {"data": options.data, "rows": len(tuned.requests), "budget": budget, "models": tuned.run.description}
         made_by |= {"versions": versions(), "commit": commit(), "device": device_name(tuned.run.config.engine.device)}
         write_tuned(tuned, settings, output, made_by, console)
 

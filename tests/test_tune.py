@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,22 +18,17 @@ from specbatch.config_load import load_config
 from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
 from specbatch.pipeline.sources import RawRow
-from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import command as command_module
-from specbatch.tuning import tuner as tuner_module
 from specbatch.tuning.command import _compared, _file_seconds, _limits, _resolve_widest, _shared, _winner, part_seconds
 from specbatch.tuning.confirm import Live, confirm, repeated, speedups
-from specbatch.tuning.costs import Measurement
-from specbatch.tuning.errors import TuningError
-from specbatch.tuning.kept import Kept
 from specbatch.tuning.output import _verdict
 from specbatch.tuning.predict import FileProfile
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.search import Option
 from specbatch.tuning.session import Session
-from specbatch.tuning.tuner import Tuner, Widest, spread_out
+from specbatch.tuning.tuner import Widest
 from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.models import tiny_device_engine, tiny_engine
 
@@ -339,115 +333,6 @@ def test_rows_to_trace_and_rows_drawn_behind_them() -> None:
     assert len({request.noise.stream for request in drawn}) == 1024
     assert [len(request.prompt_token_ids) for request in drawn] == sample.prompt_tokens
     assert not sample_rows(source, parser, texts, limits, 10**4, 0).others
-
-
-def test_batch_sizes_from_both_ends() -> None:
-    assert [spread_out(largest) for largest in (1, 2, 3, 6)] == [[1], [1, 2], [1, 3, 2], [1, 6, 2, 4]]
-    assert spread_out(256) == [1, 256, 16, 4, 64, 2, 8, 32, 128]
-    assert sorted(spread_out(200)) == [1, 2, 4, 8, 16, 32, 64, 128, 200]
-
-
-def timing_tuner(
-    session: Any,
-    time_one: Callable[[str, int], bool],
-    kept: Kept,
-    say: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Tuner:
-    """Of up to 64 rows. `time_one` is told of each kind and batch size, and says whether the cache holds so many."""
-
-    def timing(kind: str) -> Callable[..., list[Measurement]]:
-        return lambda session, batch, *rest: [Measurement(kind, batch, 1, 1.0)] if time_one(kind, batch) else []
-
-    monkeypatch.setattr(tuner_module, "time_batch", timing("verify"))
-    monkeypatch.setattr(tuner_module, "time_plain", timing("plain"))
-    monkeypatch.setattr(tuner_module, "time_prompts", lambda session, chunk: [Measurement("prefill", 1, 1, 1.0)])
-    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=64, prefill_chunk_tokens=32))
-    sample: Any = SimpleNamespace()
-    return Tuner(session, run, Widest(1, 1, 2, 64), sample, kept, say)
-
-
-@pytest.mark.parametrize(
-    ("fitting", "seconds", "before", "timed"),
-    [
-        (64, 1e9, [], [1, 64, 8, 2, 16, 4, 32]),
-        (64, 0.0, [], [1, 64]),  # the ends in any case
-        (20, 0.0, [], [1, 16]),  # the cache does not hold 64 or 32 rows
-        (40, 0.0, [], [1, 32]),  # not 64, and the next is tried
-        (64, 0.0, [1, 64], []),
-        (64, 0.0, [1], [64]),
-        (64, 1e9, [1, 64, 8, 2], [16, 4, 32]),
-        (20, 1e9, [1, 16, 4], [2, 8]),
-        (0, 1e9, [], None),
-    ],
-)
-@pytest.mark.parametrize("on_device", [False, True], ids=["oracle", "device"])
-def test_sizes_that_are_timed(
-    on_device: bool,
-    fitting: int,
-    seconds: float,
-    before: list[int],
-    timed: list[int] | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found: dict[str, list[int]] = {"plain": [], "verify": []}
-
-    def time_one(kind: str, batch: int) -> bool:
-        if batch > fitting:
-            return False
-        assert kind == "plain" or not on_device or found["plain"] or before, "plain rounds come first"
-        assert used or before or not on_device, "kernels are compiled first"
-        found[kind].append(batch)
-        return True
-
-    used: list[object] = []
-    session = SimpleNamespace(is_on_device=on_device, use=used.append)
-    kept, said = Kept(tmp_path / "kept", {}), list[str]()
-    kinds = ["plain", "verify"] if on_device else ["verify"]
-    if before:
-        kept.keep_costs([Measurement(kind, batch, 1, 1.0) for kind in kinds for batch in before])
-    tuner = timing_tuner(session, time_one, kept, said.append, monkeypatch)
-    if timed is None:
-        with pytest.raises(TuningError, match="not even one row"):
-            tuner.measure(100, seconds)
-        return
-    measured = tuner.measure(100, seconds)
-    assert found == {"plain": timed if on_device else [], "verify": timed}
-    for kind in kinds:
-        assert [m.batch for m in measured if m.kind == kind] == [*before, *timed]
-    assert [m.batch for m in kept.costs()] == [m.batch for m in measured]
-    assert any("larger ones are extrapolated" in line for line in said) == (fitting < 64)
-
-
-@pytest.mark.parametrize(
-    ("compiling", "each", "plain", "verify"),
-    [
-        (100.0, 1.0, [1, 64, 8, 2, 16, 4, 32], [1, 64]),  # no time of the plain rounds' own, but the rest's
-        (0.0, 4.0, [1, 64, 8], [1, 64, 8, 2, 16]),  # a third of 30 s, and what is left of them
-        (0.0, 0.1, [1, 64, 8, 2, 16, 4, 32], [1, 64, 8, 2, 16, 4, 32]),
-    ],
-)
-def test_plain_rounds_have_a_third_of_the_time_and_what_is_compiled_is_no_part_of_it(
-    compiling: float, each: float, plain: list[int], verify: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, found = [0.0], list[tuple[str, int]]()
-
-    def use(schedule: ByBatch[None]) -> None:
-        assert schedule == ByBatch.always(None)
-        assert not found, "before anything is timed"
-        now[0] += compiling
-
-    def time_one(kind: str, batch: int) -> bool:
-        now[0] += each
-        found.append((kind, batch))
-        return True
-
-    monkeypatch.setattr(tuner_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    session = SimpleNamespace(is_on_device=True, use=use)
-    kept = Kept(tmp_path / "kept", {})
-    timing_tuner(session, time_one, kept, lambda line: None, monkeypatch).measure(100, 30.0)
-    assert found == [*(("plain", batch) for batch in plain), *(("verify", batch) for batch in verify)]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, repeated, speedu
 from specbatch.tuning.costs import KINDS, CostModel
 from specbatch.tuning.forecast import Forecast
 from specbatch.tuning.kept import Kept, kept_folder
-from specbatch.tuning.options import TuneOptions
+from specbatch.tuning.options import ROWS, ROWS_ON_DEVICE, TuneOptions
 from specbatch.tuning.predict import FileProfile, Limits, Prediction
 from specbatch.tuning.replay import Replayer
 from specbatch.tuning.rows import sample_rows
@@ -92,7 +92,8 @@ def tune_file(
     with console.status("loading the models") as status:
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
     texts = TextProcessor(run.tokenizer, run.config.data)
-    sample = sample_rows(source, parser, texts, built.engine.limits, options.rows, run.config.engine.seed)
+    num_rows = options.rows or (ROWS_ON_DEVICE if run.engine.on_device else ROWS)
+    sample = sample_rows(source, parser, texts, built.engine.limits, num_rows, run.config.engine.seed)
     drawn = [*sample.requests, *sample.others]
     sampled = any(request.params.temperature > 0 for request in drawn)
     session = Session(built, "round" if run.engine.on_device and run.device.type == "cuda" else "none", sampled)
@@ -100,7 +101,7 @@ def tune_file(
     shared = _shared(sample.common_prefix, run.engine.page_size) if config.engine.prefix_cache else 0
     alike = f"; the prompts begin with the same {shared} tokens" if shared else ""
     say(f"{source.name}: {sample.num_rows:,} completions, {len(sample.requests)} sampled{alike}")
-    identity = job_fingerprint(run.config, source.identity, options.rows, models=model_paths(run.config))
+    identity = job_fingerprint(run.config, source.identity, num_rows, models=model_paths(run.config))
     identity |= {"device": device_name(run.config.engine.device), "versions": versions(), "widest": asdict(widest)}
     identity["kinds"] = list(KINDS)
     identity |= {"threads": torch.get_num_threads(), "max_batch_size": run.engine.max_batch_size}

@@ -19,6 +19,8 @@ from specbatch.tuning.session import Session
 from specbatch.tuning.trace import RowTrace, Trace
 
 _WAVE_ROWS = 64  # traced at once, at most
+_MOST_POSITIONS = 2**17  # of a trace: those of 8 branches and 8 steps take 4.6 KB each
+_KEPT_EVERY = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -70,19 +72,27 @@ class Tuner:
         began, size = time.perf_counter(), min(self._run.engine.max_batch_size, _WAVE_ROWS)
         requests, trace = self._sample.requests, self._kept.trace()
         rows: list[RowTrace] = [] if trace is None else list(trace.rows)
-        before = len(rows)
+        before, kept = len(rows), began
         if trace is not None:
             self._say(f"{before} rows were traced before")
-        for first in range(before, len(requests), size):
-            wave = self._session.trace(requests[first : first + size], self._widest.topk, self._widest.depth)
-            rows += wave.rows
-            trace = replace(wave, rows=tuple(rows))
-            self._kept.keep_trace(trace)
-            spent = time.perf_counter() - began
-            is_over = spent + spent * size / (len(rows) - before) > seconds
-            if FEWEST_ROWS <= len(rows) < len(requests) and is_over:
-                self._say(f"traced {len(rows)} of {len(requests)} rows: the next would go past the budget")
-                break
+        try:
+            for first in range(before, len(requests), size):
+                wave = self._session.trace(requests[first : first + size], self._widest.topk, self._widest.depth)
+                rows += wave.rows
+                trace = replace(wave, rows=tuple(rows))
+                now = time.perf_counter()
+                if now - kept > _KEPT_EVERY:
+                    self._kept.keep_trace(trace)
+                    kept = now
+                another = size / (len(rows) - before)
+                full = sum(row.num_output for row in rows) * (1 + size / len(rows)) > _MOST_POSITIONS
+                if FEWEST_ROWS <= len(rows) < len(requests) and (full or (now - began) * (1 + another) > seconds):
+                    why = "they are long, and more would take memory" if full else "the next would go past the budget"
+                    self._say(f"traced {len(rows)} of {len(requests)} rows: {why}")
+                    break
+        finally:
+            if trace is not None and len(rows) > before:
+                self._kept.keep_trace(trace)
         assert trace is not None, "a sample has rows"
         return trace
 
