@@ -4,10 +4,10 @@ exhaustive grid over the same rows finds.
     python scripts/check_tune.py DATA.jsonl -c CONFIG -o check.json --batches 1,8,32,128 --budget 3m
 
 Each cell runs --cell-rows of the traced rows (again and again), as many at a time as the batch size says. Prints a line
-for each cell and the median error, which is that of tokens per second: in bfloat16 a text may end elsewhere than the
-traced one, and how long the last rows run alone is chance, so that many rows are needed. With --whole-file all rows of
-the file are then run, --turns times: by the schedule that tune chose and plain, first and last, and by candidates
-alone. The report is replaced as it grows.
+for each cell and the median error. That is of tokens per second up to where the last row was taken in: behind it fewer
+and fewer run, and how long depends on a row or two, whose texts in bfloat16 end elsewhere than when they were traced.
+With --whole-file all rows of the file are then run, --turns times: by the schedule that tune chose and plain, first and
+last, and by candidates alone. The report is replaced as it grows.
 """
 
 from __future__ import annotations
@@ -268,9 +268,11 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int, count: int) -> d
     prompts = [replace(r, params=replace(r.params, max_tokens=1), check_stop=None) for r in requests]
     run_at_once(session, prompts, gathered.places, gathered)
     waited, before = engine.waited_seconds, replace(engine.stats)
-    seconds, completions = run_at_once(session, requests, batch, gathered)
+    steady, seconds, completions = run_at_once(session, requests, batch, gathered)
     after = engine.stats
     live = {
+        "steady_seconds": steady.seconds,
+        "steady_tokens": steady.tokens,
         "seconds": seconds,
         "tokens": sum(len(c.token_ids) for c in completions),
         "rounds_of_rows": sum(c.speculation.rounds for c in completions),
@@ -280,13 +282,16 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int, count: int) -> d
     }
     said = forecast.predict(schedule, count)
     predicted = {
+        "steady_seconds": said.prefill_seconds + said.steady_seconds,
+        "steady_tokens": said.steady_tokens,
         "seconds": said.seconds,
         "tokens": said.output_tokens,
         "rounds_of_rows": sum(rounds_R[i % len(rounds_R)] for i in range(count)),
         "prefill_seconds": said.prefill_seconds,
         "rounds": said.rounds,
     }
-    speeds = [part["tokens"] / part["seconds"] for part in (predicted, live)]
+    speeds = [part["steady_tokens"] / part["steady_seconds"] for part in (predicted, live)]
+    to_the_end = [part["tokens"] / part["seconds"] for part in (predicted, live)]
     return {
         "batch": batch,
         "what": label(candidate),
@@ -294,6 +299,7 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int, count: int) -> d
         "predicted_tok_s": round(speeds[0], 1),
         "live_tok_s": round(speeds[1], 1),
         "error": round(speeds[0] / speeds[1] - 1, 4),
+        "error_to_the_end": round(to_the_end[0] / to_the_end[1] - 1, 4),
         "predicted": {name: round(value, 4) for name, value in predicted.items()},
         "live": {name: round(value, 4) for name, value in live.items()},
     }
@@ -317,19 +323,31 @@ class Gathered:
         return sum(len(request.prompt_token_ids) for request in islice(waiting, free)) >= self.tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Until the last row was taken in: from there on, fewer and fewer run."""
+
+    seconds: float
+    tokens: int
+
+
 def run_at_once(
     session: Session, requests: list[Request], most: int, gathered: Gathered
-) -> tuple[float, list[Completion]]:
+) -> tuple[Steady, float, list[Completion]]:
     """Seconds and completions of requests of which the engine, which has room for more, is given `most` at a time."""
-    waiting, done = deque(requests), list[Completion]()
-    began = time.perf_counter()
+    engine, waiting, done = session.engine, deque(requests), list[Completion]()
+    steady: Steady | None = None
+    before, began = engine.stats.generated_tokens, time.perf_counter()
     while len(done) < len(requests):
         free = most - (len(requests) - len(waiting) - len(done))
         if waiting and free and gathered.is_worth_a_chunk(waiting, free):
             for _ in range(min(free, len(waiting))):
-                session.engine.submit(waiting.popleft())
-        done += session.engine.step()
-    return time.perf_counter() - began, done
+                engine.submit(waiting.popleft())
+        done += engine.step()
+        if steady is None and not waiting and not engine.num_waiting:
+            steady = Steady(time.perf_counter() - began, engine.stats.generated_tokens - before)
+    assert steady is not None
+    return steady, time.perf_counter() - began, done
 
 
 if __name__ == "__main__":

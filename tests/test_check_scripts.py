@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -71,6 +72,10 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     assert len(report["cells"]) == (2 if limit else 6)
     for cell in report["cells"]:
         assert cell["live"]["tokens"] == cell["predicted"]["tokens"], "in float32 texts are the traced ones"
+        for part in (cell["live"], cell["predicted"]):
+            assert 0 < part["steady_tokens"] < part["tokens"], "the last row's end is not in it"
+            assert 0 < part["steady_seconds"] < part["seconds"]
+        assert cell["live"]["steady_tokens"] == pytest.approx(cell["predicted"]["steady_tokens"], rel=0.2)
         assert cell["rows"] == {1: 3, 4: 8}[cell["batch"]]
         if cell["what"] == "plain":
             assert cell["live"]["rounds_of_rows"] == cell["predicted"]["rounds_of_rows"] > 0
@@ -106,19 +111,22 @@ def test_an_engine_is_given_so_many_rows_at_a_time(most: int, gathered: int, tok
     """Rows of 4, 5 .. 9 prompt tokens, each longer than the one in front, one of which ends in each step."""
     from check_tune import Gathered, run_at_once
 
-    engine = Mock()
+    engine = Mock(num_waiting=0, stats=SimpleNamespace(generated_tokens=7))
     inside: list[Request] = []
     given: list[int] = []
     engine.submit.side_effect = inside.append
 
     def step() -> list[Request]:
         given.append(len(inside))
+        engine.stats.generated_tokens += 1
         return [inside.pop(0)]
 
     engine.step.side_effect = step
     rows = [Request(i, [0] * (4 + i), SamplingParams(max_tokens=4), NoiseKey(0, i, 0)) for i in range(6)]
-    seconds, done = run_at_once(Mock(engine=engine), rows, most, Gathered(gathered, tokens))
-    assert seconds > 0
+    steady, seconds, done = run_at_once(Mock(engine=engine), rows, most, Gathered(gathered, tokens))
+    assert 0 < steady.seconds <= seconds
+    # A token in each step, up to that which found the last of them inside.
+    assert steady.tokens == 1 + next(i for i, count in enumerate(given) if i + count == len(rows))
     assert done == rows
     assert max(given) == most
     assert sum(later >= before for before, later in itertools.pairwise([0, *given])) == chunks, given

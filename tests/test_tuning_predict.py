@@ -56,8 +56,9 @@ def round_by_round(
     replays: dict[Candidate, Replay],
     schedule: Schedule,
     seed: int = 0,
-) -> tuple[float, float, float, int, int]:
-    """Milliseconds of prompts, of rounds up to the last admission and behind it; rounds; preemptions."""
+) -> tuple[float, float, float, float, int, int]:
+    """Milliseconds of prompts, of rounds up to the last admission and behind it; tokens up to there; rounds;
+    preemptions."""
     rng, kinds = np.random.default_rng(seed), len(profile.output_tokens_R)
     order = [k for _ in range(-(-profile.num_rows // kinds)) for k in rng.permutation(kinds).tolist()]
     prompts = [int(profile.prompt_tokens[i % len(profile.prompt_tokens)]) for i in range(profile.num_rows)]
@@ -66,7 +67,7 @@ def round_by_round(
     neural = any(c is not None for c in schedule.candidates)
     ahead = max(lookahead(c, limits.lead if neural else 0) for c in schedule.candidates)
     waiting, running = list(range(profile.num_rows)), list[int]()
-    prefill = decode = at_last = 0.0
+    prefill = decode = at_last = tokens_at_last = 0.0
     rounds = preemptions = 0
     idle: dict[int, int] = {}
 
@@ -99,7 +100,7 @@ def round_by_round(
                 chunk = min(left, limits.prefill_chunk)
                 prefill, left = prefill + model.prefill_ms(chunk), left - chunk
             running = [row for row in running if made[row] < ends[row] or idle[row]]
-            at_last = decode
+            at_last, tokens_at_last = decode, sum(made)
             continue
         while len(running) > 1 and sum(map(pages, running)) > capacity:
             waiting.insert(0, running.pop())
@@ -115,7 +116,7 @@ def round_by_round(
             else:
                 idle[row] -= 1
         running = [row for row in running if made[row] < ends[row] - 1e-9 or idle[row]]
-    return prefill, at_last, decode - at_last, rounds, preemptions
+    return prefill, at_last, decode - at_last, tokens_at_last, rounds, preemptions
 
 
 @pytest.mark.parametrize("schedule", [MIXED, Schedule.always(None), Schedule.always(TREE)], ids=str)
@@ -136,8 +137,10 @@ def round_by_round(
 def test_events_equal_round_by_round(limits: Limits, schedule: Schedule) -> None:
     profile, replays = profile_of(70)
     found = predict(profile, limits, costs(), replays, schedule)
-    prefill, steady, drain, rounds, preemptions = round_by_round(profile, limits, costs(), replays, schedule)
+    prefill, steady, drain, tokens, rounds, preemptions = round_by_round(profile, limits, costs(), replays, schedule)
     assert found.rounds == rounds
+    assert found.steady_tokens == pytest.approx(tokens)
+    assert found.steady_tokens_per_second == pytest.approx(tokens / (prefill + steady) * 1e3)
     assert found.preemptions == preemptions
     assert found.prefill_seconds == pytest.approx(prefill / 1e3)
     assert found.steady_seconds == pytest.approx(steady / 1e3)
@@ -167,7 +170,15 @@ def test_extrapolation_equals_the_whole_simulation(kv_tokens: int) -> None:
     whole = predict(profile, limits, costs(), replays, MIXED, min_simulated=6000)
     part = predict(profile, limits, costs(), replays, MIXED, min_simulated=1000)
     assert (whole.num_simulated, part.num_simulated) == (6000, 1000)
-    for name in ("seconds", "prefill_seconds", "steady_seconds", "rounds", "output_tokens", "tokens_per_second"):
+    for name in (
+        "seconds",
+        "prefill_seconds",
+        "steady_seconds",
+        "rounds",
+        "output_tokens",
+        "tokens_per_second",
+        "steady_tokens",
+    ):
         assert getattr(part, name) == pytest.approx(getattr(whole, name), rel=0.01), name
     assert part.mean_batch == pytest.approx(whole.mean_batch, rel=0.01)
 

@@ -89,6 +89,7 @@ class Prediction:
     prefill_seconds: float
     steady_seconds: float  # rounds while rows are waiting
     drain_seconds: float  # rounds behind the last admission
+    steady_tokens: float  # committed up to the last admission
     output_tokens: float
     rounds: float
     num_rows: int
@@ -103,6 +104,12 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         return self.output_tokens / self.seconds if self.seconds else math.inf
+
+    @property
+    def steady_tokens_per_second(self) -> float:
+        """Of the file without its end, in which fewer and fewer rows run."""
+        seconds = self.prefill_seconds + self.steady_seconds
+        return self.steady_tokens / seconds if seconds else math.inf
 
     @property
     def mean_batch(self) -> float:
@@ -313,6 +320,7 @@ class Simulation:
         extra = self._profile.num_rows - self._count
         prefill, steady, drain = self._prefill, last.decode, self._decode - last.decode
         rounds, tokens, preemptions = self._rounds, self._tokens, float(self._preemptions)
+        steady_tokens = last.tokens
         by_batch = self._tokens_by_batch.copy()
         if extra:
             # Behind the first two turnovers, and in front of the admission that empties the queue.
@@ -325,9 +333,10 @@ class Simulation:
             steady += times * (end.decode - begin.decode)
             rounds += times * (end.rounds - begin.rounds)
             tokens += times * (end.tokens - begin.tokens)
+            steady_tokens += times * (end.tokens - begin.tokens)
             preemptions += times * (end.preemptions - begin.preemptions)
             by_batch += times * (end.tokens_by_batch - begin.tokens_by_batch)
         return Prediction(
-            prefill / 1e3, steady / 1e3, drain / 1e3, tokens, rounds, self._profile.num_rows, self._count,
-            preemptions, by_batch,
+            prefill / 1e3, steady / 1e3, drain / 1e3, steady_tokens, tokens, rounds, self._profile.num_rows,
+            self._count, preemptions, by_batch,
         )  # fmt: skip
