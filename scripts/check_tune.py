@@ -3,11 +3,11 @@ exhaustive grid over the same rows finds.
 
     python scripts/check_tune.py DATA.jsonl -c CONFIG -o check.json --batches 1,8,32,128 --budget 3m
 
-Each cell runs --cell-rows of the traced rows (again and again), as many at a time as the batch size says. Prints a line
-for each cell and the median error. That is of tokens per second up to where the last row was taken in: behind it fewer
-and fewer run, and how long depends on a row or two, whose texts in bfloat16 end elsewhere than when they were traced.
-With --whole-file all rows of the file are then run, --turns times: by the schedule that tune chose and plain, first and
-last, and by candidates alone. The report is replaced as it grows.
+Each cell runs --cell-rows of the traced rows, from the first on and again from there, as many at a time as the batch
+size says. Prints a line for each cell and the median error. That is of tokens per second up to where the last row was
+taken in: behind it fewer and fewer run, and how long depends on a row or two, whose texts end elsewhere in bfloat16
+than when they were traced. With --whole-file all rows of the file are then run, --turns times: by the schedule that
+tune chose and plain, first and last, and by candidates alone. The report is replaced as it grows.
 """
 
 from __future__ import annotations
@@ -54,13 +54,18 @@ def main() -> None:
     parser.add_argument("-c", "--config", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--batches", type=numbers, default="1,8,32,128")
     parser.add_argument("--candidates", type=int, default=20)
     parser.add_argument("--also", default="", help="candidates among them in any case, as tune names them: 3/1/4,5/1/6")
     parser.add_argument(
-        "--grid", metavar="STEPS/TOPKS/TOKENS", help="all of these that were searched: 1,3,5,7/1,2,4,8/2,4,8,16,32"
+        "--grid",
+        type=grid_of,
+        metavar="STEPS/TOPKS/TOKENS",
+        help="all of these that were searched and that --batches allow: 1,3,5,7/1,2,4,8/2,4,8,16,32",
     )
-    parser.add_argument("--cell-rows", help="of a cell, for each of --batches; by default eight times as many")
+    parser.add_argument(
+        "--cell-rows", type=numbers, help="of a cell, for each of --batches; by default 8 times as many"
+    )
     parser.add_argument("--finals", type=int, default=0, metavar="TURNS", help="of the best and the picked cells")
     parser.add_argument("--whole-file", type=int, default=0, metavar="N", help="by so many fixed candidates")
     parser.add_argument("--turns", type=int, default=1, help="of the whole file")
@@ -70,10 +75,10 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start none but plain after that")
     parser.add_argument("--commit")
     args = parser.parse_args()
-    config, batches = load_config(args.config, args.set), numbers(args.batches)
-    cell_rows = [8 * batch for batch in batches] if args.cell_rows is None else numbers(args.cell_rows)
-    if len(cell_rows) != len(batches):
-        parser.error("--cell-rows: one number for each of --batches")
+    config, batches = load_config(args.config, args.set), args.batches
+    cell_rows = args.cell_rows or [8 * batch for batch in batches]
+    if len(cell_rows) != len(batches) or any(rows < 2 * batch for rows, batch in zip(cell_rows, batches, strict=True)):
+        parser.error("--cell-rows: a number for each of --batches, twice as many at least")
     rows_of = dict(zip(batches, cell_rows, strict=True))
 
     def check_batches(places: int) -> None:
@@ -105,7 +110,9 @@ def main() -> None:
         parser.error(f"--also: {', '.join(missing)} was not searched")
     also = [known[name] for name in args.also.split(",") if name]
     if args.grid is not None:
-        also = list(dict.fromkeys([*also, *grid(args.grid, known.values())]))
+        shapes = grid(args.grid, fitting(tuned, max(batches)))
+        print(f"{len(shapes)} shapes of the grid", flush=True)
+        also = list(dict.fromkeys([*also, *shapes]))
     # A candidate at all batch sizes, then the next: its graphs are captured once.
     for candidate in (None, *spread(tuned, batches, args.candidates, also)):
         if report["cells"] and args.time_limit is not None and time.perf_counter() - began > args.time_limit:
@@ -204,36 +211,45 @@ def whole_file(
     ranked = sorted(
         forecast.replays.values(), key=lambda r: forecast.costs.round_ms(most_rows, r.candidate) / r.tokens_per_round
     )
-    fits = forecast.limits.max_verify_tokens
-    fixed = [*also, *(r.candidate for r in ranked)]
-    fixed = [c for c in dict.fromkeys(fixed) if fits is None or num_nodes(c) * most_rows <= fits]
+    profile = replace(tuned.profile, shared_prefix=0)  # the session caches no prefixes
+    allowed = fitting(tuned, most_rows)
+    fixed = [c for c in dict.fromkeys([*also, *(r.candidate for r in ranked)]) if c in allowed]
     for schedule in (best, *plain, *map(Schedule.always, fixed[:count]), *plain, best):
         tuned.session.use(*told(schedule))
         requests = everything()
         tuned.session.run(repeated(requests, 2, tuned.texts.stop_check))
         name = f"tuned: {schedule}" if schedule is best else schedule.name
-        said = predict(tuned.profile, forecast.limits, forecast.costs, forecast.replays, schedule)
+        said = predict(profile, forecast.limits, forecast.costs, forecast.replays, schedule)
         yield name, said.seconds, tuned.session.run(requests).seconds
 
 
-def numbers(told: str) -> list[int]:
-    return [int(part) for part in told.split(",")]
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
-def grid(told: str, known: Iterable[Candidate]) -> list[Candidate]:
+def grid_of(text: str) -> tuple[list[int], list[int], list[int]]:
+    """num_steps, topk and num_draft_tokens."""
+    steps, topks, tokens = map(numbers, text.split("/"))
+    return steps, topks, tokens
+
+
+def fitting(tuned: Tuned, batch: int) -> list[Candidate]:
+    """What was searched and may be drafted for so many rows."""
+    most = tuned.forecast.limits.max_verify_tokens
+    return [c for c in tuned.forecast.replays if most is None or batch * num_nodes(c) <= most]
+
+
+def grid(of: tuple[list[int], list[int], list[int]], known: Iterable[Candidate]) -> list[Candidate]:
     """Of the known shapes those of these num_steps, topk and num_draft_tokens; of chains, which have one more than
     steps, those of these num_steps."""
-    steps, topks, tokens = map(numbers, told.split("/"))
+    steps, topks, tokens = of
     shapes = [c for c in known if isinstance(c, DraftShape) and c.num_steps in steps and c.topk in topks]
     return [shape for shape in shapes if shape.topk == 1 or shape.num_draft_tokens in tokens]
 
 
 def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) -> list[Candidate]:
     """`count` candidates: at each batch size the one that should be fastest, and others down to the slowest, evenly."""
-    most, costs = tuned.forecast.limits.max_verify_tokens, tuned.forecast.costs
-    known = [
-        r for r in tuned.forecast.replays.values() if most is None or max(batches) * num_nodes(r.candidate) <= most
-    ]
+    costs, known = tuned.forecast.costs, [tuned.forecast.replays[c] for c in fitting(tuned, max(batches))]
     if not known:  # nothing may be drafted for so many rows
         return []
     rankings = [
@@ -266,9 +282,9 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int, count: int) -> d
     # a cell and those that come as rows end.
     session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
     prompts = [replace(r, params=replace(r.params, max_tokens=1), check_stop=None) for r in requests]
-    run_at_once(session, prompts, gathered.places, gathered)
+    run_at_once(session, prompts, gathered.places, gathered, forecast.limits.rounds_behind)
     waited, before = engine.waited_seconds, replace(engine.stats)
-    steady, seconds, completions = run_at_once(session, requests, batch, gathered)
+    steady, seconds, completions = run_at_once(session, requests, batch, gathered, forecast.limits.rounds_behind)
     after = engine.stats
     live = {
         "steady_seconds": steady.seconds,
@@ -290,7 +306,7 @@ def cell(tuned: Tuned, candidate: Candidate | None, batch: int, count: int) -> d
         "prefill_seconds": said.prefill_seconds,
         "rounds": said.rounds,
     }
-    speeds = [part["steady_tokens"] / part["steady_seconds"] for part in (predicted, live)]
+    speeds = [said.steady_tokens_per_second, steady.tokens / steady.seconds]
     to_the_end = [part["tokens"] / part["seconds"] for part in (predicted, live)]
     return {
         "batch": batch,
@@ -332,22 +348,25 @@ class Steady:
 
 
 def run_at_once(
-    session: Session, requests: list[Request], most: int, gathered: Gathered
+    session: Session, requests: list[Request], most: int, gathered: Gathered, rounds_behind: int
 ) -> tuple[Steady, float, list[Completion]]:
-    """Seconds and completions of requests of which the engine, which has room for more, is given `most` at a time."""
+    """Seconds and completions of requests of which the engine, which has room for more, is given `most` at a time. It
+    tells what a step did `rounds_behind` steps later."""
     engine, waiting, done = session.engine, deque(requests), list[Completion]()
     steady: Steady | None = None
-    before, began = engine.stats.generated_tokens, time.perf_counter()
+    before, began, since = engine.stats.generated_tokens, time.perf_counter(), 0
     while len(done) < len(requests):
         free = most - (len(requests) - len(waiting) - len(done))
         if waiting and free and gathered.is_worth_a_chunk(waiting, free):
             for _ in range(min(free, len(waiting))):
                 engine.submit(waiting.popleft())
         done += engine.step()
-        if steady is None and not waiting and not engine.num_waiting:
-            steady = Steady(time.perf_counter() - began, engine.stats.generated_tokens - before)
-    assert steady is not None
-    return steady, time.perf_counter() - began, done
+        if not waiting and not engine.num_waiting and engine.is_prefilled:
+            if since == rounds_behind:
+                steady = Steady(time.perf_counter() - began, engine.stats.generated_tokens - before)
+            since += 1
+    end = Steady(time.perf_counter() - began, engine.stats.generated_tokens - before)
+    return steady or end, end.seconds, done
 
 
 if __name__ == "__main__":

@@ -167,7 +167,9 @@ def tune(
     ] = None,
     config: ConfigOption = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The configuration to write.")] = Path("tuned.yaml"),
-    rows: Annotated[int | None, typer.Option(min=4, help="Rows to trace. [default: 64 on a CPU, 256 on a GPU]")] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=4, help="Rows to trace.", show_default="64; on a GPU 8 batches, at most 256")
+    ] = None,
     budget: Annotated[str, typer.Option(help="Time to take: 90s, 5m, 1h.")] = "5m",
     set_: SetOption = None,
 ) -> None:
@@ -187,8 +189,18 @@ def tune(
         from specbatch.tuning.output import write_tuned
 
         tuned = tune_file(options, settings, _resolving(console), build, _model_paths, console)
-        made_by = {"data": options.data, "rows": len(tuned.requests), "budget": budget, "models": tuned.run.description}
-        made_by |= {"versions": versions(), "commit": commit(), "device": device_name(tuned.run.config.engine.device)}
+        made_by: dict[str, object] = {
+            "data": options.data,
+            "rows": rows,
+            "traced_rows": len(tuned.requests),
+            "budget": budget,
+        }
+        made_by |= {
+            "models": tuned.run.description,
+            "versions": versions(),
+            "commit": commit(),
+            "device": device_name(tuned.run.config.engine.device),
+        }
         write_tuned(tuned, settings, output, made_by, console)
 
 

@@ -44,14 +44,14 @@ def test_what_was_picked_against_the_fastest() -> None:
 
 def test_a_grid_of_shapes() -> None:
     """As SGLang's bench_speculative.py has by default, but for what other shapes do in fewer steps."""
-    from check_tune import grid
+    from check_tune import grid, grid_of
 
     known = [*neural_space(8, 8), *ngram_space()]
-    names = [str(shape) for shape in grid("1,3,5,7/1,2,4,8/2,4,8,16,32", known)]
+    names = [str(shape) for shape in grid(grid_of("1,3,5,7/1,2,4,8/2,4,8,16,32"), known)]
     assert names[:4] == ["1/1/2", "3/1/4", "5/1/6", "7/1/8"]
     assert names[4:10] == ["3/2/4", "3/2/8", "5/2/8", "5/2/16", "7/2/8", "7/2/16"]
     assert len(names) == len(set(names)) == 4 + 6 + 10 + 10
-    assert not grid("9/1/10", known)
+    assert not grid(([9], [1], [10]), known)
 
 
 @pytest.mark.parametrize("limit", [[], ["--time-limit", "0"]], ids=["all", "cut short"])
@@ -76,13 +76,62 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
             assert 0 < part["steady_tokens"] < part["tokens"], "the last row's end is not in it"
             assert 0 < part["steady_seconds"] < part["seconds"]
         assert cell["live"]["steady_tokens"] == pytest.approx(cell["predicted"]["steady_tokens"], rel=0.2)
+        speeds = [cell[of]["steady_tokens"] / cell[of]["steady_seconds"] for of in ("predicted", "live")]
+        assert [cell["predicted_tok_s"], cell["live_tok_s"]] == pytest.approx(speeds, rel=0.01)
+        assert cell["error"] == pytest.approx(speeds[0] / speeds[1] - 1, abs=0.02)
+        # The tokens are the same.
+        to_the_end = cell["live"]["seconds"] / cell["predicted"]["seconds"] - 1
+        assert cell["error_to_the_end"] == pytest.approx(to_the_end, abs=0.02)
         assert cell["rows"] == {1: 3, 4: 8}[cell["batch"]]
         if cell["what"] == "plain":
             assert cell["live"]["rounds_of_rows"] == cell["predicted"]["rounds_of_rows"] > 0
             assert cell["live"]["rounds"] == pytest.approx(cell["predicted"]["rounds"], abs=1)
     assert [one["picked"] for one in report["picked_finals"]] == [one["picked"] for one in report["picked"]]
     assert [run["turn"] for run in report["whole_file"]] == [0] * 5 + [1] * 5
-    assert all(run["predicted_seconds"] > 0 for run in report["whole_file"])
+    # Tuned, plain, another, plain, tuned: each with its own prediction.
+    said = [run["predicted_seconds"] for run in report["whole_file"][:5]]
+    assert (said[0], said[1]) == (said[4], said[3])
+    assert len({*said}) == len({run["what"].removeprefix("tuned: <=4: ") for run in report["whole_file"]})
+
+
+def test_a_check_of_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from check_tune import main
+
+    data, output = tmp_path / "rows.jsonl", tmp_path / "check.json"
+    data.write_text("".join(json.dumps({"prompt": f"Row {i}", "max_tokens": 12}) + "\n" for i in range(5)))
+    sets = ["model.target=shape:tiny", "speculation.method=draft_model", "speculation.draft=shape:tiny"]
+    sets += ["engine.device=cpu", "engine.max_batch_size=2"]
+    args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--budget", "3s"]
+    args += ["--batches", "1,2", "--candidates", "0", "--grid", "1,2/1,2/3", "--commit", "none"]
+    monkeypatch.setattr(sys, "argv", ["check_tune.py", *args])
+    main()
+    cells = json.loads(output.read_text())["cells"]
+    assert {"plain", "1/1/2", "2/1/3", "1/2/3", "2/2/3"} <= {cell["what"] for cell in cells}
+    assert {(cell["batch"], cell["rows"]) for cell in cells} == {(1, 8), (2, 16)}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--cell-rows", "8"], "--cell-rows: a number for each of --batches"),
+        (["--cell-rows", "2,15"], "twice as many at least"),
+        (["--cell-rows", "many"], "invalid numbers value"),
+        (["--batches", "1;8"], "invalid numbers value"),
+        (["--grid", "1,3/1"], "invalid grid_of value"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_timed(
+    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import check_tune
+
+    tuning = Mock()
+    monkeypatch.setattr(check_tune, "tune_file", tuning)
+    monkeypatch.setattr(sys, "argv", ["check_tune.py", "rows.jsonl", "-o", "check.json", "--batches", "1,8", *args])
+    with pytest.raises(SystemExit):
+        check_tune.main()
+    assert message in capsys.readouterr().err
+    assert not tuning.called
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["the configuration says", "the device decides"])
@@ -107,26 +156,33 @@ def test_more_rows_at_once_than_there_are_places_for(
 @pytest.mark.parametrize(
     ("most", "gathered", "tokens", "chunks"), [(1, 1, 99, 6), (3, 1, 99, 4), (4, 3, 99, 2), (4, 3, 12, 2), (4, 3, 8, 3)]
 )
-def test_an_engine_is_given_so_many_rows_at_a_time(most: int, gathered: int, tokens: int, chunks: int) -> None:
-    """Rows of 4, 5 .. 9 prompt tokens, each longer than the one in front, one of which ends in each step."""
+@pytest.mark.parametrize("behind", [0, 1])
+def test_an_engine_is_given_so_many_rows_at_a_time(
+    most: int, gathered: int, tokens: int, chunks: int, behind: int
+) -> None:
+    """Rows of 4, 5 .. 9 prompt tokens, each longer than the one in front, one of which ends in each step. In the step
+    that they are given to the engine they wait there, in the next one their prompts are computed."""
     from check_tune import Gathered, run_at_once
 
-    engine = Mock(num_waiting=0, stats=SimpleNamespace(generated_tokens=7))
+    engine = Mock(num_waiting=0, is_prefilled=True, stats=SimpleNamespace(generated_tokens=7))
     inside: list[Request] = []
     given: list[int] = []
     engine.submit.side_effect = inside.append
 
     def step() -> list[Request]:
+        new = len(inside) > (given[-1] - 1 if given else 0)
+        engine.num_waiting, engine.is_prefilled = int(new), not new and engine.num_waiting == 0
         given.append(len(inside))
         engine.stats.generated_tokens += 1
         return [inside.pop(0)]
 
     engine.step.side_effect = step
     rows = [Request(i, [0] * (4 + i), SamplingParams(max_tokens=4), NoiseKey(0, i, 0)) for i in range(6)]
-    steady, seconds, done = run_at_once(Mock(engine=engine), rows, most, Gathered(gathered, tokens))
+    steady, seconds, done = run_at_once(Mock(engine=engine), rows, most, Gathered(gathered, tokens), behind)
     assert 0 < steady.seconds <= seconds
-    # A token in each step, up to that which found the last of them inside.
-    assert steady.tokens == 1 + next(i for i, count in enumerate(given) if i + count == len(rows))
+    # A token in each step: up to two behind that which found the last of them inside, or to the end.
+    last = next(i for i, count in enumerate(given) if i + count == len(rows))
+    assert steady.tokens == min(len(rows), 1 + last + 2 + behind)
     assert done == rows
     assert max(given) == most
     assert sum(later >= before for before, later in itertools.pairwise([0, *given])) == chunks, given

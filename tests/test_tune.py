@@ -17,11 +17,13 @@ from specbatch.cli import app
 from specbatch.config_load import load_config
 from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
+from specbatch.errors import SpecbatchError
 from specbatch.pipeline.sources import RawRow
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import command as command_module
 from specbatch.tuning.command import _compared, _file_seconds, _limits, _resolve_widest, _shared, _winner, part_seconds
 from specbatch.tuning.confirm import Live, confirm, repeated, speedups
+from specbatch.tuning.options import rows_to_trace
 from specbatch.tuning.output import _verdict
 from specbatch.tuning.predict import FileProfile
 from specbatch.tuning.rows import sample_rows
@@ -69,6 +71,8 @@ def test_writes_a_configuration_that_runs(
     assert profile_of.call_args_list[0].args[-1] == 32 * (method != DRAFT), "the file's; live runs cache nothing"
     drawn, count, _ = repeating.call_args.args
     assert len({tuple(row.prompt_token_ids) for row in drawn}) == count == 6, "five traced, and the one that was not"
+    assert [row.request_id for row in drawn] == [*range(6)], "those traced first"
+    assert all(row.check_stop is None for row in drawn)
     text = output.read_text()
     assert text.startswith("# Written by `specbatch tune`.")
     config = load_config(output)
@@ -76,6 +80,7 @@ def test_writes_a_configuration_that_runs(
     assert config.speculation.method != "auto", "the schedule is of the drafts that were tuned"
     assert (config.speculation.method == "none") == ("does not pay" in text)
     report = json.loads((tmp_path / "tuned.report.json").read_text())
+    assert (report["made_by"]["rows"], report["made_by"]["traced_rows"]) == (5, 5)
     assert report["verdict"] in text
     assert {"plain", "best", "by_batch", "costs", "replays", "live", "made_by"} <= set(report)
     assert all(len(run["seconds"]) >= 2 for run in report["live_runs"])
@@ -112,6 +117,21 @@ def test_one_sampled_row_among_those_that_run_live(tmp_path: Path, monkeypatch: 
     assert found.exit_code == 0, found.output
     assert "the rows are sampled" not in found.output, "none of those that were traced"
     assert session.call_args.args[2]
+
+
+def test_how_many_rows_are_traced() -> None:
+    assert [rows_to_trace(False, places) for places in (1, 16, 256)] == [64, 64, 64]
+    assert [rows_to_trace(True, places) for places in (1, 8, 16, 32, 256)] == [64, 64, 128, 256, 256]
+    found = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "200"})
+    assert "64; on a GPU 8 batches, at most 256" in found.output
+
+
+def test_rows_are_counted_where_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "rows.jsonl", Mock(side_effect=SpecbatchError("enough"))
+    path.write_text('{"prompt": "a"}\n' * 5)
+    monkeypatch.setattr(command_module, "sample_rows", asked)
+    assert tune(path, "-o", tmp_path / "t.yaml", *TINY).exit_code == 2
+    assert asked.call_args.args[4] == 64
 
 
 def test_packaged_examples(tmp_path: Path) -> None:

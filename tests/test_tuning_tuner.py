@@ -25,21 +25,26 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(tuner_module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(tuner_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
 
 def tracing_tuner(
-    folder: Path, num_rows: int, trace_one: Callable[[int], Trace], said: list[str] | None = None
+    folder: Path,
+    num_rows: int,
+    trace_one: Callable[[int], Trace],
+    said: list[str] | None = None,
+    places: int = 4,
+    max_tokens: int = 10,
 ) -> Tuner:
-    """Of up to 4 rows at once, row i is request i. `trace_one` traces it."""
+    """Of up to `places` rows at once, row i is request i. `trace_one` traces it."""
 
     def trace(requests: list[int], topk: int, depth: int) -> Trace:
         rows = [row for request in requests for row in trace_one(request).rows]
         return Trace(tuple(rows), 0, 0)
 
     session: Any = SimpleNamespace(trace=trace)
-    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=4))
-    sample: Any = SimpleNamespace(requests=[*range(num_rows)])
+    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=places))
+    sample: Any = SimpleNamespace(requests=[*range(num_rows)], max_tokens=max_tokens)
     return Tuner(
         session, run, Widest(0, 0, 2, 64), sample, Kept(folder, {}), [].append if said is None else said.append
     )
@@ -65,10 +70,12 @@ def test_rows_are_traced_in_waves_until_the_time_is_up(tmp_path: Path, monkeypat
     found = tracing_tuner(tmp_path, 20, trace_one, said).trace(11.0)
     assert rows_of(found) == [*range(8)]
     assert said == ["traced 8 of 20 rows: the next would go past the budget"]
-    # With more time it goes on from there.
-    found = tracing_tuner(tmp_path, 20, trace_one, said).trace(100.0)
+    # It goes on from there. A second wave of these would end at 8 seconds.
+    found = tracing_tuner(tmp_path, 20, trace_one, said).trace(7.0)
+    assert rows_of(found) == [*range(12)]
+    assert said[1] == "8 rows were traced before"
+    found = tracing_tuner(tmp_path, 20, trace_one).trace(8.0)
     assert rows_of(found) == [*range(20)]
-    assert said[1:] == ["8 rows were traced before"]
     assert clock.now == 20.0
 
 
@@ -78,11 +85,33 @@ def test_long_rows_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = tracing_tuner(tmp_path, 20, lambda row: traced(10, row), said).trace(1e9)
     assert rows_of(found) == [*range(8)], "twelve would be too long"
     assert said == ["traced 8 of 20 rows: they are long, and more would take memory"]
+    # Again: there are no more, and nothing is written.
+    keep = Mock()
+    monkeypatch.setattr(Kept, "keep_trace", keep)
+    assert rows_of(tracing_tuner(tmp_path, 20, lambda row: traced(10, row)).trace(1e9)) == [*range(8)]
+    assert not keep.called
 
 
-def test_the_first_rows_are_traced_in_any_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waves_are_as_small_as_rows_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner_module, "_MOST_POSITIONS", 100)
+    waves = list[int]()
+
+    def trace_one(row: int) -> Trace:
+        waves.append(row)
+        return traced(20, row)
+
+    # Of ten rows of ten tokens at once; a row may have ten, and has twenty.
+    found = tracing_tuner(tmp_path, 64, trace_one, places=64).trace(1e9)
+    assert len(found.rows) == len(waves) == 10
+    found = tracing_tuner(tmp_path / "long", 64, trace_one, places=64, max_tokens=1000).trace(1e9)
+    assert len(found.rows) == 4, "the fewest that say something"
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_the_first_rows_are_traced_in_any_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: int) -> None:
     monkeypatch.setattr(tuner_module, "_MOST_POSITIONS", 1)
-    assert rows_of(tracing_tuner(tmp_path, 20, lambda row: traced(10, row)).trace(0.0)) == [*range(4)]
+    found = tracing_tuner(tmp_path, 20, lambda row: traced(10, row), places=places).trace(0.0)
+    assert rows_of(found) == [*range(4)]
 
 
 @pytest.mark.parametrize("broken", [KeyboardInterrupt, RuntimeError])

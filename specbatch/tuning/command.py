@@ -27,7 +27,7 @@ from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, repeated, speedu
 from specbatch.tuning.costs import KINDS, CostModel
 from specbatch.tuning.forecast import Forecast
 from specbatch.tuning.kept import Kept, kept_folder
-from specbatch.tuning.options import ROWS, ROWS_ON_DEVICE, TuneOptions
+from specbatch.tuning.options import ROWS, TuneOptions, rows_to_trace
 from specbatch.tuning.predict import FileProfile, Limits, Prediction
 from specbatch.tuning.replay import Replayer
 from specbatch.tuning.rows import sample_rows
@@ -52,7 +52,7 @@ class Tuned:
     profile: FileProfile
     result: SearchResult
     live: list[Live]  # plain decoding last
-    predicted_live: list[Prediction]  # of the same runs
+    predicted_live: list[Prediction]  # of as many rows, like those that were traced
     file_seconds: list[float]  # of the whole file, as `_file_seconds` has it
     winner: Option  # plain decoding where nothing beats it
     rank_shares: NDArray[np.float64] | None  # see `Replayer.rank_shares`
@@ -92,7 +92,7 @@ def tune_file(
     with console.status("loading the models") as status:
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
     texts = TextProcessor(run.tokenizer, run.config.data)
-    num_rows = options.rows or (ROWS_ON_DEVICE if run.engine.on_device else ROWS)
+    num_rows = options.rows or rows_to_trace(run.engine.on_device, run.engine.max_batch_size)
     sample = sample_rows(source, parser, texts, built.engine.limits, num_rows, run.config.engine.seed)
     drawn = [*sample.requests, *sample.others]
     sampled = any(request.params.temperature > 0 for request in drawn)
@@ -146,7 +146,8 @@ def tune_file(
     seconds = left(0.9)
     turns_before = 1 if session.is_on_device else 0
     compared, count = _compared(result, forecast, requests, profile.num_rows, seconds, turns_before)
-    # The traced rows, then others: what the former have by chance is in the prediction, and should not be in both.
+    # The traced rows, then others: live runs of the traced ones alone would share with the predictions, which they are
+    # to correct, whatever is peculiar to these rows.
     live = _confirm(session, compared, drawn, count, texts, seconds, turns_before)
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
     predicted = [forecast.predict(option.schedule, count) for option in compared]
@@ -216,8 +217,9 @@ def _compared(
             compared.append(option)
     compared.append(result.plain)
     places = forecast.limits.max_running
-    least = min(num_rows, max(len(requests), 2 * places))
-    count = min(num_rows, max(len(requests), _LIVE_BATCHES * places))
+    few = min(len(requests), ROWS)
+    least = min(num_rows, max(few, 2 * places))
+    count = min(num_rows, max(few, _LIVE_BATCHES * places))
 
     def turn_seconds() -> float:
         return sum(forecast.seconds(option.schedule, count) for option in compared)

@@ -11,15 +11,15 @@ from specbatch.pipeline.sources import RawRow, Source
 from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, NoiseKey, Request
 
-_MEASURED_PROMPTS = 1024
+_MOST_DRAWN = 1024
 FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     requests: list[Request]  # to trace, in the order drawn; each has a stream of noise of its own
-    others: list[Request]  # of the measured rows, drawn behind these
-    prompt_tokens: list[int]  # of the measured rows
+    others: list[Request]  # drawn behind these
+    prompt_tokens: list[int]  # of all that were drawn
     common_prefix: int  # tokens that all of these begin with
     num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
     num_failed: int  # of the sampled rows
@@ -29,7 +29,7 @@ class Sample:
 def sample_rows(
     source: Source, parser: RowParser, texts: TextProcessor, limits: EngineLimits, num_rows: int, seed: int
 ) -> Sample:
-    """`num_rows` rows drawn evenly from all of the source, and the lengths of up to 1024.
+    """`num_rows` rows drawn evenly from all of the source, with others up to 1024 in all.
 
     Raises InputError where too few can run.
     """
@@ -37,7 +37,7 @@ def sample_rows(
     kept: list[RawRow] = []
     total = 0
     for total, raw in enumerate(source.rows(), start=1):  # reservoir sampling (Vitter 1985)
-        if len(kept) < max(_MEASURED_PROMPTS, num_rows):
+        if len(kept) < max(_MOST_DRAWN, num_rows):
             kept.append(raw)
         elif (place := draw.randrange(total)) < len(kept):
             kept[place] = raw

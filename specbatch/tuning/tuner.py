@@ -69,29 +69,28 @@ class Tuner:
 
     def trace(self, seconds: float) -> Trace:
         """Wave after wave of rows until the time is up; in the order drawn, so that the first ones are a sample too."""
-        began, size = time.perf_counter(), min(self._run.engine.max_batch_size, _WAVE_ROWS)
+        began = last_kept = time.perf_counter()
         requests, trace = self._sample.requests, self._kept.trace()
         rows: list[RowTrace] = [] if trace is None else list(trace.rows)
-        before, kept = len(rows), began
+        before = num_kept = len(rows)
         if trace is not None:
             self._say(f"{before} rows were traced before")
+        size = max(FEWEST_ROWS, min(_WAVE_ROWS, _MOST_POSITIONS // self._sample.max_tokens))
+        size = min(size, self._run.engine.max_batch_size)
         try:
-            for first in range(before, len(requests), size):
-                wave = self._session.trace(requests[first : first + size], self._widest.topk, self._widest.depth)
-                rows += wave.rows
-                trace = replace(wave, rows=tuple(rows))
-                now = time.perf_counter()
-                if now - kept > _KEPT_EVERY:
-                    self._kept.keep_trace(trace)
-                    kept = now
-                another = size / (len(rows) - before)
-                full = sum(row.num_output for row in rows) * (1 + size / len(rows)) > _MOST_POSITIONS
-                if FEWEST_ROWS <= len(rows) < len(requests) and (full or (now - began) * (1 + another) > seconds):
-                    why = "they are long, and more would take memory" if full else "the next would go past the budget"
+            while len(rows) < len(requests):
+                if why := _is_enough(rows, len(rows) - before, size, time.perf_counter() - began, seconds):
                     self._say(f"traced {len(rows)} of {len(requests)} rows: {why}")
                     break
+                wave = requests[len(rows) : len(rows) + size]
+                found = self._session.trace(wave, self._widest.topk, self._widest.depth)
+                rows += found.rows
+                trace = replace(found, rows=tuple(rows))
+                if time.perf_counter() - last_kept > _KEPT_EVERY:
+                    self._kept.keep_trace(trace)
+                    last_kept, num_kept = time.perf_counter(), len(rows)
         finally:
-            if trace is not None and len(rows) > before:
+            if trace is not None and len(rows) > num_kept:
                 self._kept.keep_trace(trace)
         assert trace is not None, "a sample has rows"
         return trace
@@ -145,6 +144,17 @@ class Tuner:
             else:  # the cache does not hold so many rows: the next power of 2 below is the end
                 sizes = deque(spread_out(2 ** ((batch - 1).bit_length() - 1)))
         return found
+
+
+def _is_enough(rows: list[RowTrace], new: int, size: int, spent: float, seconds: float) -> str | None:
+    """Why not to trace `size` more: None if nothing speaks against it. `new` of the rows took `spent` seconds."""
+    if len(rows) < FEWEST_ROWS:
+        return None
+    if sum(row.num_output for row in rows) * (1 + size / len(rows)) > _MOST_POSITIONS:
+        return "they are long, and more would take memory"
+    if new and spent * (1 + size / new) > seconds:
+        return "the next would go past the budget"
+    return None
 
 
 def spread_out(largest: int) -> list[int]:
