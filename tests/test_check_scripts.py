@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from specbatch.engine.gathering import ChunkCost
-from specbatch.tuning.predict import Limits
+from specbatch.tuning.predict import Limits, predict
 from specbatch.tuning.space import neural_space, ngram_space
 from specbatch.types import NoiseKey, Request, SamplingParams
 
@@ -56,9 +56,13 @@ def test_a_grid_of_shapes() -> None:
 
 @pytest.mark.parametrize("limit", [[], ["--time-limit", "0"]], ids=["all", "cut short"])
 def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from check_tune import main
+    import check_tune
+
+    said = Mock(side_effect=predict)
+    monkeypatch.setattr(check_tune, "predict", said)
 
     rows = [{"prompt": f"Row {i}: " + "ab " * i, "max_tokens": 6 + i, "temperature": 0.8 * (i % 2)} for i in range(5)]
+    rows = [{**row, "prompt": "What all rows begin with, longer than a page. " + row["prompt"]} for row in rows]
     data, output = tmp_path / "rows.jsonl", tmp_path / "check.json"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = ["model.target=shape:tiny", "engine.device=cpu", "engine.max_batch_size=4", "engine.prefill_chunk_tokens=64"]
@@ -66,7 +70,7 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     args += ["--budget", "3s", "--batches", "1,4", "--candidates", "2", "--cell-rows", "3,8", "--commit", "none"]
     args += ["--finals", "1", "--whole-file", "1", "--turns", "2", *limit]
     monkeypatch.setattr(sys, "argv", ["check_tune.py", *args])
-    main()
+    check_tune.main()
     report = json.loads(output.read_text())
     assert report.get("cut_short", False) == bool(limit)
     assert len(report["cells"]) == (2 if limit else 6)
@@ -88,26 +92,28 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
             assert cell["live"]["rounds"] == pytest.approx(cell["predicted"]["rounds"], abs=1)
     assert [one["picked"] for one in report["picked_finals"]] == [one["picked"] for one in report["picked"]]
     assert [run["turn"] for run in report["whole_file"]] == [0] * 5 + [1] * 5
-    # Tuned, plain, another, plain, tuned: each with its own prediction.
-    said = [run["predicted_seconds"] for run in report["whole_file"][:5]]
-    assert (said[0], said[1]) == (said[4], said[3])
-    assert len({*said}) == len({run["what"].removeprefix("tuned: <=4: ") for run in report["whole_file"]})
+    # Tuned, plain, another, plain, tuned: each with its own prediction, of a session that caches no prefixes.
+    schedules = [call.args[4] for call in said.call_args_list]
+    assert [schedule.name for schedule in schedules[1:4]] == [run["what"] for run in report["whole_file"][1:4]]
+    assert (str(schedules[0]), str(schedules[4])) == (report["winner"], report["winner"])
+    assert not any(call.args[0].shared_prefix for call in said.call_args_list)
+    assert all(run["predicted_seconds"] > 0 for run in report["whole_file"])
 
 
 def test_a_check_of_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from check_tune import main
 
     data, output = tmp_path / "rows.jsonl", tmp_path / "check.json"
-    data.write_text("".join(json.dumps({"prompt": f"Row {i}", "max_tokens": 12}) + "\n" for i in range(5)))
+    data.write_text("".join(json.dumps({"prompt": f"Row {i}", "max_tokens": 6}) + "\n" for i in range(4)))
     sets = ["model.target=shape:tiny", "speculation.method=draft_model", "speculation.draft=shape:tiny"]
-    sets += ["engine.device=cpu", "engine.max_batch_size=2"]
+    sets += ["engine.device=cpu", "engine.max_batch_size=1"]
     args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--budget", "3s"]
-    args += ["--batches", "1,2", "--candidates", "0", "--grid", "1,2/1,2/3", "--commit", "none"]
+    args += ["--batches", "1", "--candidates", "0", "--grid", "1,2/1,2/3", "--commit", "none"]
     monkeypatch.setattr(sys, "argv", ["check_tune.py", *args])
     main()
     cells = json.loads(output.read_text())["cells"]
     assert {"plain", "1/1/2", "2/1/3", "1/2/3", "2/2/3"} <= {cell["what"] for cell in cells}
-    assert {(cell["batch"], cell["rows"]) for cell in cells} == {(1, 8), (2, 16)}
+    assert {(cell["batch"], cell["rows"]) for cell in cells} == {(1, 8)}
 
 
 @pytest.mark.parametrize(
