@@ -17,6 +17,7 @@ from specbatch.engine.gathering import ChunkCost
 from specbatch.tuning.predict import Limits, predict
 from specbatch.tuning.space import neural_space, ngram_space
 from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.models import tiny_device_engine, tiny_engine
 
 pytestmark = pytest.mark.usefixtures("scripts")
 
@@ -192,6 +193,24 @@ def test_an_engine_is_given_so_many_rows_at_a_time(
     assert done == rows
     assert max(given) == most
     assert sum(later >= before for before, later in itertools.pairwise([0, *given])) == chunks, given
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_a_device_tells_late_what_it_did(most: int) -> None:
+    """Up to the last row's admission both engines write the same, but for who leaves a round late. The last prompt
+    takes two chunks."""
+    from check_tune import Gathered, run_at_once
+
+    lengths = [3 + i * 7 % 20 + 30 * (i == 11) for i in range(12)]
+    params = [SamplingParams(max_tokens=8 + i % 3, ignore_eos=True) for i in range(12)]
+    rows = [Request(i, [1] * lengths[i], params[i], NoiseKey(0, i, 0)) for i in range(12)]
+    found = []
+    for engine, behind in ((tiny_engine(num_pages=200), 0), (tiny_device_engine(num_pages=200), 1)):
+        steady, _, done = run_at_once(Mock(engine=engine), rows, most, Gathered(1, 1), behind)
+        assert sum(len(c.token_ids) for c in done) == 108
+        found.append(steady.tokens)
+    assert found[1] == pytest.approx(found[0], abs=1)
+    assert 108 - most * 10 <= found[0] < 108
 
 
 def test_what_rows_wait_for() -> None:
