@@ -213,14 +213,14 @@ def whole_file(
         forecast.replays.values(), key=lambda r: forecast.costs.round_ms(most_rows, r.candidate) / r.tokens_per_round
     )
     profile = replace(tuned.profile, shared_prefix=0)  # the session caches no prefixes
-    allowed = fitting(tuned, most_rows)
+    allowed = set(fitting(tuned, most_rows))
     fixed = [c for c in dict.fromkeys([*also, *(r.candidate for r in ranked)]) if c in allowed]
     for schedule in (best, *plain, *map(Schedule.always, fixed[:count]), *plain, best):
+        name = f"tuned: {schedule}" if schedule is best else schedule.name
+        said = predict(profile, forecast.limits, forecast.costs, forecast.replays, schedule)
         tuned.session.use(*told(schedule))
         requests = everything()
         tuned.session.run(repeated(requests, 2, tuned.texts.stop_check))
-        name = f"tuned: {schedule}" if schedule is best else schedule.name
-        said = predict(profile, forecast.limits, forecast.costs, forecast.replays, schedule)
         yield name, said.seconds, tuned.session.run(requests).seconds
 
 
