@@ -225,7 +225,10 @@ def whole_file(
 
 
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
 
 
 def grid_of(text: str) -> tuple[list[int], list[int], list[int]]:

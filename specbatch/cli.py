@@ -168,7 +168,7 @@ def tune(
     config: ConfigOption = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The configuration to write.")] = Path("tuned.yaml"),
     rows: Annotated[
-        int | None, typer.Option(min=4, help="Rows to trace.", show_default="64; on a GPU 8 batches, at most 256")
+        int | None, typer.Option(min=4, help="Rows to trace.", show_default="64; on a GPU 8 batches, but 64 to 256")
     ] = None,
     budget: Annotated[str, typer.Option(help="Time to take: 90s, 5m, 1h.")] = "5m",
     set_: SetOption = None,

@@ -83,10 +83,10 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
         assert cell["live"]["steady_tokens"] == pytest.approx(cell["predicted"]["steady_tokens"], rel=0.2)
         speeds = [cell[of]["steady_tokens"] / cell[of]["steady_seconds"] for of in ("predicted", "live")]
         assert [cell["predicted_tok_s"], cell["live_tok_s"]] == pytest.approx(speeds, rel=0.01)
-        assert cell["error"] == pytest.approx(speeds[0] / speeds[1] - 1, abs=0.02)
+        assert 1 + cell["error"] == pytest.approx(speeds[0] / speeds[1], rel=0.02)
         # The tokens are the same.
-        to_the_end = cell["live"]["seconds"] / cell["predicted"]["seconds"] - 1
-        assert cell["error_to_the_end"] == pytest.approx(to_the_end, abs=0.02)
+        to_the_end = cell["live"]["seconds"] / cell["predicted"]["seconds"]
+        assert 1 + cell["error_to_the_end"] == pytest.approx(to_the_end, rel=0.02)
         assert cell["rows"] == {1: 3, 4: 8}[cell["batch"]]
         if cell["what"] == "plain":
             assert cell["live"]["rounds_of_rows"] == cell["predicted"]["rounds_of_rows"] > 0
@@ -124,6 +124,7 @@ def test_a_check_of_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--cell-rows", "2,15"], "twice as many at least"),
         (["--cell-rows", "many"], "invalid numbers value"),
         (["--batches", "1;8"], "invalid numbers value"),
+        (["--batches", "0,8"], "invalid numbers value"),
         (["--grid", "1,3/1"], "invalid grid_of value"),
     ],
 )

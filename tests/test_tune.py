@@ -123,7 +123,7 @@ def test_how_many_rows_are_traced() -> None:
     assert [rows_to_trace(False, places) for places in (1, 16, 256)] == [64, 64, 64]
     assert [rows_to_trace(True, places) for places in (1, 8, 16, 32, 256)] == [64, 64, 128, 256, 256]
     found = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "200"})
-    assert "64; on a GPU 8 batches, at most 256" in found.output
+    assert "64; on a GPU 8 batches, but 64 to 256" in found.output
 
 
 def test_rows_are_counted_where_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_long_rows_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not keep.called
 
 
-def test_waves_are_as_small_as_rows_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_wave_is_as_small_as_rows_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner_module, "_MOST_POSITIONS", 100)
     waves = list[int]()
 
@@ -105,6 +105,12 @@ def test_waves_are_as_small_as_rows_may_be_long(tmp_path: Path, monkeypatch: pyt
     assert len(found.rows) == len(waves) == 10
     found = tracing_tuner(tmp_path / "long", 64, trace_one, places=64, max_tokens=1000).trace(1e9)
     assert len(found.rows) == 4, "the fewest that say something"
+    # They might have been long: 4, and then as many at once as there are.
+    tuner = tracing_tuner(tmp_path / "short", 64, lambda row: traced(1, row), places=64, max_tokens=1000)
+    trace = Mock(side_effect=tuner._session.trace)
+    monkeypatch.setattr(tuner._session, "trace", trace)
+    assert len(tuner.trace(1e9).rows) == 64
+    assert [len(call.args[0]) for call in trace.call_args_list] == [4, 60]
 
 
 @pytest.mark.parametrize("places", [1, 4])

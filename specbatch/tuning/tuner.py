@@ -75,10 +75,11 @@ class Tuner:
         before = num_kept = len(rows)
         if trace is not None:
             self._say(f"{before} rows were traced before")
-        size = max(FEWEST_ROWS, min(_WAVE_ROWS, _MOST_POSITIONS // self._sample.max_tokens))
-        size = min(size, self._run.engine.max_batch_size)
+        most = min(_WAVE_ROWS, self._run.engine.max_batch_size)
         try:
             while len(rows) < len(requests):
+                # How long rows get is known behind the first wave.
+                size = most if rows else min(most, max(FEWEST_ROWS, _MOST_POSITIONS // self._sample.max_tokens))
                 if why := _is_enough(rows, len(rows) - before, size, time.perf_counter() - began, seconds):
                     self._say(f"traced {len(rows)} of {len(requests)} rows: {why}")
                     break
