@@ -68,7 +68,7 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = ["model.target=shape:tiny", "engine.device=cpu", "engine.max_batch_size=4", "engine.prefill_chunk_tokens=64"]
     args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--rows", "5"]
-    args += ["--budget", "3s", "--batches", "1,4", "--candidates", "2", "--cell-rows", "3,8", "--commit", "none"]
+    args += ["--budget", "1s", "--batches", "1,4", "--candidates", "2", "--cell-rows", "3,8", "--commit", "none"]
     args += ["--finals", "1", "--whole-file", "1", "--turns", "2", *limit]
     monkeypatch.setattr(sys, "argv", ["check_tune.py", *args])
     check_tune.main()

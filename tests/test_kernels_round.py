@@ -480,8 +480,12 @@ def test_large_argmax_and_topk(triton_ops: Ops, dtype: torch.dtype) -> None:
         assert torch.allclose(scores, expected_scores, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FILTERS)
+LARGE = [(name, torch.float32) for name in FILTERS] + [("plain", torch.bfloat16), ("all", torch.bfloat16)]
+# Of another type only what is loaded differs, whatever the filters.
+LARGE += [slow_on_cpu(name, torch.bfloat16) for name in FILTERS if name not in ("plain", "all")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), LARGE, ids=str)
 def test_large_distribution_sample_and_draw(triton_ops: Ops, name: str, dtype: torch.dtype) -> None:
     logits = large_logits(dtype)
     filters = filter_tensors([FILTERS[name]] * len(logits))

@@ -21,6 +21,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.pipeline.sources import RawRow
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import command as command_module
+from specbatch.tuning import confirm as confirm_module
 from specbatch.tuning.command import _compared, _file_seconds, _limits, _resolve_widest, _shared, _winner, part_seconds
 from specbatch.tuning.confirm import Live, confirm, repeated, speedups
 from specbatch.tuning.options import rows_to_trace
@@ -64,13 +65,14 @@ def test_writes_a_configuration_that_runs(
     profile_of, repeating = Mock(side_effect=FileProfile.of), Mock(side_effect=repeated)
     monkeypatch.setattr(FileProfile, "of", profile_of)
     monkeypatch.setattr(command_module, "repeated", repeating)
-    found = tune(rows, "-o", output, "--rows", "5", "--budget", "5s", *TINY, *method)
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 2)
+    found = tune(rows, "-o", output, "--rows", "4", "--budget", "2s", *TINY, *method)
     assert found.exit_code == 0, found.output
-    alike = "6 completions, 5 sampled; the prompts begin with the same 32 tokens"
+    alike = "6 completions, 4 sampled; the prompts begin with the same 32 tokens"
     assert (alike in found.output) == (method != DRAFT), "which is of no account without a prefix cache"
     assert profile_of.call_args_list[0].args[-1] == 32 * (method != DRAFT), "the file's; live runs cache nothing"
     drawn, count, _ = repeating.call_args.args
-    assert len({tuple(row.prompt_token_ids) for row in drawn}) == count == 6, "five traced, and the one that was not"
+    assert len({tuple(row.prompt_token_ids) for row in drawn}) == count == 6, "four traced, and the two that were not"
     assert [row.request_id for row in drawn] == [*range(6)], "those traced first"
     assert all(row.check_stop is None for row in drawn)
     text = output.read_text()
@@ -80,7 +82,7 @@ def test_writes_a_configuration_that_runs(
     assert config.speculation.method != "auto", "the schedule is of the drafts that were tuned"
     assert (config.speculation.method == "none") == ("does not pay" in text)
     report = json.loads((tmp_path / "tuned.report.json").read_text())
-    assert (report["made_by"]["rows"], report["made_by"]["traced_rows"]) == (5, 5)
+    assert (report["made_by"]["rows"], report["made_by"]["traced_rows"]) == (4, 4)
     assert report["verdict"] in text
     assert {"plain", "best", "by_batch", "costs", "replays", "live", "made_by"} <= set(report)
     assert all(len(run["seconds"]) >= 2 for run in report["live_runs"])
@@ -92,14 +94,20 @@ def test_writes_a_configuration_that_runs(
     generated = CliRunner().invoke(app, ["generate", str(rows), "-c", str(output), "-o", str(tmp_path / "out.jsonl")])
     assert generated.exit_code == 1, generated.output  # the broken row
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 7
-    # Again: what was measured is still there; for other rows it is not used.
-    again = tune(rows, "-o", output, "--rows", "5", "--budget", "20s", *TINY, *method)  # enough on a busy machine too
+    # Again: what was measured is still there.
+    again = tune(rows, "-o", output, "--rows", "4", "--budget", "20s", *TINY, *method)  # enough on a busy machine too
     assert again.exit_code == 0, again.output
     assert BEFORE in again.output
     assert "were timed before" in again.output
     assert {m["batch"] for m in costs(tmp_path) if m["kind"] == "plain"} == {1, 2, 4}, "the rest was timed then"
-    other = tune(rows, "-o", output, "--rows", "4", "--budget", "3s", *TINY, *method)
-    assert BEFORE not in other.output
+
+
+def test_measurements_of_other_rows_are_not_used(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
+    output = tmp_path / "tuned.yaml"
+    for num_rows, is_kept in (("4", False), ("4", True), ("5", False)):
+        found = tune(rows, "-o", output, "--rows", num_rows, "--budget", "1s", *TINY)
+        assert (BEFORE in found.output) == is_kept, found.output
 
 
 def costs(folder: Path) -> list[dict[str, object]]:
@@ -347,12 +355,14 @@ def test_rows_to_trace_and_rows_drawn_behind_them() -> None:
     texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
     limits: Any = None
     sample = sample_rows(source, parser, texts, limits, 64, 0)
-    assert (len(sample.requests), len(sample.others), sample.num_rows) == (64, 1024 - 64, 2000)
-    drawn = [*sample.requests, *sample.others]
-    assert [request.request_id for request in drawn] == [*range(1024)]
-    assert len({request.noise.stream for request in drawn}) == 1024
-    assert [len(request.prompt_token_ids) for request in drawn] == sample.prompt_tokens
-    assert not sample_rows(source, parser, texts, limits, 10**4, 0).others
+    assert (len(sample.requests), sample.num_rows) == (1024, 2000)
+    assert sample.to_trace == sample.requests[:64]
+    assert [request.request_id for request in sample.requests] == [*range(1024)]
+    assert len({request.noise.stream for request in sample.requests}) == 1024
+    assert [len(request.prompt_token_ids) for request in sample.requests] == sample.prompt_tokens
+    sample = sample_rows(source, parser, texts, limits, 10**4, 0)
+    assert sample.to_trace == sample.requests, "no more are drawn than are traced"
+    assert len(sample.requests) == 2000
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def tracing_tuner(
 
     session: Any = SimpleNamespace(trace=trace)
     run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=places))
-    sample: Any = SimpleNamespace(requests=[*range(num_rows)], max_tokens=max_tokens)
+    sample: Any = SimpleNamespace(to_trace=[*range(num_rows)], max_tokens=max_tokens)
     return Tuner(
         session, run, Widest(0, 0, 2, 64), sample, Kept(folder, {}), [].append if said is None else said.append
     )

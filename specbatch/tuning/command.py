@@ -94,13 +94,12 @@ def tune_file(
     texts = TextProcessor(run.tokenizer, run.config.data)
     num_rows = options.rows or rows_to_trace(run.engine.on_device, run.engine.max_batch_size)
     sample = sample_rows(source, parser, texts, built.engine.limits, num_rows, run.config.engine.seed)
-    drawn = [*sample.requests, *sample.others]
-    sampled = any(request.params.temperature > 0 for request in drawn)
+    sampled = any(request.params.temperature > 0 for request in sample.requests)
     session = Session(built, "round" if run.engine.on_device and run.device.type == "cuda" else "none", sampled)
     # The session caches no prefixes, the job will.
     shared = _shared(sample.common_prefix, run.engine.page_size) if config.engine.prefix_cache else 0
     alike = f"; the prompts begin with the same {shared} tokens" if shared else ""
-    say(f"{source.name}: {sample.num_rows:,} completions, {len(sample.requests)} sampled{alike}")
+    say(f"{source.name}: {sample.num_rows:,} completions, {sample.num_to_trace} sampled{alike}")
     identity = job_fingerprint(run.config, source.identity, num_rows, models=model_paths(run.config))
     identity |= {"device": device_name(run.config.engine.device), "versions": versions(), "widest": asdict(widest)}
     identity["kinds"] = list(KINDS)
@@ -142,13 +141,13 @@ def tune_file(
     result = search(replays, costs, profile, limits)
     say(f"replayed and searched {len(space)} candidates in {time.perf_counter() - began:.1f} s")
     forecast = Forecast(trace, {r.candidate: r for r in replays}, costs, limits, profile.max_tokens)
-    requests = sample.requests[: len(trace.rows)]
+    requests = sample.to_trace[: len(trace.rows)]
     seconds = left(0.9)
     turns_before = 1 if session.is_on_device else 0
     compared, count = _compared(result, forecast, requests, profile.num_rows, seconds, turns_before)
     # The traced rows, then others: live runs of the traced ones alone would share with the predictions, which they are
     # to correct, whatever is peculiar to these rows.
-    live = _confirm(session, compared, drawn, count, texts, seconds, turns_before)
+    live = _confirm(session, compared, sample.requests, count, texts, seconds, turns_before)
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
     predicted = [forecast.predict(option.schedule, count) for option in compared]
     file_seconds = _file_seconds(compared, live, predicted)

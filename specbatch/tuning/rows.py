@@ -17,13 +17,17 @@ FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    requests: list[Request]  # to trace, in the order drawn; each has a stream of noise of its own
-    others: list[Request]  # drawn behind these
+    requests: list[Request]  # all that were drawn, in that order; each has a stream of noise of its own
+    num_to_trace: int  # of these the first
     prompt_tokens: list[int]  # of all that were drawn
     common_prefix: int  # tokens that all of these begin with
     num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
     num_failed: int  # of the sampled rows
     max_tokens: int  # the most that a sampled row may write
+
+    @property
+    def to_trace(self) -> list[Request]:
+        return self.requests[: self.num_to_trace]
 
 
 def sample_rows(
@@ -69,8 +73,8 @@ def sample_rows(
             "give more rows; `specbatch generate` says what is wrong with rows that fail" if num_failed else None,
         )
     expected = round(total * completions / len(kept))
-    to_trace, others = requests[:num_rows], requests[num_rows:]
-    return Sample(to_trace, others, lengths, len(common), expected, num_failed, max_tokens)
+    to_trace = min(num_rows, len(requests))
+    return Sample(requests, to_trace, lengths, len(common), expected, num_failed, max_tokens)
 
 
 def _common_prefix(first: list[int], second: list[int]) -> list[int]:

@@ -70,7 +70,7 @@ class Tuner:
     def trace(self, seconds: float) -> Trace:
         """Wave after wave of rows until the time is up; in the order drawn, so that the first ones are a sample too."""
         began = last_kept = time.perf_counter()
-        requests, trace = self._sample.requests, self._kept.trace()
+        requests, trace = self._sample.to_trace, self._kept.trace()
         rows: list[RowTrace] = [] if trace is None else list(trace.rows)
         before = num_kept = len(rows)
         if trace is not None:
