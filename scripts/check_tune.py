@@ -18,14 +18,14 @@ import shlex
 import statistics
 import sys
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from tune_cells import run_cell
 
 from specbatch.config_load import load_config
 from specbatch.engine.build import build
@@ -39,11 +39,10 @@ from specbatch.tuning.command import Tuned, tune_file
 from specbatch.tuning.confirm import repeated, told
 from specbatch.tuning.options import TuneOptions, seconds_of
 from specbatch.tuning.output import live_comparisons
-from specbatch.tuning.predict import Limits, predict
+from specbatch.tuning.predict import predict
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
-from specbatch.tuning.session import Session
-from specbatch.types import Completion, Request
+from specbatch.types import Request
 
 _FINALISTS = 3  # of a batch size
 
@@ -67,7 +66,13 @@ def main() -> None:
         "--cell-rows", type=numbers, help="of a cell, for each of --batches; by default 8 times as many"
     )
     parser.add_argument("--finals", type=int, default=0, metavar="TURNS", help="of the best and the picked cells")
-    parser.add_argument("--whole-file", type=int, default=0, metavar="N", help="by so many fixed candidates")
+    parser.add_argument(
+        "--whole-file",
+        type=int,
+        default=0,
+        metavar="N",
+        help="by so many fixed candidates: of --also, then --grid, then the best",
+    )
     parser.add_argument("--turns", type=int, default=1, help="of the whole file")
     parser.add_argument("--without-plain", action="store_true", help="leave plain decoding out of the whole file")
     parser.add_argument("--rows", type=int, help="to trace, as of tune")
@@ -119,7 +124,7 @@ def main() -> None:
             report["cut_short"] = True
             break
         for batch in batches:
-            report["cells"].append(cell(tuned, candidate, batch, rows_of[batch]))
+            report["cells"].append(run_cell(tuned, candidate, batch, rows_of[batch]))
             print(json.dumps(report["cells"][-1]), flush=True)
         args.output.write_text(json.dumps(report, indent=1))
     report["grid_seconds"] = round(time.perf_counter() - began, 1)
@@ -190,7 +195,7 @@ def finals(
     for _ in range(turns):
         for what, batches in chosen.items():
             for batch in sorted(batches):
-                again.append(cell(tuned, known.get(what), batch, rows_of[batch]))
+                again.append(run_cell(tuned, known.get(what), batch, rows_of[batch]))
                 print(json.dumps(again[-1]), flush=True)
     return again
 
@@ -268,109 +273,6 @@ def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) 
                 if len(chosen) < count:
                     chosen[ranking[round(i * places / parts)].candidate] = None
     return list(chosen)
-
-
-def cell(tuned: Tuned, candidate: Candidate | None, batch: int, count: int) -> dict[str, Any]:
-    """`count` of the traced rows, live and predicted, `batch` of them running at a time."""
-    schedule, session = Schedule.always(candidate), tuned.session
-    session.use(*told(schedule))
-    engine = session.engine
-    forecast = replace(tuned.forecast, limits=replace(tuned.forecast.limits, max_running=batch))
-    # Nothing is replayed of plain decoding: a round for each token but the prompt's.
-    rounds_R = [row.num_output - 1 for row in tuned.forecast.trace.rows]
-    if candidate is not None:
-        rounds_R = tuned.forecast.replays[candidate].rounds_R.tolist()
-    gathered = Gathered.of(forecast.limits, statistics.mean(rounds_R))
-    requests = repeated(tuned.requests, count, tuned.texts.stop_check)
-    # What is compiled, loaded or captured first: prompt chunks have algorithms and graphs by their size, the first of
-    # a cell and those that come as rows end.
-    session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
-    prompts = [replace(r, params=replace(r.params, max_tokens=1), check_stop=None) for r in requests]
-    run_at_once(session, prompts, gathered.places, gathered, forecast.limits.rounds_behind)
-    waited, before = engine.waited_seconds, replace(engine.stats)
-    steady, seconds, completions = run_at_once(session, requests, batch, gathered, forecast.limits.rounds_behind)
-    after = engine.stats
-    live = {
-        "steady_seconds": steady.seconds,
-        "steady_tokens": steady.tokens,
-        "seconds": seconds,
-        "tokens": sum(len(c.token_ids) for c in completions),
-        "rounds_of_rows": sum(c.speculation.rounds for c in completions),
-        "prefill_seconds": after.prefill_seconds - before.prefill_seconds,
-        "rounds": after.rounds - before.rounds,
-        "waited_seconds": engine.waited_seconds - waited,
-    }
-    said = forecast.predict(schedule, count)
-    predicted = {
-        "steady_seconds": said.prefill_seconds + said.steady_seconds,
-        "steady_tokens": said.steady_tokens,
-        "seconds": said.seconds,
-        "tokens": said.output_tokens,
-        "rounds_of_rows": sum(rounds_R[i % len(rounds_R)] for i in range(count)),
-        "prefill_seconds": said.prefill_seconds,
-        "rounds": said.rounds,
-    }
-    speeds = [said.steady_tokens_per_second, steady.tokens / steady.seconds]
-    to_the_end = [part["tokens"] / part["seconds"] for part in (predicted, live)]
-    return {
-        "batch": batch,
-        "what": label(candidate),
-        "rows": count,
-        "predicted_tok_s": round(speeds[0], 1),
-        "live_tok_s": round(speeds[1], 1),
-        "error": round(speeds[0] / speeds[1] - 1, 4),
-        "error_to_the_end": round(to_the_end[0] / to_the_end[1] - 1, 4),
-        "predicted": {name: round(value, 4) for name, value in predicted.items()},
-        "live": {name: round(value, 4) for name, value in live.items()},
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """For what rows wait, as in an engine of so many rows: places that are free, or tokens of prompts."""
-
-    places: int
-    tokens: int
-
-    @staticmethod
-    def of(limits: Limits, mean_rounds: float) -> Gathered:
-        cost = limits.chunk_cost
-        return Gathered(1, 1) if cost is None else Gathered(cost.places(limits.max_running, mean_rounds), cost.tokens)
-
-    def is_worth_a_chunk(self, waiting: deque[Request], free: int) -> bool:
-        if free >= min(self.places, len(waiting)):
-            return True
-        return sum(len(request.prompt_token_ids) for request in islice(waiting, free)) >= self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """Until the last row was taken in: from there on, fewer and fewer run."""
-
-    seconds: float
-    tokens: int
-
-
-def run_at_once(
-    session: Session, requests: list[Request], most: int, gathered: Gathered, rounds_behind: int
-) -> tuple[Steady, float, list[Completion]]:
-    """Seconds and completions of requests of which the engine, which has room for more, is given `most` at a time. It
-    tells what a step did `rounds_behind` steps later."""
-    engine, waiting, done = session.engine, deque(requests), list[Completion]()
-    steady: Steady | None = None
-    before, began, since = engine.stats.generated_tokens, time.perf_counter(), 0
-    while len(done) < len(requests):
-        free = most - (len(requests) - len(waiting) - len(done))
-        if waiting and free and gathered.is_worth_a_chunk(waiting, free):
-            for _ in range(min(free, len(waiting))):
-                engine.submit(waiting.popleft())
-        done += engine.step()
-        if not waiting and not engine.num_waiting and engine.is_prefilled:
-            if since == rounds_behind:
-                steady = Steady(time.perf_counter() - began, engine.stats.generated_tokens - before)
-            since += 1
-    end = Steady(time.perf_counter() - began, engine.stats.generated_tokens - before)
-    return steady or end, end.seconds, done
 
 
 if __name__ == "__main__":

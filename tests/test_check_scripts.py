@@ -170,7 +170,7 @@ def test_an_engine_is_given_so_many_rows_at_a_time(
 ) -> None:
     """Rows of 4, 5 .. 9 prompt tokens, each longer than the one in front, one of which ends in each step. In the step
     that they are given to the engine they wait there, in the next one their prompts are computed."""
-    from check_tune import Gathered, run_at_once
+    from tune_cells import Gathered, run_at_once
 
     engine = Mock(num_waiting=0, is_prefilled=True, stats=SimpleNamespace(generated_tokens=7))
     inside: list[Request] = []
@@ -200,7 +200,7 @@ def test_an_engine_is_given_so_many_rows_at_a_time(
 def test_a_device_tells_late_what_it_did(most: int) -> None:
     """Up to the last row's admission both engines write the same, but for who leaves a round late. The last prompt
     takes two chunks."""
-    from check_tune import Gathered, run_at_once
+    from tune_cells import Gathered, run_at_once
 
     lengths = [3 + i * 7 % 20 + 30 * (i == 11) for i in range(12)]
     params = [SamplingParams(max_tokens=8 + i % 3, ignore_eos=True) for i in range(12)]
@@ -216,7 +216,7 @@ def test_a_device_tells_late_what_it_did(most: int) -> None:
 
 def test_what_rows_wait_for() -> None:
     """As an engine of so many places would have it, whatever the one that runs them has."""
-    from check_tune import Gathered
+    from tune_cells import Gathered
 
     limits = Limits(32, 4096, 64)
     assert Gathered.of(limits, 50.0) == Gathered(1, 1), "the oracle engine waits for nothing"
