@@ -62,6 +62,8 @@ def plot_throughput(
     """Tokens per second over batch size of some candidates, with their 90% intervals, and of plain decoding. Raises
     TuningError where matplotlib is missing."""
     figure = _figure(8)
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     axes = figure.subplots()
     xs = np.array(batches)
     by_candidate = {replay.candidate: replay for replay in replays}
@@ -75,6 +77,8 @@ def plot_throughput(
     axes.plot(xs, plain, color="black", linestyle="--", marker="o", markersize=3, label="plain")
     axes.set(xlabel="running rows", ylabel="tokens per second", xscale="log", yscale="log")
     axes.set_xticks(*_ticks(batches), fontsize="small")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))  # it may not reach from one power of ten to the next
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -85,22 +89,16 @@ def plot_comparisons(comparisons: Sequence[Comparison], unit: str, path: Path) -
     """Predicted against measured, `unit` being that of both. Raises TuningError where matplotlib is missing."""
     figure = _figure(6)
     axes = figure.subplots()
-    groups: dict[int | None, list[Comparison]] = defaultdict(list)
-    for comparison in comparisons:
-        groups[comparison.batch].append(comparison)
-    for batch, group in sorted(groups.items(), key=lambda item: -1 if item[0] is None else item[0]):
-        measured = np.array([c.measured for c in group])
-        errors = np.array([[c.measured - (c.low or c.measured), (c.high or c.measured) - c.measured] for c in group])
-        name = "file" if batch is None else f"batch {batch}"
-        axes.errorbar(
-            measured, [c.predicted for c in group], xerr=np.maximum(errors.T, 0.0), fmt="o", markersize=4, label=name
-        )
-    values = [v for c in comparisons for v in (c.predicted, c.measured)]
-    if values:
+    for c in comparisons:
+        error = [[c.measured - (c.low or c.measured)], [(c.high or c.measured) - c.measured]]
+        name = c.what if c.batch is None else f"{c.what}, batch {c.batch}"
+        axes.errorbar(c.measured, c.predicted, xerr=np.maximum(error, 0.0), fmt="o", markersize=4, label=name)
+    if comparisons:
+        values = [v for c in comparisons for v in (c.predicted, c.measured)]
         ends = [0.9 * min(values), 1.1 * max(values)]
         axes.plot(ends, ends, color="0.5", linewidth=1, zorder=0)
-        axes.legend(fontsize="small")
-    axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}", xscale="log", yscale="log")
+        axes.legend(fontsize="x-small")  # a schedule's name is long
+    axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
     axes.grid(alpha=0.3)
     _save(figure, path)
 
