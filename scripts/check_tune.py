@@ -30,6 +30,7 @@ from tune_cells import run_cell
 from specbatch.config_load import load_config
 from specbatch.engine.build import build
 from specbatch.engine.resolve import resolve
+from specbatch.errors import SpecbatchError
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import commit, device_name, versions
@@ -80,7 +81,13 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start none but plain after that")
     parser.add_argument("--commit")
     args = parser.parse_args()
-    config, batches = load_config(args.config, args.set), args.batches
+    try:
+        config = load_config(args.config, args.set)
+        options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
+        options.check()
+    except SpecbatchError as error:
+        parser.error(str(error))
+    batches = args.batches
     cell_rows = args.cell_rows or [8 * batch for batch in batches]
     if len(cell_rows) != len(batches) or any(rows < 2 * batch for rows, batch in zip(cell_rows, batches, strict=True)):
         parser.error("--cell-rows: a number for each of --batches, twice as many at least")
@@ -93,7 +100,6 @@ def main() -> None:
     if config.engine.max_batch_size is not None:
         check_batches(config.engine.max_batch_size)
     began = time.perf_counter()
-    options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
     tuned = tune_file(options, config, resolve, build, lambda config: {}, Console(stderr=True))
     check_batches(tuned.run.engine.max_batch_size)  # which the configuration may have left to the device
     report: dict[str, Any] = {
@@ -105,6 +111,8 @@ def main() -> None:
         "tune_seconds": round(time.perf_counter() - began, 1),
         "best": str(tuned.result.best.schedule),
         "winner": str(tuned.winner.schedule),
+        "traced_rows": len(tuned.requests),
+        "live_runs": [{"what": one.name, "seconds": one.seconds, "tokens": one.tokens} for one in tuned.live],
         "live": [asdict(comparison) for comparison in live_comparisons(tuned)],
         "costs": [asdict(residual) for residual in tuned.forecast.costs.residuals],
         "cells": [],
@@ -147,7 +155,7 @@ def main() -> None:
                 args.output.write_text(json.dumps(report, indent=1))
     if args.finals:
         report["finals"] = finals(tuned, report["cells"], known, args.finals, rows_of)
-        report["picked_finals"] = against_fastest(report["finals"])
+        report["picked_finals"] = against_fastest(report["finals"])  # of these runs alone
         args.output.write_text(json.dumps(report, indent=1))
 
 
@@ -230,15 +238,21 @@ def whole_file(
 
 
 def numbers(text: str) -> list[int]:
-    found = [int(part) for part in text.split(",")]
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
     if min(found) < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers from 1 on, with commas between them")
     return found
 
 
 def grid_of(text: str) -> tuple[list[int], list[int], list[int]]:
     """num_steps, topk and num_draft_tokens."""
-    steps, topks, tokens = map(numbers, text.split("/"))
+    parts = text.split("/")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r}: three lists, STEPS/TOPKS/TOKENS")
+    steps, topks, tokens = map(numbers, parts)
     return steps, topks, tokens
 
 

@@ -122,10 +122,13 @@ def test_a_check_of_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         (["--cell-rows", "8"], "--cell-rows: a number for each of --batches"),
         (["--cell-rows", "2,15"], "twice as many at least"),
-        (["--cell-rows", "many"], "invalid numbers value"),
-        (["--batches", "1;8"], "invalid numbers value"),
-        (["--batches", "0,8"], "invalid numbers value"),
-        (["--grid", "1,3/1"], "invalid grid_of value"),
+        (["--cell-rows", "many"], "'many': numbers from 1 on"),
+        (["--batches", "1;8"], "'1;8': numbers from 1 on"),
+        (["--batches", "0,8"], "'0,8': numbers from 1 on"),
+        (["--grid", "1,3/1"], "three lists, STEPS/TOPKS/TOKENS"),
+        (["--grid", "1/a/3"], "'a': numbers from 1 on"),
+        (["-o", "missing/check.json"], "does not exist"),
+        (["--budget", "soon"], "not a time"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_timed(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -22,7 +23,16 @@ from specbatch.pipeline.sources import RawRow
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning import command as command_module
 from specbatch.tuning import confirm as confirm_module
-from specbatch.tuning.command import _compared, _file_seconds, _limits, _resolve_widest, _shared, _winner, part_seconds
+from specbatch.tuning.command import (
+    _compared,
+    _confirm,
+    _file_seconds,
+    _limits,
+    _resolve_widest,
+    _shared,
+    _winner,
+    part_seconds,
+)
 from specbatch.tuning.confirm import Live, confirm, repeated, speedups
 from specbatch.tuning.options import rows_to_trace
 from specbatch.tuning.output import _verdict
@@ -68,6 +78,7 @@ def test_writes_a_configuration_that_runs(
     monkeypatch.setattr(confirm_module, "MOST_TURNS", 2)
     found = tune(rows, "-o", output, "--rows", "4", "--budget", "2s", *TINY, *method)
     assert found.exit_code == 0, found.output
+    assert "1 of the 7 rows that were drawn fail and are left out" in found.output
     alike = "6 completions, 4 sampled; the prompts begin with the same 32 tokens"
     assert (alike in found.output) == (method != DRAFT), "which is of no account without a prefix cache"
     assert profile_of.call_args_list[0].args[-1] == 32 * (method != DRAFT), "the file's; live runs cache nothing"
@@ -107,6 +118,7 @@ def test_measurements_of_other_rows_are_not_used(rows: Path, tmp_path: Path, mon
     output = tmp_path / "tuned.yaml"
     for num_rows, is_kept in (("4", False), ("4", True), ("5", False)):
         found = tune(rows, "-o", output, "--rows", num_rows, "--budget", "1s", *TINY)
+        assert found.exit_code == 0, found.output
         assert (BEFORE in found.output) == is_kept, found.output
 
 
@@ -293,6 +305,35 @@ def test_what_comes_first_is_not_timed(on_device: bool) -> None:
     found = confirm(session, options, lambda: requests, lambda turns: turns == 3, whole_first=on_device)
     assert [one.seconds for one in found] == [(20.0,) * 3] * 4
     assert [len(call.args[0]) for call in session.run.call_args_list] == [20 if on_device else 2] * 4 + [20] * 12
+    used = [call.args for call in session.use.call_args_list]
+    turn = used[:4]
+    assert used == [*turn, *turn, *reversed(turn), *turn], "no option is always the first"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "turns_before", "turns"), [(1e9, 0, 5), (100.0, 0, 3), (100.0, 1, 2), (1.0, 0, 2), (1.0, 1, 2)]
+)
+def test_turns_end_before_the_time_is_up(
+    seconds: float, turns_before: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn takes 30 seconds, and so does one that is not timed; two there are in any case."""
+    now = [0.0]
+    monkeypatch.setattr(command_module.time, "perf_counter", lambda: now[0])
+
+    def run(requests: list[int]) -> Any:
+        now[0] += 15.0 * (len(requests) > 2)
+        return SimpleNamespace(seconds=1.0, num_tokens=10, counts=SimpleNamespace(acceptance_length=2.0))
+
+    def repeat(requests: list[int], count: int, stop_check: Any) -> list[int]:
+        return requests[:count]
+
+    monkeypatch.setattr(command_module, "repeated", repeat)
+    session: Any = SimpleNamespace(use=Mock(), run=run)
+    options: Any = [SimpleNamespace(schedule=SHAPES[0]), SimpleNamespace(schedule=Schedule.always(None))]
+    requests: Any = range(20)
+    live = _confirm(session, options, requests, 10, Mock(), seconds, turns_before)
+    assert [len(one.seconds) for one in live] == [turns, turns]
+    assert now[0] == 30.0 * (turns + turns_before)
 
 
 def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
@@ -324,10 +365,16 @@ def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPa
 
 def test_too_few_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n')
+    path.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n{"prompt": "c"}\n')
     found = tune(path, "-o", tmp_path / "t.yaml", *TINY)
     assert found.exit_code == 2
-    assert "2 rows to tune on, and 4 are the least (1 of 3 rows fail)" in " ".join(found.output.split())
+    assert "3 rows to tune on, and 4 are the least (1 of 4 rows fail)" in " ".join(found.output.split())
+    assert "says what is wrong with rows that fail" in found.output
+    # As many as there are may not be enough: told before a model is looked for.
+    path.write_text('{"prompt": "a"}\n' * 3)
+    found = tune(path, "-o", tmp_path / "t.yaml", "--set", "model.target=missing.gguf")
+    assert found.exit_code == 2
+    assert "3 rows to tune on, and 4 are the least\nhint: give more rows" in found.output
 
 
 def test_what_is_shared_are_full_pages_and_not_the_last_token() -> None:
@@ -355,14 +402,24 @@ def test_rows_to_trace_and_rows_drawn_behind_them() -> None:
     texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
     limits: Any = None
     sample = sample_rows(source, parser, texts, limits, 64, 0)
-    assert (len(sample.requests), sample.num_rows) == (1024, 2000)
+    assert (len(sample.requests), sample.num_to_trace, sample.num_rows) == (1024, 64, 2000)
     assert sample.to_trace == sample.requests[:64]
     assert [request.request_id for request in sample.requests] == [*range(1024)]
     assert len({request.noise.stream for request in sample.requests}) == 1024
     assert [len(request.prompt_token_ids) for request in sample.requests] == sample.prompt_tokens
     sample = sample_rows(source, parser, texts, limits, 10**4, 0)
     assert sample.to_trace == sample.requests, "no more are drawn than are traced"
-    assert len(sample.requests) == 2000
+    assert len(sample.requests) == sample.num_to_trace == 2000
+
+
+def test_the_first_rows_are_a_sample_of_a_sorted_file() -> None:
+    rows: Any = [RawRow(i, b"a" * (1 + i)) for i in range(1000)]
+    source: Any = SimpleNamespace(rows=lambda: iter(rows), name="rows")
+    parser: Any = SimpleNamespace(parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams())))
+    texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
+    limits: Any = None
+    lengths = [len(request.prompt_token_ids) for request in sample_rows(source, parser, texts, limits, 64, 0).to_trace]
+    assert 400 < np.mean(lengths) < 600, "4 standard errors are 36 * 4 from 500"
 
 
 @pytest.mark.parametrize(

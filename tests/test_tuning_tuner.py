@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,12 +106,28 @@ def test_the_first_wave_is_as_small_as_rows_may_be_long(tmp_path: Path, monkeypa
     assert len(found.rows) == len(waves) == 10
     found = tracing_tuner(tmp_path / "long", 64, trace_one, places=64, max_tokens=1000).trace(1e9)
     assert len(found.rows) == 4, "the fewest that say something"
-    # They might have been long: 4, and then as many at once as there are.
+    # They might have been long: 4, and then as many at once as have ended.
     tuner = tracing_tuner(tmp_path / "short", 64, lambda row: traced(1, row), places=64, max_tokens=1000)
     trace = Mock(side_effect=tuner._session.trace)
     monkeypatch.setattr(tuner._session, "trace", trace)
     assert len(tuner.trace(1e9).rows) == 64
-    assert [len(call.args[0]) for call in trace.call_args_list] == [4, 60]
+    assert [len(call.args[0]) for call in trace.call_args_list] == [4, 4, 8, 16, 32]
+
+
+def test_short_rows_before_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run when the first long ones come are as many as came before."""
+    monkeypatch.setattr(tuner_module, "_MOST_POSITIONS", 100)
+    said = list[str]()
+    tuner = tracing_tuner(tmp_path, 64, lambda row: traced(10 if row > 4 else 1, row), said, 64, max_tokens=10)
+    assert len(tuner.trace(1e9).rows) == 10
+    assert said == ["traced 10 of 64 rows: they are long, and more would take memory"]
+
+
+def test_one_sampled_wave_of_two(tmp_path: Path) -> None:
+    tuner = tracing_tuner(tmp_path, 8, lambda row: traced(1, row))
+    waves = [replace(traced(1, row), sampled=row == 0) for row in range(2)]
+    tuner._session.trace = Mock(side_effect=[replace(w, rows=w.rows * 4) for w in waves])  # type: ignore[method-assign]
+    assert tuner.trace(1e9).sampled
 
 
 @pytest.mark.parametrize("places", [1, 4])

@@ -30,7 +30,7 @@ from specbatch.tuning.kept import Kept, kept_folder
 from specbatch.tuning.options import ROWS, TuneOptions, rows_to_trace
 from specbatch.tuning.predict import FileProfile, Limits, Prediction
 from specbatch.tuning.replay import Replayer
-from specbatch.tuning.rows import sample_rows
+from specbatch.tuning.rows import check_enough, sample_rows
 from specbatch.tuning.search import Option, SearchResult, search
 from specbatch.tuning.session import Session
 from specbatch.tuning.space import neural_space, ngram_space
@@ -86,6 +86,7 @@ def tune_file(
         )
     config = with_chat_template_text(config)
     parser, source = RowParser(config.sampling, config.data), open_source(options.data, config.data)
+    check_enough(source)
     run, widest = _resolve_widest(config, resolve)
     for note in run.notes:
         say(note)
@@ -100,6 +101,8 @@ def tune_file(
     shared = _shared(sample.common_prefix, run.engine.page_size) if config.engine.prefix_cache else 0
     alike = f"; the prompts begin with the same {shared} tokens" if shared else ""
     say(f"{source.name}: {sample.num_rows:,} completions, {sample.num_to_trace} sampled{alike}")
+    if sample.num_failed:
+        say(f"{sample.num_failed} of the {sample.num_drawn} rows that were drawn fail and are left out")
     identity = job_fingerprint(run.config, source.identity, num_rows, models=model_paths(run.config))
     identity |= {"device": device_name(run.config.engine.device), "versions": versions(), "widest": asdict(widest)}
     identity["kinds"] = list(KINDS)

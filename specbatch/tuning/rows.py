@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import islice
 
 from specbatch.errors import InputError, RowError
 from specbatch.pipeline.rows import RowParser
@@ -22,12 +23,20 @@ class Sample:
     prompt_tokens: list[int]  # of all that were drawn
     common_prefix: int  # tokens that all of these begin with
     num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
-    num_failed: int  # of the sampled rows
+    num_drawn: int
+    num_failed: int  # of these
     max_tokens: int  # the most that a sampled row may write
 
     @property
     def to_trace(self) -> list[Request]:
         return self.requests[: self.num_to_trace]
+
+
+def check_enough(source: Source) -> None:
+    """Before models are loaded. Raises InputError for a file of fewer rows than `sample_rows` needs, whatever is in
+    them. Other sources may be read but once."""
+    if source.path is not None and (count := sum(1 for _ in islice(source.rows(), FEWEST_ROWS))) < FEWEST_ROWS:
+        raise _too_few(source, count, "")
 
 
 def sample_rows(
@@ -67,14 +76,17 @@ def sample_rows(
         noise = NoiseKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
         requests.append(Request(len(requests), prompt, job.params, noise, texts.stop_check(job.params)))
     if len(requests) < FEWEST_ROWS:
-        failed = f" ({num_failed} of {len(kept)} rows fail)" if num_failed else ""
-        raise InputError(
-            f"{source.name} has {len(requests)} rows to tune on, and {FEWEST_ROWS} are the least{failed}",
-            "give more rows; `specbatch generate` says what is wrong with rows that fail" if num_failed else None,
-        )
+        raise _too_few(source, len(requests), f" ({num_failed} of {len(kept)} rows fail)" if num_failed else "")
     expected = round(total * completions / len(kept))
     to_trace = min(num_rows, len(requests))
-    return Sample(requests, to_trace, lengths, len(common), expected, num_failed, max_tokens)
+    return Sample(requests, to_trace, lengths, len(common), expected, len(kept), num_failed, max_tokens)
+
+
+def _too_few(source: Source, count: int, failed: str) -> InputError:
+    return InputError(
+        f"{source.name} has {count} rows to tune on, and {FEWEST_ROWS} are the least{failed}",
+        "`specbatch generate` says what is wrong with rows that fail" if failed else "give more rows like those to run",
+    )
 
 
 def _common_prefix(first: list[int], second: list[int]) -> list[int]:

@@ -78,15 +78,16 @@ class Tuner:
         most = min(_WAVE_ROWS, self._run.engine.max_batch_size)
         try:
             while len(rows) < len(requests):
-                # How long rows get is known behind the first wave.
-                size = most if rows else min(most, max(FEWEST_ROWS, _MOST_POSITIONS // self._sample.max_tokens))
+                # How long rows get is seen as they end: no more at once than have, or than may all be long.
+                size = min(most, max(len(rows), FEWEST_ROWS, _MOST_POSITIONS // self._sample.max_tokens))
                 if why := _is_enough(rows, len(rows) - before, size, time.perf_counter() - began, seconds):
                     self._say(f"traced {len(rows)} of {len(requests)} rows: {why}")
                     break
                 wave = requests[len(rows) : len(rows) + size]
                 found = self._session.trace(wave, self._widest.topk, self._widest.depth)
                 rows += found.rows
-                trace = replace(found, rows=tuple(rows))
+                sampled = found.sampled or (trace is not None and trace.sampled)
+                trace = replace(found, rows=tuple(rows), sampled=sampled)
                 if time.perf_counter() - last_kept > _KEPT_EVERY:
                     self._kept.keep_trace(trace)
                     last_kept, num_kept = time.perf_counter(), len(rows)
