@@ -110,9 +110,16 @@ def test_a_check_of_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     sets += ["engine.device=cpu", "engine.max_batch_size=1"]
     args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--budget", "3s"]
     args += ["--batches", "1", "--candidates", "0", "--grid", "1,2/1,2/3", "--commit", "none"]
+    args += ["--whole-file", "1", "--without-plain"]
     monkeypatch.setattr(sys, "argv", ["check_tune.py", *args])
     main()
-    cells = json.loads(output.read_text())["cells"]
+    report = json.loads(output.read_text())
+    cells, runs = report["cells"], report["whole_file"]
+    assert [run["what"] for run in runs] == [
+        f"tuned: {report['winner']}",
+        cells[1]["what"],
+        f"tuned: {report['winner']}",
+    ]
     assert {"plain", "1/1/2", "2/1/3", "1/2/3", "2/2/3"} <= {cell["what"] for cell in cells}
     assert {(cell["batch"], cell["rows"]) for cell in cells} == {(1, 8)}
 

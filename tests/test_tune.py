@@ -311,7 +311,8 @@ def test_what_comes_first_is_not_timed(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "turns_before", "turns"), [(1e9, 0, 5), (100.0, 0, 3), (100.0, 1, 2), (1.0, 0, 2), (1.0, 1, 2)]
+    ("seconds", "turns_before", "turns"),
+    [(1e9, 0, 5), (100.0, 0, 3), (100.0, 1, 2), (125.0, 1, 3), (1.0, 0, 2), (1.0, 1, 2)],
 )
 def test_turns_end_before_the_time_is_up(
     seconds: float, turns_before: int, turns: int, monkeypatch: pytest.MonkeyPatch
