@@ -81,12 +81,14 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start none but plain after that")
     parser.add_argument("--commit")
     args = parser.parse_args()
+    if args.output.is_dir():
+        parser.error(f"-o {args.output}: a folder")
     try:
         config = load_config(args.config, args.set)
         options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
         options.check()
     except SpecbatchError as error:
-        parser.error(str(error))
+        parser.error(f"{error}; {error.hint}" if error.hint else str(error))
     batches = args.batches
     cell_rows = args.cell_rows or [8 * batch for batch in batches]
     if len(cell_rows) != len(batches) or any(rows < 2 * batch for rows, batch in zip(cell_rows, batches, strict=True)):
@@ -100,7 +102,10 @@ def main() -> None:
     if config.engine.max_batch_size is not None:
         check_batches(config.engine.max_batch_size)
     began = time.perf_counter()
-    tuned = tune_file(options, config, resolve, build, lambda config: {}, Console(stderr=True))
+    try:
+        tuned = tune_file(options, config, resolve, build, lambda config: {}, Console(stderr=True))
+    except SpecbatchError as error:
+        parser.error(f"{error}; {error.hint}" if error.hint else str(error))
     check_batches(tuned.run.engine.max_batch_size)  # which the configuration may have left to the device
     report: dict[str, Any] = {
         "commit": args.commit or commit(),

@@ -135,6 +135,7 @@ def test_a_check_of_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--grid", "1,3/1"], "three lists, STEPS/TOPKS/TOKENS"),
         (["--grid", "1/a/3"], "'a': numbers from 1 on"),
         (["-o", "missing/check.json"], "does not exist"),
+        (["-o", "."], "a folder"),
         (["--budget", "soon"], "not a time"),
     ],
 )

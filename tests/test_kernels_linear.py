@@ -67,7 +67,8 @@ def test_products_match_twin(device: str, name: str, shape: tuple[int, int]) -> 
     with_bfloat16 = device == "cpu" and config.kind == "fma" and shape == SHAPES[0]
     for dtype in DTYPES[device] + ((torch.bfloat16,) if with_bfloat16 else ()):
         partly = max(config.block_m - 1, 1)
-        both = device == "cuda" or dtype == torch.float32 or shape != SHAPES[0]  # of what takes seconds on a CPU, one
+        # In a quick run on a CPU one of them, of half precision.
+        both = device == "cuda" or dtype == torch.float32 or shape != SHAPES[0]
         for M in {partly, config.block_m if both else partly}:
             x = normal(M, I, seed=1, dtype=dtype, device=device)
             w = normal(O, I, seed=2, dtype=dtype, device=device) / I**0.5

@@ -420,7 +420,7 @@ def test_the_first_rows_are_a_sample_of_a_sorted_file() -> None:
     texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
     limits: Any = None
     lengths = [len(request.prompt_token_ids) for request in sample_rows(source, parser, texts, limits, 64, 0).to_trace]
-    assert 400 < np.mean(lengths) < 600, "4 standard errors are 36 * 4 from 500"
+    assert 400 < np.mean(lengths) < 600, "whose standard error is 36"
 
 
 @pytest.mark.parametrize(

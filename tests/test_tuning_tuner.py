@@ -115,12 +115,12 @@ def test_the_first_wave_is_as_small_as_rows_may_be_long(tmp_path: Path, monkeypa
 
 
 def test_short_rows_before_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that run when the first long ones come are as many as came before."""
+    """When the first long ones come, no more run than had ended: 4, 4, and then 8."""
     monkeypatch.setattr(tuner_module, "_MOST_POSITIONS", 100)
     said = list[str]()
-    tuner = tracing_tuner(tmp_path, 64, lambda row: traced(10 if row > 4 else 1, row), said, 64, max_tokens=10)
-    assert len(tuner.trace(1e9).rows) == 10
-    assert said == ["traced 10 of 64 rows: they are long, and more would take memory"]
+    tuner = tracing_tuner(tmp_path, 64, lambda row: traced(10 if row > 3 else 1, row), said, 64, max_tokens=1000)
+    assert len(tuner.trace(1e9).rows) == 16
+    assert said == ["traced 16 of 64 rows: they are long, and more would take memory"]
 
 
 def test_one_sampled_wave_of_two(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def plot_throughput(
     axes.set(xlabel="running rows", ylabel="tokens per second", xscale="log", yscale="log")
     axes.set_xticks(*_ticks(batches), fontsize="small")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))  # it may not reach from one power of ten to the next
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.7g}"))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
