@@ -20,6 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -83,12 +84,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.output.is_dir():
         parser.error(f"-o {args.output}: a folder")
-    try:
+    with told_by(parser):
         config = load_config(args.config, args.set)
         options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
         options.check()
-    except SpecbatchError as error:
-        parser.error(f"{error}; {error.hint}" if error.hint else str(error))
     batches = args.batches
     cell_rows = args.cell_rows or [8 * batch for batch in batches]
     if len(cell_rows) != len(batches) or any(rows < 2 * batch for rows, batch in zip(cell_rows, batches, strict=True)):
@@ -102,10 +101,8 @@ def main() -> None:
     if config.engine.max_batch_size is not None:
         check_batches(config.engine.max_batch_size)
     began = time.perf_counter()
-    try:
+    with told_by(parser):
         tuned = tune_file(options, config, resolve, build, lambda config: {}, Console(stderr=True))
-    except SpecbatchError as error:
-        parser.error(f"{error}; {error.hint}" if error.hint else str(error))
     check_batches(tuned.run.engine.max_batch_size)  # which the configuration may have left to the device
     report: dict[str, Any] = {
         "commit": args.commit or commit(),
@@ -162,6 +159,14 @@ def main() -> None:
         report["finals"] = finals(tuned, report["cells"], known, args.finals, rows_of)
         report["picked_finals"] = against_fastest(report["finals"])  # of these runs alone
         args.output.write_text(json.dumps(report, indent=1))
+
+
+@contextmanager
+def told_by(parser: argparse.ArgumentParser) -> Iterator[None]:
+    try:
+        yield
+    except SpecbatchError as error:
+        parser.error(f"{error}; {error.hint}" if error.hint else str(error))
 
 
 def against_fastest(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:

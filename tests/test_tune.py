@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from specbatch.tuning.confirm import Live, confirm, repeated, speedups
 from specbatch.tuning.options import rows_to_trace
 from specbatch.tuning.output import _verdict
 from specbatch.tuning.predict import FileProfile
-from specbatch.tuning.rows import sample_rows
+from specbatch.tuning.rows import Sample, sample_rows
 from specbatch.tuning.schedule import Schedule
 from specbatch.tuning.search import Option
 from specbatch.tuning.session import Session
@@ -383,43 +384,39 @@ def test_what_is_shared_are_full_pages_and_not_the_last_token() -> None:
     assert [_shared(common, 1) for common in (0, 1, 2)] == [0, 0, 1]
 
 
+def sampled(prompts: list[bytes], num_rows: int) -> Sample:
+    """Of rows whose prompts have a token for each byte."""
+    source: Any = SimpleNamespace(rows=lambda: starmap(RawRow, enumerate(prompts)), name="rows")
+    parser: Any = SimpleNamespace(parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams())))
+    texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
+    limits: Any = None
+    return sample_rows(source, parser, texts, limits, num_rows, 0)
+
+
 @pytest.mark.parametrize(
     ("prompts", "common"),
     [(["abcd", "abce", "abc"], 3), (["abcd", "abcd"], 4), (["abc", "xbc", "abc"], 0), (["ab", "abcd", "abcx"], 2)],
 )
 def test_what_all_sampled_prompts_begin_with(prompts: list[str], common: int) -> None:
-    rows: Any = [RawRow(i, prompt.encode()) for i, prompt in enumerate(prompts * 2)]
-    source: Any = SimpleNamespace(rows=lambda: iter(rows), name="rows")
-    parser: Any = SimpleNamespace(parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams())))
-    texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
-    limits: Any = None
-    assert sample_rows(source, parser, texts, limits, 4, 0).common_prefix == common
+    assert sampled([prompt.encode() for prompt in prompts * 2], 4).common_prefix == common
 
 
 def test_rows_to_trace_and_rows_drawn_behind_them() -> None:
-    rows: Any = [RawRow(i, f"row {i}".encode()) for i in range(2000)]
-    source: Any = SimpleNamespace(rows=lambda: iter(rows), name="rows")
-    parser: Any = SimpleNamespace(parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams())))
-    texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
-    limits: Any = None
-    sample = sample_rows(source, parser, texts, limits, 64, 0)
+    prompts = [f"row {i}".encode() for i in range(2000)]
+    sample = sampled(prompts, 64)
     assert (len(sample.requests), sample.num_to_trace, sample.num_rows) == (1024, 64, 2000)
     assert sample.to_trace == sample.requests[:64]
     assert [request.request_id for request in sample.requests] == [*range(1024)]
     assert len({request.noise.stream for request in sample.requests}) == 1024
     assert [len(request.prompt_token_ids) for request in sample.requests] == sample.prompt_tokens
-    sample = sample_rows(source, parser, texts, limits, 10**4, 0)
+    sample = sampled(prompts, 10**4)
     assert sample.to_trace == sample.requests, "no more are drawn than are traced"
     assert len(sample.requests) == sample.num_to_trace == 2000
 
 
 def test_the_first_rows_are_a_sample_of_a_sorted_file() -> None:
-    rows: Any = [RawRow(i, b"a" * (1 + i)) for i in range(1000)]
-    source: Any = SimpleNamespace(rows=lambda: iter(rows), name="rows")
-    parser: Any = SimpleNamespace(parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams())))
-    texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
-    limits: Any = None
-    lengths = [len(request.prompt_token_ids) for request in sample_rows(source, parser, texts, limits, 64, 0).to_trace]
+    sample = sampled([b"a" * (1 + i) for i in range(1000)], 64)
+    lengths = [len(request.prompt_token_ids) for request in sample.to_trace]
     assert 400 < np.mean(lengths) < 600, "whose standard error is 36"
 
 
