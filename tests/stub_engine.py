@@ -183,8 +183,9 @@ def main() -> None:
     """The command line over the stub engine."""
     sys.modules.update(stub_modules())
     from specbatch import cli
+    from specbatch.cli import startup
 
-    cli._model_paths = lambda config: {}
+    startup.model_paths = lambda config: {}
     cli.main()
 
 

@@ -1,35 +1,18 @@
-"""The command line: parse, load the configuration, call one function. Data goes to stdout, everything else to stderr.
-
-Exit codes: 0 all fine, 1 some rows failed, 2 a mistake found before any model is loaded, or a full disk, 3 an error
-inside specbatch (with a traceback; finished rows are kept), 130 interrupted.
-"""
+"""The commands. What needs torch is imported in the functions: --help, usage errors and `models` do without."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import specbatch
+from specbatch.cli import startup
+from specbatch.cli.endings import user_errors
+from specbatch.cli.startup import download_bar, quiet_libraries, resolving
 from specbatch.errors import SpecbatchError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import TaskID
-
-    from specbatch.config import Config
-    from specbatch.engine.resolve import ResolvedRun
-
-USAGE_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
 
 app = typer.Typer(
     name="specbatch",
@@ -85,17 +68,17 @@ def generate(
 ) -> None:
     """Run every row of INPUT through the model. Running the same command again resumes an unfinished job."""
     began = time.perf_counter()
-    with _user_errors() as console:
+    with user_errors() as console:
         from specbatch.config_load import load_config
         from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
 
         settings = load_config(config, set_ or [])
-        _quiet_libraries()
+        quiet_libraries()
 
         # Imported here: --help, usage errors and `models` need no torch.
         from specbatch.engine.build import build_engine
 
-        runtime = Runtime(_resolving(console), build_engine, _model_paths)
+        runtime = Runtime(resolving(console), build_engine, startup.model_paths)
         code = generate_file(GenerateOptions(input, output, limit, overwrite), settings, runtime, console, began=began)
         raise typer.Exit(code)
 
@@ -129,7 +112,7 @@ def evaluate(
 ) -> None:
     """Run known tasks and score them: accuracy, speed, acceptance. The same command again resumes an unfinished run."""
     began = time.perf_counter()
-    with _user_errors() as console:
+    with user_errors() as console:
         from specbatch.config_load import load_config
         from specbatch.evals.load import find_tasks
 
@@ -139,7 +122,7 @@ def evaluate(
         from specbatch.pipeline.command import Runtime
 
         settings = load_config(config, set_ or [])
-        _quiet_libraries()
+        quiet_libraries()
         sampling = [item.split("=", 1)[0].strip() for item in set_ or [] if item.strip().startswith("sampling.")]
         options = EvalOptions(
             tasks=tuple(tasks or ()),
@@ -156,7 +139,7 @@ def evaluate(
 
         from specbatch.engine.build import build_engine
 
-        runtime = Runtime(_resolving(console), build_engine, _model_paths)
+        runtime = Runtime(resolving(console), build_engine, startup.model_paths)
         raise typer.Exit(evaluate_tasks(options, settings, runtime, console, began=began))
 
 
@@ -174,12 +157,12 @@ def tune(
     set_: SetOption = None,
 ) -> None:
     """Find num_steps, topk and num_draft_tokens for your own rows, by the number of running rows."""
-    with _user_errors() as console:
+    with user_errors() as console:
         from specbatch.config_load import load_config
         from specbatch.tuning.options import TuneOptions, example_rows, seconds_of
 
         settings = load_config(config, set_ or [])
-        _quiet_libraries()
+        quiet_libraries()
         options = TuneOptions(data or example_rows(console), output, rows, seconds_of(budget))
         options.check()
 
@@ -188,7 +171,7 @@ def tune(
         from specbatch.tuning.command import tune_file
         from specbatch.tuning.output import write_tuned
 
-        tuned = tune_file(options, settings, _resolving(console), build, _model_paths, console)
+        tuned = tune_file(options, settings, resolving(console), build, startup.model_paths, console)
         made_by: dict[str, object] = {
             "data": options.data,
             "rows": rows,
@@ -207,14 +190,14 @@ def tune(
 @app.command("config")
 def show_config(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Print the configuration with every `auto` decided; the reasons go to stderr."""
-    with _user_errors() as console:
+    with user_errors() as console:
         from specbatch.config_load import dump_config, load_config
 
         settings = load_config(config, set_ or [])
-        _quiet_libraries()
+        quiet_libraries()
         from specbatch.engine.resolve import resolve
 
-        with _download_bar(console) as show:
+        with download_bar(console) as show:
             run = resolve(settings, progress=show)
         for note in run.notes:
             console.print(note, markup=False, soft_wrap=True)
@@ -224,7 +207,7 @@ def show_config(config: ConfigOption = None, set_: SetOption = None) -> None:
 @models_app.command("list")
 def models_list() -> None:
     """The built-in models: name, size of the file, licence, whether it is here."""
-    with _user_errors():
+    with user_errors():
         from specbatch.models.catalog import BUILTIN_PREFIX, cached_path, catalog
 
         for name, entry in catalog().items():
@@ -238,10 +221,10 @@ def models_list() -> None:
 @models_app.command("pull")
 def models_pull(name: Annotated[str, typer.Argument(help="As `specbatch models list` shows it.")]) -> None:
     """Fetch a built-in model and print its path."""
-    with _user_errors() as console:
+    with user_errors() as console:
         from specbatch.models.catalog import BUILTIN_PREFIX, pull
 
-        with _download_bar(console) as show:
+        with download_bar(console) as show:
             path = pull(name.removeprefix(BUILTIN_PREFIX), show)
         typer.echo(str(path))
 
@@ -249,7 +232,7 @@ def models_pull(name: Annotated[str, typer.Argument(help="As `specbatch models l
 @models_app.command("path")
 def models_path(name: Annotated[str, typer.Argument(help="As `specbatch models list` shows it.")]) -> None:
     """Print where a fetched model lies."""
-    with _user_errors():
+    with user_errors():
         from specbatch.models.catalog import BUILTIN_PREFIX, cached_path
 
         name = name.removeprefix(BUILTIN_PREFIX)
@@ -257,108 +240,3 @@ def models_path(name: Annotated[str, typer.Argument(help="As `specbatch models l
         if path is None:
             raise SpecbatchError(f"{name} has not been fetched", f"specbatch models pull {name}")
         typer.echo(str(path))
-
-
-def _resolving(console: Console) -> Callable[[Config], ResolvedRun]:
-    """`resolve`, which shows the downloads that it starts."""
-    from specbatch.engine.resolve import resolve
-
-    def resolve_showing(settings: Config) -> ResolvedRun:
-        with _download_bar(console) as show:
-            return resolve(settings, progress=show)
-
-    return resolve_showing
-
-
-@contextlib.contextmanager
-def _download_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives the callback (what, bytes done, bytes in total) that shows a download: a bar on a terminal, elsewhere one
-    line for each step. Nothing is shown where nothing is called."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    tasks: dict[str, TaskID] = {}
-
-    def show(what: str, done: int, total: int) -> None:
-        if what not in tasks:
-            if not console.is_terminal:
-                console.print(f"{what} ({total / 1e6:,.0f} MB)", markup=False, soft_wrap=True)
-            tasks[what] = bar.add_task(what, total=total)
-            bar.start()
-        bar.update(tasks[what], completed=done)
-
-    try:
-        yield show
-    finally:
-        bar.stop()
-
-
-@contextlib.contextmanager
-def _user_errors() -> Iterator[Console]:
-    """The one place where mistakes of the user become `error:` and `hint:` lines; gives the console of stderr."""
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
-    try:
-        with _sigterm_as_interrupt():
-            yield console
-    except SpecbatchError as exc:
-        console.print("[bold red]error[/]: ", end="")
-        console.print(exc.message, markup=False, soft_wrap=True)
-        if exc.hint:
-            console.print("[bold cyan]hint[/]: ", end="")
-            console.print(exc.hint, markup=False, soft_wrap=True)
-        raise typer.Exit(USAGE_ERROR) from exc
-    except KeyboardInterrupt as exc:  # outside the loop, which has handlers of its own: while loading or sorting
-        console.print("interrupted: run the same command again to go on")
-        raise typer.Exit(INTERRUPTED) from exc
-    except typer.Exit:
-        raise
-    except Exception as exc:  # not the user's mistake: shown whole, and told apart from "some rows failed"
-        console.print(traceback.format_exc(), markup=False, highlight=False)
-        console.print("this is an error in specbatch; finished rows are kept, the same command goes on from there")
-        raise typer.Exit(INTERNAL_ERROR) from exc
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C does: files are closed, a half-done download is removed."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _model_paths(config: Config) -> Mapping[str, Path]:
-    """Where the models of a resolved config lie; resolving has fetched them. Those of random weights have no files:
-    name, dtype and device, all in the config, make them."""
-    from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
-
-    refs = {"model.target": config.model.target, "speculation.draft": config.speculation.draft}
-    return {
-        option: resolve_model(ref, allow_download=False)
-        for option, ref in refs.items()
-        if ref is not None and not ref.startswith(SHAPE_PREFIX)
-    }
-
-
-def _quiet_libraries() -> None:
-    """Advice that libraries print for their own callers would only puzzle the users of this tool."""
-    for name, value in (
-        ("TRANSFORMERS_VERBOSITY", "error"),
-        ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
-        ("DATASETS_VERBOSITY", "error"),
-        ("HF_DATASETS_DISABLE_PROGRESS_BARS", "1"),
-        ("TOKENIZERS_PARALLELISM", "false"),
-    ):
-        os.environ.setdefault(name, value)
-    if not sys.warnoptions:
-        import warnings
-
-        warnings.filterwarnings("ignore", module=r"(transformers|datasets|huggingface_hub|torch)\b")

@@ -1,0 +1,81 @@
+"""What commands need before they can run a model: downloads that are shown, paths of models, quiet libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
+    from specbatch.config import Config
+    from specbatch.engine.resolve import ResolvedRun
+
+
+def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
+    """`resolve`, which shows the downloads that it starts."""
+    from specbatch.engine.resolve import resolve
+
+    def resolve_showing(settings: Config) -> ResolvedRun:
+        with download_bar(console) as show:
+            return resolve(settings, progress=show)
+
+    return resolve_showing
+
+
+@contextlib.contextmanager
+def download_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Gives the callback (what, bytes done, bytes in total) that shows a download: a bar on a terminal, elsewhere one
+    line for each step. Nothing is shown where nothing is called."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    tasks: dict[str, TaskID] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            if not console.is_terminal:
+                console.print(f"{what} ({total / 1e6:,.0f} MB)", markup=False, soft_wrap=True)
+            tasks[what] = bar.add_task(what, total=total)
+            bar.start()
+        bar.update(tasks[what], completed=done)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+def model_paths(config: Config) -> Mapping[str, Path]:
+    """Where the models of a resolved config lie; resolving has fetched them. Those of random weights have no files:
+    name, dtype and device, all in the config, make them."""
+    from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
+
+    refs = {"model.target": config.model.target, "speculation.draft": config.speculation.draft}
+    return {
+        option: resolve_model(ref, allow_download=False)
+        for option, ref in refs.items()
+        if ref is not None and not ref.startswith(SHAPE_PREFIX)
+    }
+
+
+def quiet_libraries() -> None:
+    """Advice that libraries print for their own callers would only puzzle the users of this tool."""
+    for name, value in (
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
+        ("DATASETS_VERBOSITY", "error"),
+        ("HF_DATASETS_DISABLE_PROGRESS_BARS", "1"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+    ):
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        import warnings
+
+        warnings.filterwarnings("ignore", module=r"(transformers|datasets|huggingface_hub|torch)\b")
