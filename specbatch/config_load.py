@@ -132,7 +132,7 @@ def _apply_set(tree: dict[str, Any], item: str) -> None:
     for depth, key in enumerate(keys):
         if not dataclasses.is_dataclass(annotation):
             raise ConfigError(f"--set {item}: {'.'.join(keys[:depth])} has no options of its own")
-        annotation = _hints(annotation).get(key) or _unknown(annotation, ".".join(keys[:depth]), key)
+        annotation = _hints(annotation).get(key) or _unknown(annotation, ".".join(keys[:depth]), key, text)
     value = _set_value(item, text, annotation)
     node = tree
     for key in keys[:-1]:
@@ -169,16 +169,18 @@ def _section(cls: Any, tree: Any, path: str) -> Any:
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in hints:
-            _unknown(cls, path, str(key))
+            _unknown(cls, path, str(key), value)
         full = f"{path}.{key}" if path else str(key)
         if cls is SamplingParams:
             values[key] = _sampling(str(key), value)
         elif dataclasses.is_dataclass(hints[key]):
             values[key] = _section(hints[key], value, full)
         elif value is not None and (element := _element(hints[key])) is not None:
+            convert = _section if dataclasses.is_dataclass(element) else _leaf
             if not isinstance(value, list):
-                raise ConfigError(f"{full} must be a list of mappings, not {_kind(value)}")
-            values[key] = tuple(_section(element, item, f"{full}[{i}]") for i, item in enumerate(value))
+                of = "mappings" if convert is _section else "integers"
+                raise ConfigError(f"{full} must be a list of {of}, not {_kind(value)}")
+            values[key] = tuple(convert(element, item, f"{full}[{i}]") for i, item in enumerate(value))
         else:
             values[key] = _leaf(hints[key], value, full)
     missing = [f.name for f in dataclasses.fields(cls) if _is_required(f) and f.name not in values]
@@ -188,11 +190,10 @@ def _section(cls: Any, tree: Any, path: str) -> Any:
 
 
 def _element(annotation: Any) -> Any:
-    """The dataclass of whose instances an option is a list; None for other options."""
+    """Of what an option is a list, a dataclass or int; None for other options."""
     for kind in _alternatives(annotation):
-        args = typing.get_args(kind)
-        if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(args[0]):
-            return args[0]
+        if typing.get_origin(kind) is tuple:
+            return typing.get_args(kind)[0]
     return None
 
 
@@ -260,17 +261,27 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _unknown(cls: Any, path: str, key: str) -> typing.NoReturn:
+def _unknown(cls: Any, path: str, key: str, value: Any) -> typing.NoReturn:
     names = list(_hints(cls))
     near = difflib.get_close_matches(key, names, n=1)
     prefix = f"{path}." if path else ""
-    if near:
+    if key == "num_speculative_tokens":  # near num_draft_tokens by its name, and one less
+        hint = _of_vllm(f"{prefix if 'num_steps' in names else 'speculation.'}num_steps", str(value))
+    elif near:
         hint = f"did you mean {prefix}{near[0]}?"
     else:
         # The right option in the wrong section is the next likeliest mistake.
         elsewhere = [p for p in option_paths() if p.rsplit(".", 1)[-1] == key]
         hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(names)}"
     raise ConfigError(f"unknown option {prefix}{key}", hint)
+
+
+def _of_vllm(option: str, value: str) -> str:
+    drafts, nodes = (f": {value}", str(int(value) + 1)) if value.isdecimal() else ("", "one more")
+    return (
+        f"vLLM's num_speculative_tokens{drafts} is {option}{drafts}; num_draft_tokens is {nodes}, for it counts the last "
+        "committed token too"
+    )
 
 
 def option_paths(cls: Any = Config, prefix: str = "") -> list[str]:

@@ -88,6 +88,26 @@ def test_set_of_a_section_merges() -> None:
 
 
 @pytest.mark.parametrize(
+    ("item", "option"),
+    [
+        ("speculation.num_speculative_tokens=4", "speculation.num_steps"),
+        ("num_speculative_tokens=4", "speculation.num_steps"),
+        ("speculation.schedule=[{max_batch: 4, num_speculative_tokens: 4}]", "speculation.schedule[0].num_steps"),
+    ],
+)
+def test_what_vllm_calls_its_drafts_is_translated(item: str, option: str) -> None:
+    """Its 4 are four drafts; num_draft_tokens counts the root as well."""
+    with pytest.raises(ConfigError, match="unknown option") as caught:
+        load_config(None, [item])
+    hint = str(caught.value.hint)
+    assert f"is {option}: 4;" in hint
+    assert "num_draft_tokens is 5" in hint
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["speculation.num_speculative_tokens=four"])
+    assert "is speculation.num_steps; num_draft_tokens is one more" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
     ("item", "message", "hint"),
     [
         ("sampling.temprature=1", "unknown option sampling.temprature", "sampling.temperature"),
