@@ -279,8 +279,8 @@ def _unknown(cls: Any, path: str, key: str, value: Any) -> typing.NoReturn:
 def _of_vllm(option: str, value: str) -> str:
     drafts, nodes = (f": {value}", str(int(value) + 1)) if value.isdecimal() else ("", "one more")
     return (
-        f"vLLM's num_speculative_tokens{drafts} is {option}{drafts}; num_draft_tokens is {nodes}, for it counts the last "
-        "committed token too"
+        f"vLLM's num_speculative_tokens{drafts} is {option}{drafts}; num_draft_tokens is {nodes}, for it counts the "
+        "last committed token too"
     )
 
 
