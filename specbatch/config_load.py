@@ -105,6 +105,17 @@ def default_config_text() -> str:
     return resources.files("specbatch").joinpath("default.yaml").read_text(encoding="utf-8")
 
 
+def write_template(path: Path) -> None:
+    """The packaged default.yaml as a file to edit. Raises ConfigError; an existing file is not touched."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(default_config_text())
+    except FileExistsError as exc:
+        raise ConfigError(f"{path} exists already", "specbatch init OTHER.yaml writes elsewhere") from exc
+    except OSError as exc:
+        raise ConfigError(f"cannot write {path}: {exc.strerror}") from exc
+
+
 def _read(path: Path | str | None) -> tuple[str, str]:
     if path is None:
         if not Path(LOCAL_NAME).is_file():

