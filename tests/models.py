@@ -19,11 +19,12 @@ from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
-from specbatch.models.config import ModelConfig, RopeConfig
+from specbatch.models.config import ModelConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleConfig, EagleHead
 from specbatch.models.eagle_head import expected_tensors as head_tensors
+from specbatch.models.rope import RopeConfig
 from specbatch.speculation.factory import DraftFactory
 from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft, num_lookahead
 from specbatch.speculation.schedule import ByBatch, Schedule

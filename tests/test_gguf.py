@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from specbatch.errors import ModelError
 from specbatch.models.config import expected_tensors, parse_hf_config
-from specbatch.models.gguf import GgufFile, gguf_model_config
+from specbatch.models.gguf import GgufFile
+from specbatch.models.gguf_config import gguf_model_config
 from specbatch.models.weights import open_checkpoint
 
 # Row lengths of 256 and more: blocks of the K types hold 256 elements.

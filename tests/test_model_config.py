@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specbatch.errors import ModelError
-from specbatch.models.config import RopeConfig, expected_tensors, parse_hf_config
+from specbatch.models.config import expected_tensors, parse_hf_config
+from specbatch.models.rope import RopeConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -29,6 +31,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 LLAMA = {"model_type": "llama", **SIZES}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
@@ -131,6 +134,41 @@ def test_missing_optional_keys() -> None:
     assert parse_hf_config({**bare, "model_type": "qwen3"}).head_dim == 128
 
 
+@pytest.mark.parametrize(
+    ("max_position", "scaling", "length"),
+    [
+        # Qwen3-8B with the block that its card gives; Qwen2.5-7B-Instruct with its own.
+        (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (32768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        # max_position_embeddings holds the factor already: it is not applied twice.
+        (131072, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (131072, {"type": "yarn", "original_max_position_embeddings": 32768}, 131072),
+        (100000, {"type": "yarn", "original_max_position_embeddings": 49 * 7}, 100000),
+        (16384, {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        # Without an original length it is taken for that.
+        (32768, {"type": "yarn", "factor": 4.0}, 131072),
+        (4096, {"type": "linear", "factor": 4.0}, 16384),
+        (4096, {"type": "linear", "factor": 2.5}, 10240),
+        (131072, LLAMA3 | {"original_max_position_embeddings": 8192}, 131072),
+        (40960, {"rope_type": "default"}, 40960),
+        (40960, None, 40960),
+    ],
+)
+def test_scaling_sets_the_longest_sequence(max_position: int, scaling: dict[str, Any] | None, length: int) -> None:
+    raw = {**LLAMA, "max_position_embeddings": max_position, "rope_scaling": scaling}
+    assert parse_hf_config(raw).max_position_embeddings == length
+
+
+def test_the_original_length_may_be_at_the_top_level() -> None:
+    raw = {**LLAMA, "max_position_embeddings": 40960, "original_max_position_embeddings": 32768}
+    assert parse_hf_config({**raw, "rope_scaling": {"type": "yarn", "factor": 4.0}}).max_position_embeddings == 131072
+
+
+def test_null_is_the_default() -> None:
+    keys = ("attention_bias", "mlp_bias", "tie_word_embeddings", "rope_theta", "rope_scaling", "quantization_config")
+    assert parse_hf_config({**LLAMA, **dict.fromkeys(keys)}) == parse_hf_config(LLAMA)
+
+
 def test_sliding_windows() -> None:
     def windows(**keys: Any) -> tuple[int | None, ...]:
         return parse_hf_config({**SIZES, **keys}).sliding_windows
@@ -162,12 +200,51 @@ def test_end_of_sequence_ids_are_united() -> None:
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
         ({"quantization_config": {"quant_method": "awq"}}, ("awq", "GGUF")),
         ({"hidden_size": "32"}, ("hidden_size", "'32'")),
+        ({"hidden_size": True}, ("hidden_size", "True")),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers", "from 1 to 1000")),
+        ({"vocab_size": 10**30}, ("vocab_size", "2147483647")),
+        ({"max_position_embeddings": 10**12}, ("max_position_embeddings", "2147483647")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 9e5}, "max_position_embeddings": 9999}, ("stretched", "999")),
+        ({"tie_word_embeddings": "false"}, ("tie_word_embeddings", "true or false")),
+        ({"attention_bias": 1}, ("attention_bias", "true or false")),
+        ({"eos_token_id": [1, [2]]}, ("eos_token_id", "[2]")),
+        ({"eos_token_id": -2}, ("eos_token_id", "-2")),
+        ({"model_type": "mistral", "sliding_window": -1}, ("sliding_window", "-1")),
+        ({"model_type": "mistral", "sliding_window": "4096"}, ("sliding_window", "'4096'")),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "1"}, ("max_window_layers", "'1'")),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": 3}, ("layer_types", "not 3")),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": [[], 1, 2]}, ("layer type [] ",)),
         ({"num_key_value_heads": 3}, ("num_key_value_heads",)),
         ({"vocab_size": None}, ("vocab_size",)),
         ({"head_dim": 7}, ("head_dim 7",)),
-        ({"rms_norm_eps": [1]}, ("wrong type",)),
-        ({"rope_scaling": "linear"}, ("wrong type",)),
-        ({"quantization_config": "awq"}, ("wrong type",)),
+        ({"rms_norm_eps": [1]}, ("rms_norm_eps", "[1]")),
+        ({"rms_norm_eps": -1}, ("rms_norm_eps", "above 0")),
+        ({"rms_norm_eps": 0}, ("rms_norm_eps", "above 0")),
+        ({"rms_norm_eps": math.nan}, ("rms_norm_eps", "finite")),
+        ({"rms_norm_eps": 10**400}, ("rms_norm_eps", "finite")),
+        ({"rope_theta": -5}, ("rope_theta", "-5", "above 1")),
+        ({"rope_theta": 0}, ("rope_theta", "above 1")),
+        ({"rope_theta": math.inf}, ("rope_theta", "finite")),
+        ({"rope_theta": "10000"}, ("rope_theta", "'10000'")),
+        ({"rope_scaling": "linear"}, ("rope_scaling", "'linear'")),
+        ({"rope_scaling": 0}, ("rope_scaling", "not 0")),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, ("factor is 0", "from 1")),
+        ({"rope_scaling": {"type": "linear", "factor": math.nan}}, ("factor", "finite")),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "rope_theta": -5}}, ("rope_theta", "-5")),
+        ({"rope_scaling": {"type": "yarn", "factor": -4}}, ("factor is -4",)),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 256}}, ("factor is 0.5",)),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 0}}, ("original_max", "0")),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 0}}, ("beta_slow",)),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 2}}, ("beta_slow", "beta_fast")),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": -1}}, ("attention_factor", "above 0")),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": "1"}}, ("attention_factor", "'1'")),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": -1}}, ("mscale",)),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": "no"}}, ("truncate", "'no'")),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, ("low_freq_factor", "below high_freq_factor")),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 0}}, ("low_freq_factor", "above 0")),
+        ({"rope_scaling": LLAMA3 | {"factor": 0.0}}, ("factor is 0",)),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("full_attention",)),
+        ({"quantization_config": "awq"}, ("quantization_config", "'awq'")),
     ],
 )
 def test_refusals_name_the_culprit(change: dict[str, Any], words: tuple[str, ...]) -> None:

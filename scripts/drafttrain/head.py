@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specbatch.models.config import ModelConfig, RopeConfig
+from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_head import EagleConfig
+from specbatch.models.rope import RopeConfig
 from specbatch.models.weights import Checkpoint
 
 

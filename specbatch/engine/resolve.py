@@ -115,6 +115,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
     if target.path is None:
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
+    if (stretched := target.config.rope.stretching()) is not None:
+        notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
     draft = _open_draft(speculation, target, tokenizer, dtype, device, progress)
     shapes = [shape for shape in schedule_of(speculation).items if shape is not None]
     topk = max((shape.topk for shape in shapes), default=1)

@@ -1,4 +1,4 @@
-"""GGUF files: header, model configuration and dequantised tensors under Hugging Face names.
+"""GGUF files: header and dequantised tensors, under Hugging Face names (the model configuration: `gguf_config.py`).
 
 The header is parsed here because `gguf.GGUFReader` spends seconds on the 150,000 token strings of a vocabulary (each
 becomes numpy objects), for every file of every run. Types, block sizes and dequantisation come from the `gguf` package.
@@ -7,12 +7,14 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,19 +22,25 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize
 
 from specbatch.errors import ModelError
-from specbatch.models.config import ModelConfig, RopeConfig
+from specbatch.models.checks import shown
+from specbatch.models.config import ModelConfig
 
+T = TypeVar("T")
 _Q = GGMLQuantizationType
 # fmt: off
 SUPPORTED_TENSOR_TYPES = (
     _Q.F32, _Q.F16, _Q.BF16, _Q.Q8_0, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K,
 )
 # fmt: on
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 # Little-endian struct codes of the scalar metadata types 0..12; 8 is string, 9 is array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Bounds, many times above those of any model, so that a damaged number costs neither minutes nor gigabytes.
+_HEADER_BYTES = 1 << 27
+_MAX_ITEMS = 1 << 22  # of all arrays together
+_MAX_DEPTH = 4  # of arrays in arrays
+_MAX_DIMS = 4  # of a tensor, as in ggml
 # Elements dequantised at a time: temporaries stay in the processor's cache (2-5x faster than whole tensors).
 _CHUNK_ELEMENTS = 1 << 18
 
@@ -56,27 +64,27 @@ class GgufFile:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
+        self._items_left = _MAX_ITEMS
         try:
             self.data = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise ModelError(f"cannot open {path}: {error}") from error
         try:
-            self._read_header()
-        except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, RecursionError) as error:
+            self._read_header(memoryview(self.data[:_HEADER_BYTES]))  # type: ignore[arg-type]
+        except (struct.error, UnicodeDecodeError) as error:
             raise self._damaged(f"its header ends early or is malformed ({error})") from error
 
     def _damaged(self, why: str) -> ModelError:
         return ModelError(f"{self.path} is truncated or damaged: {why}", hint="download the file again")
 
-    def _read_header(self) -> None:
-        buffer = memoryview(self.data)  # type: ignore[arg-type]
+    def _read_header(self, buffer: memoryview) -> None:
         magic, version, num_tensors, num_entries = struct.unpack_from("<4sIQQ", buffer, 0)
         if magic != b"GGUF":
             raise ModelError(f"{self.path} is not a GGUF file (it starts with {magic!r})")
         if version not in (2, 3):
             raise ModelError(f"{self.path}: GGUF version {version} is not supported", hint="supported versions: 2, 3")
         offset = 24
-        for _ in range(num_entries):
+        for _ in range(num_entries):  # too many end with the file: each has bytes of its own
             key, offset = _read_string(buffer, offset)
             (kind,) = struct.unpack_from("<I", buffer, offset)
             self.metadata[key], offset = self._read_value(buffer, offset + 4, kind)
@@ -84,41 +92,50 @@ class GgufFile:
         for _ in range(num_tensors):
             name, offset = _read_string(buffer, offset)
             (num_dims,) = struct.unpack_from("<I", buffer, offset)
+            if num_dims > _MAX_DIMS:
+                raise self._damaged(f"tensor {shown(name)} has {num_dims} dimensions")
             dims = struct.unpack_from(f"<{num_dims}Q", buffer, offset + 4)
             type_id, start = struct.unpack_from("<IQ", buffer, offset + 4 + 8 * num_dims)
             offset += 16 + 8 * num_dims
             infos.append((name, tuple(reversed(dims)), type_id, start))
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:
-            raise self._damaged(f"general.alignment is {alignment!r}")
+            raise self._damaged(f"general.alignment is {shown(alignment)}")
         data_start = (offset + alignment - 1) // alignment * alignment
         for name, shape, type_id, start in infos:
+            if start % alignment:
+                raise self._damaged(f"tensor {shown(name)} begins at {start:,}, which is not a multiple of {alignment}")
             self._add_tensor(name, shape, type_id, data_start + start)
+        in_order = sorted(self.tensors.values(), key=lambda tensor: (tensor.start, tensor.num_bytes))
+        for one, other in itertools.pairwise(in_order):
+            if one.start + one.num_bytes > other.start:
+                raise self._damaged(f"tensors {shown(one.name)} and {shown(other.name)} overlap")
 
-    def _read_value(self, buffer: memoryview, offset: int, kind: int) -> tuple[Any, int]:
+    def _read_value(self, buffer: memoryview, offset: int, kind: int, depth: int = 0) -> tuple[Any, int]:
         if kind == _STRING:
             return _read_string(buffer, offset)
         if kind in _SCALARS:
             (value,) = struct.unpack_from("<" + _SCALARS[kind], buffer, offset)
             return value, offset + struct.calcsize(_SCALARS[kind])
-        if kind != _ARRAY:
-            raise self._damaged(f"unknown metadata type {kind}")
+        if kind != _ARRAY or depth == _MAX_DEPTH:
+            raise self._damaged(f"unknown metadata type {kind}" if kind != _ARRAY else "arrays nested too deep")
         item_kind, count = struct.unpack_from("<IQ", buffer, offset)
         offset += 12
-        if count > len(buffer):  # each item takes a byte or more; do not let damage allocate without bound
-            raise self._damaged(f"an array of {count} items")
+        self._items_left -= count
+        if self._items_left < 0:
+            raise self._damaged(f"an array of {count:,} items")
         if item_kind in _SCALARS:
             values = struct.unpack_from(f"<{count}{_SCALARS[item_kind]}", buffer, offset)
             return list(values), offset + count * struct.calcsize(_SCALARS[item_kind])
         items = []
         for _ in range(count):
-            item, offset = self._read_value(buffer, offset, item_kind)
+            item, offset = self._read_value(buffer, offset, item_kind, depth + 1)
             items.append(item)
         return items, offset
 
     def _add_tensor(self, name: str, shape: tuple[int, ...], type_id: int, start: int) -> None:
         if name in self.tensors:
-            raise self._damaged(f"tensor {name!r} appears twice")
+            raise self._damaged(f"tensor {shown(name)} appears twice")
         try:
             kind = GGMLQuantizationType(type_id)
         except ValueError:
@@ -126,19 +143,21 @@ class GgufFile:
         if kind not in SUPPORTED_TENSOR_TYPES:
             raise _unsupported_type(self.path, name, kind.name)
         block_size, block_bytes = GGML_QUANT_SIZES[kind]
-        num_elements = int(np.prod(shape, dtype=np.int64))
-        if num_elements % block_size:
-            raise self._damaged(f"tensor {name!r} of shape {shape} does not divide into {kind.name} blocks")
+        num_elements = math.prod(shape)
+        # Blocks lie along a row. (A tensor of no dimensions is one number.)
+        if (shape[-1] if shape else 1) % block_size:
+            raise self._damaged(f"tensor {shown(name)} of shape {shape} does not divide into {kind.name} blocks")
         num_bytes = num_elements // block_size * block_bytes
         if start + num_bytes > len(self.data):
-            raise self._damaged(f"tensor {name!r} ends at byte {start + num_bytes:,}, the file has {len(self.data):,}")
+            end = f"{start + num_bytes:,}"
+            raise self._damaged(f"tensor {shown(name)} ends at byte {end}, the file has {len(self.data):,}")
         self.tensors[name] = GgufTensor(name, shape, kind, start, num_bytes)
 
     def load(self, name: str) -> torch.Tensor:
         """The tensor as float32 on the CPU, dequantised."""
         tensor = self.tensors[name]
         raw = self.data[tensor.start : tensor.start + tensor.num_bytes]
-        result = np.empty(int(np.prod(tensor.shape, dtype=np.int64)), dtype=np.float32)
+        result = np.empty(math.prod(tensor.shape), dtype=np.float32)
         block_size, block_bytes = GGML_QUANT_SIZES[tensor.type]
         step = _CHUNK_ELEMENTS // block_size
         for first in range(0, len(result) // block_size, step):
@@ -146,6 +165,20 @@ class GgufFile:
             values = dequantize(chunk.reshape(1, -1), tensor.type).reshape(-1)
             result[first * block_size : first * block_size + len(values)] = values
         return torch.from_numpy(result.reshape(tensor.shape))
+
+    def text(self, key: str) -> str | None:
+        """A text of the metadata, None where there is none."""
+        value = self.metadata.get(key)
+        if value is not None and not isinstance(value, str):
+            raise ModelError(f"{self.path}: {key} must be a text, not {shown(value)}")
+        return value
+
+    def items(self, key: str, kind: type[T]) -> list[T]:
+        """An array of the metadata, empty where there is none."""
+        value = self.metadata.get(key)
+        if value is not None and not (isinstance(value, list) and all(type(item) is kind for item in value)):
+            raise ModelError(f"{self.path}: {key} must be an array of {kind.__name__}, not {shown(value)}")
+        return value or []
 
     def close(self) -> None:
         # The mapping goes with its last reference; nobody else is handed one.
@@ -163,136 +196,8 @@ def _read_string(buffer: memoryview, offset: int) -> tuple[str, int]:
 def _unsupported_type(path: Path, tensor: str, kind: str) -> ModelError:
     names = ", ".join(t.name for t in SUPPORTED_TENSOR_TYPES)
     return ModelError(
-        f"{path}: tensor {tensor!r} has type {kind}, which is not supported", hint=f"supported types: {names}"
+        f"{path}: tensor {shown(tensor)} has type {kind}, which is not supported", hint=f"supported types: {names}"
     )
-
-
-def gguf_model_config(file: GgufFile) -> ModelConfig:
-    """The model configuration that the metadata (and the presence of optional tensors) describe."""
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise ModelError(
-            f"{file.path}: GGUF architecture {architecture!r} is not supported",
-            hint=f"supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)} (Mistral models are 'llama' in GGUF)",
-        )
-    if file.metadata.get("split.count", 1) > 1:
-        raise ModelError(
-            f"{file.path} is one part of a split GGUF", hint="merge the parts first: llama-gguf-split --merge"
-        )
-    meta = _Metadata(file, architecture)
-    if meta.get("expert_count", 0):
-        raise ModelError(f"{file.path} is a mixture-of-experts model, which is not supported")
-    if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path} has no tensor 'token_embd.weight'")
-    hidden_size, num_heads = meta.size("embedding_length"), meta.size("attention.head_count")
-    num_layers = meta.size("block_count")
-    if num_layers > len(file.tensors):  # before anything is sized by it: the number may be damage
-        raise ModelError(f"{file.path}: block_count {num_layers} for {len(file.tensors)} tensors")
-    head_dim = meta.get("attention.key_length", hidden_size // num_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if meta.get(key, head_dim) != head_dim:
-            raise ModelError(f"{file.path}: {key} {meta.get(key)} differs from the head size {head_dim}")
-    window = meta.get("attention.sliding_window", 0) or None
-    return ModelConfig(
-        model_type=architecture,
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden_size,
-        intermediate_size=meta.size("feed_forward_length"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=meta.get("attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=meta.number("attention.layer_norm_rms_epsilon", None),
-        rope=_rope_config(file, meta, head_dim),
-        max_position_embeddings=meta.size("context_length"),
-        tie_word_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        sliding_windows=(window,) * num_layers,
-        eos_token_ids=_eos_token_ids(file.metadata),
-    )
-
-
-class _Metadata:
-    """The keys under one architecture's name."""
-
-    def __init__(self, file: GgufFile, architecture: str) -> None:
-        self.file = file
-        self.architecture = architecture
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise ModelError(f"{self.file.path}: {key} differs between layers, which is not supported")
-            return value[0]
-        return value
-
-    def size(self, key: str) -> int:
-        value = self.get(key)
-        if not isinstance(value, int) or value <= 0:
-            raise ModelError(f"{self.file.path}: metadata {self.architecture}.{key} is missing or not positive")
-        return value
-
-    def number(self, key: str, default: float | None) -> float:
-        value = self.get(key, default)
-        if value is None:
-            raise ModelError(f"{self.file.path}: metadata {self.architecture}.{key} is missing")
-        # Stored as float32; the shortest decimal with those bits is what config.json said (1e-05, not 9.99999975e-06).
-        return float(str(np.float32(value)))
-
-
-def _rope_config(file: GgufFile, meta: _Metadata, head_dim: int) -> RopeConfig:
-    theta = meta.number("rope.freq_base", 10000.0)
-    kind = meta.get("rope.scaling.type", "none")
-    factor = meta.number("rope.scaling.factor", 1.0)
-    if kind == "none" and meta.get("rope.scale_linear", 1.0) != 1.0:  # files from before rope.scaling.type
-        kind, factor = "linear", meta.number("rope.scale_linear", None)
-    divisors: tuple[float, ...] | None = None
-    if "rope_freqs.weight" in file.tensors:
-        divisors = tuple(file.load("rope_freqs.weight").tolist())
-        if len(divisors) != head_dim // 2:
-            raise ModelError(f"{file.path}: rope_freqs.weight has {len(divisors)} entries, expected {head_dim // 2}")
-    if kind == "none":
-        return RopeConfig(theta=theta, frequency_divisors=divisors)
-    if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=factor, frequency_divisors=divisors)
-    if kind == "yarn":
-        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
-            if meta.get(f"rope.scaling.{key}", 1.0) != 1.0:
-                raise ModelError(f"{file.path}: rope.scaling.{key} is not supported")
-        return RopeConfig(
-            theta=theta,
-            scaling="yarn",
-            factor=factor,
-            original_max_position=meta.size("rope.scaling.original_context_length"),
-            beta_fast=meta.number("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=meta.number("rope.scaling.yarn_beta_slow", 1.0),
-            frequency_divisors=divisors,
-        )
-    raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported", hint="supported: none, linear, yarn")
-
-
-# Tokens that end a turn, in chat templates that name them.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>")
-# Further ids that the generation_config.json of a family's chat models lists, which GGUF has no key for.
-_FAMILY_ENDS = {"qwen2": ("<|im_end|>", "<|endoftext|>"), "llama-bpe": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")}
-
-
-def _eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in metadata]
-    template = metadata.get("tokenizer.chat_template")
-    if template:
-        wanted = {text for text in _TURN_ENDS if text in template}
-        wanted.update(_FAMILY_ENDS.get(metadata.get("tokenizer.ggml.pre", ""), ()))
-        kinds = metadata.get("tokenizer.ggml.token_type")
-        for i, text in enumerate(metadata.get("tokenizer.ggml.tokens", ())):
-            if text in wanted and (kinds is None or kinds[i] != 1):  # 1: an ordinary token that merely reads so
-                ids.append(i)
-    return tuple(dict.fromkeys(ids))
 
 
 _BLOCK_NAMES = {
@@ -358,7 +263,7 @@ def gguf_description(file: GgufFile) -> str:
     """Such as "Q4_K_M dequantised" or "GGUF F16"."""
     try:
         name = LlamaFileType(file.metadata["general.file_type"]).name
-    except (KeyError, ValueError):
+    except (KeyError, ValueError):  # no such key, no such number
         sizes: dict[str, int] = {}
         for tensor in file.tensors.values():
             sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.num_bytes

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from specbatch.errors import ModelError
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
-from specbatch.models.gguf import GgufFile, GgufSource, gguf_description, gguf_model_config
+from specbatch.models.gguf import GgufFile, GgufSource, gguf_description
+from specbatch.models.gguf_config import gguf_model_config
 
 
 class TensorSource(Protocol):

@@ -1,0 +1,57 @@
+"""Values that come from a model's files: each is checked for type and range before anything is computed from it.
+
+`name` is what the error calls the value, such as "config.json: rope_theta".
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from specbatch.errors import ModelError
+
+MAX_SIZE = 2**31 - 1  # of anything that is counted: positions and token ids have 32 bits on the device
+MAX_LAYERS = 1_000
+
+
+def whole_number(value: object, name: str, *, at_least: int = 1, at_most: int = MAX_SIZE) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not at_least <= value <= at_most:
+        raise ModelError(f"{name} must be a whole number from {at_least} to {at_most}, not {shown(value)}")
+    return value
+
+
+def number(value: object, name: str) -> float:
+    """A finite number."""
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number beyond every float
+        pass
+    raise ModelError(f"{name} must be a finite number, not {shown(value)}")
+
+
+def norm_eps(value: object, name: str) -> float:
+    """What is added to a mean of squares, to divide by its root."""
+    eps = number(value, name)
+    if not 0 < eps < 1:
+        raise ModelError(f"{name} is {eps:g}; it must be above 0 and below 1")
+    return eps
+
+
+def flag(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ModelError(f"{name} must be true or false, not {shown(value)}")
+    return value
+
+
+def mapping(value: object, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{name} must be a JSON object, not {shown(value)}")
+    return value
+
+
+def shown(value: object) -> str:
+    """The value as text, cut where it is long or deep."""
+    return reprlib.repr(value)

@@ -1,0 +1,159 @@
+"""The model configuration that a GGUF file describes: its metadata, and which optional tensors it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from specbatch.errors import ModelError
+from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, norm_eps, number, shown, whole_number
+from specbatch.models.config import ModelConfig
+from specbatch.models.gguf import GgufFile
+from specbatch.models.rope import RopeConfig
+
+SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+
+def gguf_model_config(file: GgufFile) -> ModelConfig:
+    """Raises ModelError for what is not supported, missing, of a wrong type or out of range."""
+    source = str(file.path)
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
+        raise ModelError(
+            f"{source}: GGUF architecture {shown(architecture)} is not supported",
+            hint=f"supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)} (Mistral models are 'llama' in GGUF)",
+        )
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise ModelError(f"{source} is one part of a split GGUF", hint="merge them first: llama-gguf-split --merge")
+    meta = _Metadata(file, architecture)
+    if meta.get("expert_count", 0):
+        raise ModelError(f"{source} is a mixture-of-experts model, which is not supported")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{source} has no tensor 'token_embd.weight' of two dimensions")
+    hidden_size, num_heads = meta.size("embedding_length"), meta.size("attention.head_count")
+    num_layers = meta.size("block_count", at_most=MAX_LAYERS)
+    head_dim = meta.size("attention.key_length", max(1, hidden_size // num_heads))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if meta.size(key, head_dim) != head_dim:
+            raise ModelError(f"{source}: {key} {meta.get(key)} differs from the head size {head_dim}")
+    window = meta.size("attention.sliding_window", 0, at_least=0) or None
+    context = meta.size("context_length")
+    rope = _rope_config(file, meta, head_dim, context)
+    return ModelConfig(
+        model_type=architecture,
+        vocab_size=embedding.shape[0],
+        hidden_size=hidden_size,
+        intermediate_size=meta.size("feed_forward_length"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=meta.size("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=norm_eps(meta.number("attention.layer_norm_rms_epsilon"), meta.name("layer_norm_rms_epsilon")),
+        rope=rope,
+        max_position_embeddings=rope.context_length(context, meta.name("context_length")),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        sliding_windows=(window,) * num_layers,
+        eos_token_ids=_eos_token_ids(file),
+    ).checked(source)
+
+
+class _Metadata:
+    """The keys under one architecture's name."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self._file = file
+        self._architecture = architecture
+
+    def name(self, key: str) -> str:
+        return f"{self._file.path}: metadata {self._architecture}.{key}"
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._file.metadata.get(f"{self._architecture}.{key}", default)
+        if isinstance(value, list):
+            if not value or any(each != value[0] for each in value[1:]):
+                raise ModelError(f"{self._file.path}: {key} differs between layers, which is not supported")
+            return value[0]
+        return value
+
+    def size(self, key: str, default: int | None = None, *, at_least: int = 1, at_most: int = MAX_SIZE) -> int:
+        return whole_number(self._present(key, default), self.name(key), at_least=at_least, at_most=at_most)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = number(self._present(key, default), self.name(key))
+        # Stored as float32; the shortest decimal with those bits is what config.json said (1e-05, not 9.99999975e-06).
+        with np.errstate(over="ignore"):
+            return number(float(str(np.float32(value))), self.name(key))
+
+    def _present(self, key: str, default: Any) -> Any:
+        value = self.get(key, default)
+        if value is None:
+            raise ModelError(f"{self.name(key)} is missing")
+        return value
+
+
+def _rope_config(file: GgufFile, meta: _Metadata, head_dim: int, context: int) -> RopeConfig:
+    theta = meta.number("rope.freq_base", 10000.0)
+    kind = meta.get("rope.scaling.type", "none")
+    factor = meta.number("rope.scaling.factor", 1.0)
+    if kind == "none" and meta.number("rope.scale_linear", 1.0) != 1.0:  # files from before rope.scaling.type
+        kind, factor = "linear", meta.number("rope.scale_linear")
+    divisors: tuple[float, ...] | None = None
+    if "rope_freqs.weight" in file.tensors:
+        shape = file.tensors["rope_freqs.weight"].shape
+        if shape != (head_dim // 2,):
+            raise ModelError(f"{file.path}: rope_freqs.weight has the shape {list(shape)}, expected [{head_dim // 2}]")
+        divisors = tuple(file.load("rope_freqs.weight").tolist())
+    if kind == "none":
+        rope = RopeConfig(theta=theta, frequency_divisors=divisors)
+    elif kind == "linear":
+        original = meta.size("rope.scaling.original_context_length", context)
+        rope = RopeConfig(
+            theta=theta, scaling="linear", factor=factor, original_max_position=original, frequency_divisors=divisors
+        )
+    elif kind == "yarn":
+        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+            if meta.get(f"rope.scaling.{key}", 1.0) != 1.0:
+                raise ModelError(f"{file.path}: rope.scaling.{key} is not supported")
+        rope = RopeConfig(
+            theta=theta,
+            scaling="yarn",
+            factor=factor,
+            original_max_position=meta.size("rope.scaling.original_context_length"),
+            beta_fast=meta.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=meta.number("rope.scaling.yarn_beta_slow", 1.0),
+            frequency_divisors=divisors,
+        )
+    else:
+        raise ModelError(
+            f"{file.path}: rope scaling {shown(kind)} is not supported", hint="supported: none, linear, yarn"
+        )
+    return rope.checked(str(file.path))
+
+
+# Tokens that end a turn, in chat templates that name them.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|end|>")
+# Further ids that the generation_config.json of a family's chat models lists, which GGUF has no key for.
+_FAMILY_ENDS = {"qwen2": ("<|im_end|>", "<|endoftext|>"), "llama-bpe": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")}
+
+
+def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    ids = []
+    for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
+        value = file.metadata.get(f"tokenizer.ggml.{key}")
+        if value is not None:
+            ids.append(whole_number(value, f"{file.path}: tokenizer.ggml.{key}", at_least=0, at_most=2**32 - 1))
+    template = file.text("tokenizer.chat_template")
+    if template:
+        wanted = {text for text in _TURN_ENDS if text in template}
+        wanted.update(_FAMILY_ENDS.get(file.text("tokenizer.ggml.pre") or "", ()))
+        kinds = file.items("tokenizer.ggml.token_type", int)
+        for i, text in enumerate(file.items("tokenizer.ggml.tokens", str)):
+            if text in wanted and (i >= len(kinds) or kinds[i] != 1):  # 1: an ordinary token that merely reads so
+                ids.append(i)
+    return tuple(dict.fromkeys(ids))

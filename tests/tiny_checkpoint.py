@@ -1,0 +1,40 @@
+"""A checkpoint directory of a tiny random model with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from specbatch.models.config import expected_tensors, parse_hf_config
+from specbatch.models.tokenizer import byte_tokenizer
+
+RAW: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 0,
+}
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_tensors(parse_hf_config(RAW))
+    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+
+
+def write_checkpoint(folder: Path, **changes: Any) -> Path:
+    """`changes` are keys of config.json that do not change a tensor's shape."""
+    folder.mkdir(parents=True, exist_ok=True)
+    byte_tokenizer(RAW["vocab_size"], (0,)).save_pretrained(folder)
+    save_file(random_state(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**RAW, **changes}))
+    return folder
