@@ -44,6 +44,7 @@ from specbatch.tuning.output import live_comparisons
 from specbatch.tuning.predict import predict
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.schedule import Schedule
+from specbatch.tuning.start import open_rows
 from specbatch.types import Request
 
 _FINALISTS = 3  # of a batch size
@@ -87,7 +88,6 @@ def main() -> None:
     with told_by(parser):
         config = load_config(args.config, args.set)
         options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
-        options.check()
     batches = args.batches
     cell_rows = args.cell_rows or [8 * batch for batch in batches]
     if len(cell_rows) != len(batches) or any(rows < 2 * batch for rows, batch in zip(cell_rows, batches, strict=True)):
@@ -102,7 +102,8 @@ def main() -> None:
         check_batches(config.engine.max_batch_size)
     began = time.perf_counter()
     with told_by(parser):
-        tuned = tune_file(options, config, resolve, build, lambda config: {}, Console(stderr=True))
+        opened = open_rows(options, config)
+        tuned = tune_file(options, opened, resolve, build, lambda config: {}, Console(stderr=True))
     check_batches(tuned.run.engine.max_batch_size)  # which the configuration may have left to the device
     report: dict[str, Any] = {
         "commit": args.commit or commit(),

@@ -163,6 +163,7 @@ def test_more_rows_at_once_than_there_are_places_for(
     sets = ["--set", "engine.max_batch_size=4"] if told else []
     monkeypatch.setattr(sys, "argv", ["check_tune.py", "rows.jsonl", "-o", "check.json", "--batches", "1,8", *sets])
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 4)
     with pytest.raises(SystemExit):
         check_tune.main()
     assert "4 rows at most" in capsys.readouterr().err

@@ -27,7 +27,16 @@ LAYERS = [
     ["types", "errors", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CONFIG_READERS = ("cli", "pipeline", "evals", "tuning.command", "tuning.output", "engine.resolve", "config_load")
+CONFIG_READERS = (
+    "cli",
+    "pipeline",
+    "evals",
+    "tuning.command",
+    "tuning.output",
+    "tuning.start",
+    "engine.resolve",
+    "config_load",
+)
 FILES = sorted(ROOT.rglob("*.py"))
 
 

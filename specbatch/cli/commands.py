@@ -1,4 +1,5 @@
-"""The commands. What needs torch is imported in the functions: --help, usage errors and `models` do without."""
+"""The commands. What takes long to import is imported in the functions, and torch once a model is needed: --help,
+`models`, and what is wrong with the command line, the input or the output do without."""
 
 from __future__ import annotations
 
@@ -86,17 +87,12 @@ def generate(
         if input is None:
             raise InputError("no input is given", FIRST_RUN)
         from specbatch.config_load import load_config
-        from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
+        from specbatch.pipeline.command import GenerateOptions, generate_file
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
-
-        # Imported here: --help, usage errors and `models` need no torch.
-        from specbatch.engine.build import build_engine
-
-        runtime = Runtime(resolving(console), build_engine, startup.model_paths)
-        code = generate_file(GenerateOptions(input, output, limit, overwrite), settings, runtime, console, began=began)
-        raise typer.Exit(code)
+        options = GenerateOptions(input, output, limit, overwrite)
+        raise typer.Exit(generate_file(options, settings, startup.runtime(console), console, began=began))
 
 
 @app.command("eval", epilog=examples("eval"))
@@ -133,12 +129,8 @@ def evaluate(
     began = time.perf_counter()
     with user_errors() as console:
         from specbatch.config_load import load_config
-        from specbatch.evals.load import find_tasks
-
-        find_tasks(tasks or (), task or ())  # a wrong name is told before torch is imported, which takes seconds
         from specbatch.evals.command import EvalOptions
         from specbatch.evals.command import evaluate as evaluate_tasks
-        from specbatch.pipeline.command import Runtime
 
         sets = all_sets(set_, model, draft, method, max_tokens, temperature)
         settings = load_config(config, sets)
@@ -156,11 +148,7 @@ def evaluate(
             overwrite=overwrite,
             overrides=tuple(name.removeprefix("sampling.") for name in sampling),
         )
-
-        from specbatch.engine.build import build_engine
-
-        runtime = Runtime(resolving(console), build_engine, startup.model_paths)
-        raise typer.Exit(evaluate_tasks(options, settings, runtime, console, began=began))
+        raise typer.Exit(evaluate_tasks(options, settings, startup.runtime(console), console, began=began))
 
 
 @app.command(epilog=examples("tune"))
@@ -186,18 +174,20 @@ def tune(
     with user_errors() as console:
         from specbatch.config_load import load_config
         from specbatch.tuning.options import TuneOptions, example_rows, seconds_of
+        from specbatch.tuning.start import open_rows
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
         options = TuneOptions(data or example_rows(console), output, rows, seconds_of(budget))
-        options.check()
+        opened = open_rows(options, settings)
 
+        # After all that can be checked without torch.
         from specbatch.engine.build import build
         from specbatch.pipeline.stats import commit, device_name, versions
         from specbatch.tuning.command import tune_file
         from specbatch.tuning.output import write_tuned
 
-        tuned = tune_file(options, settings, resolving(console), build, startup.model_paths, console)
+        tuned = tune_file(options, opened, resolving(console), build, startup.model_paths, console)
         made_by: dict[str, object] = {
             "data": options.data,
             "rows": rows,

@@ -15,13 +15,29 @@ if TYPE_CHECKING:
 
     from specbatch.config import Config
     from specbatch.engine.resolve import ResolvedRun
+    from specbatch.pipeline.command import Runtime
+    from specbatch.types import BatchEngine
+
+
+def runtime(console: Console) -> Runtime:
+    """What jobs need of the engine. Torch is imported when they first need it: that takes seconds, and mistakes in the
+    command line, the input and the output are found before."""
+    from specbatch.pipeline.command import Runtime
+
+    def build(run: ResolvedRun, show: Callable[[str], None]) -> BatchEngine:
+        from specbatch.engine.build import build_engine
+
+        return build_engine(run, show)
+
+    return Runtime(resolving(console), build, model_paths)
 
 
 def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
     """`resolve`, which shows the downloads that it starts."""
-    from specbatch.engine.resolve import resolve
 
     def resolve_showing(settings: Config) -> ResolvedRun:
+        from specbatch.engine.resolve import resolve
+
         with download_bar(console) as show:
             return resolve(settings, progress=show)
 

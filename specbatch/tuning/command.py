@@ -15,13 +15,10 @@ from rich.console import Console
 from specbatch.config import Config, ScheduleSection
 from specbatch.engine.build import Built
 from specbatch.engine.resolve import ResolvedRun
-from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 from specbatch.pipeline.fingerprint import job_fingerprint
-from specbatch.pipeline.rows import RowParser
-from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.stats import device_name, versions
-from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.tuning.candidates import Candidate
 from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, repeated, speedups
 from specbatch.tuning.costs import KINDS, CostModel
@@ -30,10 +27,11 @@ from specbatch.tuning.kept import Kept, kept_folder
 from specbatch.tuning.options import ROWS, TuneOptions, rows_to_trace
 from specbatch.tuning.predict import FileProfile, Limits, Prediction
 from specbatch.tuning.replay import Replayer
-from specbatch.tuning.rows import check_enough, sample_rows
+from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.search import Option, SearchResult, search
 from specbatch.tuning.session import Session
 from specbatch.tuning.space import neural_space, ngram_space
+from specbatch.tuning.start import Rows
 from specbatch.tuning.tuner import Tuner, Widest
 from specbatch.types import Request
 
@@ -64,29 +62,19 @@ class Tuned:
 
 def tune_file(
     options: TuneOptions,
-    config: Config,
+    rows: Rows,
     resolve: Callable[[Config], ResolvedRun],
     build: Callable[[ResolvedRun, Callable[[str], None]], Built],
     model_paths: Callable[[Config], Mapping[str, Path]],
     console: Console,
 ) -> Tuned:
-    """Find the schedule for a file. Raises SpecbatchError."""
+    """Find the schedule for the rows that `open_rows` has opened. Raises SpecbatchError."""
     until = time.perf_counter() + options.budget_seconds
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    if config.speculation.method == "none":
-        raise ConfigError(
-            "there is nothing to tune: speculation.method is none", hint="use ngram, which needs no model"
-        )
-    if config.speculation.simulate_acceptance is not None:
-        raise ConfigError(
-            "speculation.simulate_acceptance accepts by lot: there is nothing to tune", hint="set it to null"
-        )
-    config = with_chat_template_text(config)
-    parser, source = RowParser(config.sampling, config.data), open_source(options.data, config.data)
-    check_enough(source)
+    config, parser, source = rows.config, rows.parser, rows.source
     run, widest = _resolve_widest(config, resolve)
     for note in run.notes:
         say(note)
