@@ -70,6 +70,8 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     (line(messages=USER, logprobs=2), "invalid_type"),
     (line(messages=USER, logprobs=True, top_logprobs=99), "invalid_value"),
     (line(messages=USER, max_tokens="9"), "invalid_type"),
+    (line(messages=USER, max_tokens=9, max_completion_tokens=8), "invalid_value"),
+    (line(messages=USER, chat_template_kwargs={"enable_thinking": False}), "unsupported_parameter"),
     (line(COMPLETIONS, prompt=["a", "b"]), "unsupported_parameter"),
     (line(COMPLETIONS, prompt=[[1]]), "unsupported_parameter"),
     (line(COMPLETIONS, prompt=3), "invalid_type"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from specbatch.pipeline.fingerprint import differences, job_fingerprint
 from specbatch.pipeline.generate import FileJob
 from specbatch.pipeline.jsonl import encode_line
 from specbatch.pipeline.progress import JobProgress, closing_table
+from specbatch.pipeline.remarks import Remarks
 from specbatch.pipeline.results import ResultFile, finished_job, partial_path
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import Source, input_stem, open_source
@@ -96,8 +97,7 @@ def generate_file(
     try:
         if results.resumed_rows:
             console.print(f"resuming: {results.resumed_rows:,} rows are done", markup=False)
-        for note in run.notes:
-            console.print(note, markup=False, soft_wrap=True)
+        _say(run.notes, console)
         total = source.total if options.limit is None or source.total is None else min(source.total, options.limit)
         progress = JobProgress(total, console)
 
@@ -109,16 +109,17 @@ def generate_file(
                     engine = runtime.build_engine(run, lambda doing: status.update(f"{loading}: {escape(doing)}"))
             else:
                 engine = runtime.build_engine(run, lambda doing: None)
-            for note in run.notes[known:]:  # what only the loaded model could tell
-                console.print(note, markup=False, soft_wrap=True)
+            _say(run.notes[known:], console)  # what only the loaded model could tell
             return engine
 
+        remarks = Remarks(run.config.model.target, columns=parser.makes_prompts)
         file_job = FileJob(
             source,
             parser,
             texts,
             results,
             load,
+            remarks,
             model_name=run.config.model.target,
             seed=run.config.engine.seed,
             look_ahead=_LOOK_AHEAD_BATCHES * batch,
@@ -132,6 +133,7 @@ def generate_file(
             progress.stop()
         if not completed:
             results.close()
+            _say(remarks.lines(), console)
             _say_interrupted(results, total, console)
             return INTERRUPTED
         sorting = time.perf_counter()
@@ -140,8 +142,12 @@ def generate_file(
         session.io_seconds += time.perf_counter() - sorting
         session.load_seconds += start_seconds
         session.total_seconds = time.perf_counter() - began
+        remarked = remarks.lines()
         made_by = Provenance(
-            config_to_dict(run.config), run.description, tuple(run.notes), device_name(run.config.engine.device)
+            config_to_dict(run.config),
+            run.description,
+            (*run.notes, *remarked),
+            device_name(run.config.engine.device),
         )
         report = build_report(job, source.name, output, results.totals, results.resumed_rows, session, made_by)
         write_report(stats_path, report)
@@ -150,6 +156,7 @@ def generate_file(
         results.close()
     if summary:
         console.print(closing_table(report))
+    _say(remarked, console)
     return _verdict(report, console)
 
 
@@ -198,6 +205,11 @@ def _verdict(report: Mapping[str, Any], console: Console) -> int:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in report["rows"]["errors"].items())
     console.print(f"{failed:,} of {report['rows']['total']:,} rows failed: {kinds}", markup=False, soft_wrap=True)
     return SOME_FAILED
+
+
+def _say(lines: Sequence[str], console: Console) -> None:
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _say_interrupted(results: ResultFile, total: int | None, console: Console) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from specbatch.errors import RowError
 from specbatch.pipeline.openai_batch import openai_error, openai_result
 from specbatch.pipeline.progress import Snapshot
+from specbatch.pipeline.remarks import Remarks
 from specbatch.pipeline.results import ResultFile
 from specbatch.pipeline.results_format import Choice, native_error, native_result
 from specbatch.pipeline.rows import Job, RowHead, RowParser
@@ -52,6 +53,7 @@ class FileJob:
         texts: TextProcessor,
         results: ResultFile,
         make_engine: Callable[[], BatchEngine],
+        remarks: Remarks,
         *,
         model_name: str,
         seed: int,
@@ -67,6 +69,7 @@ class FileJob:
         self._texts = texts
         self._results = results
         self._make_engine = make_engine
+        self._remarks = remarks
         self._model_name = model_name
         self._seed = seed
         self._look_ahead = look_ahead
@@ -120,6 +123,7 @@ class FileJob:
 
     def _start(self, engine: BatchEngine, raw: RawRow) -> None:
         head, job = self._parser.parse(raw)
+        self._remarks.add(head)
         if isinstance(job, RowError):
             self._fail(head, job)
             return

@@ -2,7 +2,7 @@
 
 A line that fails has `response: null` and `error: {code, message}`. Everything that OpenAI draws at random or from the
 clock is made from the row's index, and `created` is 0, so that a resumed run writes the same bytes. `body.speculation`
-is an addition of ours. `model` of the request is not checked: the target of the config answers, and is named.
+is an addition of ours. Whatever `model` a request names, the target of the config answers, and is named in the result.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbatch.errors import RowError
+from specbatch.pipeline.parameters import ALIASES
 from specbatch.pipeline.results_format import LOWEST_LOGPROB, Choice, TokenTexts, speculation_dict, sum_speculation
 from specbatch.types import TokenLogprob
 
@@ -27,6 +28,7 @@ _SAMPLING = (
     "stop_token_ids",
     "ignore_eos",
     "n",
+    *ALIASES,
 )
 # What changes no output here: who asks, where it is stored and billed.
 _IGNORED = (
@@ -45,7 +47,6 @@ KNOWN_BODY = frozenset(
         *_IGNORED,
         "messages",
         "prompt",
-        "max_completion_tokens",
         "logprobs",
         "top_logprobs",
         "parallel_tool_calls",
@@ -59,6 +60,7 @@ class Envelope:
 
     custom_id: Any
     chat: bool
+    model: Any = None  # that was asked for
 
 
 def is_openai_line(row: dict[str, Any]) -> bool:
@@ -71,8 +73,12 @@ def is_openai_line(row: dict[str, Any]) -> bool:
 
 def read_envelope(row: dict[str, Any]) -> Envelope:
     """The envelope of a Batch line; tolerant, so that the error of a broken line still carries its custom_id."""
-    custom_id = row.get("custom_id")
-    return Envelope(custom_id if isinstance(custom_id, str | int | float) else None, row.get("url") == _CHAT)
+    custom_id, body = row.get("custom_id"), row.get("body")
+    return Envelope(
+        custom_id if isinstance(custom_id, str | int | float) else None,
+        row.get("url") == _CHAT,
+        body.get("model") if isinstance(body, dict) else None,
+    )
 
 
 def check_request(row: dict[str, Any]) -> dict[str, Any]:
@@ -92,10 +98,8 @@ def check_request(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling_fields(body: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """The sampling fields of a body under native names. Raises RowError."""
+    """The sampling fields of a body, as a native row would have them. Raises RowError."""
     fields = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    if body.get("max_completion_tokens") is not None:
-        fields["max_tokens"] = body["max_completion_tokens"]
     logprobs, top = body.get("logprobs"), body.get("top_logprobs")
     if not chat:
         if top is not None:

@@ -5,7 +5,8 @@ else is `metadata` and comes back as it was. An input `metadata` object is merge
 with fields of the row, or where it is no object, it stays nested under its own name, so that nothing is lost.
 A field that is null counts as absent.
 
-With data.prompt_template or data.prompt_column, the columns of tables and data sets are data throughout: a column
+A parameter that other engines know and that would change the output is an error (see `parameters`). With
+data.prompt_template or data.prompt_column, the columns of tables and data sets are data throughout: a column
 `temperature` is then the weather and no override. JSON lines keep their sampling fields in every case; only what other
 engines call a parameter (`suffix`, `tools`) is data there.
 """
@@ -13,7 +14,7 @@ engines call a parameter (`suffix`, `tools`) is data there.
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,38 +30,11 @@ from specbatch.pipeline.openai_batch import (
     read_envelope,
     sampling_fields,
 )
+from specbatch.pipeline.parameters import SAMPLING_NAMES, UNSUPPORTED, meant_by, refuse_unsupported
 from specbatch.pipeline.sources import RawRow
 from specbatch.types import SamplingParams
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
-SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__)
-# Parameters of other engines that would change the output, with the values that change nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-    "stream": (False,),
-    "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
-    "logit_processors": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-}
 
 
 @dataclass(slots=True)
@@ -70,6 +44,7 @@ class RowHead:
     index: int
     id: Any = None
     metadata: dict[str, Any] | None = None
+    kept_fields: Sequence[str] = ()  # that became metadata where a parameter might have been meant
     envelope: Envelope | None = None
 
 
@@ -89,6 +64,7 @@ class RowParser:
 
     def __init__(self, defaults: SamplingParams, data: DataSection) -> None:
         self._defaults = defaults
+        self.makes_prompts = data.prompt_template is not None or data.prompt_column is not None  # of columns
         self._template = data.prompt_template
         self._column = data.prompt_column
         self._template_fields = template_fields(data.prompt_template) if data.prompt_template is not None else ()
@@ -101,26 +77,26 @@ class RowParser:
             row = decode_line(raw.data) if isinstance(raw.data, bytes) else raw.data
             if is_line and is_openai_line(row):
                 return head, self._openai(row, head)
-            columns_are_data = not is_line and (self._template is not None or self._column is not None)
-            return head, self._native(row, head, columns_are_data)
+            return head, self._native(row, head, columns_are_data=self.makes_prompts and not is_line)
         except RowError as exc:
             return head, exc
 
     def _native(self, row: dict[str, Any], head: RowHead, columns_are_data: bool) -> Job:
         used = {"id"}
         if not columns_are_data:
-            used.update(SAMPLING_FIELDS)
+            used.update(SAMPLING_NAMES)
         if self._column is not None:
             used.add(self._column)
         elif self._template is None:
             used.update(_PROMPTS)
-        head.metadata = _metadata(row, used)
+        extra = {k: v for k, v in row.items() if k not in used}
+        if not columns_are_data:
+            head.kept_fields = [name for name in extra if name != "metadata"]
+        head.metadata = _metadata(extra)
         head.id = _scalar_id(row.get("id"))
-        if self._template is None and self._column is None:
-            refuse_unsupported(row)
-            if row.get("max_completion_tokens") is not None:
-                raise RowError("unsupported_parameter", "max_completion_tokens is not supported here; use max_tokens")
         params = self._defaults if columns_are_data else override(self._defaults, row)
+        if not self.makes_prompts:
+            refuse_unsupported(row, params)
         own_seed = not columns_are_data and row.get("seed") is not None
         kind, content = self._prompt(row)
         return Job(kind, content, params, own_seed)
@@ -163,11 +139,15 @@ class RowParser:
         head.envelope = envelope = read_envelope(row)
         head.id = envelope.custom_id
         body = check_request(row)
-        refuse_unsupported(body)
-        if unknown := sorted(body.keys() - KNOWN_BODY - UNSUPPORTED.keys()):
-            raise RowError("unsupported_parameter", f"body.{unknown[0][:60]} is not a parameter that is known here")
         sampling = sampling_fields(body, envelope.chat)
         params = override(self._defaults, sampling)
+        others = {name: value for name, value in body.items() if name not in KNOWN_BODY}
+        refuse_unsupported(others, params)
+        for name in others:
+            if name not in UNSUPPORTED and name != "do_sample":
+                near = meant_by(name)
+                hint = f"; did you mean {near}?" if near else ""
+                raise RowError("unsupported_parameter", f"body.{name[:60]} is not a parameter that is known here{hint}")
         if envelope.chat and body.get("logprobs") is False:
             params = replace(params, logprobs=None)
         own_seed = sampling.get("seed") is not None
@@ -188,25 +168,17 @@ class RowParser:
 def override(defaults: SamplingParams, row: Mapping[str, Any]) -> SamplingParams:
     """`defaults` under the sampling fields of `row`. Raises RowError."""
     changes: dict[str, Any] = {}
-    for name in SAMPLING_FIELDS:
+    for name, field in SAMPLING_NAMES.items():
         value = row.get(name)
         if value is None:
             continue
         try:
-            changes[name] = sampling_value(name, value)
+            value = sampling_value(field, value)
         except FieldProblem as exc:
-            raise RowError(exc.type, exc.message) from exc
+            raise RowError(exc.type, exc.message if name == field else f"{name}: {exc.message}") from exc
+        if changes.setdefault(field, value) != value:
+            raise RowError("invalid_value", f"{name} is {value}, and another name of {field} says {changes[field]}")
     return replace(defaults, **changes) if changes else defaults
-
-
-def refuse_unsupported(row: Mapping[str, Any]) -> None:
-    """Raises RowError for a parameter that would change the output and that no engine here has."""
-    for name, neutral_values in UNSUPPORTED.items():
-        value = row.get(name)
-        # Strict about type, for False == 0 and a bool is no penalty.
-        neutral = any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral_values)
-        if value is not None and not neutral:
-            raise RowError("unsupported_parameter", f"{name} is not supported")
 
 
 def check_token_ids(name: str, value: Any) -> list[int]:
@@ -237,8 +209,7 @@ def template_fields(template: str) -> tuple[str, ...]:
     return tuple(fields)
 
 
-def _metadata(row: dict[str, Any], used: set[str]) -> dict[str, Any] | None:
-    extra = {k: v for k, v in row.items() if k not in used}
+def _metadata(extra: dict[str, Any]) -> dict[str, Any] | None:
     own = extra.get("metadata")
     if isinstance(own, dict) and not (own.keys() & extra.keys()):
         del extra["metadata"]

@@ -1,0 +1,123 @@
+"""What is worth saying of the rows once they have run: fields that nothing read, ids given twice, other models' names.
+
+Only rows of this session are counted, and the memory is bounded: so many distinct names, and 8 bytes a row for ids.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Set
+
+import numpy as np
+
+from specbatch.pipeline.parameters import KNOWN_NAMES, SAMPLING_NAMES, meant_by
+from specbatch.pipeline.rows import RowHead
+
+_MOST_NAMES = 200  # distinct ones that are counted each; each is compared with every known name at the end
+_MOST_SHOWN = 12
+_NAME_CHARS = 60
+_MOST_IDS = 1 << 24  # rows whose ids are compared: 128 MiB
+
+
+class Remarks:
+    """Collects while a job runs. `model`: the one that answers; `columns`: prompts are made of the rows' columns, so
+    that most fields are data, and only slips of the pen for a sampling option are worth a word."""
+
+    def __init__(self, model: str, *, columns: bool) -> None:
+        self._model = model
+        self._columns = columns
+        self._fields = _Tally()
+        self._models = _Tally()
+        self._ids = array("q")  # [row index] = hash of its id; 0: none
+
+    def add(self, head: RowHead) -> None:
+        """Count a row, whether it runs or not."""
+        for name in head.kept_fields:
+            self._fields.add(name)
+        id = head.id
+        if head.envelope is not None:
+            id = head.envelope.custom_id
+            model = head.envelope.model
+            if model is not None and _bare(str(model)) != _bare(self._model):
+                self._models.add(str(model))
+        if id is not None and head.index < _MOST_IDS:
+            self._ids.extend([0] * (head.index + 1 - len(self._ids)))
+            self._ids[head.index] = hash((id,)) or 1  # not hash(0), which is 0 itself
+
+    def lines(self) -> list[str]:
+        """The remarks, a line each."""
+        lines = []
+        if self._models.rows:
+            shown = self._models.shown(lambda name: name)
+            lines.append(f"body.model is not the model that answers, {self._model}: {shown}")
+        known = SAMPLING_NAMES if self._columns else KNOWN_NAMES
+        meant = {name: meant_by(name, known) for name in self._fields.names if name not in known}
+        if self._columns:
+            self._fields.keep({name for name, near in meant.items() if near})
+        if self._fields.rows:
+            shown = self._fields.shown(
+                lambda name: f"{name} (did you mean {meant[name]}?)" if meant.get(name) else name,
+                first={name for name, near in meant.items() if near},
+            )
+            lines.append(f"fields kept as metadata, and not used (with the number of rows): {shown}")
+        if repeated := self._repeated():
+            count, one, other = repeated
+            ids = "1 id is" if count == 1 else f"{count:,} ids are"
+            lines.append(f"{ids} on more than one row, such as those with index {one:,} and {other:,}")
+        return lines
+
+    def _repeated(self) -> tuple[int, int, int] | None:
+        """How many ids are on several rows, and two rows that share one; None where every id is on one row."""
+        hashes = np.frombuffer(self._ids, dtype=np.int64)
+        ids = np.sort(hashes[hashes != 0])
+        repeated = np.unique(ids[1:][ids[1:] == ids[:-1]])
+        if not len(repeated):
+            return None
+        first = np.flatnonzero(np.isin(hashes, repeated))[0]
+        one, other = np.flatnonzero(hashes == hashes[first])[:2]
+        return len(repeated), int(one), int(other)
+
+
+class _Tally:
+    """Counts names, the first 200 distinct ones each and the others together."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._others = 0
+
+    @property
+    def rows(self) -> int:
+        return self._counts.total() + self._others
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._counts)
+
+    def add(self, name: str) -> None:
+        name = name[:_NAME_CHARS]
+        if name in self._counts or len(self._counts) < _MOST_NAMES:
+            self._counts[name] += 1
+        else:
+            self._others += 1
+
+    def keep(self, names: Set[str]) -> None:
+        self._counts = Counter({name: count for name, count in self._counts.items() if name in names})
+        self._others = 0
+
+    def shown(self, describe: Callable[[str], str], first: Set[str] = frozenset()) -> str:
+        """`a (12), b (3)`, the most frequent before the others and the `first` before all."""
+        order = sorted(self._counts.items(), key=lambda item: (item[0] not in first, -item[1]))
+        shown = [f"{_printable(describe(name))} {count:,}" for name, count in order[:_MOST_SHOWN]]
+        if len(order) > _MOST_SHOWN or self._others:
+            shown.append("and others")
+        return ", ".join(shown)
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else repr(name)
+
+
+def _bare(model: str) -> str:
+    """A model's name without what says where it comes from: org/Name, ./Name.gguf and builtin:name are alike."""
+    return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1].lower().removesuffix(".gguf")
