@@ -387,7 +387,9 @@ def test_what_is_shared_are_full_pages_and_not_the_last_token() -> None:
 def sampled(prompts: list[bytes], num_rows: int) -> Sample:
     """Of rows whose prompts have a token for each byte."""
     source: Any = SimpleNamespace(rows=lambda: starmap(RawRow, enumerate(prompts)), name="rows")
-    parser: Any = SimpleNamespace(parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams())))
+    parser: Any = SimpleNamespace(
+        parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams(), num_computed=1))
+    )
     texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
     limits: Any = None
     return sample_rows(source, parser, texts, limits, num_rows, 0)

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from specbatch.pipeline.rows import Job, RowHead, RowParser
 from specbatch.pipeline.sources import RawRow, Source
 from specbatch.pipeline.stats import Session
 from specbatch.pipeline.tokenizer import TextProcessor
-from specbatch.types import BatchEngine, Completion, NoiseKey, Request
+from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SpeculationCounts
 
 _MESSAGE_CHARS = 500  # error messages quote the row; a line of the output must not grow with what was wrong in it
 
@@ -76,7 +76,7 @@ class FileJob:
         self._limit = limit
         self._simulated = simulated
         self._progress = progress
-        self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, which of its n completions)
+        self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, which of its completions)
         self._request_ids = itertools.count()
         self._interrupted = False
 
@@ -133,8 +133,8 @@ class FileJob:
             self._fail(head, exc)
             return
         params = job.params
-        row = _RowInFlight(head, job, len(prompt), [None] * params.n)
-        for sample in range(params.n):
+        row = _RowInFlight(head, job, len(prompt), [None] * job.num_computed)
+        for sample in range(job.num_computed):
             # A seed of the row's own stands for itself wherever the row is; any other is keyed by the row.
             if job.own_seed and params.seed is not None:
                 noise = NoiseKey(params.seed, 0, sample)
@@ -151,6 +151,9 @@ class FileJob:
         if len(done) < len(row.choices):
             return
         choices = [self._choice(completion, row.job) for completion in done]
+        # The others are copies. They took no rounds, so that sums over choices are what was computed.
+        copy = replace(choices[0], speculation=SpeculationCounts())
+        choices += [copy] * (row.job.params.n - len(choices))
         head = row.head
         if head.envelope is None:
             line = native_result(

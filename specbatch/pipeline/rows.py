@@ -58,6 +58,11 @@ class Job:
     own_seed: bool  # the row brought a seed
     raw: bool = False  # never through the chat template (OpenAI completions)
 
+    @property
+    def num_computed(self) -> int:
+        """How many of its n completions are computed: greedy ones are all alike."""
+        return self.params.n if self.params.temperature > 0 else 1
+
 
 class RowParser:
     """Parses rows under the defaults of a config. Raises ConfigError for a prompt template that cannot work."""
