@@ -13,6 +13,7 @@ from specbatch.attention.backend_paged import PagedAttention
 from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import PagePool
+from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
@@ -152,6 +153,7 @@ def tiny_engine(
     hidden: int = 32,
     eos: tuple[int, ...] = (),
     device: torch.device = CPU,
+    threads: ThreadGovernor | None = None,
 ) -> Engine:
     """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer
     less)."""
@@ -178,6 +180,7 @@ def tiny_engine(
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=prefix_cache,
         eos_token_ids=eos,
+        threads=threads,
     )
 
 

@@ -14,6 +14,7 @@ from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import PagePool
 from specbatch.engine.build_device import GIB, build_device_engine
+from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
 from specbatch.engine.resolve import AttentionName, HeadCheckpoint, ResolvedRun
@@ -64,6 +65,11 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
     engine, speculation = run.engine, run.config.speculation
     if run.device.index is not None:
         torch.cuda.set_device(run.device)  # Triton, graphs and events go to the current device
+    threads: ThreadGovernor | None = None
+    if run.device.type == "cpu":
+        limit_threads()
+        if run.dtype == torch.float32:
+            threads = new_governor(run.target.config)
     began = time.perf_counter()
     num_positions = run.model_max_tokens + lookahead_of(speculation) + 1
     target = build_decoder(
@@ -94,6 +100,7 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache=run.config.engine.prefix_cache,
         eos_token_ids=_eos_token_ids(run),
+        threads=threads,
     )
     return Built(oracle, drafts)
 

@@ -15,6 +15,7 @@ from specbatch.cache.pages import KVCache, PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase
+from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.models.decoder import Decoder
 from specbatch.speculation.proposer import Proposer, TargetOutput
@@ -40,12 +41,14 @@ class Engine(EngineBase):
         prefill_chunk_tokens: int,
         prefix_cache: bool,
         eos_token_ids: tuple[int, ...],
+        threads: ThreadGovernor | None = None,
     ) -> None:
         self._target = target
         self._proposer = proposer
         self._cache = cache
         self._page_size = pool.page_size
         self._eos = frozenset(eos_token_ids)
+        self._threads = threads
         prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
         scheduler = Scheduler(pool, prefix, proposer.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens)
         super().__init__(scheduler, target.config.vocab_size, max_length)
@@ -65,6 +68,8 @@ class Engine(EngineBase):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
+        if self._threads is not None:
+            self._threads.update()
         began = time.perf_counter()
         spans = self._scheduler.plan_prefill()
         if spans:

@@ -27,6 +27,12 @@ _PACK_ROWS = 16  # the layout that oneDNN chooses for this many rows serves 1 to
 _STREAM_COST = 14
 
 
+def thread_counts(most: int) -> tuple[int, ...]:
+    """The numbers of threads to choose from: `most`, three quarters, a half, a quarter ... one."""
+    halves = [max(1, most >> shift) for shift in range(most.bit_length())]
+    return tuple(sorted({*halves, max(1, most * 3 // 4)}, reverse=True))
+
+
 def is_packable(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
@@ -42,21 +48,26 @@ class PackedLinear:
 
     def multiply(self, x_RI: Tensor, activation: str = "none") -> Tensor:
         """One block, with oneDNN's activation fused behind the product."""
-        with _threads(self.settings.num_threads):
+        with _threads(self.settings.threads_for(torch.get_num_threads())):
             return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self._bias, activation, [], "")
 
     def multiply_by(self, x_RI: Tensor, factor_RO: Tensor) -> Tensor:
         """One block, multiplied elementwise by `factor_RO`."""
-        with _threads(self.settings.num_threads):
+        with _threads(self.settings.threads_for(torch.get_num_threads())):
             return torch.ops.mkldnn._linear_pointwise.binary(x_RI, factor_RO, self._weight, self._bias, "mul")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
-    """How products of one size are run: threads, and the sizes of blocks that agree bit by bit, largest first."""
+    """How products of one size are run: the numbers of threads and the sizes of blocks that agree bit by bit, both
+    largest first."""
 
-    num_threads: int
+    threads: tuple[int, ...]
     blocks: tuple[int, ...]
+
+    def threads_for(self, available: int) -> int:
+        """The most threads up to `available`; where fewer would give other bits, the fewest that do not."""
+        return next((count for count in self.threads if count <= available), self.threads[-1])
 
 
 def in_blocks(function: Callable[[Tensor], Tensor], x_TI: Tensor, blocks: tuple[int, ...]) -> Tensor:
@@ -85,7 +96,8 @@ def _pack(weight_OI: Tensor) -> Tensor:
 
 @cache
 def _settle(in_features: int, out_features: int, max_threads: int) -> BlockSettings:
-    """Find settings under which a row's bits depend neither on its place in a block nor on the block's size.
+    """Find settings under which a row's bits do not depend on its place in a block, the block's size or the number
+    of threads.
 
     A property of this machine and of the size alone, hence measured once for each. With more threads than there are
     blocks of output features, oneDNN splits the rows too and computes the parts by different kernels: then fewer are
@@ -98,18 +110,26 @@ def _settle(in_features: int, out_features: int, max_threads: int) -> BlockSetti
     def multiply(rows: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
 
-    num_threads, block = max_threads, x[:BLOCK_ROWS]
-    while True:
-        with _threads(num_threads):
+    def is_stable(count: int) -> bool:
+        """Whether a row of the smallest block may lie anywhere in it."""
+        block = x[:BLOCK_ROWS]
+        with _threads(count):
             result = multiply(block)
-            stable = all(
+            return all(
                 torch.equal(multiply(block.roll(shift, 0)), result.roll(shift, 0)) for shift in range(1, BLOCK_ROWS)
             )
-            if stable or num_threads == 1:
-                small = torch.cat([multiply(part) for part in x.split(BLOCK_ROWS)])
-                larger = [s for s in _LARGER_BLOCKS if torch.equal(multiply(x[:s]), small[:s])]
-                return BlockSettings(num_threads, (*larger, BLOCK_ROWS))
-        num_threads //= 2
+
+    def agrees(count: int) -> bool:
+        with _threads(count):
+            return all(torch.equal(multiply(x[:size]), small[:size]) for size in blocks)
+
+    counts = thread_counts(max_threads)
+    most = next(count for count in counts if count == 1 or is_stable(count))
+    with _threads(most):
+        small = torch.cat([multiply(part) for part in x.split(BLOCK_ROWS)])
+        blocks = (*(size for size in _LARGER_BLOCKS if torch.equal(multiply(x[:size]), small[:size])), BLOCK_ROWS)
+    fewer = [count for count in counts if count < most and is_stable(count) and agrees(count)]
+    return BlockSettings((most, *fewer), blocks)
 
 
 @contextmanager
