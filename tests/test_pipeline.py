@@ -20,7 +20,8 @@ from rich.console import Console
 from specbatch.config import Config, DataSection, EngineSection, SpeculationSection
 from specbatch.errors import InputError
 from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
-from specbatch.pipeline.results import ResultFile, partial_path
+from specbatch.pipeline.paths import partial_path
+from specbatch.pipeline.results import ResultFile
 from specbatch.types import NoiseKey, SamplingParams
 from tests.stub_engine import EOS, StubEngine, StubRun, build_engine, resolve, stub_tokens
 from tests.test_jsonl import BAD_LINES, BAD_ROWS
@@ -307,14 +308,14 @@ def test_output_that_nobody_vouches_for(run: Run) -> None:
         run()
     assert run.output.read_text() == "precious"
     partial_path(run.output).write_text("precious\n")
-    with pytest.raises(InputError, match="not a partial result"):
+    with pytest.raises(InputError, match="was not written by specbatch"):
         run()
     assert partial_path(run.output).read_text() == "precious\n"
 
 
 def test_impossible_outputs(run: Run) -> None:
     run.write([{"prompt": "a"}])
-    with pytest.raises(InputError, match="output is the input"):
+    with pytest.raises(InputError, match="is the input, and the output"):
         run(output=run.input)
     with pytest.raises(InputError, match="does not exist"):
         run(output=run.folder / "no" / "x.jsonl")

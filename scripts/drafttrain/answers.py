@@ -17,7 +17,8 @@ from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.errors import InputError
 from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
-from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file, stats_path_of
+from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
+from specbatch.pipeline.paths import stats_path_of
 
 INTERRUPTED = 130
 

@@ -91,7 +91,7 @@ def generate(
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
-        options = GenerateOptions(input, output, limit, overwrite)
+        options = GenerateOptions(input, output, limit, overwrite, config)
         raise typer.Exit(generate_file(options, settings, startup.runtime(console), console, began=began))
 
 

@@ -34,10 +34,10 @@ from specbatch.pipeline.command import (
     GenerateOptions,
     Runtime,
     generate_file,
-    stats_path_of,
 )
 from specbatch.pipeline.jsonl import encode_line
-from specbatch.pipeline.results import disk_errors, partial_path
+from specbatch.pipeline.paths import partial_path, stats_path_of
+from specbatch.pipeline.results import disk_errors
 from specbatch.pipeline.stats import write_report
 from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.types import SamplingParams

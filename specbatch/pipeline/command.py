@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,21 @@ from specbatch.errors import InputError
 from specbatch.pipeline.fingerprint import differences, job_fingerprint
 from specbatch.pipeline.generate import FileJob
 from specbatch.pipeline.jsonl import encode_line
+from specbatch.pipeline.paths import (
+    ELSEWHERE,
+    check_can_write,
+    check_written,
+    files_read,
+    holds_results,
+    job_files,
+    output_file,
+    partial_path,
+    read_stats,
+    stats_path_of,
+)
 from specbatch.pipeline.progress import JobProgress, closing_table
 from specbatch.pipeline.remarks import Remarks
-from specbatch.pipeline.results import ResultFile, finished_job, partial_path
+from specbatch.pipeline.results import ResultFile
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import Source, input_stem, open_source
 from specbatch.pipeline.stats import Provenance, build_report, device_name, write_report
@@ -60,6 +73,7 @@ class GenerateOptions:
     output: Path | None = None
     limit: int | None = None
     overwrite: bool = False
+    config_file: Path | None = None  # that `config` was read from; None: ./specbatch.yaml, where there is one
 
 
 def generate_file(
@@ -70,12 +84,11 @@ def generate_file(
 
     Raises SpecbatchError for everything that no row is to blame for.
     """
-    output = _output_path(options)
+    output = _checked_output(options, config, console)
     stats_path = stats_path_of(output)
     config = with_chat_template_text(config)
     parser = RowParser(config.sampling, config.data)
     source = open_source(options.input, config.data)
-    _check_output(output, source)
     run: Resolved = runtime.resolve(config)
     batch = run.config.engine.max_batch_size
     assert batch is not None, "resolve() decides it"
@@ -160,9 +173,18 @@ def generate_file(
     return _verdict(report, console)
 
 
-def stats_path_of(output: Path) -> Path:
-    """data.results.jsonl -> data.results.stats.json"""
-    return output.with_name((output.stem if output.suffix == ".jsonl" else output.name) + ".stats.json")
+def _checked_output(options: GenerateOptions, config: Config, console: Console) -> Path:
+    """Where the results go. Raises InputError where the job would write over something else, or cannot write."""
+    named = _output_path(options)
+    output = output_file(named)
+    files = job_files(output)
+    source = None if options.input == "-" else Path(options.input)
+    check_written(files, files_read(config, options.config_file, input=source))
+    if options.overwrite or not output.exists() or partial_path(output).exists():
+        check_can_write(files)
+    if output != named:
+        console.print(f"{named} is a link: the results go to {output}", markup=False, soft_wrap=True)
+    return output
 
 
 def _output_path(options: GenerateOptions) -> Path:
@@ -172,24 +194,18 @@ def _output_path(options: GenerateOptions) -> Path:
         raise InputError("standard input has no name to derive an output from", "-o results.jsonl names it")
     path = Path(options.input)
     # A hub data set writes into the current directory; org/name is no folder here.
-    folder = path.parent if path.exists() else Path()
+    folder = path.parent if os.path.exists(path) else Path()
     return folder / f"{input_stem(options.input)}.results.jsonl"
 
 
-def _check_output(output: Path, source: Source) -> None:
-    if output.is_dir():
-        raise InputError(f"the output {output} is a folder", "-o PATH names a file")
-    if not output.parent.is_dir():
-        raise InputError(f"the folder of the output, {output.parent}, does not exist", "make it, or use -o PATH")
-    if source.path is not None and output.exists() and output.samefile(source.path):
-        raise InputError("the output is the input", "-o PATH writes elsewhere")
-
-
 def _already_finished(output: Path, stats_path: Path, job: dict[str, Any], source: Source, console: Console) -> int:
-    report = finished_job(output, stats_path)
+    report = read_stats(stats_path)
     hint = "--overwrite replaces it; -o PATH writes elsewhere"
     if report is None:
-        raise InputError(f"{output} exists, and no {stats_path.name} beside it says what made it", hint)
+        raise InputError(
+            f"{output} exists, and no {stats_path.name} beside it says what made it",
+            hint if holds_results(output) else ELSEWHERE,
+        )
     if changed := differences(report["job"], json.loads(encode_line(job))):
         raise InputError(f"{output} is the result of a different job: {'; '.join(changed)}", hint)
     if not source.verifiable:
@@ -214,9 +230,8 @@ def _say(lines: Sequence[str], console: Console) -> None:
 
 def _say_interrupted(results: ResultFile, total: int | None, console: Console) -> None:
     of = f" of {total:,}" if total is not None else ""
-    console.print(
-        f"interrupted: {results.totals.rows:,}{of} rows are finished and kept in {partial_path(results.output)}\n"
-        "run the same command again to go on",
-        markup=False,
-        soft_wrap=True,
+    count = results.totals.rows
+    kept = (
+        f"{count:,}{of} rows are finished and kept in {partial_path(results.output)}" if count else "no row is finished"
     )
+    _say([f"interrupted: {kept}", "run the same command again to go on"], console)

@@ -22,18 +22,16 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from specbatch.errors import InputError
+from specbatch.pipeline import paths
 from specbatch.pipeline.fingerprint import differences
 from specbatch.pipeline.jsonl import encode_line
 from specbatch.pipeline.openai_batch import index_of
+from specbatch.pipeline.paths import partial_path
 from specbatch.pipeline.totals import RowTotals
 
 _HEADER = "specbatch_job"
 _SYNC_SECONDS = 5.0
 _COPY_BUFFER = 1 << 20
-
-
-def partial_path(output: Path) -> Path:
-    return output.with_name(output.name + ".partial")
 
 
 class ResultFile:
@@ -80,7 +78,7 @@ class ResultFile:
     def finish(self) -> None:
         """Put the lines in input order into the output file. The partial file stays until `discard_partial`."""
         self.sync()
-        sorted_path = self.output.with_name(self.output.name + ".sorted")
+        sorted_path = paths.sorted_path(self.output)
         with disk_errors(self.output):
             with self._path.open("rb", buffering=_COPY_BUFFER) as lines, sorted_path.open("wb", _COPY_BUFFER) as out:
                 for index in np.flatnonzero(self._offsets >= 0):
@@ -207,14 +205,3 @@ def replace_durably(source: Path, target: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def finished_job(output: Path, stats: Path) -> dict[str, Any] | None:
-    """The statistics beside a finished output file; None where there is no such pair, or a run is under way."""
-    if not output.is_file() or partial_path(output).exists():
-        return None
-    try:
-        report = json.loads(stats.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return report if isinstance(report, dict) and isinstance(report.get("job"), dict) else None

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from specbatch.config import DataSection
 from specbatch.errors import InputError
 from specbatch.pipeline.jsonl import finite, identify_file, numbered_lines, open_lines
+from specbatch.pipeline.paths import refuse_url
 
 _JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 # Suffix -> (builder of `datasets`, its options). An empty CSV field is a missing one; "NA" and "None" are text.
@@ -54,7 +55,10 @@ class Source:
 def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> Source:
     """The rows of `ref`: a file, `-`, a folder of tables, or `org/name` on the hub. Raises InputError."""
     if ref == "-":
-        return _stdin_source(stdin or sys.stdin.buffer)
+        return _stdin_source(stdin)
+    if not ref.strip():
+        raise InputError("the input has an empty name", "name a file, or - for standard input")
+    refuse_url(ref)
     path = Path(ref)
     try:
         if path.is_file():
@@ -90,9 +94,18 @@ def _refuse_folder_of_lines(folder: Path) -> None:
         )
 
 
-def _stdin_source(stdin: BinaryIO) -> Source:
+def _stdin_source(given: BinaryIO | None) -> Source:
+    if given is None and sys.stdin is None:
+        raise InputError("standard input is closed", "specbatch generate - -o results.jsonl < data.jsonl")
+    stdin = given if given is not None else sys.stdin.buffer
     # Standard input cannot be read twice, so its head stands for the whole: a resumed run must be fed the same content.
-    head = stdin.read(_STDIN_HEAD)
+    try:
+        head = stdin.read(_STDIN_HEAD)
+    except (OSError, ValueError) as exc:  # a folder, or opened for writing only
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise InputError(
+            f"standard input cannot be read: {reason}", "specbatch generate - -o results.jsonl < data.jsonl"
+        ) from exc
     whole = len(head) < _STDIN_HEAD
 
     def rows() -> Iterator[RawRow]:

@@ -1,0 +1,301 @@
+"""The files that a command reads and writes. Before any work it is checked that no file of somebody else is lost.
+
+A file that exists is replaced only where its content shows that specbatch wrote it, or where the user named it and said
+--overwrite. Nothing but regular files is ever replaced: no device, no FIFO, no link (the output may be a link: what it
+points to is written).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbatch.config import Config
+from specbatch.config_load import LOCAL_NAME
+from specbatch.errors import InputError
+
+ELSEWHERE = "-o PATH writes elsewhere"
+_HEAD = 1 << 16
+_MOST_STATS, _MOST_LINE = 64 << 20, 64 << 20  # bytes; longer ones are not ours
+_PARTIAL_MARKS = (b'{"check":"', b'{"specbatch_job":')  # how partial files begin, of this version and of older ones
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
+_FORMATS = (
+    *(".parquet", ".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".json", ".xlsx", ".xls", ".ods", ".xml"),
+    *(".html", ".yaml", ".yml", ".toml", ".sqlite", ".db", ".npy", ".npz", ".pkl", ".h5", ".hdf5", ".tar", ".tgz"),
+    *(".safetensors", ".gguf", ".bin", ".pt", ".pth"),
+)
+_MODEL_FILES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja", ".txt")
+# At least two letters before the colon. One slash: Path() has made "s3://" "s3:/".
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_FETCH = {
+    "s3": "aws s3 cp {ref} - | specbatch generate - -o results.jsonl",
+    "gs": "gcloud storage cat {ref} | specbatch generate - -o results.jsonl",
+    "http": "curl -L {ref} | specbatch generate - -o results.jsonl",
+    "https": "curl -L {ref} | specbatch generate - -o results.jsonl",
+    "hf": "a data set of the hub is named without hf://: specbatch generate org/name",
+    "file": "name it without file://",
+}
+
+
+def partial_path(output: Path) -> Path:
+    return output.with_name(output.name + ".partial")
+
+
+def sorted_path(output: Path) -> Path:
+    return output.with_name(output.name + ".sorted")
+
+
+def stats_path_of(output: Path) -> Path:
+    """data.results.jsonl -> data.results.stats.json"""
+    return output.with_name((output.stem if output.suffix == ".jsonl" else output.name) + ".stats.json")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that a command writes. `objection` reads an existing one and says why it may not be replaced, or None."""
+
+    what: str  # in words: "the statistics"
+    path: Path
+    objection: Callable[[Path], str | None]
+
+
+def job_files(output: Path) -> list[Written]:
+    """All that a file job writes."""
+    return [
+        Written("the output", output, lambda path: None),  # the user named it: see --overwrite
+        Written("the unfinished results", partial_path(output), unless(is_partial)),
+        Written("the sorted results", sorted_path(output), unless(holds_results)),
+        Written("the statistics", stats_path_of(output), lambda path: _other_statistics(output, path)),
+    ]
+
+
+def unless(is_ours: Callable[[Path], bool]) -> Callable[[Path], str | None]:
+    """The objection to files that are not ours."""
+    return lambda path: None if is_ours(path) else "was not written by specbatch"
+
+
+def files_read(config: Config, config_file: Path | None, **others: Path | None) -> dict[str, Path]:
+    """What a command reads, by its name in messages; `others`: an underscore stands for a space. Models of the hub and
+    built-in ones lie in caches and are left out, and so is what does not exist."""
+    local = Path(LOCAL_NAME)
+    found = {f"the {name.replace('_', ' ')}": path for name, path in others.items() if path is not None}
+    if os.path.isfile(used := config_file or local):
+        found["the configuration"] = used
+    refs = {
+        "the chat template (data.chat_template)": config.data.chat_template,
+        "the model (model.target)": config.model.target,
+        "the draft model (speculation.draft)": config.speculation.draft,
+    }
+    for name, ref in refs.items():
+        if ref is None or len(ref) > 4096 or "\0" in ref:  # a template may be the text itself
+            continue
+        path = Path(ref).expanduser()
+        try:
+            if path.is_file():
+                found[name] = path
+            elif path.is_dir():
+                files = sorted(file for file in path.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
+                found |= {f"{file.name} of {name}": file for file in files}
+        except OSError:  # not readable: whoever opens the model says so
+            continue
+    return found
+
+
+def output_file(path: Path, formats: str = "results are JSON lines") -> Path:
+    """`path`, or the file that it links to. Raises InputError for what is no regular file and cannot become one.
+
+    `formats` "": any suffix will do.
+    """
+    if str(path) == "-":
+        raise InputError(
+            "standard output cannot hold the results: they are put in order at the end, and resumed", "-o results.jsonl"
+        )
+    if (scheme := _URL.match(str(path))) and not os.path.exists(path.parent):
+        raise InputError(
+            f"the output {path} is no file of this machine, and {scheme.group(1)}: is not supported",
+            "write to a file, and copy it when the job is finished",
+        )
+    if path.name in ("", ".."):
+        raise InputError(f"the output {path} is a folder", "-o PATH names a file")
+    with _usable(path, "the output"):
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+        mode = _mode(path)
+        if mode is not None and stat.S_ISDIR(mode):
+            raise InputError(f"the output {path} is a folder", "-o PATH names a file")
+        if mode is not None and not stat.S_ISREG(mode):
+            raise InputError(f"the output {path} is {_kind(mode)}, and results need a file", "-o results.jsonl")
+        if not target.parent.is_dir():
+            raise InputError(f"the folder of the output, {target.parent}, does not exist", "make it, or use -o PATH")
+    if formats:
+        for name in (path, target):
+            _refuse_format(name, formats)
+    return target
+
+
+def _refuse_format(path: Path, formats: str) -> None:
+    suffix = path.suffix.lower()
+    if suffix in _COMPRESSED:
+        raise InputError(
+            f"the output {path}: {suffix} is not supported; results are written uncompressed",
+            f"-o {path.with_suffix('')}, and compress it when the job is finished",
+        )
+    if suffix in _FORMATS:
+        raise InputError(f"the output {path}: {formats}, not {suffix}", f"-o {path.with_suffix('.jsonl')}")
+
+
+def check_written(files: Sequence[Written], reads: Mapping[str, Path], hint: str = ELSEWHERE) -> None:
+    """That none of the files to be written is one that is read, lies in a folder that is read as a whole, or is
+    somebody else's. Raises InputError."""
+    taken: dict[str, str] = {}
+    inodes = {_inode(path): name for name, path in reads.items() if os.path.exists(path)}
+    folders = {os.path.realpath(path): name for name, path in reads.items() if os.path.isdir(path)}
+    for file in files:
+        with _usable(file.path, file.what):
+            place = os.path.join(os.path.realpath(file.path.parent), file.path.name)
+            around = next((name for folder, name in folders.items() if place.startswith(folder + os.sep)), None)
+            problem = f"lies in {around}" if around is not None else _problem(file, inodes)
+            if place in taken:
+                problem = f"is {taken[place]}"
+            if problem is not None:
+                raise InputError(f"{file.path} {problem}, and {file.what} would be written there", hint)
+            taken[place] = file.what
+
+
+def _problem(file: Written, inodes: Mapping[tuple[int, int], str]) -> str | None:
+    """Why an existing file may not be replaced."""
+    try:
+        mode = file.path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if (read := inodes.get(_inode(file.path))) is not None:
+        return f"is {read}"
+    return file.objection(file.path) if stat.S_ISREG(mode) else f"is {_kind(mode)}"
+
+
+def check_can_write(files: Iterable[Written]) -> None:
+    """That the files can be made, or replaced where they exist. Raises InputError."""
+    files = list(files)
+    for folder in dict.fromkeys(file.path.parent for file in files):
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as exc:
+            raise InputError(f"the folder {folder} cannot be written: {exc.strerror}", ELSEWHERE) from exc
+    for file in files:
+        if not os.path.exists(file.path):
+            continue
+        if not os.access(file.path, os.W_OK):
+            raise InputError(f"{file.path} is write-protected, and {file.what} would replace it", ELSEWHERE)
+        parent, user = file.path.parent.stat(), os.geteuid()
+        # In such a folder (/tmp) a file is replaced by its owner alone.
+        if parent.st_mode & stat.S_ISVTX and user not in (0, parent.st_uid, file.path.stat().st_uid):
+            raise InputError(f"{file.path} belongs to another user, and {file.what} would replace it", ELSEWHERE)
+
+
+def is_partial(path: Path) -> bool:
+    """Whether it is an unfinished job's file, or one that was killed as its first line was written."""
+    head = _head(path, _HEAD)
+    return any(head.startswith(mark) or mark.startswith(head) for mark in _PARTIAL_MARKS)
+
+
+def holds_results(path: Path) -> bool:
+    """Whether it begins with a result line; an empty file does, for that matter: nothing is lost with it."""
+    with path.open("rb") as file:
+        line = file.readline(_MOST_LINE)
+    if not line:
+        return True
+    row = _json(line)
+    native = {"id", "index", "text", "finish_reason"} <= row.keys()
+    return native or str(row.get("id")).startswith("batch_req_")
+
+
+def _other_statistics(output: Path, path: Path) -> str | None:
+    report = read_stats(path)
+    if report is None:
+        return "was not written by specbatch"
+    name = Path(str(report.get("output"))).name
+    is_other = name != output.name and output.with_name(name).exists()  # else the output was renamed
+    return f"has the statistics of {name}" if is_other else None
+
+
+def read_stats(path: Path) -> dict[str, Any] | None:
+    """The statistics of a finished job; None where the file holds none."""
+    if not path.is_file():
+        return None
+    report = _json(_head(path, _MOST_STATS))
+    job = report.get("job")
+    return report if isinstance(job, dict) and "specbatch" in job else None
+
+
+def refuse_url(ref: str) -> None:
+    """Raises InputError for an input that is named by a URL, with the way to feed it."""
+    scheme = _URL.match(ref)
+    if scheme is None or os.path.exists(ref):
+        return
+    how = _FETCH.get(scheme.group(1).lower(), "copy it to this machine, or pipe it: `specbatch generate -`")
+    raise InputError(
+        f"the input {ref[:200]}: {scheme.group(1)}: is not supported. Inputs are files of this machine, `-` for "
+        "standard input, and data sets of the hub by their name",
+        how.format(ref=ref),
+    )
+
+
+@contextlib.contextmanager
+def _usable(path: Path, what: str) -> Iterator[None]:
+    """OSErrors become InputErrors: a name that is too long, a folder that may not be searched, a loop of links."""
+    try:
+        yield
+    except OSError as exc:
+        raise InputError(f"{what} cannot be {_clipped(path)}: {exc.strerror}", ELSEWHERE) from exc
+
+
+def _clipped(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 120 else f"{text[:50]}...{text[-50:]}"
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFLNK: "a link",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    return kinds.get(stat.S_IFMT(mode), "no regular file")
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    """Of the file itself or, of a link, of what it points to; that of the link where it points nowhere."""
+    found = path.stat() if os.path.exists(path) else path.lstat()
+    return found.st_dev, found.st_ino
+
+
+def _head(path: Path, size: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(size)
+
+
+def _json(text: bytes) -> dict[str, Any]:
+    """The JSON object in `text`; {} where there is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
