@@ -39,6 +39,7 @@ from drafttrain.trainer import Trainer, TrainSettings, described
 
 from specbatch.config_load import load_config
 from specbatch.engine.resolve import ResolvedRun, resolve
+from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.models.eagle_head import eagle_config, expected_tensors
 from specbatch.pipeline.results import disk_errors
@@ -141,10 +142,7 @@ def run(args: argparse.Namespace) -> None:
     sets = [f"model.target={args.target}", f"sampling.max_tokens={args.max_tokens}", *args.set]
     temperatures = [_number(part) for part in args.temperatures.split(",")]
     plan = _resolve(args, [*sets, *PLAIN])
-    as_text = not (getattr(plan.tokenizer, "chat_template", None) or plan.config.data.chat_template)
-    if as_text:
-        sets.append("data.prompts_as_chat=false")
-        plan = _resolve(args, [*sets, *PLAIN])
+    as_text = not has_chat_template(plan.config.data, plan.tokenizer)
     evaluates = "evaluation" in args.stage and eval_files
     _check(args, plan, as_text)
     held_out = held_out_rows(eval_files, as_text)

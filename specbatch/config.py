@@ -72,7 +72,7 @@ class DataSection:
     subset: str | None = None  # of a hub data set
     chat_template: str | None = None  # a Jinja template (or the path of one) instead of the model's own
     system_prompt: str | None = None  # put before `messages` without a system message, and before prompts run as chat
-    prompts_as_chat: bool = False  # run {"prompt": ...} as one user message through the chat template
+    prompts_as_chat: bool | None = None  # run {"prompt": ...} as one user message; None: where there is a chat template
 
 
 @dataclass(frozen=True)

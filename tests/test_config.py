@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specbatch.config import Config
+from specbatch.config import Config, DataSection
 from specbatch.config_load import (
     config_to_dict,
     default_config_text,
@@ -34,7 +34,9 @@ def test_packaged_default_names_every_option() -> None:
     config = load_config()
     assert config.model.target == "builtin:smollm2-135m-instruct"
     assert config.speculation.method == "auto"
-    assert config.data.prompts_as_chat is True
+    # A configuration of two lines means what the packaged one does: the model's chat template decides.
+    (Path.cwd() / "two.yaml").write_text("sampling:\n  max_tokens: 7\n")
+    assert config.data == load_config("two.yaml").data == DataSection(prompts_as_chat=None)
 
 
 def test_local_file_wins_over_default_and_path_over_local(tmp_path: Path) -> None:

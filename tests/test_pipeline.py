@@ -27,7 +27,8 @@ from tests.stub_engine import EOS, StubEngine, StubRun, build_engine, resolve, s
 from tests.test_jsonl import BAD_LINES, BAD_ROWS
 from tests.test_openai_batch import BAD_REQUESTS
 
-CONFIG = Config(sampling=SamplingParams(temperature=1.0))
+RAW = DataSection(prompts_as_chat=False)
+CONFIG = Config(sampling=SamplingParams(temperature=1.0), data=RAW)
 
 
 class Run:
@@ -267,7 +268,7 @@ def test_killed_between_sorting_and_the_end(run: Run) -> None:
     [
         ({"config": replace(CONFIG, sampling=SamplingParams(temperature=0.7))}, "sampling.temperature: 1.0 -> 0.7"),
         ({"config": replace(CONFIG, engine=EngineSection(seed=3))}, "engine.seed: 0 -> 3"),
-        ({"config": replace(CONFIG, data=DataSection(system_prompt="S"))}, "data.system_prompt: none -> S"),
+        ({"config": replace(CONFIG, data=replace(RAW, system_prompt="S"))}, "data.system_prompt: none -> S"),
         ({"limit": 3}, "limit: none -> 3"),
         ({"input": True}, "input.sha256"),
         ({"config": replace(CONFIG, engine=EngineSection(kv_cache_tokens=300))}, "engine.kv_cache_tokens"),

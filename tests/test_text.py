@@ -20,6 +20,7 @@ from tests.stub_engine import EOS, StubTokenizer
 
 LIMITS = EngineLimits(100, 300)
 ALPHABET = "ab né😀"
+RAW = DataSection(prompts_as_chat=False)
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -134,7 +135,7 @@ def job(kind: str, content: object, raw: bool = False, **params: object) -> Job:
 
 def test_special_tokens_are_added_once() -> None:
     messages = [{"role": "user", "content": "hi"}]
-    assert encode(DataSection(), job("prompt", "hi")) == "<s>hi"
+    assert encode(RAW, job("prompt", "hi")) == "<s>hi"
     assert encode(DataSection(), job("messages", messages)) == "<user>hi<assistant>"  # the template's business
     assert encode(DataSection(prompts_as_chat=True), job("prompt", "hi")) == "<user>hi<assistant>"
     assert encode(DataSection(prompts_as_chat=True), job("prompt", "hi", raw=True)) == "<s>hi"
@@ -173,7 +174,7 @@ def test_system_prompt_goes_before_messages_without_one() -> None:
 )
 def test_rows_that_cannot_be_encoded(bad: Job, type: str) -> None:
     with pytest.raises(RowError) as caught:
-        encode(DataSection(), bad)
+        encode(RAW, bad)
     assert caught.value.type == type
     if type == "prompt_too_long":
         assert "101" in caught.value.message
@@ -181,15 +182,22 @@ def test_rows_that_cannot_be_encoded(bad: Job, type: str) -> None:
 
 
 def test_longest_prompt_fits() -> None:
-    assert len(encode(DataSection(), job("prompt", "x" * 99))) == 99 + len("<s>")
+    assert len(encode(RAW, job("prompt", "x" * 99))) == 99 + len("<s>")
 
 
 def test_models_without_a_chat_template() -> None:
     with pytest.raises(RowError) as caught:
         encode(DataSection(), job("messages", [{"role": "user", "content": "x"}]), template=None)
     assert caught.value.type == "no_chat_template"
+    assert encode(DataSection(), job("prompt", "x"), template=None) == "<s>x"
     with pytest.raises(ConfigError, match="prompts_as_chat"):
         encode(DataSection(prompts_as_chat=True), job("prompt", "x"), template=None)
+
+
+def test_prompts_run_as_chat_where_there_is_a_template() -> None:
+    assert encode(DataSection(), job("prompt", "hi")) == "<user>hi<assistant>"
+    assert encode(DataSection(chat_template="stub"), job("prompt", "hi"), template=None) == "<user>hi<assistant>"
+    assert encode(DataSection(), job("prompt", "hi", raw=True)) == "<s>hi"
 
 
 def test_chat_template_from_a_file(tmp_path: Path) -> None:

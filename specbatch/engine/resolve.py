@@ -15,6 +15,7 @@ from specbatch.attention.backend_flashinfer import HEAD_DIMS as FLASHINFER_HEAD_
 from specbatch.config import Config, DtypeName, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, auto_kv_tokens
+from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_speculation import (
     NEURAL,
     check_device_shape,
@@ -113,6 +114,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if speculation.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
+    as_chat = runs_prompts_as_chat(config.data, tokenizer)
+    if config.data.prompts_as_chat is None:
+        notes.append(note_on_prompts(as_chat))
     if target.path is None:
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
     if (stretched := target.config.rope.stretching()) is not None:
@@ -172,6 +176,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             memory_fraction=engine.memory_fraction,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
         ),
+        data=replace(config.data, prompts_as_chat=as_chat),
     )
     description = {"target": f"{config.model.target} ({target.config.model_type}, {target.description})"}
     if draft is not None:

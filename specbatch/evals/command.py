@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from specbatch.config import Config, SpeculationSection
+from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, InputError
 from specbatch.evals.compare import LOGPROBS, Difference, difference, differing_rows
 from specbatch.evals.load import find_tasks
@@ -141,11 +142,12 @@ class _Runner:
     def run(self, plans: Sequence[Plan], config: Config, variant: str) -> int:
         """Answer the rows of all plans; `variant` "" or "none" names the folder. INTERRUPTED, or OK where every row has
         a result."""
-        self._shared = SharedRuntime(self._runtime, config)
+        # The task says which prompts are chats; those that are text run as they stand.
+        own = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts_as_chat=False))
+        self._shared = SharedRuntime(self._runtime, own)
         tokenizer = self._shared.resolved.tokenizer
         for plan in plans:
-            has_template = config.data.chat_template or getattr(tokenizer, "chat_template", None)
-            if plan.task.prompt.kind == "chat" and not has_template:
+            if plan.task.prompt.kind == "chat" and not has_chat_template(config.data, tokenizer):
                 raise ConfigError(
                     f"the task {plan.task.name} wants a chat template, and the model has none",
                     "--set data.chat_template=PATH gives one",

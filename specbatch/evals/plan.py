@@ -85,7 +85,9 @@ def plan_config(config: Config, plan: Plan, stop_token_ids: Sequence[int]) -> Co
     """`config` as the rows of `plan` want it: the task samples, and its prompts are run as they stand.
     `stop_token_ids`: further ones."""
     ids = (*plan.sampling.stop_token_ids, *stop_token_ids)
-    data = DataSection(chat_template=config.data.chat_template, system_prompt=config.data.system_prompt)
+    data = DataSection(
+        chat_template=config.data.chat_template, system_prompt=config.data.system_prompt, prompts_as_chat=False
+    )
     return dataclasses.replace(config, sampling=dataclasses.replace(plan.sampling, stop_token_ids=ids), data=data)
 
 

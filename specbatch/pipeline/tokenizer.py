@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.config import Config, DataSection
+from specbatch.engine.resolve_data import has_chat_template, runs_prompts_as_chat
 from specbatch.errors import ConfigError, RowError
 from specbatch.pipeline.rows import Job
 from specbatch.pipeline.stop import StopChecker, cut_at_stop
@@ -41,14 +42,9 @@ class TextProcessor:
     def __init__(self, tokenizer: Any, data: DataSection) -> None:
         self._tokenizer = tokenizer
         self._template = data.chat_template  # None: the tokenizer's own
-        self._has_template = bool(data.chat_template or getattr(tokenizer, "chat_template", None))
+        self._has_template = has_chat_template(data, tokenizer)
         self._system = data.system_prompt
-        self._as_chat = data.prompts_as_chat
-        if self._as_chat and not self._has_template:
-            raise ConfigError(
-                "data.prompts_as_chat needs a chat template, and the model has none",
-                "--set data.prompts_as_chat=false runs prompts as text to continue; or give data.chat_template",
-            )
+        self._as_chat = runs_prompts_as_chat(data, tokenizer)
         self._token_texts: dict[int, str] = {}
 
     @property
