@@ -108,9 +108,7 @@ def generate_file(
 
     results = ResultFile(output, job, overwrite=options.overwrite)
     try:
-        if results.resumed_rows:
-            console.print(f"resuming: {results.resumed_rows:,} rows are done", markup=False)
-        _say(run.notes, console)
+        _say([*results.notes(), *run.notes], console)
         total = source.total if options.limit is None or source.total is None else min(source.total, options.limit)
         progress = JobProgress(total, console)
 
@@ -151,6 +149,8 @@ def generate_file(
             return INTERRUPTED
         sorting = time.perf_counter()
         results.finish()
+        if results.stale_rows:
+            _say([f"{results.stale_rows:,} finished rows were not kept: their input rows have changed"], console)
         session = file_job.session
         session.io_seconds += time.perf_counter() - sorting
         session.load_seconds += start_seconds

@@ -37,6 +37,7 @@ class ProgressSink(Protocol):
 
 @dataclass(slots=True)
 class _RowInFlight:
+    digest: int  # of the input row
     head: RowHead
     job: Job
     prompt_tokens: int
@@ -97,7 +98,7 @@ class FileJob:
 
     def _unfinished_rows(self) -> Iterator[RawRow]:
         rows = itertools.islice(self._source.rows(), self._limit)
-        return (row for row in rows if not self._results.is_done(row.index))
+        return (row for row in rows if not self._results.is_done(row))
 
     def _loop(self, engine: BatchEngine, rows: Iterator[RawRow]) -> None:
         exhausted = False
@@ -122,18 +123,19 @@ class FileJob:
             self.session.io_seconds += time.perf_counter() - began
 
     def _start(self, engine: BatchEngine, raw: RawRow) -> None:
+        digest = raw.digest()
         head, job = self._parser.parse(raw)
         self._remarks.add(head)
         if isinstance(job, RowError):
-            self._fail(head, job)
+            self._fail(head, digest, job)
             return
         try:
             prompt = self._texts.encode(job, engine.limits)
         except RowError as exc:
-            self._fail(head, exc)
+            self._fail(head, digest, exc)
             return
         params = job.params
-        row = _RowInFlight(head, job, len(prompt), [None] * job.num_computed)
+        row = _RowInFlight(digest, head, job, len(prompt), [None] * job.num_computed)
         for sample in range(job.num_computed):
             # A seed of the row's own stands for itself wherever the row is; any other is keyed by the row.
             if job.own_seed and params.seed is not None:
@@ -175,23 +177,23 @@ class FileJob:
                 self._texts,
                 simulated=self._simulated,
             )
-        self._write(head.index, line)
+        self._write(head.index, row.digest, line)
 
     def _choice(self, completion: Completion, job: Job) -> Choice:
         text = self._texts.final_text(completion, job.params)
         return Choice(text, completion.token_ids, completion.finish_reason, completion.logprobs, completion.speculation)
 
-    def _fail(self, head: RowHead, error: RowError) -> None:
+    def _fail(self, head: RowHead, digest: int, error: RowError) -> None:
         if len(error.message) > _MESSAGE_CHARS:
             error = RowError(error.type, error.message[: _MESSAGE_CHARS - 3] + "...")
         if head.envelope is None:
             line = native_error(head.index, head.id, head.metadata, error)
         else:
             line = openai_error(head.index, head.envelope, error)
-        self._write(head.index, line)
+        self._write(head.index, digest, line)
 
-    def _write(self, index: int, line: dict[str, Any]) -> None:
-        self._results.append(index, line)
+    def _write(self, index: int, digest: int, line: dict[str, Any]) -> None:
+        self._results.append(index, digest, line)
         self.session.rows += 1
 
     def _show(self, engine: BatchEngine) -> None:

@@ -1,9 +1,10 @@
 """The result file of a job: append-only while it grows, in input order once it is whole.
 
 `X.results.jsonl.partial` holds a header line (the job's fingerprint) and then result lines in the order in which rows
-finished; every line reaches the operating system at once, so `kill -9` loses at most a torn last line, and the disk
-every few seconds. Rows that failed count as finished: the same input would fail again. When all rows are there, they
-are copied in input order by way of an index of 8 bytes a row to `X.results.jsonl.sorted`, which then replaces
+finished (`partial` has the format); every line reaches the operating system at once, so `kill -9` loses at most a torn
+last line, and the disk every few seconds. Rows that failed count as finished: the same input would fail again. What an
+earlier session wrote counts once the input row that it answers has been read again and is the same (`is_done`). When
+all rows are there, they are copied in input order by way of an index to `X.results.jsonl.sorted`, which then replaces
 `X.results.jsonl` atomically. The partial file is removed last, so that a crash at any point leaves a job that the same
 command finishes.
 """
@@ -19,19 +20,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from specbatch.errors import InputError
 from specbatch.pipeline import paths
 from specbatch.pipeline.fingerprint import differences
 from specbatch.pipeline.jsonl import encode_line
 from specbatch.pipeline.openai_batch import index_of
+from specbatch.pipeline.partial import PartialLines, header_line, read_header
 from specbatch.pipeline.paths import partial_path
+from specbatch.pipeline.row_index import Entry, RowIndex
+from specbatch.pipeline.sources import RawRow
 from specbatch.pipeline.totals import RowTotals
 
-_HEADER = "specbatch_job"
 _SYNC_SECONDS = 5.0
 _COPY_BUFFER = 1 << 20
+_START_AGAIN = "--overwrite drops it and starts again; -o PATH writes elsewhere"
 
 
 class ResultFile:
@@ -44,8 +46,10 @@ class ResultFile:
         self.output = output
         self.totals = RowTotals()
         self.resumed_rows = 0  # finished by earlier sessions
+        self.damaged_lines = 0  # whole lines of earlier sessions that are left out
+        self.stale_rows = 0  # rows of earlier sessions that answer an input row which is no longer there
         self._path = partial_path(output)
-        self._offsets = np.full(1024, -1, dtype=np.int64)  # [row index] = byte offset of its line; -1: not finished
+        self._rows = RowIndex()
         self._synced_at = time.monotonic()
         self._file = self._open_locked()
         try:
@@ -56,15 +60,32 @@ class ResultFile:
             self._file.close()
             raise
 
-    def is_done(self, index: int) -> bool:
-        return index < len(self._offsets) and bool(self._offsets[index] >= 0)
+    def notes(self) -> list[str]:
+        """What was found when the file was opened."""
+        notes = [f"resuming: {self.resumed_rows:,} rows are done"] if self.resumed_rows else []
+        if self.damaged_lines:
+            notes.append(f"{self.damaged_lines:,} damaged lines of {self._path} are left out; rows are computed again")
+        return notes
 
-    def append(self, index: int, row: dict[str, Any]) -> None:
-        """Write the result of a row that is not done yet. Raises InputError where the disk refuses."""
-        assert not self.is_done(index), index
-        line = encode_line(row)
+    def is_done(self, row: RawRow) -> bool:
+        """Whether the result of this very row is there; one of another row in its place is dropped."""
+        entry = self._rows.get(row.index)
+        if entry is None:
+            return False
+        if entry.digest != row.digest():
+            self._drop(row.index)
+            self.stale_rows += 1
+            return False
+        self._rows.confirm(row.index)
+        return True
+
+    def append(self, index: int, digest: int, result: dict[str, Any]) -> None:
+        """Write the result of an input row that is not done yet. Raises InputError where the disk refuses."""
+        assert self._rows.get(index) is None, index
+        line = self._lines.row(digest, encode_line(result))
         self._write(line)
-        self._record(index, self._end, row)
+        self.totals.add(result)
+        self._rows.put(index, Entry(self._end, len(line), digest), confirmed=True)
         self._end += len(line)
         if time.monotonic() - self._synced_at > _SYNC_SECONDS:
             self.sync()
@@ -76,14 +97,19 @@ class ResultFile:
         self._synced_at = time.monotonic()
 
     def finish(self) -> None:
-        """Put the lines in input order into the output file. The partial file stays until `discard_partial`."""
+        """Put the lines in input order into the output file. The partial file stays until `discard_partial`.
+
+        The input has been read to its end: a row that `is_done` was not asked for is not in it.
+        """
         self.sync()
+        for index in self._rows.unconfirmed():
+            self._drop(index)
+            self.stale_rows += 1
         sorted_path = paths.sorted_path(self.output)
         with disk_errors(self.output):
-            with self._path.open("rb", buffering=_COPY_BUFFER) as lines, sorted_path.open("wb", _COPY_BUFFER) as out:
-                for index in np.flatnonzero(self._offsets >= 0):
-                    lines.seek(self._offsets[index])
-                    out.write(lines.readline())
+            with sorted_path.open("wb", _COPY_BUFFER) as out:
+                for entry in self._rows.in_order():
+                    out.write(self._read(entry))
                 out.flush()
                 os.fsync(out.fileno())
             replace_durably(sorted_path, self.output)
@@ -97,7 +123,7 @@ class ResultFile:
         """Leave the job resumable; a partial file without rows is removed."""
         if self._file.closed:
             return
-        if self.totals.rows == 0:
+        if self._end == self._first_row:
             self._path.unlink(missing_ok=True)
         else:
             with contextlib.suppress(InputError):
@@ -127,57 +153,82 @@ class ResultFile:
             file.close()
 
     def _load(self, job: dict[str, Any]) -> int:
-        """Take over the finished rows; returns the offset behind the last whole line, where writing goes on."""
+        """Take over the finished rows; returns the offset after the last whole line, where writing goes on."""
         with self._path.open("rb", buffering=_COPY_BUFFER) as lines:
             header = lines.readline()
             if not header.endswith(b"\n"):  # new, or torn while it was made
                 return self._start(job)
-            self._check_header(header, job)
+            old = read_header(header, str(self._path))
+            if old is not None:
+                self._check_job(old, job)
+            # Where the header is damaged, the checksums of the rows tell whether they are of this job.
+            self._lines = PartialLines(header if old is not None else header_line(job))
+            self.damaged_lines += old is None
             end = len(header)
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
-                self._take_over(line, end)
+                self.damaged_lines += not self._take_over(line, end)
                 end += len(line)
+        if old is None and not self.totals.rows:
+            raise InputError(
+                f"the first line of {self._path} is damaged, and no other line is known to be of this job", _START_AGAIN
+            )
         self._file.truncate(end)
+        self._first_row = len(header)
         self.resumed_rows = self.totals.rows
         return end
 
-    def _start(self, job: dict[str, Any]) -> int:
-        self._file.truncate(0)
-        header = encode_line({_HEADER: job})
-        self._write(header)
-        return len(header)
-
-    def _check_header(self, header: bytes, job: dict[str, Any]) -> None:
-        try:
-            old = json.loads(header)[_HEADER]
-        except (ValueError, KeyError, TypeError) as exc:
-            raise InputError(f"{self._path} is not a partial result of specbatch", "move it away, or use -o") from exc
+    def _check_job(self, old: Mapping[str, Any], job: Mapping[str, Any]) -> None:
         # Through JSON, as the old one went: tuples are lists there.
-        if changed := differences(old, json.loads(encode_line(job))):
+        if changed := differences(old, json.loads(encode_line(dict(job)))):
             raise InputError(
-                f"{self._path} holds an unfinished run of a different job: {'; '.join(changed)}",
-                "--overwrite drops it and starts again; -o PATH writes elsewhere",
+                f"{self._path} holds an unfinished run of a different job: {'; '.join(changed)}", _START_AGAIN
             )
 
-    def _take_over(self, line: bytes, offset: int) -> None:
-        try:
-            row = json.loads(line)
-            index = row["index"] if "index" in row else index_of(row["id"])
-            if not isinstance(index, int) or index < 0 or self.is_done(index):
-                return
-            self._record(index, offset, row)
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return  # damaged: the row is not finished, and its line is not copied to the output
+    def _start(self, job: dict[str, Any]) -> int:
+        self._file.truncate(0)
+        header = header_line(job)
+        self._lines = PartialLines(header)
+        self._write(header)
+        self._first_row = len(header)
+        return len(header)
 
-    def _record(self, index: int, offset: int, row: dict[str, Any]) -> None:
-        self.totals.add(row)
-        if index >= len(self._offsets):
-            grown = np.full(max(index + 1, len(self._offsets) * 3 // 2), -1, dtype=np.int64)
-            grown[: len(self._offsets)] = self._offsets
-            self._offsets = grown
-        self._offsets[index] = offset
+    def _take_over(self, line: bytes, offset: int) -> bool:
+        """Enter the line into the index; False where it is damaged, and its row not finished."""
+        opened = self._lines.open_row(line)
+        if opened is None:
+            return False
+        digest, text = opened
+        try:
+            result = json.loads(text)
+            index = result["index"] if "index" in result else index_of(result["id"])
+            if type(index) is not int or index < 0:
+                return False
+            if self._rows.get(index) is not None:  # a later line replaces an earlier one
+                self._drop(index)
+            self.totals.add(result)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return False  # no line of ours, although its checksum fits
+        self._rows.put(index, Entry(offset, len(line), digest), confirmed=False)
+        return True
+
+    def _drop(self, index: int) -> None:
+        """Forget a result of an earlier session."""
+        entry = self._rows.get(index)
+        assert entry is not None, index
+        self.totals.add(json.loads(self._read(entry)), times=-1)
+        self._rows.remove(index)
+
+    def _read(self, entry: Entry) -> bytes:
+        """The result's own line. Raises InputError where it is no longer what was written."""
+        opened = self._lines.open_row(os.pread(self._file.fileno(), entry.length, entry.offset))
+        if opened is None:
+            raise InputError(
+                f"{self._path} was damaged while the job was running",
+                "run the same command again: only the rows that were damaged are computed again",
+            )
+        return opened[1]
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)

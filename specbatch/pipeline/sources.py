@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from specbatch.config import DataSection
 from specbatch.errors import InputError
-from specbatch.pipeline.jsonl import finite, identify_file, numbered_lines, open_lines
+from specbatch.pipeline.jsonl import encode_line, finite, identify_file, numbered_lines, open_lines
 from specbatch.pipeline.paths import refuse_url
 
 _JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -38,6 +38,11 @@ class RawRow:
 
     index: int  # 0-based line of the input (for tables: row)
     data: bytes | dict[str, Any]  # a JSON line, or the columns of a table
+
+    def digest(self) -> int:
+        """64 bits that tell whether a row is still what it was when it was answered."""
+        data = self.data if isinstance(self.data, bytes) else encode_line(self.data)
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +12,8 @@ class RowTotals:
 
     ok: int = 0
     failed: int = 0
-    errors: Counter[str] = field(default_factory=Counter)  # error type -> rows
-    finish_reasons: Counter[str] = field(default_factory=Counter)  # of each row's first completion
+    errors: dict[str, int] = field(default_factory=dict)  # error type -> rows
+    finish_reasons: dict[str, int] = field(default_factory=dict)  # of each row's first completion
     prompt_tokens: int = 0
     completion_tokens: int = 0
     rounds: int = 0
@@ -27,14 +26,15 @@ class RowTotals:
     def rows(self) -> int:
         return self.ok + self.failed
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Count one result line, native or OpenAI. Raises KeyError or TypeError for what is neither."""
+    def add(self, row: dict[str, Any], times: int = 1) -> None:
+        """Count one result line, native or OpenAI; `times=-1` takes one back. Raises KeyError or TypeError for what is
+        neither."""
         # Everything is looked up before anything is counted: a damaged line must leave no half of itself behind.
         if row.get("error"):
             error = row["error"]
             kind = str(error["type"] if "type" in error else error["code"])
-            self.failed += 1
-            self.errors[kind] += 1
+            self.failed += times
+            _count(self.errors, kind, times)
             return
         body = row if "usage" in row else row["response"]["body"]
         reason = row["finish_reason"] if body is row else body["choices"][0]["finish_reason"]
@@ -44,14 +44,23 @@ class RowTotals:
         # Lines hold the quotient to 4 digits: exact below 10,000 rounds, and within 0.01% above.
         committed = round((counts["acceptance_length"] or 0) * rounds)
         histogram = counts["accept_histogram"]
-        self.ok += 1
-        self.finish_reasons[str(reason)] += 1
-        self.prompt_tokens += prompt
-        self.completion_tokens += completion
-        self.rounds += rounds
-        self.drafted += drafted
-        self.accepted += accepted
-        self.committed += committed
+        self.ok += times
+        _count(self.finish_reasons, str(reason), times)
+        self.prompt_tokens += times * prompt
+        self.completion_tokens += times * completion
+        self.rounds += times * rounds
+        self.drafted += times * drafted
+        self.accepted += times * accepted
+        self.committed += times * committed
         self.histogram.extend([0] * (len(histogram) - len(self.histogram)))
-        for kept, times in enumerate(histogram):
-            self.histogram[kept] += times
+        for kept, count in enumerate(histogram):
+            self.histogram[kept] += times * count
+        while times < 0 and self.histogram and not self.histogram[-1]:
+            self.histogram.pop()
+
+
+def _count(counts: dict[str, int], kind: str, times: int) -> None:
+    """A kind that all its rows were taken back from is as if it had never been."""
+    counts[kind] = counts.get(kind, 0) + times
+    if not counts[kind]:
+        del counts[kind]
