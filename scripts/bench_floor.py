@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from specbatch.engine.resolve import HeadCheckpoint, ResolvedRun
+from specbatch.engine.resolve import ResolvedRun
 from specbatch.models import config as decoder
 from specbatch.models import eagle_head
 from specbatch.models.config import ModelConfig
+from specbatch.models.head_files import HeadCheckpoint
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
     width = target.num_heads * target.head_dim * target.num_layers
     if isinstance(run.draft, HeadCheckpoint):
         head = run.draft.head
-        last = target.vocab_size if head.kind == "eagle" else head.draft_vocab_size
+        last = head.draft_vocab_size if head.has_lm_head else target.vocab_size
         heads += len(lengths) * last * target.hidden_size
         body += _head_pass(run.draft, target, 1, takes_target_features=True).parameters - last * target.hidden_size
         width += head.decoder.num_heads * head.decoder.head_dim
@@ -149,7 +150,7 @@ def _head_pass(draft: HeadCheckpoint, target: ModelConfig, rows: float, takes_ta
     if head.kind == "eagle3" and not takes_target_features:
         del shapes["fc.weight"]  # further steps go on from the head's own features
     matrices = _num_matrix_parameters(shapes)
-    if head.kind == "eagle":  # it has no LM head of its own
+    if not head.has_lm_head:
         matrices += target.vocab_size * target.hidden_size
     return Pass(matrices, rows, 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim)
 

@@ -40,6 +40,7 @@ class ScheduleSection:
 class SpeculationSection:
     method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3"] = "auto"
     draft: str | None = None  # like model.target; needed by draft_model, eagle and eagle3
+    aux_layers: tuple[int, ...] | None = None  # eagle3: the target's layers whose inputs the head reads; None: decided
     num_steps: int | None = None  # depth of drafting; None: decided with num_draft_tokens
     topk: int = 1  # branches kept at each step; 1 = chain
     num_draft_tokens: int | None = None  # nodes verified in a round, root included

@@ -1,7 +1,7 @@
 """EAGLE heads once more, in a few lines of plain torch: full attention, no cache, no batch; and checkpoints to load.
 
 It follows the public inference code (the authors' `cnets1.py` for EAGLE-1/2 and `cnets.py` with the tapped layers of
-`modeling_llama_kv.py` for EAGLE-3, and the two Llama EAGLE models of SGLang).
+`modeling_llama_kv.py` for EAGLE-3, the two Llama EAGLE models of SGLang, and vLLM's for `norm_before_residual`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from specbatch.models.eagle_head import EagleKind
-from specbatch.models.weights import Checkpoint
+from specbatch.attention.interface import BatchLayout, Span
+from specbatch.models.decoder import Decoder
+from specbatch.models.eagle_head import EagleKind, capture_layers
+from specbatch.models.weights import Checkpoint, open_checkpoint
 from specbatch.speculation.tree import DraftShape
 
 E, VOCAB, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 32, 61, 8, 4, 2, 8, 1e-5, 500.0
@@ -30,6 +33,7 @@ def head_tensors(
     fc_bias: bool = False,
     qkv_bias: bool = False,
     embedding: bool = False,
+    vocab: int = VOCAB,
 ) -> dict[str, Tensor]:
     """A random checkpoint under its public names."""
     generator = torch.Generator().manual_seed(5)
@@ -51,16 +55,16 @@ def head_tensors(
     if fc_bias:
         tensors["fc.bias"] = rand(E)
     if embedding:
-        tensors["embed_tokens.weight"] = rand(VOCAB, E)
+        tensors["embed_tokens.weight"] = rand(vocab, E)
     if eagle3:
         tensors["midlayer.hidden_norm.weight"] = 1 + rand(E)
         tensors["midlayer.input_layernorm.weight"] = 1 + rand(E)
         tensors["norm.weight"] = 1 + rand(E)
-        tensors["lm_head.weight"] = rand(draft_vocab or VOCAB, E) * 3
-        if draft_vocab and (draft_vocab != VOCAB or vocab_map):
-            ids = torch.randperm(VOCAB, generator=generator)[:draft_vocab].sort().values
+        tensors["lm_head.weight"] = rand(draft_vocab or vocab, E) * 3
+        if draft_vocab and (draft_vocab != vocab or vocab_map):
+            ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
             tensors["d2t"] = ids - torch.arange(draft_vocab)
-            tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
+            tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
 
 
@@ -86,11 +90,31 @@ def write_head(path: Path, tensors: dict[str, Tensor], draft_vocab: int | None =
     return path
 
 
+def random_target(path: Path, **changes: Any) -> Checkpoint:
+    """A random Llama, written to `path`."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": E,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.25,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes | changes)).save_pretrained(path)
+    return open_checkpoint(path)
+
+
 class Reference:
     """The head in a few lines of plain torch, float64."""
 
-    def __init__(self, kind: EagleKind, tensors: dict[str, Tensor], target: Checkpoint) -> None:
+    def __init__(
+        self, kind: EagleKind, tensors: dict[str, Tensor], target: Checkpoint, norm_before_residual: bool = False
+    ) -> None:
         self.eagle3 = kind == "eagle3"
+        self.norm_before_residual = norm_before_residual
         self.w = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
         self.prefix = "midlayer." if self.eagle3 else "layers.0."
         self.embedding = self.w.get("embed_tokens.weight", target.tensors.load("model.embed_tokens.weight").double())
@@ -123,11 +147,10 @@ class Reference:
         """Hidden states; row i sees the pairs (tokens[j], features[j]) for j <= i."""
         embedded = self.embedding[torch.tensor(tokens)]
         if self.eagle3:
-            residual = features
             p = self.prefix
-            x = torch.cat(
-                (self.norm(embedded, p + "input_layernorm.weight"), self.norm(features, p + "hidden_norm.weight")), -1
-            )
+            normed = self.norm(features, p + "hidden_norm.weight")
+            residual = normed if self.norm_before_residual else features
+            x = torch.cat((self.norm(embedded, p + "input_layernorm.weight"), normed), -1)
         else:
             residual = x = self.linear(torch.cat((embedded, features), -1), "fc")
         h = residual + self.attention(x)
@@ -162,3 +185,14 @@ class Reference:
             beam = {path: found[path] for path in best}
         kept = sorted(candidates, key=lambda path: -candidates[path])[: shape.num_draft_tokens - 1]
         return {path: candidates[path] for path in kept}
+
+
+def target_features(
+    decoder: Decoder, reference: Reference, tokens: list[int], layers: tuple[int, ...] = capture_layers(LAYERS)
+) -> Tensor:
+    """What the head gets of the target for each token, by a plain forward pass over all of them. `decoder`: of the
+    oracle engine, in float64."""
+    layout = BatchLayout.build([Span([0], 0, len(tokens))], len(tokens), decoder.device)
+    cache = decoder.new_cache(len(tokens), torch.float64)
+    hidden, captured = decoder.forward(torch.tensor(tokens), layout, cache, layers)
+    return reference.linear(torch.cat(captured, -1), "fc") if reference.eagle3 else hidden

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder, loader
-from specbatch.models.eagle_head import EagleConfig, EagleHead
+from specbatch.models.eagle_head import EagleConfig, EagleHead, capture_layers
 from specbatch.models.eagle_head import expected_tensors as head_tensors
 from specbatch.models.rope import RopeConfig
 from specbatch.speculation.factory import DraftFactory
@@ -107,8 +109,9 @@ def tiny_draft_net(
     draft_seed: int,
     scale: float,
     attention: AttentionOf = attention_of,
+    **traits: Any,
 ) -> DraftNet:
-    """The draft of `target`, as wide as it and of its type."""
+    """The draft of `target`, as wide as it and of its type. `traits`: of an EAGLE head's `EagleConfig`."""
     hidden, vocab, head_dim = target.config.hidden_size, target.config.vocab_size, target.config.head_dim
     dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
     if method == "draft_model":
@@ -118,7 +121,9 @@ def tiny_draft_net(
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
     kind = "eagle3" if method == "eagle3" else "eagle"
     width = draft_vocab or vocab
-    head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab)  # type: ignore[arg-type]
+    layers = capture_layers(target.config.num_layers) if kind == "eagle3" else ()
+    head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab, layers)  # type: ignore[arg-type]
+    head = replace(head, **traits)
     tensors = RandomTensors(
         {n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
     )
@@ -129,7 +134,7 @@ def tiny_draft_net(
     load = loader(tensors, dtype, device)
     backend = attention(head_config, device)
     model = EagleHead(head, load, tensors.load, target, backend, num_positions, dtype, device)
-    return EagleDraft(model, model.new_cache(num_slots, kv_dtype), target.config.num_layers, kind == "eagle3")
+    return EagleDraft(model, model.new_cache(num_slots, kv_dtype))
 
 
 def as_schedule(shape: DraftShape | Schedule | None) -> Schedule:
@@ -154,9 +159,10 @@ def tiny_engine(
     eos: tuple[int, ...] = (),
     device: torch.device = CPU,
     threads: ThreadGovernor | None = None,
+    **traits: Any,
 ) -> Engine:
     """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer
-    less)."""
+    less). `traits`: of an EAGLE head."""
     config = tiny_config(7 if method == "eagle3" else 3, hidden, vocab)
     target = tiny_decoder(config, dtype, scale=scale, device=device)
     pool = PagePool(num_pages, page_size)
@@ -164,7 +170,7 @@ def tiny_engine(
     net = None
     if method not in ("none", "ngram"):
         net = tiny_draft_net(
-            method, target, num_slots, dtype, draft_vocab=draft_vocab, draft_seed=draft_seed, scale=scale
+            method, target, num_slots, dtype, draft_vocab=draft_vocab, draft_seed=draft_seed, scale=scale, **traits
         )
 
     drafts = DraftFactory(net, (1, 3), vocab, page_size, device, ops_for(device, dtype))
@@ -208,6 +214,7 @@ def tiny_device_engine(
     backend: type[PagedAttention | FlashInferAttention] = PagedAttention,
     head_dim: int = 8,
     graph_tokens: int = 0,
+    **traits: Any,
 ) -> DeviceEngine:
     """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins. `kv_dtype` None: `dtype`.
     `num_layers`: of the target; None: as many as `method` needs."""
@@ -231,7 +238,7 @@ def tiny_device_engine(
     if method not in ("none", "ngram"):
         net = tiny_draft_net(
             method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
-            scale=scale, attention=paged,
+            scale=scale, attention=paged, **traits,
         )  # fmt: skip
     drafters = schedule.map(DraftFactory(net, (1, 3), vocab, page_size, device, ops).drafter)
     assert max(drafter.num_lookahead for drafter in drafters.items) == lookahead

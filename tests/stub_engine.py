@@ -150,6 +150,7 @@ class StubRun:
     model_max_tokens: int = 512
     cache_limits_rows: bool = False
     description: dict[str, str] = field(default_factory=lambda: {"target": "stub"})
+    low_acceptance: str | None = None
     notes: list[str] = field(default_factory=list)
 
 

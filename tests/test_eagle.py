@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,76 +10,78 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import PagePool
 from specbatch.engine.build import build_decoder
 from specbatch.engine.engine import Engine
 from specbatch.errors import ModelError
-from specbatch.models.decoder import Decoder, loader
-from specbatch.models.eagle_head import EagleHead, EagleKind, _target_ids, capture_layers, open_head
-from specbatch.models.weights import Checkpoint, open_checkpoint
+from specbatch.models.decoder import loader
+from specbatch.models.eagle_head import EagleHead, EagleKind, capture_layers, target_ids_of
+from specbatch.models.head_files import LAYER_IDS, open_head
+from specbatch.models.weights import Checkpoint
 from specbatch.speculation.neural import EagleDraft, NeuralProposer
 from specbatch.speculation.sequence import Sequence
 from specbatch.speculation.tree import DraftShape, DraftTree
 from specbatch.speculation.verify import Accepted
 from specbatch.types import NoiseKey, Request, SamplingParams
-from tests.eagle_reference import HEADS, KV_HEADS, LAYERS, MLP, VOCAB, E, Reference, head_tensors, write_head
+from tests.eagle_reference import (
+    LAYERS,
+    VOCAB,
+    Reference,
+    head_tensors,
+    random_target,
+    target_features,
+    write_head,
+)
 from tests.models import CPU, attention_of, random_prompts, run, tiny_engine
 
-KINDS: dict[str, tuple[EagleKind, dict[str, Any]]] = {
-    "eagle": ("eagle", {}),
-    "eagle-bias": ("eagle", {"fc_bias": True, "qkv_bias": True, "embedding": True}),
-    "eagle3": ("eagle3", {}),
-    "eagle3-reduced": ("eagle3", {"draft_vocab": 23}),
-    "eagle3-map-of-all": ("eagle3", {"draft_vocab": VOCAB, "vocab_map": True, "embedding": True}),
+
+@dataclass(frozen=True)
+class Case:
+    """A head: how its tensors are made, its config.json, and what has to come of that."""
+
+    kind: EagleKind
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    layers: tuple[int, ...] = capture_layers(LAYERS)
+    norm_before_residual: bool = False
+
+
+KINDS = {
+    "eagle": Case("eagle"),
+    "eagle-bias": Case("eagle", {"fc_bias": True, "qkv_bias": True, "embedding": True}),
+    "eagle3": Case("eagle3"),
+    "eagle3-reduced": Case("eagle3", {"draft_vocab": 23}),
+    "eagle3-map-of-all": Case("eagle3", {"draft_vocab": VOCAB, "vocab_map": True, "embedding": True}),
+    "eagle3-normed-residual": Case("eagle3", {}, {"norm_before_residual": True}, norm_before_residual=True),
+    "eagle3-other-layers": Case("eagle3", {}, {LAYER_IDS: [1, 3, 6]}, (1, 3, 6)),
+    "eagle3-nested-first-and-last": Case("eagle3", {}, {"eagle_config": {LAYER_IDS: [0, 3, LAYERS]}}, (0, 3, LAYERS)),
 }
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = tmp_path_factory.mktemp("target")
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=E,
-        intermediate_size=MLP,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=256,
-        initializer_range=0.25,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return open_checkpoint(path)
-
-
-def target_features(decoder: Decoder, reference: Reference, tokens: list[int]) -> Tensor:
-    """What the head gets of the target for each token, by a plain forward pass over all of them."""
-    from specbatch.attention.interface import BatchLayout, Span
-
-    layout = BatchLayout.build([Span([0], 0, len(tokens))], len(tokens), CPU)
-    cache = decoder.new_cache(len(tokens), torch.float64)
-    hidden, captured = decoder.forward(torch.tensor(tokens), layout, cache, capture_layers(LAYERS))
-    return reference.linear(torch.cat(captured, -1), "fc") if reference.eagle3 else hidden
+    return random_target(tmp_path_factory.mktemp("target"))
 
 
 def test_tapped_layers_are_those_of_the_public_code(target: Checkpoint) -> None:
-    """`hidden_states[i]` of transformers is the input of layer i, the last one comes after the final norm."""
+    """`hidden_states[i]` of transformers is the input of layer i; the last one is the output behind the final norm."""
     model = LlamaForCausalLM.from_pretrained(target.path).eval()
     tokens = random_prompts(1, longest=1, shared=30)[0]
     assert capture_layers(LAYERS) == (2, 4, 5)
     assert capture_layers(32) == (2, 16, 29)
-    from specbatch.attention.interface import BatchLayout, Span
-
     decoder = build_decoder(target.config, target.tensors, 64, torch.float32, CPU)
+    everything = tuple(range(LAYERS + 1))
     with torch.inference_mode():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         layout = BatchLayout.build([Span([0], 0, len(tokens))], len(tokens), CPU)
         hidden, captured = decoder.forward(
-            torch.tensor(tokens), layout, decoder.new_cache(len(tokens), torch.float32), capture_layers(LAYERS)
+            torch.tensor(tokens), layout, decoder.new_cache(len(tokens), torch.float32), everything
         )
-    for found, expected in zip([*captured, hidden], [states[2], states[4], states[5], states[-1]], strict=True):
+        captured[-1] = model.model.norm(captured[-1])
+    for found, expected in zip([*captured, hidden], [*states, states[-1]], strict=True):
         assert torch.allclose(found, expected[0], atol=1e-3)  # values up to 20, layers apart by more than 1
 
 
@@ -88,11 +91,12 @@ def test_drafts_are_those_of_the_reference(
     case: str, shape: DraftShape, target: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every tree of a whole generation, so after prefill chunks, prefix hits, accepted and rejected drafts."""
-    kind, options = KINDS[case]
-    tensors = head_tensors(kind, **options)
-    path = write_head(tmp_path, tensors, options.get("draft_vocab"))
-    head, source = open_head(path, kind, target.config)
-    reference = Reference(kind, tensors, target)
+    made = KINDS[case]
+    tensors = head_tensors(made.kind, **made.options)
+    path = write_head(tmp_path, tensors, made.options.get("draft_vocab"), **made.config)
+    opened = open_head(path, made.kind, target)
+    head, source = opened.head, opened.tensors
+    reference = Reference(made.kind, tensors, target, made.norm_before_residual)
     decoder = build_decoder(target.config, target.tensors, 300, torch.float64, CPU)
     model = EagleHead(
         head,
@@ -105,7 +109,7 @@ def test_drafts_are_those_of_the_reference(
         CPU,
     )
     pool = PagePool(64, 4)
-    net = EagleDraft(model, model.new_cache(256, torch.float64), LAYERS, kind == "eagle3")
+    net = EagleDraft(model, model.new_cache(256, torch.float64))
     proposer = NeuralProposer(net, shape, VOCAB, 4, CPU)
     engine = Engine(
         decoder,
@@ -146,7 +150,7 @@ def test_drafts_are_those_of_the_reference(
             paths: list[tuple[int, ...]] = [()]
             for node in range(1, tree.num_nodes[b]):
                 paths.append((*paths[tree.parents_BN[b, node]], int(tree.tokens_BN[b, node])))
-            features = target_features(decoder, reference, seq.tokens[:-1])
+            features = target_features(decoder, reference, seq.tokens[:-1], made.layers)
             expected = reference.tree(seq.tokens[1:], features, shape)
             assert set(paths[1:]) == set(expected), f"after {len(seq.tokens)} tokens"
             depths.update(map(len, paths))
@@ -164,14 +168,13 @@ def test_drafts_are_those_of_the_reference(
 def test_sampled_chains_are_drawn_from_the_heads_distribution(target: Checkpoint, tmp_path: Path) -> None:
     """With a reduced vocabulary: q over the target's ids, zero where the draft has no token."""
     tensors = head_tensors("eagle3", draft_vocab=23)
-    head, source = open_head(write_head(tmp_path, tensors, 23), "eagle3", target.config)
+    opened = open_head(write_head(tmp_path, tensors, 23), "eagle3", target)
+    head, source = opened.head, opened.tensors
     reference = Reference("eagle3", tensors, target)
     decoder = build_decoder(target.config, target.tensors, 100, torch.float64, CPU)
     load = loader(source, torch.float64, CPU)
     model = EagleHead(head, load, source.load, decoder, attention_of(head.decoder), 100, torch.float64, CPU)
-    proposer = NeuralProposer(
-        EagleDraft(model, model.new_cache(64, torch.float64), LAYERS, True), DraftShape(1, 1, 2), VOCAB, 8, CPU
-    )
+    proposer = NeuralProposer(EagleDraft(model, model.new_cache(64, torch.float64)), DraftShape(1, 1, 2), VOCAB, 8, CPU)
     cache = decoder.new_cache(64, torch.float64)
     options = {"max_length": 60, "max_batch_size": 1, "prefill_chunk_tokens": 64, "prefix_cache": False}
     engine = Engine(decoder, proposer, cache, PagePool(8, 8), **options, eos_token_ids=())  # type: ignore[arg-type]
@@ -214,7 +217,7 @@ def test_faulty_heads_are_refused_by_name(fault: str, target: Checkpoint, tmp_pa
     if add:
         tensors[add] = torch.zeros(3)
     with pytest.raises(ModelError) as error:
-        open_head(write_head(tmp_path, tensors, **changes), kind, target.config)
+        open_head(write_head(tmp_path, tensors, **changes), kind, target)
     for word in words:
         assert word in error.value.message
     if fault != "vocabulary":
@@ -222,18 +225,18 @@ def test_faulty_heads_are_refused_by_name(fault: str, target: Checkpoint, tmp_pa
 
 
 def test_eagle3_needs_seven_layers(target: Checkpoint, tmp_path: Path) -> None:
-    shallow = type(target.config)(**{**vars(target.config), "num_layers": 6})
+    shallow = replace(target, config=replace(target.config, num_layers=6))
     path = write_head(tmp_path, head_tensors("eagle3"))
     with pytest.raises(ModelError, match="only 6"):
         open_head(path, "eagle3", shallow)
     with pytest.raises(ModelError, match=r"no config\.json"):
-        open_head(tmp_path / "nowhere", "eagle3", target.config)
+        open_head(tmp_path / "nowhere", "eagle3", target)
 
 
 def test_vocabulary_maps_that_contradict_themselves_are_refused() -> None:
     ids = torch.tensor([1, 5, 9])
     d2t, t2d = ids - torch.arange(3), torch.zeros(12, dtype=torch.bool).index_fill_(0, ids, True)
-    assert torch.equal(_target_ids(d2t, t2d, 12), ids)
+    assert torch.equal(target_ids_of(d2t, t2d, 12), ids)
     for wrong_d2t, wrong_t2d in (
         (torch.tensor([1, 4, 3]), t2d),  # 1, 5, 5
         (torch.tensor([-1, 4, 7]), t2d),  # below zero
@@ -241,7 +244,7 @@ def test_vocabulary_maps_that_contradict_themselves_are_refused() -> None:
         (d2t, t2d.roll(1)),
     ):
         with pytest.raises(ModelError, match="d2t"):
-            _target_ids(wrong_d2t, wrong_t2d, 12)
+            target_ids_of(wrong_d2t, wrong_t2d, 12)
 
 
 def test_a_reduced_distribution_keeps_its_mass() -> None:

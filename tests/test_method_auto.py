@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from specbatch.cli import app
 from specbatch.config_load import load_config
-from specbatch.engine.resolve import HeadCheckpoint, resolve
+from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_speculation import decide_method
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import cached_path
+from specbatch.models.head_files import HeadCheckpoint
 
 TARGET, HEAD = "builtin:smollm2-135m-instruct", "builtin:smollm2-135m-instruct-eagle3"
 

@@ -13,10 +13,11 @@ from specbatch.cli import app
 from specbatch.config import Config
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import HeadCheckpoint, resolve
+from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.config import ModelConfig, expected_tensors
-from specbatch.models.eagle_head import _target_ids
+from specbatch.models.eagle_head import target_ids_of
+from specbatch.models.head_files import HeadCheckpoint
 from specbatch.models.shapes import RandomSource, open_shape, open_shape_head, shape_config, shapes
 from specbatch.models.tokenizer import byte_tokenizer
 from specbatch.types import NoiseKey, Request, SamplingParams
@@ -90,23 +91,24 @@ def test_weights_are_random_and_reproducible() -> None:
 
 def test_head_maps_are_one_to_one() -> None:
     target = shape_config("shape:llama-3-8b")
-    head, tensors = open_shape_head("shape:eagle3-32k", "eagle3", target, torch.float32, CPU)
+    opened = open_shape_head("shape:eagle3-32k", "eagle3", target, torch.float32, CPU)
+    head, tensors = opened.head, opened.tensors
     assert (head.draft_vocab_size, head.has_vocab_map, head.feature_size) == (32000, True, 4096)
     assert tensors.shapes()["lm_head.weight"] == (32000, 4096)
-    ids = _target_ids(tensors.load("d2t"), tensors.load("t2d"), target.vocab_size)
+    ids = target_ids_of(tensors.load("d2t"), tensors.load("t2d"), target.vocab_size)
     assert ids.shape == (32000,)
-    whole, tensors = open_shape_head("shape:eagle3", "eagle3", target, torch.float32, CPU)
-    assert (whole.draft_vocab_size, whole.has_vocab_map) == (128256, False)
-    assert "d2t" not in tensors.shapes()
+    whole = open_shape_head("shape:eagle3", "eagle3", target, torch.float32, CPU)
+    assert (whole.head.draft_vocab_size, whole.head.has_vocab_map) == (128256, False)
+    assert "d2t" not in whole.tensors.shapes()
 
 
 @pytest.mark.parametrize("name", sorted(shapes()))
 @pytest.mark.parametrize("head", ["shape:eagle3-32k", "shape:eagle3", "shape:eagle"])
 def test_every_geometry_has_heads(name: str, head: str) -> None:
     target = shape_config(f"shape:{name}")
-    opened, tensors = open_shape_head(head, "eagle" if head == "shape:eagle" else "eagle3", target, torch.float32, CPU)
-    assert opened.decoder.num_kv_heads == target.num_kv_heads
-    assert isinstance(tensors, RandomSource)
+    opened = open_shape_head(head, "eagle" if head == "shape:eagle" else "eagle3", target, torch.float32, CPU)
+    assert opened.head.decoder.num_kv_heads == target.num_kv_heads
+    assert isinstance(opened.tensors, RandomSource)
 
 
 @pytest.mark.parametrize(

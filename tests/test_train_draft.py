@@ -29,7 +29,8 @@ from specbatch.engine.resolve_speculation import resolve_speculation, schedule_o
 from specbatch.errors import InputError
 from specbatch.models.config import expected_tensors
 from specbatch.models.decoder import loader
-from specbatch.models.eagle_head import EagleHead, capture_layers, open_head
+from specbatch.models.eagle_head import EagleHead, capture_layers
+from specbatch.models.head_files import open_head
 from specbatch.models.tokenizer import byte_tokenizer
 from specbatch.models.weights import Checkpoint
 from specbatch.pipeline.tokenizer import TextProcessor
@@ -86,7 +87,8 @@ def inference_head(head: Any, target: Checkpoint, folder: Path, dtype: torch.dty
 
     config = head_config(target.config, WIDTH)
     export(folder, config, head.state_dict(), DRAFT_IDS, target.config, torch.float32)
-    opened, source = open_head(folder, "eagle3", target.config)
+    checked = open_head(folder, "eagle3", target)
+    opened, source = checked.head, checked.tensors
     decoder = build_decoder(target.config, target.tensors, 300, dtype, CPU)
     load = loader(source, dtype, CPU)
     if dtype == torch.float64:  # not what the file's float32 left of them
@@ -561,7 +563,7 @@ def test_training_pays_in_the_engine_as_validation_says(tmp_path: Path) -> None:
     model, decoder = inference_head(training._head, target, tmp_path / "head")
 
     def proposer(pool: PagePool) -> Proposer:
-        net = EagleDraft(model, model.new_cache(256, torch.float64), LAYERS, True)
+        net = EagleDraft(model, model.new_cache(256, torch.float64))
         return NeuralProposer(net, DraftShape(3, 1, 4), VOCAB, 4, CPU)
 
     drafted, engine = tiny_run(proposer, decoder, prompts[:4])
@@ -636,7 +638,7 @@ def test_checkpoints_have_the_public_names(tmp_path: Path) -> None:
     assert (config["draft_vocab_size"], config["vocab_size"], config["num_hidden_layers"]) == (WIDTH, VOCAB, 1)
     assert config["tie_word_embeddings"] is False
     assert LlamaConfig(**config).rope_parameters["rope_theta"] == 10000.0
-    opened, _ = open_head(tmp_path, "eagle3", target)
+    opened = open_head(tmp_path, "eagle3", replace(target_checkpoint(), config=target)).head
     assert (opened.draft_vocab_size, opened.has_vocab_map, opened.has_embedding) == (WIDTH, True, False)
     assert opened.decoder.rope == target.rope
 

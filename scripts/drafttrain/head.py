@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.eagle_head import EagleConfig
+from specbatch.models.eagle_head import EagleConfig, capture_layers
 from specbatch.models.rope import RopeConfig
 from specbatch.models.weights import Checkpoint
 
@@ -121,7 +121,8 @@ def head_config(target: ModelConfig, draft_vocab_size: int) -> EagleConfig:
         sliding_windows=(None,),
         eos_token_ids=target.eos_token_ids,
     )
-    return EagleConfig("eagle3", layer, target.hidden_size, draft_vocab_size, False, False, True)
+    layers = capture_layers(target.num_layers)
+    return EagleConfig("eagle3", layer, target.hidden_size, draft_vocab_size, False, False, True, aux_layers=layers)
 
 
 def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from specbatch.engine.build_device import GIB, build_device_engine
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
-from specbatch.engine.resolve import AttentionName, HeadCheckpoint, ResolvedRun
+from specbatch.engine.resolve import AttentionName, ResolvedRun
 from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
@@ -25,6 +25,7 @@ from specbatch.models.catalog import cache_dir
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleHead
+from specbatch.models.head_files import HeadCheckpoint
 from specbatch.models.weights import TensorSource
 from specbatch.speculation.factory import DraftFactory
 from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft
@@ -170,7 +171,7 @@ def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions:
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype)
         model = EagleHead(head, load, tensors.load, target, attention, num_positions, run.dtype, run.device)
         cache = model.new_cache(num_slots, run.kv_dtype)
-        return EagleDraft(model, cache, run.target.config.num_layers, head.kind == "eagle3")
+        return EagleDraft(model, cache)
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype)
     return ModelDraft(draft, draft.new_cache(num_slots, run.kv_dtype), vocab_size)

@@ -23,6 +23,7 @@ from specbatch.engine.resolve_speculation import (
     check_simulation,
     decide_method,
     lookahead_of,
+    low_acceptance,
     resolve_speculation,
     schedule_of,
 )
@@ -30,10 +31,11 @@ from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.cublaslt import DTYPES as CUBLASLT_DTYPES
 from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
 from specbatch.models.config import ModelConfig
-from specbatch.models.eagle_head import EagleConfig, EagleKind, open_head
+from specbatch.models.eagle_head import EagleKind
+from specbatch.models.head_files import HeadCheckpoint, open_head
 from specbatch.models.shapes import RANDOM_WEIGHTS, open_shape, open_shape_head
 from specbatch.models.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
-from specbatch.models.weights import Checkpoint, TensorSource, open_checkpoint
+from specbatch.models.weights import Checkpoint, open_checkpoint
 
 _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float32: "float32",
@@ -43,14 +45,6 @@ _DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
 }
 _KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**_DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
 AttentionName = Literal["torch", "triton", "flashinfer"]
-
-
-@dataclass(frozen=True)
-class HeadCheckpoint:
-    """A validated EAGLE head."""
-
-    head: EagleConfig
-    tensors: TensorSource
 
 
 @dataclass(frozen=True)
@@ -85,6 +79,7 @@ class ResolvedRun:
     model_max_tokens: int  # longest sequence, prompt and output, that model and cache hold
     num_kv_tokens: int  # slots of the cache
     description: dict[str, str]  # what the models are, for the statistics
+    low_acceptance: str | None  # what is likely wrong where drafts are hardly ever right; None: not worth a word
     notes: list[str] = field(default_factory=list)  # how each `auto` was decided
 
     @property
@@ -122,6 +117,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
     draft = _open_draft(speculation, target, tokenizer, dtype, device, progress)
+    if isinstance(draft, HeadCheckpoint):
+        notes += draft.notes
+        speculation = replace(speculation, aux_layers=draft.head.aux_layers or None)
     shapes = [shape for shape in schedule_of(speculation).items if shape is not None]
     topk = max((shape.topk for shape in shapes), default=1)
     if topk > 1:
@@ -193,6 +191,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         max_length,
         num_kv_tokens,
         description,
+        low_acceptance(speculation, draft),
         notes,
     )
 
@@ -233,8 +232,8 @@ def _open_draft(
         return draft
     kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
     if speculation.draft.startswith(SHAPE_PREFIX):
-        return HeadCheckpoint(*open_shape_head(speculation.draft, kind, target.config, dtype, device))
-    return HeadCheckpoint(*open_head(resolve_model(speculation.draft, progress=progress), kind, target.config))
+        return open_shape_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)
+    return open_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
 
 
 def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from specbatch.config import ScheduleSection, SpeculationSection
 from specbatch.errors import ConfigError
-from specbatch.models.catalog import builtin_head
+from specbatch.models.catalog import SHAPE_PREFIX, builtin_head
+from specbatch.models.head_files import HeadCheckpoint, after
+from specbatch.models.weights import Checkpoint
 from specbatch.speculation.neural import EagleDraft, ModelDraft, num_lookahead
 from specbatch.speculation.schedule import ByBatch, Schedule
 from specbatch.speculation.tree import DraftShape
@@ -40,7 +42,14 @@ def resolve_speculation(section: SpeculationSection) -> SpeculationSection:
     """Fill in num_steps and num_draft_tokens and check the shapes."""
     assert section.method != "auto", "decide_method() comes first"
     if section.method == "none":
-        return replace(section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None)
+        return replace(
+            section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None, aux_layers=None
+        )
+    if section.aux_layers is not None and section.method != "eagle3":
+        raise ConfigError(
+            f"speculation.aux_layers says what an EAGLE-3 head reads, and speculation.method is {section.method}",
+            hint="leave speculation.aux_layers out, or set speculation.method to eagle3",
+        )
     if section.method in NEURAL and section.draft is None:
         raise ConfigError(
             f"speculation.method {section.method} needs speculation.draft",
@@ -91,6 +100,28 @@ def _resolve_schedule(section: SpeculationSection, entries: tuple[ScheduleSectio
             raise ConfigError(f"{option}[{i}]: {error.message}", hint=error.hint) from error
         resolved.append(ScheduleSection(entry.max_batch, shape.num_steps, shape.topk, shape.num_draft_tokens))
     return tuple(resolved)
+
+
+def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | HeadCheckpoint | None) -> str | None:
+    """Likely causes where a network's drafts are hardly ever right. None where that is nobody's mistake: lookups find
+    little in some texts, and random weights know nothing."""
+    if speculation.method not in NEURAL or speculation.simulate_acceptance is not None:
+        return None
+    if str(speculation.draft).startswith(SHAPE_PREFIX):
+        return None
+    if speculation.method == "draft_model":
+        return "speculation.draft is another model than the target's family has, or far too small"
+    causes = ["the head was trained for another target, or for other texts than these"]
+    if isinstance(draft, HeadCheckpoint) and speculation.method == "eagle3":
+        layers = draft.head.aux_layers
+        if draft.layers_from_file:
+            wanted = f"mean outputs, as SGLang reads them: try --set 'speculation.aux_layers={after(layers)}'"
+            causes.insert(0, f"the layers {list(layers)} in its config.json {wanted}")
+        else:
+            causes.append(f"it reads other layers than {list(layers)}: set speculation.aux_layers")
+        if not draft.head.norm_before_residual:
+            causes.append("it was trained with norm_before_residual, and its config.json does not say so")
+    return "; or ".join(causes)
 
 
 def check_simulation(speculation: SpeculationSection, on_device: bool) -> None:

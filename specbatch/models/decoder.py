@@ -186,7 +186,8 @@ class Decoder:
         selected: Selected | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the inputs of the layers
-        named in `capture` (EAGLE-3 features), (T, E) each."""
+        named in `capture` (EAGLE-3 features), (T, E) each: the number of layers stands for the last one's output, which
+        needs all tokens."""
         step = ForwardPass(layout, self._backend, cache, self._rotary)
         x_TE = self.embedding_VE[tokens_T]
         captured: list[Tensor] = []
@@ -194,6 +195,9 @@ class Decoder:
             if i in capture:
                 captured.append(x_TE.clone())  # the sums of the layers behind may be written over it
             x_TE = layer(x_TE, step, selected if i == len(self._layers) - 1 else None)
+        if len(self._layers) in capture:
+            assert selected is None, "the features are those of all tokens"
+            captured.append(x_TE)
         return self._norm(x_TE), captured
 
     def logits(self, hidden_RE: Tensor) -> Tensor:

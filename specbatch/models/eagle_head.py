@@ -8,7 +8,7 @@ EAGLE-3 (Li et al. 2025; names as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): the f
 three of the target's layers; attention takes [norm(embedding); norm(feature)], twice the hidden size; the head has
 its own final norm and LM head, over a reduced draft vocabulary: draft id d stands for target id d + d2t[d].
 
-Both feed their own output back as the next position's feature.
+Both feed their own output back as the next position's feature. Heads are opened in `head_files.py`.
 
 Shape suffixes: T packed tokens, R selected rows, E hidden size, W draft vocabulary.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -27,12 +26,19 @@ from specbatch.attention.interface import AttentionBackend, BatchLayout
 from specbatch.cache.pages import KVCache
 from specbatch.errors import ModelError
 from specbatch.kernels.paged import PagedBatch, Selected
-from specbatch.models.config import ModelConfig, parse_hf_config
+from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import MLP, Attention, Decoder, ForwardPass, Load
 from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
-from specbatch.models.weights import TensorSource, open_tensors, read_json
 
 EagleKind = Literal["eagle", "eagle3"]
+
+
+@dataclass(frozen=True)
+class HeadTraits:
+    """What the tensors of an EAGLE-3 head do not show."""
+
+    aux_layers: tuple[int, ...] | None = None  # as in `EagleConfig`; None: `capture_layers`
+    norm_before_residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,20 @@ class EagleConfig:
     has_fc_bias: bool
     has_embedding: bool  # some checkpoints carry a copy of the target's embedding
     has_vocab_map: bool  # d2t and t2d; there even where the vocabulary is not reduced in some checkpoints
+    # EAGLE-3: the target's layers whose inputs are the low, middle and high feature; one more than there are layers
+    # stands for the last one's output.
+    aux_layers: tuple[int, ...] = ()
+    norm_before_residual: bool = False  # EAGLE-3: the residual of attention is the feature behind its norm
+    lacks_lm_head: bool = False  # EAGLE-3: the head's own final norm, then the target's LM head
+
+    @property
+    def has_lm_head(self) -> bool:
+        """EAGLE-1/2 always use the target's."""
+        return self.kind == "eagle3" and not self.lacks_lm_head
 
 
 def capture_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are EAGLE-3's low, middle and high features."""
+    """`EagleConfig.aux_layers` of a head that names none: those of the public code."""
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -58,31 +74,13 @@ def layer_prefix(kind: EagleKind) -> str:
     return "midlayer." if kind == "eagle3" else "layers.0."
 
 
-def open_head(path: Path, kind: EagleKind, target: ModelConfig) -> tuple[EagleConfig, TensorSource]:
-    """Open and validate a head's directory (config.json and weights); raises ModelError."""
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise ModelError(
-            f"{path} has no config.json", hint="a draft head is a directory with config.json and its weights"
-        )
-    raw = read_json(config_file)
-    tensors = open_tensors(path)
-    config = parse_hf_config(raw)
-    draft_vocab_size = raw.get("draft_vocab_size") or config.vocab_size
-    head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target)
-    if head.has_vocab_map:
-        _target_ids(
-            tensors.load("d2t"), tensors.load("t2d"), config.vocab_size
-        )  # small; refused before weights are read
-    return head, tensors
-
-
 def eagle_config(
     kind: EagleKind,
     config: ModelConfig,
     draft_vocab_size: int,
     shapes: Mapping[str, tuple[int, ...]],
     target: ModelConfig,
+    traits: HeadTraits = HeadTraits(),
 ) -> EagleConfig:
     """Check a head's tensors against its config and the target; raises ModelError naming every difference.
 
@@ -107,12 +105,10 @@ def eagle_config(
         has_fc_bias="fc.bias" in shapes,
         has_embedding="embed_tokens.weight" in shapes,
         has_vocab_map=kind == "eagle3" and (draft_vocab_size != config.vocab_size or "d2t" in shapes),
+        aux_layers=_aux_layers(traits.aux_layers, target.num_layers) if kind == "eagle3" else (),
+        norm_before_residual=traits.norm_before_residual,
+        lacks_lm_head=kind == "eagle3" and "lm_head.weight" not in shapes,
     )
-    if kind == "eagle3" and target.num_layers < 7:
-        raise ModelError(
-            f"EAGLE-3 taps three layers of the target, which has only {target.num_layers}",
-            hint="use a target with at least 7 layers",
-        )
     if config.hidden_size != target.hidden_size:
         raise ModelError(
             f"the draft head's hidden size is {config.hidden_size}, the target's {target.hidden_size}",
@@ -138,6 +134,23 @@ def eagle_config(
             hint="check speculation.method (eagle or eagle3) and that the head belongs to the target",
         )
     return head
+
+
+def _aux_layers(given: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    if given is None:
+        if num_layers < 7:
+            raise ModelError(
+                f"EAGLE-3 taps three layers of the target, which has only {num_layers}",
+                hint="use a target with at least 7 layers, or say which with speculation.aux_layers",
+            )
+        return capture_layers(num_layers)
+    if len(given) != 3 or list(given) != sorted(set(given)) or given[0] < 0 or given[-1] > num_layers:
+        raise ModelError(
+            f"an EAGLE-3 head reads three layers of the target, in rising order and none above {num_layers}, the "
+            f"target's number of layers; not {list(given)}",
+            hint="set speculation.aux_layers, such as " + str(list(capture_layers(max(num_layers, 7)))),
+        )
+    return given
 
 
 def expected_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
@@ -171,14 +184,15 @@ def expected_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
             "midlayer.hidden_norm.weight": (c.hidden_size,),
             "midlayer.input_layernorm.weight": (c.hidden_size,),
             "norm.weight": (c.hidden_size,),
-            "lm_head.weight": (head.draft_vocab_size, c.hidden_size),
         }
+        if head.has_lm_head:
+            shapes["lm_head.weight"] = (head.draft_vocab_size, c.hidden_size)
         if head.has_vocab_map:
             shapes |= {"d2t": (head.draft_vocab_size,), "t2d": (c.vocab_size,)}
     return shapes
 
 
-def _target_ids(d2t_W: Tensor, t2d_V: Tensor, vocab_size: int) -> Tensor:
+def target_ids_of(d2t_W: Tensor, t2d_V: Tensor, vocab_size: int) -> Tensor:
     """(W,) target token of each draft token. Raises ModelError where the checkpoint's two maps are no one-to-one
     map."""
     ids = d2t_W.to(torch.int64) + torch.arange(d2t_W.shape[0])
@@ -206,7 +220,12 @@ class EagleHead:
         c = head.decoder
         self.config = c
         self.device = device
+        self.capture = head.aux_layers
+        # Of every token: EAGLE-1/2 take it, and where the last layer's output is tapped it has to be computed.
+        self.reads_hidden = head.kind == "eagle" or target.config.num_layers in head.aux_layers
         self._kind = head.kind
+        self._norm_before_residual = head.norm_before_residual
+        self._target = target
         self._backend = backend
         self._embedding = load("embed_tokens.weight") if head.has_embedding else target.embedding_VE
         self._fc = Linear(load("fc.weight"), load("fc.bias") if head.has_fc_bias else None)
@@ -221,12 +240,9 @@ class EagleHead:
             self._hidden_norm = RMSNorm(load("midlayer.hidden_norm.weight"), c.rms_norm_eps)
             self._input_norm = RMSNorm(load("midlayer.input_layernorm.weight"), c.rms_norm_eps)
             self._norm = RMSNorm(load("norm.weight"), c.rms_norm_eps)
-            self.head: Linear | None = Linear(load("lm_head.weight"))
             if head.has_vocab_map:
-                self._target_ids = _target_ids(load_raw("d2t"), load_raw("t2d"), c.vocab_size).to(device)
-        else:
-            self.head = None  # the target's
-            self._target = target
+                self._target_ids = target_ids_of(load_raw("d2t"), load_raw("t2d"), c.vocab_size).to(device)
+        self.head = Linear(load("lm_head.weight")) if head.has_lm_head else None  # None: the target's
 
     @property
     def linears(self) -> list[Linear | GatedLinear]:
@@ -250,8 +266,9 @@ class EagleHead:
         step = ForwardPass(layout, self._backend, cache, self._rotary)
         embedded = self._embedding[tokens_T]
         if self._kind == "eagle3":
-            residual = features_TE
-            x = torch.cat((self._input_norm(embedded), self._hidden_norm(features_TE)), dim=-1)
+            normed = self._hidden_norm(features_TE)
+            residual = normed if self._norm_before_residual else features_TE
+            x = torch.cat((self._input_norm(embedded), normed), dim=-1)
         else:
             residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
         x = self._attention(x, step, norm=None, residual_TE=residual, selected=selected)
@@ -264,9 +281,8 @@ class EagleHead:
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W) in the model's dtype."""
-        if self.head is None:
-            return self._target.raw_logits(hidden_RE)
-        return self.head(hidden_RE, norm=self._norm)
+        head = self._target.head if self.head is None else self.head
+        return head(hidden_RE, norm=self._norm if self._kind == "eagle3" else None)
 
     @property
     def target_ids(self) -> Tensor | None:

@@ -21,9 +21,10 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.models.catalog import SHAPE_PREFIX
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
-from specbatch.models.eagle_head import EagleConfig, EagleKind, eagle_config
+from specbatch.models.eagle_head import EagleConfig, EagleKind, HeadTraits, eagle_config
 from specbatch.models.eagle_head import expected_tensors as head_tensors
-from specbatch.models.weights import Checkpoint, TensorSource
+from specbatch.models.head_files import HeadCheckpoint
+from specbatch.models.weights import Checkpoint
 
 RANDOM_WEIGHTS = "random weights"  # what descriptions say
 REDUCED_DRAFT_VOCAB = 32000  # of EAGLE-3 heads as they are published for Llama 3 and Qwen 3
@@ -190,9 +191,15 @@ def open_shape(ref: str, dtype: torch.dtype, device: torch.device) -> Checkpoint
 
 
 def open_shape_head(
-    ref: str, kind: EagleKind, target: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[EagleConfig, TensorSource]:
+    ref: str,
+    kind: EagleKind,
+    target: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    aux_layers: tuple[int, ...] | None = None,
+) -> HeadCheckpoint:
     """The head of the target's geometry that `shape:eagle`, `shape:eagle3` or `shape:eagle3-32k` names.
+    `aux_layers`: of EAGLE-3, instead of the usual ones.
 
     The reduced vocabulary has 32000 tokens, or half the target's where that has no more than 32000.
     Raises ModelError for other names, a head of another kind than the method's, or a target without room for it.
@@ -223,9 +230,9 @@ def open_shape_head(
     )
     tensor_shapes = head_tensors(head)
     # The same checks as for a head with files: a target that is too shallow is refused there.
-    checked = eagle_config(kind, head.decoder, width, tensor_shapes, target)
+    checked = eagle_config(kind, head.decoder, width, tensor_shapes, target, HeadTraits(aux_layers))
     maps = _vocab_maps(width, vocab_size) if reduced else {}
-    return checked, RandomSource(tensor_shapes, dtype, device, maps)
+    return HeadCheckpoint(checked, RandomSource(tensor_shapes, dtype, device, maps))
 
 
 def _vocab_maps(draft_vocab_size: int, vocab_size: int) -> dict[str, Tensor]:

@@ -235,9 +235,11 @@ def _check_tensors(path: Path, config: ModelConfig, tensors: TensorSource) -> No
 def _is_harmless(name: str, config: ModelConfig) -> bool:
     """Tensors that a model does not need: rotary frequencies that old checkpoints store (they are computed), and the
     head of a tied model (known by now to equal the embedding)."""
-    if re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name):
-        return True
-    return name == "lm_head.weight" and config.tie_word_embeddings
+    return is_stored_rotary(name) or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def is_stored_rotary(name: str) -> bool:
+    return re.fullmatch(r"(.+\.)?rotary_emb\.inv_freq", name) is not None
 
 
 def _describe(tensors: TensorSource) -> str:

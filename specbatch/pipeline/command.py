@@ -20,6 +20,7 @@ from specbatch.errors import InputError
 from specbatch.pipeline.fingerprint import differences, job_fingerprint
 from specbatch.pipeline.generate import FileJob
 from specbatch.pipeline.jsonl import encode_line
+from specbatch.pipeline.low_acceptance import LowAcceptance
 from specbatch.pipeline.paths import (
     ELSEWHERE,
     check_can_write,
@@ -53,6 +54,7 @@ class Resolved(Protocol):
     model_max_tokens: int  # longest row, prompt and output, that model and cache hold
     cache_limits_rows: bool  # it is the cache, and not the model, that sets that length
     description: dict[str, str]
+    low_acceptance: str | None  # likely causes, where drafts are hardly ever right
     notes: list[str]
 
 
@@ -124,6 +126,10 @@ def generate_file(
             return engine
 
         remarks = Remarks(run.config.model.target, columns=parser.makes_prompts)
+        def warn(text: str) -> None:
+            run.notes.append(text)
+            _say([text], console)
+
         file_job = FileJob(
             source,
             parser,
@@ -137,6 +143,7 @@ def generate_file(
             limit=options.limit,
             simulated=run.config.speculation.simulate_acceptance is not None,
             progress=progress,
+            low_acceptance=LowAcceptance(run.low_acceptance, warn),
         )
         try:
             completed = file_job.run()

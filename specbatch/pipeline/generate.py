@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from specbatch.errors import RowError
+from specbatch.pipeline.low_acceptance import LowAcceptance
 from specbatch.pipeline.openai_batch import openai_error, openai_result
 from specbatch.pipeline.progress import Snapshot
 from specbatch.pipeline.remarks import Remarks
@@ -62,6 +63,7 @@ class FileJob:
         limit: int | None = None,
         simulated: bool = False,
         progress: ProgressSink | None = None,
+        low_acceptance: LowAcceptance | None = None,
     ) -> None:
         assert look_ahead >= 1, look_ahead
         self.session = Session()
@@ -77,6 +79,7 @@ class FileJob:
         self._limit = limit
         self._simulated = simulated
         self._progress = progress
+        self._low_acceptance = low_acceptance
         self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, which of its completions)
         self._request_ids = itertools.count()
         self._interrupted = False
@@ -119,6 +122,8 @@ class FileJob:
             began = time.perf_counter()
             for completion in completions:
                 self._finish(completion)
+            if completions and self._low_acceptance is not None:
+                self._low_acceptance.look(engine.stats.speculation)
             self._show(engine)
             self.session.io_seconds += time.perf_counter() - began
 

@@ -22,7 +22,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.kernels.torch_steps import Candidates
 from specbatch.models.decoder import Decoder
-from specbatch.models.eagle_head import EagleHead, capture_layers
+from specbatch.models.eagle_head import EagleHead
 from specbatch.models.layers import GatedLinear, Linear
 from specbatch.speculation.noise import Purpose, uniform
 from specbatch.speculation.proposer import TargetOutput
@@ -118,10 +118,9 @@ class EagleDraft:
 
     lead = 0
 
-    def __init__(self, head: EagleHead, cache: KVCache, num_target_layers: int, eagle3: bool) -> None:
+    def __init__(self, head: EagleHead, cache: KVCache) -> None:
         self.cache = cache
-        self.capture: tuple[int, ...] = capture_layers(num_target_layers) if eagle3 else ()
-        self.reads_hidden = not eagle3
+        self.capture, self.reads_hidden = head.capture, head.reads_hidden
         self._head = head
         self.target_ids = head.target_ids
         self.feature_size = head.config.hidden_size

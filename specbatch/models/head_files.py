@@ -1,0 +1,227 @@
+"""Opens the directory of an EAGLE head: what its config.json asks for is done or refused by name, and its tensors come
+under the names and in the number of `eagle_head.expected_tensors`, whoever wrote them.
+
+Three kinds of files are in use: those of the authors (`midlayer.*`), of NVIDIA ModelOpt (`eagle_config`) and of vLLM's
+speculators (`layers.0.*`, sizes under `transformer_layer_config`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specbatch.errors import ModelError
+from specbatch.models.config import ModelConfig, parse_hf_config
+from specbatch.models.eagle_head import (
+    EagleConfig,
+    EagleKind,
+    HeadTraits,
+    eagle_config,
+    layer_prefix,
+    target_ids_of,
+)
+from specbatch.models.weights import Checkpoint, TensorSource, is_stored_rotary, open_tensors, read_json
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_RESIDUAL = "norm_before_residual"
+# Keys of all heads and of EAGLE-3's that change what is computed, with the one value that is computed here.
+_FIXED: Mapping[str, Any] = {"num_hidden_layers": 1, "logit_scale": 1}
+_FIXED_EAGLE3: Mapping[str, Any] = {
+    "use_aux_hidden_state": True,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+# Parts of names that speak of what a head computes: where such a key is none of the above, it is named at the start.
+_TELLING = ("aux", "norm", "residual", "layer_ids", "draft", "eagle", "dflash", "mask_token", "ptd_token")
+_HARMLESS = ("rms_norm_eps", "draft_vocab_size", "eagle_config", "has_lm_head", "parallel_draft_heads_num_layers")
+
+
+@dataclass(frozen=True)
+class HeadCheckpoint:
+    """A validated EAGLE head."""
+
+    head: EagleConfig
+    tensors: TensorSource
+    layers_from_file: bool = False  # aux_layers are those of config.json: other engines may read them otherwise
+    notes: tuple[str, ...] = ()  # how its config.json was read
+
+
+def open_head(
+    path: Path, kind: EagleKind, target: Checkpoint, aux_layers: tuple[int, ...] | None = None
+) -> HeadCheckpoint:
+    """Open and validate a head's directory (config.json and weights). `aux_layers`: instead of those of the file.
+
+    Raises ModelError.
+    """
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelError(
+            f"{path} has no config.json", hint="a draft head is a directory with config.json and its weights"
+        )
+    raw = _Raw(read_json(config_file), kind)
+    raw.refuse_others(target.config)
+    config = parse_hf_config(raw.sizes)
+    notes: list[str] = []
+    if names := raw.ignored():
+        notes.append(f"speculation.draft: its config.json has keys that specbatch does not know: {', '.join(names)}")
+    file_layers = raw.layer_ids() if aux_layers is None else None
+    layers = file_layers if aux_layers is None else aux_layers
+    traits = HeadTraits(layers, kind == "eagle3" and raw.norm_before_residual(notes))
+    draft_vocab_size = raw.draft_vocab_size() or config.vocab_size
+    tensors = _HeadTensors(open_tensors(path), kind, config, draft_vocab_size, target)
+    head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target.config, traits)
+    if head.has_vocab_map:  # small; refused before weights are read
+        target_ids_of(tensors.load("d2t"), tensors.load("t2d"), config.vocab_size)
+    if kind == "eagle3" and not tensors.has_own_lm_head:
+        notes.append("speculation.draft: it has no LM head of its own, so it uses the target's")
+    if file_layers is not None:
+        notes.append(
+            f"speculation.aux_layers: inputs of layers {_listed(file_layers)} (vLLM's reading of {LAYER_IDS}; SGLang "
+            f"reads outputs, which would be {after(file_layers)} here)"
+        )
+    elif aux_layers is not None:
+        notes.append(f"speculation.aux_layers: inputs of layers {_listed(aux_layers)} (as configured)")
+    return HeadCheckpoint(head, tensors, file_layers is not None, tuple(notes))
+
+
+def after(layers: tuple[int, ...]) -> list[int]:
+    """The layers whose inputs are the outputs of these."""
+    return [layer + 1 for layer in layers]
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers))
+
+
+class _Raw:
+    """A head's config.json. What concerns the head as a whole stands at its top, or in `eagle_config`."""
+
+    def __init__(self, raw: dict[str, Any], kind: EagleKind) -> None:
+        self._whole = raw
+        self._kind = kind
+        self._parts = {"": raw}
+        for name in ("eagle_config", "transformer_layer_config"):
+            part = raw.get(name)
+            if part is not None and not isinstance(part, dict):
+                raise ModelError(f"the draft head's config.json: {name} must be a mapping, not {part!r}")
+            self._parts[f"{name}."] = part or {}
+        self.sizes = self._parts["transformer_layer_config."] or raw
+        self._is_speculators = "speculators_model_type" in raw or self.sizes is not raw
+
+    def found(self, key: str) -> dict[str, Any]:
+        """The values of a key by its full name, null left out."""
+        parts = self._parts.items()
+        return {prefix + key: part[key] for prefix, part in parts if part.get(key) is not None}
+
+    def refuse_others(self, target: ModelConfig) -> None:
+        """What would be computed otherwise than here."""
+        fixed = {**_FIXED, "target_hidden_size": target.hidden_size, "speculators_model_type": self._kind}
+        if self._kind == "eagle3":
+            fixed |= _FIXED_EAGLE3
+        wrong = [(n, v, one) for key, one in fixed.items() for n, v in self.found(key).items() if v != one]
+        types = self.found("layer_types").items()
+        wrong += [(name, value, "full_attention") for name, value in types if "sliding_attention" in str(value)]
+        if wrong:
+            raise ModelError(
+                f"the draft head's config.json has {wrong[0][0]}: {wrong[0][1]!r}; only {wrong[0][2]!r} is supported",
+                hint="use another head for this target, or speculation.method ngram, which needs none",
+            )
+
+    def ignored(self) -> list[str]:
+        """Keys that may change what is computed, and that nobody here knows."""
+        known = {*_FIXED, *_FIXED_EAGLE3, *_HARMLESS, LAYER_IDS, _RESIDUAL}
+        return [
+            prefix + key
+            for prefix, part in self._parts.items()
+            for key, value in part.items()
+            if key not in known and any(word in key for word in _TELLING) and value not in (None, False)
+        ]
+
+    def draft_vocab_size(self) -> int | None:
+        size = self._whole.get("draft_vocab_size")
+        if size is not None and (type(size) is not int or size < 1):
+            raise ModelError(f"the draft head's config.json: draft_vocab_size must be a positive integer, not {size!r}")
+        return size
+
+    def layer_ids(self) -> tuple[int, ...] | None:
+        """None where the file names none, which an empty list means too."""
+        found = {name: value for name, value in self.found(LAYER_IDS).items() if value != []}
+        for name, value in found.items():
+            if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+                raise ModelError(f"the draft head's config.json: {name} must be a list of integers, not {value!r}")
+        if len({tuple(value) for value in found.values()}) > 1:
+            told = ", ".join(f"{name} {value}" for name, value in found.items())
+            raise ModelError(
+                f"the draft head's config.json contradicts itself: {told}", hint="say which with speculation.aux_layers"
+            )
+        return next((tuple(value) for value in found.values()), None)
+
+    def norm_before_residual(self, notes: list[str]) -> bool:
+        found = self.found(_RESIDUAL)
+        for name, value in found.items():
+            if not isinstance(value, bool):
+                raise ModelError(f"the draft head's config.json: {name} must be true or false, not {value!r}")
+        if not found and self._is_speculators:
+            notes.append(f"speculation.draft: {_RESIDUAL} true (vLLM's reading of a speculators file without it)")
+            return True
+        return any(found.values())
+
+
+class _HeadTensors:
+    """A head's files under the names of `expected_tensors`. What a file may leave out is made: t2d of d2t, and where
+    the vocabulary is reduced, an LM head of the target's rows."""
+
+    def __init__(
+        self, files: TensorSource, kind: EagleKind, config: ModelConfig, draft_vocab_size: int, target: Checkpoint
+    ) -> None:
+        self._files = files
+        self._target = target
+        self._vocab_size = config.vocab_size
+        self._names: dict[str, str] = {}
+        for name in files.shapes():
+            if is_stored_rotary(name):
+                continue
+            own = name
+            if name.startswith("layers.0."):
+                own = layer_prefix(kind) + name.removeprefix("layers.0.")
+            if own in self._names:
+                raise ModelError(f"the draft head has {self._names[own]} and {name}, which are the same tensor")
+            self._names[own] = name
+        self._shapes = {own: tuple(files.shapes()[name]) for own, name in self._names.items()}
+        if kind == "eagle3" and "d2t" in self._shapes:
+            self._shapes.setdefault("t2d", (self._vocab_size,))
+            self._shapes.setdefault("lm_head.weight", (draft_vocab_size, config.hidden_size))
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    @property
+    def has_own_lm_head(self) -> bool:
+        return "lm_head.weight" in self._names
+
+    def load(self, name: str) -> Tensor:
+        if name in self._names:
+            return self._files.load(self._names[name])
+        if name not in self._shapes:
+            raise KeyError(name)
+        d2t = self._files.load("d2t").to(torch.int64)
+        ids = d2t + torch.arange(d2t.shape[0])
+        if name == "t2d":
+            return torch.isin(torch.arange(self._vocab_size), ids)
+        tied = self._target.config.tie_word_embeddings
+        rows = self._target.tensors.load("model.embed_tokens.weight" if tied else "lm_head.weight")
+        return rows[ids.to(rows.device)]
+
+    def close(self) -> None:
+        self._files.close()
