@@ -126,6 +126,7 @@ def generate_file(
             return engine
 
         remarks = Remarks(run.config.model.target, columns=parser.makes_prompts)
+
         def warn(text: str) -> None:
             run.notes.append(text)
             _say([text], console)
