@@ -113,7 +113,7 @@ def main() -> None:
         "models": tuned.run.description,
         "tune_seconds": round(time.perf_counter() - began, 1),
         "best": str(tuned.result.best.schedule),
-        "winner": str(tuned.winner.schedule),
+        "winner": None if tuned.winner is None else str(tuned.winner.schedule),
         "traced_rows": len(tuned.requests),
         "live_runs": [{"what": one.name, "seconds": one.seconds, "tokens": one.tokens} for one in tuned.live],
         "live": [asdict(comparison) for comparison in live_comparisons(tuned)],
@@ -231,7 +231,7 @@ def whole_file(
     def everything() -> list[Request]:
         return sample_rows(source, parser, tuned.texts, limits, 10**7, config.engine.seed).requests
 
-    best, plain = tuned.winner.schedule, [Schedule.always(None)] * with_plain
+    best, plain = (tuned.winner or tuned.result.best).schedule, [Schedule.always(None)] * with_plain
     forecast, most_rows = tuned.forecast, tuned.forecast.limits.max_running
     ranked = sorted(
         forecast.replays.values(), key=lambda r: forecast.costs.round_ms(most_rows, r.candidate) / r.tokens_per_round

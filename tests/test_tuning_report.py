@@ -19,7 +19,7 @@ from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import NgramShape
 from specbatch.tuning.costs import CostModel, Measurement
 from specbatch.tuning.errors import TuningError
-from specbatch.tuning.plots import plot_acceptance, plot_comparisons, plot_throughput
+from specbatch.tuning.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tuning.replay import Replayer
 from specbatch.tuning.report import (
     Comparison,
@@ -42,6 +42,7 @@ NEURAL = Schedule(
     (ScheduleEntry(4, DraftShape(5, 2, 9)), ScheduleEntry(32, DraftShape(2, 1, 3)), ScheduleEntry(64, None))
 )
 NGRAM = Schedule((ScheduleEntry(8, NgramShape(9, 1, 4)), ScheduleEntry(64, None)))
+CAPTION = Caption("a model, its draft", "a device")
 LIVE = [Comparison("3/1/4", 1, 100.0, 98.0, 95.0, 101.0), Comparison("file", None, 20.0, 21.0)]
 
 
@@ -143,11 +144,13 @@ def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace, replayer = made(0, None)
     several = replayer.replay_all([DraftShape(s, k, s + 1) for s in (1, 2, 3) for k in (1, 2)])
-    plot_acceptance(several, replayer.rank_shares(), tmp_path / "acceptance.png")
-    plot_acceptance(Replayer(trace).replay_all([NgramShape(n, 1, 3) for n in (2, 4)]), None, tmp_path / "ngram.png")
-    plot_throughput(replays(), costs(), LADDER, SPACE[:2], tmp_path / "throughput.png")
-    plot_comparisons(LIVE, "tok/s", tmp_path / "comparisons.png")
-    plot_comparisons([], "s", tmp_path / "nothing.png")
+    plot_acceptance(several, replayer.rank_shares(), CAPTION, tmp_path / "acceptance.png")
+    plot_acceptance(
+        Replayer(trace).replay_all([NgramShape(n, 1, 3) for n in (2, 4)]), None, CAPTION, tmp_path / "ngram.png"
+    )
+    plot_throughput(replays(), costs(), LADDER, SPACE[:2], CAPTION, tmp_path / "throughput.png")
+    plot_comparisons(LIVE, "tok/s", CAPTION, tmp_path / "comparisons.png")
+    plot_comparisons([], "s", CAPTION, tmp_path / "nothing.png")
     for file in tmp_path.iterdir():
         assert file.read_bytes().startswith(b"\x89PNG"), file.name
 
@@ -173,7 +176,7 @@ def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TuningError, match="matplotlib") as caught:
-        plot_comparisons(LIVE, "s", tmp_path / "plot.png")
+        plot_comparisons(LIVE, "s", CAPTION, tmp_path / "plot.png")
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("pip install")
     assert not list(tmp_path.iterdir())

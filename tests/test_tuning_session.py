@@ -23,7 +23,7 @@ from specbatch.tuning.candidates import NgramShape
 from specbatch.tuning.costs import CostModel, Measurement
 from specbatch.tuning.measure import probes, time_batch, time_plain, time_prompts
 from specbatch.tuning.replay import replay
-from specbatch.tuning.session import Finished, Session
+from specbatch.tuning.session import Finished, OutOfTime, Session
 from specbatch.tuning.trace import Trace
 from specbatch.types import NoiseKey, Request, SamplingParams, SpeculationCounts
 from tests.models import CPU, VOCAB, random_prompts, tiny_device_engine, tiny_engine
@@ -422,3 +422,16 @@ def test_on_a_gpu(method: str) -> None:
         candidate: Any = NgramShape(shape.num_draft_tokens, 1, 3) if method == "ngram" else shape
         assert replay(trace, candidate).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
         assert model.round_ms(2, candidate) > 0
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_is_not_finished_in_time_is_dropped(on_device: bool) -> None:
+    tuned = session("draft_model", on_device)
+    expected = tuned.run(requests()).completions
+    with pytest.raises(OutOfTime):
+        tuned.run(requests(), until=0.0)
+    assert (tuned.engine.num_running, tuned.engine.num_waiting) == (0, 0)
+    tuned.engine.check_integrity()
+    assert tuned.run(requests()).completions == expected
+    with pytest.raises(OutOfTime):
+        tuned.trace(requests(), TOPK, DEPTH, until=0.0)

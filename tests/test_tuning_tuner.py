@@ -17,6 +17,7 @@ from specbatch.tuning import tuner as tuner_module
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept
+from specbatch.tuning.session import OutOfTime
 from specbatch.tuning.trace import RowTrace, Trace
 from specbatch.tuning.tuner import Tuner, Widest, spread_out
 
@@ -36,15 +37,16 @@ def tracing_tuner(
     said: list[str] | None = None,
     places: int = 4,
     max_tokens: int = 10,
+    on_device: bool = True,
 ) -> Tuner:
     """Of up to `places` rows at once, row i is request i. `trace_one` traces it."""
 
-    def trace(requests: list[int], topk: int, depth: int) -> Trace:
+    def trace(requests: list[int], topk: int, depth: int, until: float) -> Trace:
         rows = [row for request in requests for row in trace_one(request).rows]
         return Trace(tuple(rows), 0, 0)
 
     session: Any = SimpleNamespace(trace=trace)
-    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=places))
+    run: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=places, on_device=on_device))
     sample: Any = SimpleNamespace(to_trace=[*range(num_rows)], max_tokens=max_tokens)
     return Tuner(
         session, run, Widest(0, 0, 2, 64), sample, Kept(folder, {}), [].append if said is None else said.append
@@ -78,6 +80,41 @@ def test_rows_are_traced_in_waves_until_the_time_is_up(tmp_path: Path, monkeypat
     found = tracing_tuner(tmp_path, 20, trace_one).trace(8.0)
     assert rows_of(found) == [*range(20)]
     assert clock.now == 20.0
+
+
+def test_a_cpu_with_little_time_begins_with_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waves = Clock(monkeypatch), list[int]()
+
+    def trace_one(row: int) -> Trace:
+        clock.now += 1.0
+        return traced(5, row)
+
+    for seconds, on_device, first in ((30.0, False, 4), (30.0, True, 16), (300.0, False, 16)):
+        tuner = tracing_tuner(tmp_path / f"{seconds}{on_device}", 40, trace_one, places=16, on_device=on_device)
+        trace = Mock(side_effect=tuner._session.trace)
+        monkeypatch.setattr(tuner._session, "trace", trace)
+        tuner.trace(seconds)
+        waves.append(len(trace.call_args_list[0].args[0]))
+        assert waves[-1] == first
+
+
+def test_a_wave_that_goes_past_the_budget_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = Clock(monkeypatch), list[str]()
+
+    def trace_one(row: int) -> Trace:
+        clock.now += 1.0
+        if row >= late:
+            raise OutOfTime
+        return traced(5, row)
+
+    late = 6
+    assert rows_of(tracing_tuner(tmp_path, 20, trace_one, said).trace(1e9)) == [*range(4)]
+    assert said == ["traced 4 of 20 rows: the next went past the budget"]
+    late = 2
+    with pytest.raises(TuningError, match=r"the budget is too small: 4 rows were not finished after 3\.0 s") as error:
+        tracing_tuner(tmp_path / "other", 20, trace_one).trace(1e9)
+    assert error.value.hint is not None
+    assert "--budget" in error.value.hint
 
 
 def test_long_rows_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

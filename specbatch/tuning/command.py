@@ -20,13 +20,14 @@ from specbatch.pipeline.fingerprint import job_fingerprint
 from specbatch.pipeline.stats import device_name, versions
 from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.tuning.candidates import Candidate
-from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, repeated, speedups
+from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, drift, repeated, speedups
 from specbatch.tuning.costs import KINDS, CostModel
 from specbatch.tuning.forecast import Forecast
 from specbatch.tuning.kept import Kept, kept_folder
 from specbatch.tuning.options import ROWS, TuneOptions, rows_to_trace
 from specbatch.tuning.predict import FileProfile, Limits, Prediction
 from specbatch.tuning.replay import Replayer
+from specbatch.tuning.report import duration
 from specbatch.tuning.rows import sample_rows
 from specbatch.tuning.search import Option, SearchResult, search
 from specbatch.tuning.session import Session
@@ -39,6 +40,7 @@ from specbatch.types import Request
 _TRACE_SHARE, _MEASURE_SHARE = 0.4, 0.4
 _LEAST_SHARE = 0.1  # of the budget, for a part that those before it leave no time: compiling may take what it likes
 _COMPARED = 3  # options that run live, beside plain decoding
+_DRIFT = 1.2  # from one live turn to another, worth a warning
 _LIVE_BATCHES = 8  # that the rows of a live run fill, in which few of them are alone at the end; 2 where time is short
 
 
@@ -52,7 +54,7 @@ class Tuned:
     live: list[Live]  # plain decoding last
     predicted_live: list[Prediction]  # of as many rows, like those that were traced
     file_seconds: list[float]  # of the whole file, as `_file_seconds` has it
-    winner: Option  # plain decoding where nothing beats it
+    winner: Option | None  # plain decoding where all options are slower; None: undecided, the live runs do not tell
     rank_shares: NDArray[np.float64] | None  # see `Replayer.rank_shares`
     run: ResolvedRun  # with which it was measured
     session: Session
@@ -104,7 +106,8 @@ def tune_file(
 
     with console.status("tracing: the target writes, the draft guesses"):
         began = time.perf_counter()
-        trace = tuner.trace(left(_TRACE_SHARE))
+        # However long the start took (kernels are compiled), the first rows have half the budget.
+        trace = tuner.trace(left(_TRACE_SHARE), max(until, began + options.budget_seconds / 2))
         trace_seconds = time.perf_counter() - began
     outputs = sum(row.num_output for row in trace.rows)
     say(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {trace_seconds:.1f} s")
@@ -138,8 +141,19 @@ def tune_file(
     compared, count = _compared(result, forecast, requests, profile.num_rows, seconds, turns_before)
     # The traced rows, then others: live runs of the traced ones alone would share with the predictions, which they are
     # to correct, whatever is peculiar to these rows.
+    expected = (turns_before + 2) * sum(forecast.seconds(option.schedule, count) for option in compared)
+    if expected > 1.2 * seconds:
+        say(
+            f"the budget leaves {duration(seconds)}, and live runs over {count} rows are predicted to take "
+            f"{duration(expected)}: --budget {duration(options.budget_seconds + expected - seconds)} or more would do"
+        )
     live = _confirm(session, compared, sample.requests, count, texts, seconds, turns_before)
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
+    if (change := drift(live)) > _DRIFT:
+        say(
+            f"this machine's speed changed by {change - 1:.0%} between the live runs: other programs may be using it. "
+            "Tune again when it is quiet"
+        )
     predicted = [forecast.predict(option.schedule, count) for option in compared]
     file_seconds = _file_seconds(compared, live, predicted)
     winner = _winner(compared, live, file_seconds)
@@ -216,9 +230,12 @@ def _compared(
 
     while count > least and (turns_before + MOST_TURNS) * turn_seconds() > seconds:
         count = max(least, count * 2 // 3)
-    # Two turns should fit in any case.
-    while count > 8 and (turns_before + 2.5) * turn_seconds() > seconds:
-        count = max(8, count * 2 // 3)
+    # Two turns should fit in any case: over fewer rows, then of fewer options.
+    for fewest in (8, 4):
+        while count > fewest and (turns_before + 2.5) * turn_seconds() > seconds:
+            count = max(fewest, count * 2 // 3)
+        while len(compared) > 2 and (turns_before + 2.5) * turn_seconds() > seconds:
+            del compared[-2]  # plain decoding is the last
     return compared, count
 
 
@@ -241,6 +258,7 @@ def _confirm(
         # One turn says nothing of the noise.
         lambda turns: turns > 1 and (now := time.perf_counter()) + (now - began) / (turns + turns_before) > until,
         whole_first=turns_before > 0,
+        until=until + 0.1 * seconds,
     )
 
 
@@ -253,8 +271,11 @@ def _file_seconds(options: list[Option], live: list[Live], predicted: list[Predi
     ]
 
 
-def _winner(options: list[Option], live: list[Live], file_seconds: list[float]) -> Option:
+def _winner(options: list[Option], live: list[Live], file_seconds: list[float]) -> Option | None:
     """Of the options that beat the last one, plain decoding, outside the noise, the one that is fastest with the whole
-    file. Plain decoding where none does."""
-    paying = [i for i, (_, low, _) in enumerate(speedups(live)) if low > 1.0]
-    return options[min(paying, key=lambda i: file_seconds[i])] if paying else options[-1]
+    file. Plain decoding where it beats all of them outside the noise. None: undecided."""
+    found = speedups(live)
+    paying = [i for i, (_, low, _) in enumerate(found) if low > 1.0]
+    if paying:
+        return options[min(paying, key=lambda i: file_seconds[i])]
+    return options[-1] if all(high < 1.0 for _, _, high in found) else None

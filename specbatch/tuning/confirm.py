@@ -12,10 +12,11 @@ from specbatch.speculation.schedule import ByBatch, Schedule
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.candidates import Candidate, NgramShape
 from specbatch.tuning.schedule import Schedule as Chosen
-from specbatch.tuning.session import Session
+from specbatch.tuning.session import Finished, OutOfTime, Session
 from specbatch.types import NoiseKey, Request, SamplingParams, StopCheck
 
 MOST_TURNS = 5
+_WARM_UP_TOKENS = 8
 # Two-sided 90% points of Student's t by degrees of freedom.
 _T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83, 10: 1.81, 11: 1.80, 12: 1.78}
 
@@ -75,6 +76,16 @@ def speedups(live: Sequence[Live]) -> list[tuple[float, float, float]]:
     return [(math.exp(gain), math.exp(gain - margin), math.exp(gain + margin)) for gain in gains]
 
 
+def drift(live: Sequence[Live]) -> float:
+    """How many times faster the machine was in its fastest turn than in its slowest; options take part alike."""
+    per_turn = np.log([one.rates for one in live]).mean(axis=0)
+    return math.exp(per_turn.max() - per_turn.min())
+
+
+def _shortened(request: Request) -> Request:
+    return replace(request, params=replace(request.params, max_tokens=min(_WARM_UP_TOKENS, request.params.max_tokens)))
+
+
 def repeated(
     requests: Sequence[Request], count: int, stop_check: Callable[[SamplingParams], StopCheck | None]
 ) -> list[Request]:
@@ -94,23 +105,31 @@ def confirm(
     make_requests: Callable[[], list[Request]],
     out_of_time: Callable[[int], bool],
     whole_first: bool,
+    until: float = math.inf,
 ) -> list[Live]:
     """Each option once in a turn, in changing order; as many turns as there is time for, one at least. `out_of_time`
-    is asked after each turn, with the number of turns so far.
+    is asked after each turn, with the number of turns so far. A further turn that is not finished when the clock shows
+    `until` is dropped.
 
-    What is compiled or touched first is not timed. `whole_first`: all requests run before, not two of them. Prompts on
-    a GPU have graphs by how many rows start together, and the first option to meet a number would pay for it."""
+    What is compiled or touched first is not timed. `whole_first`: all requests run before, not a few tokens of two of
+    them. Prompts on a GPU have graphs by how many rows start together, and the first option to meet a number would pay
+    for it."""
     seconds: list[list[float]] = [[] for _ in options]
     tokens: list[list[int]] = [[] for _ in options]
     tokens_per_round = [1.0] * len(options)
     for option in options:
         session.use(*told(option))
-        session.run(make_requests()[: None if whole_first else 2])
+        session.run(make_requests() if whole_first else [_shortened(one) for one in make_requests()[:2]])
     for turn in range(MOST_TURNS):
         order = range(len(options)) if turn % 2 == 0 else reversed(range(len(options)))
-        for i in order:
-            session.use(*told(options[i]))
-            finished = session.run(make_requests())
+        runs: dict[int, Finished] = {}
+        try:
+            for i in order:
+                session.use(*told(options[i]))
+                runs[i] = session.run(make_requests(), until=until if turn else math.inf)
+        except OutOfTime:
+            break
+        for i, finished in runs.items():
             seconds[i].append(finished.seconds)
             tokens_per_round[i] = finished.counts.acceptance_length or 1.0
             tokens[i].append(finished.num_tokens)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specbatch.errors import InputError
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 EXAMPLES = "examples.jsonl"
 ROWS, _MOST_ROWS, _BATCHES = 64, 256, 8
 
@@ -43,7 +43,11 @@ def rows_to_trace(on_device: bool, max_batch_size: int) -> int:
 
 def seconds_of(text: str) -> float:
     """90s, 5m, 1h -> seconds. Raises InputError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is not None and not match.group(2):
+        number = match.group(1)
+        hint = f"{number}s is seconds, {number}m minutes, {number}h hours"
+        raise InputError(f"--budget {text}: a time needs a unit", hint)
     if match is None or match.group(2) not in _UNITS or float(match.group(1)) == 0:
         raise InputError(f"--budget {text}: not a time", "for example 90s, 5m or 1h")
     return float(match.group(1)) * _UNITS[match.group(2)]

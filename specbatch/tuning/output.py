@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from rich.console import Console
 
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
+from specbatch.pipeline.stats import device_name
 from specbatch.tuning.command import Tuned
 from specbatch.tuning.confirm import speedups
 from specbatch.tuning.errors import TuningError
-from specbatch.tuning.plots import plot_acceptance, plot_comparisons, plot_throughput
+from specbatch.tuning.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tuning.report import (
     Comparison,
     choices_table,
@@ -49,19 +51,20 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
     for table in (costs_table(tuned.forecast.costs), choices_table(tuned.result), options_table(tuned.result)):
         console.print(table)
     console.print(comparisons_table(comparisons))
-    schedule = tuned.winner.schedule
+    schedule = None if tuned.winner is None else tuned.winner.schedule
     header, comments = evidence(tuned.result)
     if schedule != tuned.result.best.schedule:  # all of that is said of the predicted best
         header, comments = [f"(Predicted to be the fastest was {tuned.result.best.schedule}.)"], []
     says = _verdict(tuned)
     lines = ["Written by `specbatch tune`.", says, *_live_lines(tuned), *header]
     # The schedule is of these drafts: with another target, `auto` would be others.
-    decided = tuned.run.config.speculation
-    config = replace(config, speculation=replace(config.speculation, method=decided.method, draft=decided.draft))
+    if schedule is not None:
+        decided = tuned.run.config.speculation
+        config = replace(config, speculation=replace(config.speculation, method=decided.method, draft=decided.draft))
     text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
     output.write_text(text, encoding="utf-8")
     report = json_report(tuned.result, tuned.forecast.costs, list(tuned.forecast.replays.values()), comparisons)
-    report |= {"verdict": says, "winner": str(schedule), "made_by": made_by}
+    report |= {"verdict": says, "winner": None if schedule is None else str(schedule), "made_by": made_by}
     names = ("seconds", "tokens", "tokens_per_round")
     runs = [{"what": o.name} | {n: getattr(o, n) for n in names} for o in tuned.live]
     files = zip(runs, tuned.file_seconds, strict=True)
@@ -84,11 +87,22 @@ def live_comparisons(tuned: Tuned) -> list[Comparison]:
 
 
 def _verdict(tuned: Tuned) -> str:
+    if tuned.winner is None:
+        pairs = zip(tuned.live, speedups(tuned.live), strict=False)
+        found = "; ".join(f"{one.name}: {gain:.2f}x, {_interval(low, high)}" for one, (gain, low, high) in pairs)
+        return (
+            f"Undecided: nothing was clearly faster or slower than plain decoding ({found}). Your settings are kept. "
+            "A longer --budget or a quiet machine may decide it."
+        )
     if tuned.winner.schedule.is_plain:
-        return "Speculation does not pay on this file: nothing beat plain decoding outside the noise."
+        return "Speculation does not pay on this file: plain decoding was faster, outside the noise."
     place = next(i for i, one in enumerate(tuned.live) if one.chosen == tuned.winner.schedule)
     gain, low, high = speedups(tuned.live)[place]
-    return f"{gain:.2f}x as fast as plain decoding (90% interval {low:.2f} to {high:.2f}), live, over the same rows."
+    return f"{gain:.2f}x as fast as plain decoding ({_interval(low, high)}), live, over the same rows."
+
+
+def _interval(low: float, high: float) -> str:
+    return f"90% interval {low:.2f} to {high:.2f}" if math.isfinite(high) else "one run, so the noise is unknown"
 
 
 def _live_lines(tuned: Tuned) -> list[str]:
@@ -101,15 +115,18 @@ def _live_lines(tuned: Tuned) -> list[str]:
 
 
 def _plots(tuned: Tuned, comparisons: list[Comparison], output: Path, console: Console) -> list[Path]:
+    caption = Caption(", ".join(tuned.run.description.values()), device_name(tuned.run.config.engine.device))
     names = ("acceptance", "throughput", "predicted")
     paths = [output.with_suffix(f".{name}.png") for name in names]
     shown = [c for choice in tuned.result.choices for c in [choice.ranked[0].candidate] if c is not None]
     shown += [c for option in tuned.result.fixed for c in option.schedule.candidates if c is not None]
     batches, replays = [choice.batch for choice in tuned.result.choices], list(tuned.forecast.replays.values())
     try:
-        plot_acceptance(replays, tuned.rank_shares, paths[0])
-        plot_throughput(replays, tuned.forecast.costs, batches, list(dict.fromkeys(shown))[:_PLOTTED], paths[1])
-        plot_comparisons(comparisons, "tokens per second", paths[2])
+        plot_acceptance(replays, tuned.rank_shares, caption, paths[0])
+        plot_throughput(
+            replays, tuned.forecast.costs, batches, list(dict.fromkeys(shown))[:_PLOTTED], caption, paths[1]
+        )
+        plot_comparisons(comparisons, "tokens per second", caption, paths[2])
     except TuningError as error:
         console.print(f"no plots: {error.message} ({error.hint})", markup=False)
         return []

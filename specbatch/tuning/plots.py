@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,23 @@ if TYPE_CHECKING:
 _DPI = 120
 
 
-def plot_acceptance(replays: Sequence[Replay], shares_SK: NDArray[np.float64] | None, path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """What every plot says."""
+
+    models: str  # target and draft
+    device: str
+
+    def draw(self, figure: Figure, title: str, shapes: bool) -> None:
+        """`shapes`: the plot shows shapes of a draft network, which are explained."""
+        figure.suptitle(f"{title}\n{self.models}, on {self.device}", fontsize="medium")
+        if shapes:
+            figure.supxlabel("2/1/3: num_steps 2, topk 1, num_draft_tokens 3", fontsize="x-small", color="0.4")
+
+
+def plot_acceptance(
+    replays: Sequence[Replay], shares_SK: NDArray[np.float64] | None, caption: Caption, path: Path
+) -> None:
     """Left: the most tokens per round by num_steps for each topk (n-grams: by num_draft_tokens for each range of match
     lengths). Right: of `Replayer.rank_shares`, how often the true token is which of the draft's choices. Raises
     TuningError where matplotlib is missing."""
@@ -53,11 +70,17 @@ def plot_acceptance(replays: Sequence[Replay], shares_SK: NDArray[np.float64] | 
             xlabel="depth of the draft", ylabel="share, where all drafts before it are true", ylim=(0, 1), xticks=depths
         )
         axes[1].legend(title="the true token is the\ndraft's choice number", fontsize="small")
+    caption.draw(figure, "Tokens that a round commits, by draft shape", shapes=False)
     _save(figure, path)
 
 
 def plot_throughput(
-    replays: Sequence[Replay], costs: CostModel, batches: Sequence[int], candidates: Sequence[Candidate], path: Path
+    replays: Sequence[Replay],
+    costs: CostModel,
+    batches: Sequence[int],
+    candidates: Sequence[Candidate],
+    caption: Caption,
+    path: Path,
 ) -> None:
     """Tokens per second over batch size of some candidates, with their 90% intervals, and of plain decoding. Raises
     TuningError where matplotlib is missing."""
@@ -75,17 +98,22 @@ def plot_throughput(
         axes.fill_between(xs, per_token * low, per_token * high, color=line.get_color(), alpha=0.15, linewidth=0)
     plain = [1e3 * b / costs.plain_ms(b) for b in batches]
     axes.plot(xs, plain, color="black", linestyle="--", marker="o", markersize=3, label="plain")
-    axes.set(xlabel="running rows", ylabel="tokens per second", xscale="log", yscale="log")
+    axes.set(xlabel="running requests", ylabel="tokens per second", xscale="log", yscale="log")
     axes.set_xticks(*_ticks(batches), fontsize="small")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))  # it may not reach from one power of ten to the next
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.7g}"))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
+    caption.draw(
+        figure,
+        "Predicted speed by the number of running requests",
+        shapes=any(isinstance(c, DraftShape) for c in candidates),
+    )
     _save(figure, path)
 
 
-def plot_comparisons(comparisons: Sequence[Comparison], unit: str, path: Path) -> None:
+def plot_comparisons(comparisons: Sequence[Comparison], unit: str, caption: Caption, path: Path) -> None:
     """Predicted against measured, `unit` being that of both. Raises TuningError where matplotlib is missing."""
     figure = _figure(6)
     axes = figure.subplots()
@@ -100,6 +128,7 @@ def plot_comparisons(comparisons: Sequence[Comparison], unit: str, path: Path) -
         axes.legend(fontsize="x-small")  # a schedule's name is long
     axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
     axes.grid(alpha=0.3)
+    caption.draw(figure, "Predicted and measured speed", shapes=any("/" in c.what for c in comparisons))
     _save(figure, path)
 
 

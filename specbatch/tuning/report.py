@@ -65,11 +65,12 @@ def _entry(entry: ScheduleEntry, schedule: Schedule) -> dict[str, int]:
 
 
 def tuned_yaml(
-    config: Mapping[str, Any], schedule: Schedule, *, header: Sequence[str] = (), comments: Sequence[str] = ()
+    config: Mapping[str, Any], schedule: Schedule | None, *, header: Sequence[str] = (), comments: Sequence[str] = ()
 ) -> str:
-    """The text of `with_schedule`. `header`: lines of a comment on top. `comments`: one for each entry of the
-    schedule."""
-    tuned = with_schedule(config, schedule)
+    """The text of `with_schedule`; without a schedule, of the configuration as it is.
+
+    `header`: lines of a comment on top. `comments`: one for each entry of the schedule."""
+    tuned = dict(config) if schedule is None else with_schedule(config, schedule)
     lines = [f"# {line}".rstrip() for line in header]
     for name, section in tuned.items():
         entries = None

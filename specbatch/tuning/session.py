@@ -5,6 +5,7 @@ Prefix caching must be off: pages computed without the draft network would be of
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,10 @@ from specbatch.speculation.tracing import Drafted, TracingDrafter, TracingPropos
 from specbatch.speculation.tree import DraftShape
 from specbatch.tuning.trace import RowTrace, Trace
 from specbatch.types import Completion, Request, SpeculationCounts
+
+
+class OutOfTime(Exception):
+    """Not all requests were finished in time."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,14 @@ class Session:
         self._in_use = None
         self.engine.redraft(proposer)
 
-    def run(self, requests: Sequence[Request], behind_round: Callable[[], None] | None = None) -> Finished:
-        """All of them, submitted at once. `behind_round` is called when a round was launched."""
+    def run(
+        self,
+        requests: Sequence[Request],
+        behind_round: Callable[[], None] | None = None,
+        until: float = math.inf,
+    ) -> Finished:
+        """All of them, submitted at once. `behind_round` is called when a round was launched. Raises OutOfTime where
+        they are not finished when the clock (`time.perf_counter`) shows `until`; the engine is idle then."""
         began = time.perf_counter()
         for request in requests:
             self.engine.submit(request)
@@ -90,6 +101,9 @@ class Session:
             done |= {c.request_id: c for c in self.engine.step()}
             if behind_round is not None and self.engine.stats.rounds > rounds:
                 behind_round()
+            if len(done) < len(requests) and time.perf_counter() > until:
+                self.engine.abandon()
+                raise OutOfTime
         seconds = time.perf_counter() - began
         completions = [done[request.request_id] for request in requests]
         counts = SpeculationCounts()
@@ -97,13 +111,14 @@ class Session:
             counts.add(completion.speculation)
         return Finished(completions, seconds, counts, sum(len(c.token_ids) for c in completions))
 
-    def trace(self, requests: Sequence[Request], topk: int, depth: int) -> Trace:
+    def trace(self, requests: Sequence[Request], topk: int, depth: int, until: float = math.inf) -> Trace:
         """What trees of `topk` branches and chains, both of `depth` steps, would have drafted at every place of these
-        requests' own texts. Lookups need the texts alone: topk 0. The requests' noise streams must differ."""
+        requests' own texts. Lookups need the texts alone: topk 0. The requests' noise streams must differ. Raises
+        OutOfTime as `run` does."""
         sampled = any(request.params.temperature > 0 for request in requests)
         if self.drafts.net is None:
             self.use(ByBatch.always(None))
-            completions = self.run(requests).completions
+            completions = self.run(requests, until=until).completions
             return Trace(tuple(_row(r, c, None) for r, c in zip(requests, completions, strict=True)), 0, 0, sampled)
         streams = {request.noise.stream: i for i, request in enumerate(requests)}
         assert len(streams) == len(requests), "two requests share a stream of noise"
@@ -125,7 +140,7 @@ class Session:
         else:
             self._in_use = None
             self.engine.redraft(TracingProposer(self.drafts.neural_proposer(wide), record))
-        completions = self.run(requests, behind_round).completions
+        completions = self.run(requests, behind_round, until).completions
         rows = [_row(r, c, records[i]) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
         return Trace(tuple(rows), topk, depth, sampled)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,13 +15,15 @@ from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
 from specbatch.tuning.kept import Kept
 from specbatch.tuning.measure import time_batch, time_plain, time_prompts
+from specbatch.tuning.report import duration
 from specbatch.tuning.rows import FEWEST_ROWS, Sample
-from specbatch.tuning.session import Session
+from specbatch.tuning.session import OutOfTime, Session
 from specbatch.tuning.trace import RowTrace, Trace
 
 _WAVE_ROWS = 64  # traced at once, at most
 _MOST_POSITIONS = 2**17  # of a trace: those of 8 branches and 8 steps take 4.6 KB each
 _KEPT_EVERY = 10.0  # seconds
+_CALM_SECONDS = 60.0  # for the trace; with less a CPU begins with few rows
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,11 @@ class Tuner:
         self._kept = kept
         self._say = say
 
-    def trace(self, seconds: float) -> Trace:
-        """Wave after wave of rows until the time is up; in the order drawn, so that the first ones are a sample too."""
+    def trace(self, seconds: float, until: float = math.inf) -> Trace:
+        """Wave after wave of rows until the time is up; in the order drawn, so that the first ones are a sample too.
+
+        A wave that is not finished when the clock shows `until` is dropped. Raises TuningError if it was the first.
+        """
         began = last_kept = time.perf_counter()
         requests, trace = self._sample.to_trace, self._kept.trace()
         rows: list[RowTrace] = [] if trace is None else list(trace.rows)
@@ -80,11 +86,23 @@ class Tuner:
             while len(rows) < len(requests):
                 # How long rows get is seen as they end: no more at once than have, or than may all be long.
                 size = min(most, max(len(rows), FEWEST_ROWS, _MOST_POSITIONS // self._sample.max_tokens))
+                if not rows and seconds < _CALM_SECONDS and not self._run.engine.on_device:
+                    size = min(size, FEWEST_ROWS)  # how fast this machine is, is not known yet
                 if why := _is_enough(rows, len(rows) - before, size, time.perf_counter() - began, seconds):
                     self._say(f"traced {len(rows)} of {len(requests)} rows: {why}")
                     break
                 wave = requests[len(rows) : len(rows) + size]
-                found = self._session.trace(wave, self._widest.topk, self._widest.depth)
+                try:
+                    found = self._session.trace(wave, self._widest.topk, self._widest.depth, until)
+                except OutOfTime as error:
+                    if len(rows) < FEWEST_ROWS:
+                        spent = duration(time.perf_counter() - began)
+                        raise TuningError(
+                            f"the budget is too small: {len(wave)} rows were not finished after {spent}",
+                            hint="give a larger --budget, or rows with a smaller max_tokens",
+                        ) from error
+                    self._say(f"traced {len(rows)} of {len(requests)} rows: the next went past the budget")
+                    break
                 rows += found.rows
                 sampled = found.sampled or (trace is not None and trace.sampled)
                 trace = replace(found, rows=tuple(rows), sampled=sampled)
