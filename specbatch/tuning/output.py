@@ -72,7 +72,7 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
     beside = output.with_suffix(".report.json")
     beside.write_text(json.dumps(report, indent=1), encoding="utf-8")
     written = [output, beside, *_plots(tuned, comparisons, output, console)]
-    console.print(f"[bold]{says}[/]")
+    console.print(says, style="bold", markup=False, soft_wrap=True)
     console.print(f"written: {', '.join(str(path) for path in written)}", markup=False, soft_wrap=True)
     console.print(f"specbatch generate DATA -c {output}", markup=False)
 

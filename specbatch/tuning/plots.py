@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class Caption:
 
     def draw(self, figure: Figure, title: str, shapes: bool) -> None:
         """`shapes`: the plot shows shapes of a draft network, which are explained."""
-        figure.suptitle(f"{title}\n{self.models}, on {self.device}", fontsize="medium")
+        made_by = textwrap.fill(f"{self.models}, on {self.device}", width=int(11 * figure.get_figwidth()))
+        figure.suptitle(f"{title}\n{made_by}", fontsize="medium")
         if shapes:
             figure.supxlabel("2/1/3: num_steps 2, topk 1, num_draft_tokens 3", fontsize="x-small", color="0.4")
 
