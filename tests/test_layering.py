@@ -24,7 +24,7 @@ LAYERS = [
     ["attention"],
     ["cache"],
     ["kernels", "parallel"],
-    ["types", "errors", ""],  # "": the package itself, for its version
+    ["types", "errors", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CONFIG_READERS = (

@@ -26,7 +26,8 @@ from specbatch.cli.options import (
     TemperatureOption,
     all_sets,
 )
-from specbatch.cli.startup import download_bar, quiet_libraries, resolving
+from specbatch.cli.startup import import_engine, quiet_libraries, resolving
+from specbatch.cli.streams import guard_streams, print_data
 from specbatch.errors import InputError
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app.add_typer(models_app, name="models")
 
 def main() -> None:
     """Entry point of the `specbatch` command."""
+    guard_streams()
     app(prog_name="specbatch")
 
 
@@ -182,6 +184,7 @@ def tune(
         opened = open_rows(options, settings)
 
         # After all that can be checked without torch.
+        import_engine()
         from specbatch.engine.build import build
         from specbatch.pipeline.stats import commit, device_name, versions
         from specbatch.tuning.command import tune_file
@@ -219,13 +222,10 @@ def show_config(
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
-        from specbatch.engine.resolve import resolve
-
-        with download_bar(console) as show:
-            run = resolve(settings, progress=show)
+        run = resolving(console)(settings)
         for note in run.notes:
             console.print(note, markup=False, soft_wrap=True)
-        typer.echo(dump_config(run.config), nl=False)
+        print_data(dump_config(run.config))
 
 
 @app.command(epilog=examples("init"))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import traceback
 from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
 
 from specbatch.errors import SpecbatchError
+from specbatch.signals import INTERRUPTED, interrupt, on_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-USAGE_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
+USAGE_ERROR, INTERNAL_ERROR = 2, 3
 
 
 @contextlib.contextmanager
@@ -26,7 +25,7 @@ def user_errors() -> Iterator[Console]:
 
     console = Console(stderr=True, highlight=False)
     try:
-        with _sigterm_as_interrupt():
+        with on_signals(interrupt):
             yield console
     except SpecbatchError as exc:
         console.print("[bold red]error[/]: ", end="")
@@ -44,17 +43,3 @@ def user_errors() -> Iterator[Console]:
         console.print(traceback.format_exc(), markup=False, highlight=False)
         console.print("this is an error in specbatch; finished rows are kept, the same command goes on from there")
         raise typer.Exit(INTERNAL_ERROR) from exc
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C does: files are closed, a half-done download is removed."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -8,6 +8,7 @@ from specbatch.cli.endings import user_errors
 from specbatch.cli.examples import examples
 from specbatch.cli.options import BuiltinModel
 from specbatch.cli.startup import download_bar
+from specbatch.cli.streams import print_data
 from specbatch.errors import SpecbatchError
 
 models_app = typer.Typer(help="The built-in models.", no_args_is_help=True, epilog=examples("models"))
@@ -24,7 +25,7 @@ def models_list() -> None:
             if cached_path(name) is not None:
                 here = "cached" if entry.package is not None else "comes with specbatch"
             size = f"{entry.size_bytes / 1e6:.0f} MB"
-            typer.echo(f"{BUILTIN_PREFIX}{name}\t{size}\t{entry.licence}\t{here}\t{entry.description}")
+            print_data(f"{BUILTIN_PREFIX}{name}\t{size}\t{entry.licence}\t{here}\t{entry.description}\n")
 
 
 @models_app.command("pull", epilog=examples("models pull"))
@@ -35,7 +36,7 @@ def models_pull(name: BuiltinModel) -> None:
 
         with download_bar(console) as show:
             path = pull(name.removeprefix(BUILTIN_PREFIX), show)
-        typer.echo(str(path))
+        print_data(f"{path}\n")
 
 
 @models_app.command("path", epilog=examples("models path"))
@@ -48,4 +49,4 @@ def models_path(name: BuiltinModel) -> None:
         path = cached_path(name)
         if path is None:
             raise SpecbatchError(f"{name} has not been fetched", f"specbatch models pull {name}")
-        typer.echo(str(path))
+        print_data(f"{path}\n")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbatch.signals import end_at_once, on_signals
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
@@ -17,6 +19,13 @@ if TYPE_CHECKING:
     from specbatch.engine.resolve import ResolvedRun
     from specbatch.pipeline.command import Runtime
     from specbatch.types import BatchEngine
+
+
+def import_engine() -> None:
+    """Torch, and all that engines are built with; it takes seconds. Nothing is open yet: a signal ends the process."""
+    with on_signals(end_at_once):
+        import specbatch.engine.build
+        import specbatch.engine.resolve  # noqa: F401
 
 
 def runtime(console: Console) -> Runtime:
@@ -36,6 +45,7 @@ def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
     """`resolve`, which shows the downloads that it starts."""
 
     def resolve_showing(settings: Config) -> ResolvedRun:
+        import_engine()
         from specbatch.engine.resolve import resolve
 
         with download_bar(console) as show:

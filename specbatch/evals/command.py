@@ -29,7 +29,6 @@ from specbatch.evals.schema import Execution, Task
 from specbatch.evals.score import Scores, read_results, sample_line, score
 from specbatch.evals.shared import SharedRuntime
 from specbatch.pipeline.command import (
-    INTERRUPTED,
     OK,
     SOME_FAILED,
     GenerateOptions,
@@ -41,6 +40,7 @@ from specbatch.pipeline.paths import partial_path, stats_path_of
 from specbatch.pipeline.results import disk_errors
 from specbatch.pipeline.stats import write_report
 from specbatch.pipeline.tokenizer import TextProcessor
+from specbatch.signals import INTERRUPTED
 from specbatch.types import SamplingParams
 
 _SHOW_SECONDS = 5.0

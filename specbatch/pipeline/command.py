@@ -40,9 +40,10 @@ from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import Source, input_stem, open_source
 from specbatch.pipeline.stats import Provenance, build_report, device_name, write_report
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.signals import INTERRUPTED
 from specbatch.types import BatchEngine
 
-OK, SOME_FAILED, INTERRUPTED = 0, 1, 130  # exit codes
+OK, SOME_FAILED = 0, 1  # exit codes
 _LOOK_AHEAD_BATCHES = 2
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from specbatch.pipeline.rows import Job, RowHead, RowParser
 from specbatch.pipeline.sources import RawRow, Source
 from specbatch.pipeline.stats import Session
 from specbatch.pipeline.tokenizer import TextProcessor
+from specbatch.signals import INTERRUPTED, on_signals
 from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SpeculationCounts
 
 _MESSAGE_CHARS = 500  # error messages quote the row; a line of the output must not grow with what was wrong in it
@@ -223,12 +223,8 @@ class FileJob:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self._interrupted:
-                os._exit(130)
+                os._exit(INTERRUPTED)
             self._interrupted = True
 
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with on_signals(on_signal):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -1,0 +1,40 @@
+"""What SIGINT and SIGTERM do, for as long as something lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+INTERRUPTED = 130  # the exit code
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextlib.contextmanager
+def on_signals(handler: Handler) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """For where nothing is open that would have to be closed. While libraries are imported an exception could arise
+    anywhere in them, and some take it for their own."""
+    with contextlib.suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A type of its own: where KeyboardInterrupt itself has passed through an exec() (dataclasses use it), Python
+    forgets the exit code and ends by SIGINT."""
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """SIGTERM unwinds as Ctrl-C does: files are closed, a half-done download is removed."""
+    raise Interrupted
