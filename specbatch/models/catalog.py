@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbatch.errors import ModelError
+from specbatch.models.checks import shown
 
 # (what is happening, bytes done, bytes in total)
 Progress = Callable[[str, int, int], None]
@@ -138,10 +139,16 @@ def resolve_model(ref: str, *, allow_download: bool = True, progress: Progress |
     if ref.startswith(BUILTIN_PREFIX):
         name = ref.removeprefix(BUILTIN_PREFIX)
         return cached_path(name) or _fetch_builtin(name, allow_download, progress)
-    local = Path(ref).expanduser()
-    if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
-        return local
-    if local.exists():
+    if not ref:
+        raise ModelError("the name of the model is empty", hint="give a directory, a .gguf file or builtin:NAME")
+    try:
+        local = Path(ref).expanduser()
+        if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
+            return local
+        exists = local.exists()
+    except (OSError, RuntimeError) as error:  # no permission, a name that is too long; a home of nobody
+        raise ModelError(f"cannot open the model {shown(ref)}: {error}") from error
+    if exists:
         raise ModelError(
             f"{ref} is neither a directory nor a .gguf file", hint="name the directory that holds the model"
         )

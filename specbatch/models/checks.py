@@ -54,4 +54,6 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
 
 def shown(value: object) -> str:
     """The value as text, cut where it is long or deep."""
-    return reprlib.repr(value)
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 100
+    return short.repr(value)

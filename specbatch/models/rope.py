@@ -45,6 +45,7 @@ class RopeConfig:
         if self.scaling == "yarn":
             in_order = 0 < self.beta_slow <= self.beta_fast
             ranges.append(("beta_slow", self.beta_slow, in_order, "above 0 and at most beta_fast"))
+            ranges.append(("beta_fast", self.beta_fast, self.beta_fast <= 1e6, "at most 1,000,000"))
             if self.attention_factor is not None:
                 ranges.append(("attention_factor", self.attention_factor, self.attention_factor > 0, "above 0"))
             for name, value in (("mscale", self.mscale), ("mscale_all_dim", self.mscale_all_dim)):

@@ -16,6 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specbatch.errors import ModelError
+from specbatch.models.checks import flag, shown
+from specbatch.models.files import is_there
 from specbatch.models.gguf import GgufFile
 
 # tokenizer.ggml.token_type
@@ -51,6 +53,10 @@ _KINDS: Mapping[str, _ByteLevelKind] = {
     "tekken": _ByteLevelKind(_TEKKEN_PATTERN, ignore_merges=True, adds_bos=True),
 }
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
+)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -61,20 +67,35 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if path.is_file():
         file = GgufFile(path)
         try:
-            return _from_metadata(path, file.metadata)
+            return _from_metadata(file)
+        except ModelError:
+            raise
+        except Exception as error:  # of tokenizers, which has no class of its own
+            raise ModelError(
+                f"{path}: the tokenizer's metadata is damaged: {_first_line(error)}", hint="download the file again"
+            ) from error
         finally:
             file.close()
+    has = {name: is_there(path / name) for name in _TOKENIZER_FILES}  # a pipe among them would be waited for
     # tokenizer.json is taken as it is: AutoTokenizer goes by `tokenizer_class`, and transformers 5 then rebuilds the
     # pipeline of that class (SmolLM2's says GPT2Tokenizer, which does not split digits: other tokens for numbers).
-    loader = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
+    loader = PreTrainedTokenizerFast if has["tokenizer.json"] else AutoTokenizer
     try:
-        return loader.from_pretrained(str(path), local_files_only=True)
+        tokenizer = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        tokenizer.encode("a")  # values of a wrong type are noticed only here
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, ... by what is wrong
-        reason = str(error).strip().splitlines()
         raise ModelError(
-            f"cannot load a tokenizer from {path}: {reason[0] if reason else type(error).__name__}",
+            f"cannot load a tokenizer from {path}: {_first_line(error)}",
             hint="the directory needs tokenizer.json and tokenizer_config.json",
         ) from error
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        raise ModelError(f"{path}: the chat template must be a text, not {shown(tokenizer.chat_template)}")
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int] = ()) -> PreTrainedTokenizerBase:
@@ -114,18 +135,18 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
-def _from_metadata(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    tokens = metadata.get("tokenizer.ggml.tokens")
+def _from_metadata(file: GgufFile) -> PreTrainedTokenizerBase:
+    path, tokens = file.path, file.items("tokenizer.ggml.tokens", str)
     if not tokens:
         raise ModelError(f"{path} has no tokenizer (tokenizer.ggml.tokens)")
-    kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    kinds = file.items("tokenizer.ggml.token_type", int) or [_NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise ModelError(f"{path}: {len(tokens)} tokens, but {len(kinds)} token types", hint="download the file again")
-    model = metadata.get("tokenizer.ggml.model")
+    model = file.text("tokenizer.ggml.model")
     if model == "gpt2":
-        backend, adds_bos = _byte_level(path, metadata, tokens, kinds)
+        backend, adds_bos = _byte_level(file, tokens, kinds)
     elif model == "llama":
-        backend, adds_bos = _sentencepiece(path, metadata, tokens, kinds)
+        backend, adds_bos = _sentencepiece(file, tokens, kinds)
     else:
         raise ModelError(
             f"{path}: tokenizer model {model!r} is not supported",
@@ -139,14 +160,8 @@ def _from_metadata(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokeniz
             (backend.add_special_tokens if special else backend.add_tokens)([added])
             if backend.token_to_id(text) != i:
                 raise ModelError(f"{path}: token {text!r} appears under two ids, or ids before {i} are unused")
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
-    adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-
-    def named(key: str) -> str | None:
-        i = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        return tokens[i] if i is not None and 0 <= i < len(tokens) else None
-
-    bos, eos = named("bos"), named("eos")
+    adds_bos, adds_eos = _flag(file, "add_bos_token", adds_bos), _flag(file, "add_eos_token", False)
+    bos, eos = _named(file, "bos", tokens), _named(file, "eos", tokens)
     before, after = [bos] if adds_bos and bos else [], [eos] if adds_eos and eos else []
     if before or after:
         backend.post_processor = _surrounding(backend, before, after)
@@ -154,29 +169,37 @@ def _from_metadata(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokeniz
         tokenizer_object=backend,
         bos_token=bos,
         eos_token=eos,
-        pad_token=named("padding"),
-        unk_token=named("unknown"),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        pad_token=_named(file, "padding", tokens),
+        unk_token=_named(file, "unknown", tokens),
+        chat_template=file.text("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
     )
 
 
-def _byte_level(
-    path: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
-) -> tuple[Tokenizer, bool]:
-    name = metadata.get("tokenizer.ggml.pre", "default")
+def _flag(file: GgufFile, key: str, default: bool) -> bool:
+    return flag(file.metadata.get(f"tokenizer.ggml.{key}", default), f"{file.path}: tokenizer.ggml.{key}")
+
+
+def _named(file: GgufFile, key: str, tokens: Sequence[str]) -> str | None:
+    """The token that the metadata gives a role, None where it gives none."""
+    i = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    return tokens[i] if isinstance(i, int) and 0 <= i < len(tokens) else None
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> tuple[Tokenizer, bool]:
+    name = file.text("tokenizer.ggml.pre") or "default"
     if name == "default":  # files from before the key: the family decides
-        name = _guess_kind(metadata, tokens)
+        name = _guess_kind(file.metadata, tokens)
     kind = _KINDS.get(_ALIASES.get(name, name))
     if kind is None:
         raise ModelError(
-            f"{path}: pre-tokenizer {name!r} is not known, and a guess would change the text that the model sees",
+            f"{file.path}: pre-tokenizer {name!r} is not known, and a guess would change the text that the model sees",
             hint=f"known: {', '.join(_KINDS)}; or use the model's Hugging Face directory",
         )
     # Unused entries pad the embedding; as vocabulary they could match text. Added tokens are matched before the model.
     vocab = {text: i for i, text in enumerate(tokens) if kinds[i] == _NORMAL}
     gap_free = _with_leading_added(vocab, tokens, kinds)
-    pairs = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    pairs = [tuple(merge.split(" ", 1)) for merge in file.items("tokenizer.ggml.merges", str)]
     backend = Tokenizer(models.BPE(vocab=gap_free, merges=pairs, ignore_merges=kind.ignore_merges))  # type: ignore[arg-type]
     if kind.nfc:
         backend.normalizer = normalizers.NFC()
@@ -209,25 +232,22 @@ def _with_leading_added(vocab: dict[str, int], tokens: Sequence[str], kinds: Seq
     return vocab | {tokens[i]: i for i in added if tokens[i]}
 
 
-def _sentencepiece(
-    path: Path, metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
-) -> tuple[Tokenizer, bool]:
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise ModelError(f"{path}: the tokenizer has no scores (tokenizer.ggml.scores)")
+def _sentencepiece(file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]) -> tuple[Tokenizer, bool]:
+    scores = file.items("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ModelError(f"{file.path}: the tokenizer has no scores (tokenizer.ggml.scores)")
     vocab = {text: i for i, text in enumerate(tokens) if kinds[i] != _UNUSED}
     mergeable = {text: scores[i] for text, i in vocab.items() if kinds[i] == _NORMAL}
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     backend = Tokenizer(
         models.BPE(
             vocab=vocab,
             merges=_merges_from_scores(vocab, mergeable),
-            unk_token=None if unknown is None else tokens[unknown],
+            unk_token=_named(file, "unknown", tokens),
             fuse_unk=True,
             byte_fallback=_BYTE in kinds,
         )
     )
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = _flag(file, "add_space_prefix", True)
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(content=" ", left=1, right=0)] if prefix else []

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from specbatch.errors import ModelError
+from specbatch.models.checks import shown
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
+from specbatch.models.files import is_there, read_json
 from specbatch.models.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.gguf_config import gguf_model_config
 
@@ -32,6 +33,12 @@ class TensorSource(Protocol):
     def close(self) -> None: ...
 
 
+_FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_SAFETENSORS_FLOATS = dict(zip(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"), _FLOATS, strict=True))
+# Tensors of draft heads that count or choose tokens.
+_WHOLE_NUMBERS = ("d2t", "t2d")
+
+
 class SafetensorsSource:
     """One or more safetensors files. Only their headers are read until `load`."""
 
@@ -39,11 +46,11 @@ class SafetensorsSource:
         self._handles: list[Any] = []
         self._owner: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}  # safetensors' names: "F32", "BF16", ...
+        self.dtypes: dict[str, str] = {}  # floating-point types as torch calls them
         for file in files:
             try:
                 handle = safe_open(str(file), framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, ValueError) as error:  # ValueError: a path that is no Unicode
                 raise ModelError(
                     f"{file} is truncated, damaged or not a safetensors file: {error}", hint="download the file again"
                 ) from error
@@ -54,7 +61,7 @@ class SafetensorsSource:
                 part = handle.get_slice(name)
                 self._owner[name] = handle
                 self._shapes[name] = tuple(part.get_shape())
-                self.dtypes[name] = part.get_dtype()
+                self.dtypes[name] = _SAFETENSORS_FLOATS.get(part.get_dtype(), part.get_dtype())
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -80,12 +87,16 @@ class TorchBinSource:
                     f"cannot read {file}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
                     hint="download the file again, or convert the checkpoint to safetensors",
                 ) from error
-            if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+            if not isinstance(state, dict) or not all(map(_is_plain, state.keys(), state.values())):
                 raise ModelError(f"{file} does not hold a plain state dict of tensors")
             twice = sorted(self._tensors.keys() & state.keys())
             if twice:
                 raise ModelError(f"tensor {twice[0]!r} is in two files of {file.parent}")
             self._tensors.update(state)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -95,6 +106,10 @@ class TorchBinSource:
 
     def close(self) -> None:
         self._tensors.clear()
+
+
+def _is_plain(name: object, value: object) -> bool:
+    return isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 @dataclass
@@ -108,13 +123,28 @@ class Checkpoint:
 
 
 def open_tensors(directory: Path) -> TensorSource:
-    """Open the weights of a Hugging Face directory: safetensors before `.bin`, one file or an index with shards."""
+    """Open the weights of a Hugging Face directory: safetensors before `.bin`, one file or an index with shards.
+
+    Raises ModelError where there are none, or they are damaged or no floating-point numbers.
+    """
+    tensors = _open_files(directory)
+    for name, dtype in tensors.dtypes.items():
+        if dtype not in _FLOATS and name not in _WHOLE_NUMBERS:
+            tensors.close()
+            raise ModelError(
+                f"tensor {shown(name)} of {directory} has the type {dtype}; weights must be floating-point numbers",
+                hint="quantised checkpoints are not supported; use the unquantised one, or a GGUF file",
+            )
+    return tensors
+
+
+def _open_files(directory: Path) -> SafetensorsSource | TorchBinSource:
     for single, source in (("model.safetensors", SafetensorsSource), ("pytorch_model.bin", TorchBinSource)):
-        if (directory / single).is_file():
+        if is_there(directory / single):
             return source([directory / single])
-        if (directory / f"{single}.index.json").is_file():
+        if is_there(directory / f"{single}.index.json"):
             return source(_shards(directory / f"{single}.index.json"))
-    others = sorted(directory.glob("*.safetensors"))
+    others = [path for path in sorted(directory.glob("*.safetensors")) if is_there(path)]
     if len(others) == 1:
         return SafetensorsSource(others)
     if others:
@@ -133,8 +163,12 @@ def _shards(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map")
+    for name in weight_map.values():
+        # By name only: files of a hub cache are links to elsewhere.
+        if not isinstance(name, str) or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise ModelError(f"{index} names a shard outside its folder: {shown(name)}")
     names = sorted(set(weight_map.values()))
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    missing = [name for name in names if not is_there(index.parent / name)]
     if missing:
         raise ModelError(
             f"{index.parent} lacks {len(missing)} of {len(names)} shards: {_list(missing)}",
@@ -150,7 +184,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     the wrong shape or is unknown. Weight data is not read, except where a config says that the embeddings are tied and
     the checkpoint nevertheless has an `lm_head.weight`: the two are compared, to do as transformers does.
     """
-    if path.is_file():
+    if not path.is_dir():
+        if not is_there(path):
+            raise ModelError(f"{path} does not exist")
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a directory nor a .gguf file")
         file = GgufFile(path)
@@ -158,17 +194,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         tensors: TensorSource = GgufSource(file, config)
         _check_tensors(path, config, tensors)
         return Checkpoint(path, config, tensors, gguf_description(file))
-    if not path.is_dir():
-        raise ModelError(f"{path} does not exist")
     config_file = path / "config.json"
-    if not config_file.is_file():
+    if not is_there(config_file):
         raise ModelError(
             f"{path} has no config.json", hint="a model directory holds config.json, weights and tokenizer.json"
         )
     raw = read_json(config_file)
     _check_architecture(path, raw)
     generation_file = path / "generation_config.json"
-    config = parse_hf_config(raw, read_json(generation_file) if generation_file.is_file() else None)
+    config = parse_hf_config(raw, read_json(generation_file) if is_there(generation_file) else None)
     tensors = open_tensors(path)
     if config.tie_word_embeddings and _has_own_head(tensors):
         config = dataclasses.replace(config, tie_word_embeddings=False)
@@ -181,11 +215,13 @@ _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", 
 
 def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
     names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{path}: architectures must be a list of names, not {shown(names)}")
     unknown = [name for name in names if name not in _ARCHITECTURES]
     if unknown:
-        draft_head = any("eagle" in str(name).lower() for name in unknown)
+        draft_head = any("eagle" in name.lower() for name in unknown)
         raise ModelError(
-            f"{path}: architecture {unknown[0]!r} is not supported",
+            f"{path}: architecture {shown(unknown[0])} is not supported",
             hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
             if draft_head
             else f"supported architectures: {', '.join(_ARCHITECTURES)}",
@@ -204,7 +240,7 @@ def _has_own_head(tensors: TensorSource) -> bool:
     first, second = tensors.load(embedding), tensors.load(head)
     if first.data_ptr() == second.data_ptr():  # .bin files keep both names of one storage
         return False
-    return not torch.equal(first, second)
+    return first.dtype != second.dtype or not torch.equal(first, second)
 
 
 def _check_tensors(path: Path, config: ModelConfig, tensors: TensorSource) -> None:
@@ -222,7 +258,7 @@ def _check_tensors(path: Path, config: ModelConfig, tensors: TensorSource) -> No
     if wrong:
         problems.append(f"{len(wrong)} tensors have the wrong shape: {_list(wrong)}")
     if unknown:
-        problems.append(f"{len(unknown)} tensors are unknown: {', '.join(sorted(unknown))}")
+        problems.append(f"{len(unknown)} tensors are unknown: {_list(sorted(unknown))}")
     if problems:
         tensors.close()
         raise ModelError(
@@ -243,22 +279,9 @@ def is_stored_rotary(name: str) -> bool:
 
 
 def _describe(tensors: TensorSource) -> str:
-    if isinstance(tensors, SafetensorsSource):
-        names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-        return "safetensors " + "/".join(sorted({names.get(kind, kind) for kind in tensors.dtypes.values()}))
-    assert isinstance(tensors, TorchBinSource), type(tensors)
-    dtypes = {str(tensors.load(name).dtype).removeprefix("torch.") for name in tensors.shapes()}
-    return "pytorch " + "/".join(sorted(dtypes))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+    assert isinstance(tensors, SafetensorsSource | TorchBinSource), type(tensors)
+    kind = "safetensors" if isinstance(tensors, SafetensorsSource) else "pytorch"
+    return f"{kind} " + "/".join(sorted(set(tensors.dtypes.values())))
 
 
 def _list(names: Sequence[str], limit: int = 5) -> str:
