@@ -39,33 +39,32 @@ def opened(path: Path, target: Checkpoint, kind: EagleKind = "eagle3", **config:
 
 
 @pytest.mark.parametrize(
-    ("config", "layers", "from_file"),
+    ("config", "layers", "outputs"),
     [
-        ({}, capture_layers(LAYERS), False),
-        ({LAYER_IDS: None, NESTED: {LAYER_IDS: []}}, capture_layers(LAYERS), False),  # ModelOpt writes an empty list
-        ({LAYER_IDS: [1, 3, 4]}, (1, 3, 4), True),
-        ({NESTED: {LAYER_IDS: [0, 1, LAYERS]}}, (0, 1, LAYERS), True),
-        ({LAYER_IDS: [1, 3, 4], NESTED: {LAYER_IDS: [1, 3, 4]}}, (1, 3, 4), True),
+        ({}, capture_layers(LAYERS), None),
+        ({LAYER_IDS: None, NESTED: {LAYER_IDS: []}}, capture_layers(LAYERS), None),  # ModelOpt writes an empty list
+        ({LAYER_IDS: [1, 3, 4]}, (1, 3, 4), "[2, 4, 5]"),
+        ({NESTED: {LAYER_IDS: [0, 1, LAYERS]}}, (0, 1, LAYERS), ""),  # no outputs: there is no such layer
+        ({LAYER_IDS: [1, 3, 4], NESTED: {LAYER_IDS: [1, 3, 4]}}, (1, 3, 4), "[2, 4, 5]"),
     ],
 )
 def test_layer_ids(
-    config: dict[str, Any], layers: tuple[int, ...], from_file: bool, target: Checkpoint, tmp_path: Path
+    config: dict[str, Any], layers: tuple[int, ...], outputs: str | None, target: Checkpoint, tmp_path: Path
 ) -> None:
+    """`outputs`: what the note proposes where the file means outputs; None: there is no note."""
     found = opened(tmp_path, target, **config)
-    assert (found.head.aux_layers, found.layers_from_file) == (layers, from_file)
-    note = "\n".join(found.notes)
-    if from_file:
-        assert f"inputs of layers {', '.join(map(str, layers))} (vLLM's reading of {LAYER_IDS}" in note
-        assert f"SGLang reads outputs, which would be {[i + 1 for i in layers]} here" in note
-    else:
-        assert not note
+    assert (found.head.aux_layers, found.may_be_outputs) == (layers, bool(outputs))
+    expected = f"speculation.aux_layers: inputs of layers {', '.join(map(str, layers))} (vLLM's reading of {LAYER_IDS}"
+    if outputs:
+        expected += f"; SGLang reads outputs, which would be {outputs} here"
+    assert list(found.notes) == ([] if outputs is None else [expected + ")"])
 
 
 def test_configured_layers_override_the_file(target: Checkpoint, tmp_path: Path) -> None:
     contradiction = {LAYER_IDS: [1, 3, 4], NESTED: {LAYER_IDS: [1, 3, 5]}}
     path = write_head(tmp_path, head_tensors("eagle3"), **contradiction)
     found = open_head(path, "eagle3", target, (2, 4, 5))
-    assert (found.head.aux_layers, found.layers_from_file) == ((2, 4, 5), False)
+    assert (found.head.aux_layers, found.may_be_outputs) == ((2, 4, 5), False)
     assert found.notes == ("speculation.aux_layers: inputs of layers 2, 4, 5 (as configured)",)
     with pytest.raises(ModelError, match=r"contradicts itself.*\[1, 3, 5\]"):
         open_head(path, "eagle3", target)

@@ -109,16 +109,18 @@ def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | HeadChec
         return None
     if str(speculation.draft).startswith(SHAPE_PREFIX):
         return None
+    causes = ["the rows are sampled at a high temperature"]
     if speculation.method == "draft_model":
-        return "speculation.draft is another model than the target's family has, or far too small"
-    causes = ["the head was trained for another target, or for other texts than these"]
+        causes.insert(0, "the draft model is of another family or fine-tune than the target, or far too small")
+    else:
+        causes.insert(0, "the head was trained for another target, or for other texts than these")
     if isinstance(draft, HeadCheckpoint) and speculation.method == "eagle3":
         layers = draft.head.aux_layers
-        if draft.layers_from_file:
-            wanted = f"mean outputs, as SGLang reads them: try --set 'speculation.aux_layers={after(layers)}'"
-            causes.insert(0, f"the layers {list(layers)} in its config.json {wanted}")
+        if draft.may_be_outputs:
+            instead = f"try --set 'speculation.aux_layers={after(layers)}'"
+            causes.insert(0, f"its config.json names layers {list(layers)} by their outputs, as SGLang does: {instead}")
         else:
-            causes.append(f"it reads other layers than {list(layers)}: set speculation.aux_layers")
+            causes.append(f"it was trained on other layers than {list(layers)}: set speculation.aux_layers")
         if not draft.head.norm_before_residual:
             causes.append("it was trained with norm_before_residual, and its config.json does not say so")
     return "; or ".join(causes)

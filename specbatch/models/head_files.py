@@ -53,7 +53,7 @@ class HeadCheckpoint:
 
     head: EagleConfig
     tensors: TensorSource
-    layers_from_file: bool = False  # aux_layers are those of config.json: other engines may read them otherwise
+    may_be_outputs: bool = False  # aux_layers are those of config.json, which other engines read as outputs
     notes: tuple[str, ...] = ()  # how its config.json was read
 
 
@@ -85,23 +85,18 @@ def open_head(
         target_ids_of(tensors.load("d2t"), tensors.load("t2d"), config.vocab_size)
     if kind == "eagle3" and not tensors.has_own_lm_head:
         notes.append("speculation.draft: it has no LM head of its own, so it uses the target's")
-    if file_layers is not None:
-        notes.append(
-            f"speculation.aux_layers: inputs of layers {_listed(file_layers)} (vLLM's reading of {LAYER_IDS}; SGLang "
-            f"reads outputs, which would be {after(file_layers)} here)"
-        )
-    elif aux_layers is not None:
-        notes.append(f"speculation.aux_layers: inputs of layers {_listed(aux_layers)} (as configured)")
-    return HeadCheckpoint(head, tensors, file_layers is not None, tuple(notes))
+    may_be_outputs = file_layers is not None and file_layers[-1] < target.config.num_layers
+    if layers is not None:
+        why = "as configured" if file_layers is None else f"vLLM's reading of {LAYER_IDS}"
+        if may_be_outputs:
+            why += f"; SGLang reads outputs, which would be {after(layers)} here"
+        notes.append(f"speculation.aux_layers: inputs of layers {', '.join(map(str, layers))} ({why})")
+    return HeadCheckpoint(head, tensors, may_be_outputs, tuple(notes))
 
 
 def after(layers: tuple[int, ...]) -> list[int]:
     """The layers whose inputs are the outputs of these."""
     return [layer + 1 for layer in layers]
-
-
-def _listed(layers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, layers))
 
 
 class _Raw:
