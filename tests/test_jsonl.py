@@ -11,7 +11,8 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, RowError
 from specbatch.pipeline.jsonl import decode_line, encode_line, numbered_lines
-from specbatch.pipeline.rows import Job, RowHead, RowParser, template_fields
+from specbatch.pipeline.prompt_template import PromptTemplate
+from specbatch.pipeline.rows import Job, RowHead, RowParser
 from specbatch.pipeline.sources import RawRow
 from specbatch.types import SamplingParams
 
@@ -213,8 +214,8 @@ def test_columns_of_a_table_are_data_under_a_template() -> None:
 @pytest.mark.parametrize("template", ["{}", "{0}", "{a", "{a.b}", "}"])
 def test_templates_that_cannot_work(template: str) -> None:
     with pytest.raises(ConfigError, match="prompt_template"):
-        template_fields(template)
+        PromptTemplate(template)
 
 
 def test_template_fields() -> None:
-    assert template_fields("{a} {{x}} {b[0]} {a!r}") == ("a", "b")
+    assert PromptTemplate("{a} {{x}} {b[0]} {a!r}").fields == ("a", "b")

@@ -18,7 +18,6 @@ from typing import Any
 from rich.console import Console
 
 from specbatch.config import Config, SpeculationSection
-from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, InputError
 from specbatch.evals.compare import LOGPROBS, Difference, difference, differing_rows
 from specbatch.evals.load import find_tasks
@@ -28,6 +27,7 @@ from specbatch.evals.sandbox import ISOLATED
 from specbatch.evals.schema import Execution, Task
 from specbatch.evals.score import Scores, read_results, sample_line, score
 from specbatch.evals.shared import SharedRuntime
+from specbatch.pipeline.chat_template import ChatTemplate
 from specbatch.pipeline.command import (
     OK,
     SOME_FAILED,
@@ -39,7 +39,7 @@ from specbatch.pipeline.jsonl import encode_line
 from specbatch.pipeline.paths import partial_path, stats_path_of
 from specbatch.pipeline.results import disk_errors
 from specbatch.pipeline.stats import write_report
-from specbatch.pipeline.tokenizer import TextProcessor
+from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.signals import INTERRUPTED
 from specbatch.types import SamplingParams
 
@@ -67,6 +67,7 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
 
     Raises SpecbatchError for everything that no row is to blame for.
     """
+    config = with_chat_template_text(config)
     tasks = find_tasks(options.tasks, options.task_files)
     _check(options, tasks, config)
     folder = options.output if options.output is not None else Path("eval-" + "-".join(task.name for task in tasks))
@@ -147,11 +148,15 @@ class _Runner:
         self._shared = SharedRuntime(self._runtime, own)
         tokenizer = self._shared.resolved.tokenizer
         for plan in plans:
-            if plan.task.prompt.kind == "chat" and not has_chat_template(config.data, tokenizer):
+            if plan.task.prompt.kind != "chat":
+                continue
+            template = ChatTemplate(tokenizer, config.data)
+            if not template.exists:
                 raise ConfigError(
                     f"the task {plan.task.name} wants a chat template, and the model has none",
                     "--set data.chat_template=PATH gives one",
                 )
+            template.check()
         if self._options.overwrite:  # until this run has its own
             for path in (self._folder / "results.json", self._folder / "samples.jsonl"):
                 with disk_errors(path):

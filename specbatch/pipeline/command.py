@@ -33,6 +33,7 @@ from specbatch.pipeline.paths import (
     read_stats,
     stats_path_of,
 )
+from specbatch.pipeline.preview import with_checked_fields
 from specbatch.pipeline.progress import JobProgress, closing_table
 from specbatch.pipeline.remarks import Remarks
 from specbatch.pipeline.results import ResultFile
@@ -91,7 +92,7 @@ def generate_file(
     stats_path = stats_path_of(output)
     config = with_chat_template_text(config)
     parser = RowParser(config.sampling, config.data)
-    source = open_source(options.input, config.data)
+    source = with_checked_fields(open_source(options.input, config.data), parser)
     run: Resolved = runtime.resolve(config)
     batch = run.config.engine.max_batch_size
     assert batch is not None, "resolve() decides it"

@@ -204,7 +204,8 @@ _INSTEAD = {
     "chat_template_kwargs": "data.chat_template in the configuration, with a template that says it",
     "enable_thinking": "data.chat_template in the configuration, with a template that says it",
 }
-KNOWN_NAMES = (*SAMPLING_NAMES, *UNSUPPORTED, "do_sample", "prompt", "messages", "prompt_token_ids")
+PROMPTS = ("prompt", "messages", "prompt_token_ids")
+KNOWN_NAMES = (*SAMPLING_NAMES, *UNSUPPORTED, "do_sample", *PROMPTS)
 _NEAR = 0.82  # difflib's ratio: `temprature` and `topk` are near, `prompt_id` and `topic` are not
 
 
@@ -226,6 +227,12 @@ def meant_by(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
     plain = name.lower().replace("-", "_")
     near = difflib.get_close_matches(plain, known, n=1, cutoff=_NEAR)
     return near[0] if near else None
+
+
+def shown_name(name: str) -> str:
+    """The name of a field, as it may be printed: names come from the input."""
+    name = name[:60]
+    return name if name.isprintable() else repr(name)
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 
 import numpy as np
 
-from specbatch.pipeline.parameters import KNOWN_NAMES, SAMPLING_NAMES, meant_by
+from specbatch.pipeline.parameters import KNOWN_NAMES, SAMPLING_NAMES, meant_by, shown_name
 from specbatch.pipeline.rows import RowHead
 
 _MOST_NAMES = 200  # distinct ones that are counted each; each is compared with every known name at the end
@@ -49,7 +49,7 @@ class Remarks:
         """The remarks, a line each."""
         lines = []
         if self._models.rows:
-            shown = self._models.shown(lambda name: name)
+            shown = self._models.shown(shown_name)
             lines.append(f"body.model is not the model that answers, {self._model}: {shown}")
         known = SAMPLING_NAMES if self._columns else KNOWN_NAMES
         meant = {name: meant_by(name, known) for name in self._fields.names if name not in known}
@@ -57,7 +57,7 @@ class Remarks:
             self._fields.keep({name for name, near in meant.items() if near})
         if self._fields.rows:
             shown = self._fields.shown(
-                lambda name: f"{name} (did you mean {meant[name]}?)" if meant.get(name) else name,
+                lambda name: shown_name(name) + (f" (did you mean {meant[name]}?)" if meant.get(name) else ""),
                 first={name for name, near in meant.items() if near},
             )
             lines.append(f"fields kept as metadata, and not used (with the number of rows): {shown}")
@@ -95,7 +95,7 @@ class _Tally:
         return list(self._counts)
 
     def add(self, name: str) -> None:
-        name = name[:_NAME_CHARS]
+        name = name[:_NAME_CHARS]  # the memory is bounded
         if name in self._counts or len(self._counts) < _MOST_NAMES:
             self._counts[name] += 1
         else:
@@ -108,14 +108,10 @@ class _Tally:
     def shown(self, describe: Callable[[str], str], first: Set[str] = frozenset()) -> str:
         """`a (12), b (3)`, the most frequent before the others and the `first` before all."""
         order = sorted(self._counts.items(), key=lambda item: (item[0] not in first, -item[1]))
-        shown = [f"{_printable(describe(name))} {count:,}" for name, count in order[:_MOST_SHOWN]]
+        shown = [f"{describe(name)} {count:,}" for name, count in order[:_MOST_SHOWN]]
         if len(order) > _MOST_SHOWN or self._others:
             shown.append("and others")
         return ", ".join(shown)
-
-
-def _printable(name: str) -> str:
-    return name if name.isprintable() else repr(name)
 
 
 def _bare(model: str) -> str:

@@ -13,13 +13,12 @@ engines call a parameter (`suffix`, `tools`) is data there.
 
 from __future__ import annotations
 
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specbatch.config import DataSection, FieldProblem, sampling_value
-from specbatch.errors import ConfigError, RowError
+from specbatch.errors import RowError
 from specbatch.pipeline.jsonl import decode_line
 from specbatch.pipeline.messages import check_messages
 from specbatch.pipeline.openai_batch import (
@@ -30,11 +29,10 @@ from specbatch.pipeline.openai_batch import (
     read_envelope,
     sampling_fields,
 )
-from specbatch.pipeline.parameters import SAMPLING_NAMES, UNSUPPORTED, meant_by, refuse_unsupported
+from specbatch.pipeline.parameters import PROMPTS, SAMPLING_NAMES, UNSUPPORTED, meant_by, refuse_unsupported
+from specbatch.pipeline.prompt_template import PromptTemplate
 from specbatch.pipeline.sources import RawRow
 from specbatch.types import SamplingParams
-
-_PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
 
 @dataclass(slots=True)
@@ -70,9 +68,17 @@ class RowParser:
     def __init__(self, defaults: SamplingParams, data: DataSection) -> None:
         self._defaults = defaults
         self.makes_prompts = data.prompt_template is not None or data.prompt_column is not None  # of columns
-        self._template = data.prompt_template
+        self._template = PromptTemplate(data.prompt_template) if data.prompt_template is not None else None
         self._column = data.prompt_column
-        self._template_fields = template_fields(data.prompt_template) if data.prompt_template is not None else ()
+
+    @property
+    def needs(self) -> dict[str, tuple[str, ...]]:
+        """What prompts are made of, in words -> the fields of which a row must have one."""
+        if self._template is not None:
+            return {f"{name!r}, which data.prompt_template uses": (name,) for name in self._template.fields}
+        if self._column is not None:
+            return {f"{self._column!r}, which data.prompt_column names": (self._column,)}
+        return {"prompt, messages or prompt_token_ids": PROMPTS}
 
     def parse(self, raw: RawRow) -> tuple[RowHead, Job | RowError]:
         """The job of a row or its error; never raises for what a row holds."""
@@ -93,7 +99,7 @@ class RowParser:
         if self._column is not None:
             used.add(self._column)
         elif self._template is None:
-            used.update(_PROMPTS)
+            used.update(PROMPTS)
         extra = {k: v for k, v in row.items() if k not in used}
         if not columns_are_data:
             head.kept_fields = [name for name in extra if name != "metadata"]
@@ -108,7 +114,7 @@ class RowParser:
 
     def _prompt(self, row: dict[str, Any]) -> tuple[Literal["prompt", "messages", "token_ids"], Any]:
         if self._template is not None:
-            return "prompt", self._fill(self._template, row)
+            return "prompt", self._template.fill(row)
         if self._column is not None:
             value = row.get(self._column)
             if value is None:
@@ -116,7 +122,7 @@ class RowParser:
             if isinstance(value, list):
                 return "messages", check_messages(value)
             return "prompt", _text(self._column, value)
-        given = [name for name in _PROMPTS if row.get(name) is not None]
+        given = [name for name in PROMPTS if row.get(name) is not None]
         if not given:
             fields = ", ".join(list(row)[:8]) or "none"
             raise RowError(
@@ -130,15 +136,6 @@ class RowParser:
         if given[0] == "messages":
             return "messages", check_messages(value)
         return "token_ids", check_token_ids("prompt_token_ids", value)
-
-    def _fill(self, template: str, row: dict[str, Any]) -> str:
-        for name in self._template_fields:
-            if row.get(name) is None:
-                raise RowError("missing_prompt", f"the row has no {name!r}, which data.prompt_template uses")
-        try:
-            return template.format_map(row)
-        except Exception as exc:  # a lookup or format that this row's value does not support
-            raise RowError("missing_prompt", f"data.prompt_template does not fit the row: {exc!r}") from exc
 
     def _openai(self, row: dict[str, Any], head: RowHead) -> Job:
         head.envelope = envelope = read_envelope(row)
@@ -194,24 +191,6 @@ def check_token_ids(name: str, value: Any) -> list[int]:
         if type(token) is not int or token < 0:
             raise RowError("invalid_type", f"{name} must be a list of integers >= 0; it holds {str(token)[:40]!r}")
     return value
-
-
-def template_fields(template: str) -> tuple[str, ...]:
-    """Names of the row's fields that `template` uses. Raises ConfigError for what str.format cannot fill by name."""
-    hint = "fields are written {name} or {name[key]}; literal braces are doubled: {{ }}"
-    fields: dict[str, None] = {}
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as exc:
-        raise ConfigError(f"data.prompt_template is not a valid template: {exc}", hint) from exc
-    for _, field, _, _ in parts:
-        if field is None:
-            continue
-        name = field.split("[", 1)[0]
-        if not name or name.isdigit() or "." in field.split("]")[-1] or "." in name:
-            raise ConfigError(f"data.prompt_template: {{{field}}} names no field of the row", hint)
-        fields[name] = None
-    return tuple(fields)
 
 
 def _metadata(extra: dict[str, Any]) -> dict[str, Any] | None:

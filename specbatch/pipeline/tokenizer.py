@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.config import Config, DataSection
-from specbatch.engine.resolve_data import has_chat_template, runs_prompts_as_chat
+from specbatch.engine.resolve_data import runs_prompts_as_chat
 from specbatch.errors import ConfigError, RowError
+from specbatch.pipeline.chat_template import ChatTemplate
 from specbatch.pipeline.rows import Job
 from specbatch.pipeline.stop import StopChecker, cut_at_stop
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck
@@ -29,42 +30,43 @@ def with_chat_template_text(config: Config) -> Config:
     return replace(config, data=replace(config.data, chat_template=text))
 
 
-# For templates that take the date they print as a variable, Llama 3.2's own fallback: a row must not depend on the day.
-_DATE_STRING = "26 Jul 2024"
+# A prompt with more characters for each token that fits, or than a million, is too long before it is made tokens of:
+# that would take minutes and gigabytes.
+_MOST_PER_TOKEN, _LEAST_LIMIT = 64, 1 << 20
 
 
 class TextProcessor:
     """The tokenizer of a run with the `data` options on top. `tokenizer` is a transformers tokenizer.
 
-    Raises ConfigError where prompts are to run as chat and there is no chat template.
+    Raises ConfigError or ModelError where prompts are to run as chat and the chat template is missing or cannot work.
     """
 
     def __init__(self, tokenizer: Any, data: DataSection) -> None:
         self._tokenizer = tokenizer
-        self._template = data.chat_template  # None: the tokenizer's own
-        self._has_template = has_chat_template(data, tokenizer)
+        self._chat = ChatTemplate(tokenizer, data)
         self._system = data.system_prompt
         self._as_chat = runs_prompts_as_chat(data, tokenizer)
+        if self._as_chat or data.chat_template is not None:
+            self._chat.check()
         self._token_texts: dict[int, str] = {}
 
     @property
     def prints_today(self) -> bool:
-        """Whether the chat template writes the current date and takes none from us: then a job belongs to its day."""
-        template = str(self._template or getattr(self._tokenizer, "chat_template", None) or "")
-        return "strftime_now" in template and "date_string" not in template
+        """See ChatTemplate."""
+        return self._chat.prints_today
 
     def encode(self, job: Job, limits: EngineLimits) -> list[int]:
         """The job's prompt as token ids within `limits`. Raises RowError."""
         if job.kind == "token_ids":
             ids = list(job.content)
         elif job.kind == "messages":
-            ids = self._encode_chat(job.content)
+            ids = self._encode_chat(job.content, limits)
         elif not job.content:
             raise RowError("empty_prompt", "the prompt is empty")
         elif self._as_chat and not job.raw:
-            ids = self._encode_chat([{"role": "user", "content": job.content}])
+            ids = self._encode_chat([{"role": "user", "content": job.content}], limits)
         else:
-            ids = self._encode_text(job.content, add_special_tokens=True)
+            ids = self._encode_text(job.content, limits, add_special_tokens=True)
         if not ids:
             raise RowError("empty_prompt", "the prompt has no tokens")
         # Text too: a tokenizer may know tokens that were added without growing the embedding.
@@ -105,26 +107,18 @@ class TextProcessor:
 
     def chat_text(self, messages: list[dict[str, Any]]) -> str:
         """The messages as the chat template writes them, with the opening of the answer. Raises RowError."""
-        if not self._has_template:
-            raise RowError("no_chat_template", "the model has no chat template; set data.chat_template")
         if self._system is not None and not any(m["role"] in ("system", "developer") for m in messages):
             messages = [{"role": "system", "content": self._system}, *messages]
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=True,
-                date_string=_DATE_STRING,
-            )
-        except Exception as exc:  # templates refuse what they do not know (roles, their order) in ways of their own
-            raise RowError("chat_template_error", f"the chat template refuses these messages: {exc}") from exc
+        return self._chat.write(messages)
 
-    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _encode_chat(self, messages: list[dict[str, Any]], limits: EngineLimits) -> list[int]:
         # The template has written the special tokens; the tokenizer must not add them again (double BOS).
-        return self._encode_text(self.chat_text(messages), add_special_tokens=False)
+        return self._encode_text(self.chat_text(messages), limits, add_special_tokens=False)
 
-    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode_text(self, text: str, limits: EngineLimits, add_special_tokens: bool) -> list[int]:
+        most = max(_MOST_PER_TOKEN * limits.max_prompt_tokens, _LEAST_LIMIT)
+        if len(text) > most:
+            raise RowError("prompt_too_long", f"the prompt has {len(text):,} characters, more than {most:,}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as exc:

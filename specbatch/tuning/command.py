@@ -80,9 +80,9 @@ def tune_file(
     run, widest = _resolve_widest(config, resolve)
     for note in run.notes:
         say(note)
+    texts = TextProcessor(run.tokenizer, run.config.data)
     with console.status("loading the models") as status:
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
-    texts = TextProcessor(run.tokenizer, run.config.data)
     num_rows = options.rows or rows_to_trace(run.engine.on_device, run.engine.max_batch_size)
     sample = sample_rows(source, parser, texts, built.engine.limits, num_rows, run.config.engine.seed)
     sampled = any(request.params.temperature > 0 for request in sample.requests)

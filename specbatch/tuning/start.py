@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specbatch.config import Config
 from specbatch.errors import ConfigError
+from specbatch.pipeline.preview import with_checked_fields
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import Source, open_source
 from specbatch.pipeline.tokenizer import with_chat_template_text
@@ -35,6 +36,6 @@ def open_rows(options: TuneOptions, config: Config) -> Rows:
             "speculation.simulate_acceptance accepts by lot: there is nothing to tune", hint="set it to null"
         )
     config = with_chat_template_text(config)
-    rows = Rows(config, RowParser(config.sampling, config.data), open_source(options.data, config.data))
-    check_enough(rows.source)
-    return rows
+    parser, source = RowParser(config.sampling, config.data), open_source(options.data, config.data)
+    check_enough(source)
+    return Rows(config, parser, with_checked_fields(source, parser))
