@@ -22,6 +22,7 @@ _NOT_IN_RESULTS = (
     "engine.prefix_cache",
     "engine.prefill_chunk_tokens",
 )
+INPUT_FACTS = "input."  # how the names of what identifies the input begin
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.json", "*.model", "*.jinja")
 _END = 1 << 20
 
@@ -45,7 +46,7 @@ def job_fingerprint(
         job["engine.kv_cache_tokens"] = row_tokens
     for name, files in (models or {}).items():
         job[f"{name} (files)"] = _model_digest(files)
-    job.update({f"input.{name}": value for name, value in source.items()})
+    job.update({INPUT_FACTS + name: value for name, value in source.items()})
     return job
 
 

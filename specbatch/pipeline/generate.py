@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Protocol
 
-from specbatch.errors import RowError
+from specbatch.errors import InputError, RowError
 from specbatch.pipeline.low_acceptance import LowAcceptance
 from specbatch.pipeline.openai_batch import openai_error, openai_result
 from specbatch.pipeline.progress import Snapshot
@@ -26,6 +26,13 @@ from specbatch.signals import INTERRUPTED, on_signals
 from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SpeculationCounts
 
 _MESSAGE_CHARS = 500  # error messages quote the row; a line of the output must not grow with what was wrong in it
+
+
+_KEPT = "finished rows whose input line is the same are kept"
+
+
+class _InputLost(InputError):
+    """The input is not what the job was begun with."""
 
 
 class ProgressSink(Protocol):
@@ -85,11 +92,24 @@ class FileJob:
         self._interrupted = False
 
     def run(self) -> bool:
-        """Run all rows that are not done; False where a signal ended it early. What is finished is always written."""
-        rows = self._unfinished_rows()
+        """Run all rows that are not done; False where a signal ended it early. What is finished is always written.
+
+        Raises InputError where the input cannot be read to its end, or is no longer what was read. The input of the
+        next session may then be another: rows that are the same there are kept.
+        """
+        try:
+            self._run_rows(self._unfinished_rows(self._source))
+            if not self._interrupted:
+                self._check_input()
+        except _InputLost as exc:
+            self._results.release_input()
+            raise InputError(exc.message, exc.hint) from exc
+        return not self._interrupted
+
+    def _run_rows(self, rows: Iterator[RawRow]) -> None:
         first = next(rows, None)
         if first is None:
-            return True
+            return
         began = time.perf_counter()
         engine = self._make_engine()
         self.session.load_seconds = time.perf_counter() - began
@@ -97,11 +117,29 @@ class FileJob:
         with self._signals():
             self._loop(engine, itertools.chain([first], rows))
         self.session.engine = engine.stats
-        return not self._interrupted
 
-    def _unfinished_rows(self) -> Iterator[RawRow]:
-        rows = itertools.islice(self._source.rows(), self._limit)
-        return (row for row in rows if not self._results.is_done(row))
+    def _unfinished_rows(self, source: Source) -> Iterator[RawRow]:
+        try:
+            for row in itertools.islice(source.rows(), self._limit):
+                if not self._results.is_done(row):
+                    yield row
+        except InputError as exc:
+            raise _InputLost(exc.message, "repair it, and run the same command again: " + _KEPT) from exc
+
+    def _check_input(self) -> None:
+        """That the rows that were read are those of the input as it is named in the statistics."""
+        source = self._source
+        if source.reopen is None or not source.touched():
+            return
+        try:
+            now = source.reopen()
+            same = now.identity == source.identity and next(self._unfinished_rows(now), None) is None
+        except (InputError, OSError):  # it is gone, or damaged by now
+            same = False
+        if not same:
+            raise _InputLost(
+                f"the input {source.name} was changed while the job was running", "run the same command again: " + _KEPT
+            )
 
     def _loop(self, engine: BatchEngine, rows: Iterator[RawRow]) -> None:
         exhausted = False

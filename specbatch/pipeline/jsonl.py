@@ -5,18 +5,27 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from specbatch.errors import InputError, RowError
 
 _CHUNK = 1 << 20
 # Files up to this size are hashed whole; a bigger one would delay the first row for too long.
 WHOLE_HASH_BYTES = 4 << 30
+MAX_LINE_BYTES = 64 << 20  # of an input line; a compressed file of a few MB can hold one that fills the memory
+
+
+class Lines(Protocol):
+    """What lines are read from."""
+
+    def readline(self, size: int, /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +67,28 @@ def open_lines(path: Path) -> BinaryIO:
     return path.open("rb", buffering=_CHUNK)
 
 
-def numbered_lines(file: Iterable[bytes], name: str) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: Lines, name: str) -> Iterator[tuple[int, bytes]]:
     """(0-based line, bytes without the newline). Blank lines are skipped but counted; a leading BOM is dropped.
 
-    One line at a time is in memory. Raises InputError where the file itself cannot be read on (bad compression).
+    One line at a time is in memory. Raises InputError where the file itself cannot be read on (bad compression, a line
+    longer than MAX_LINE_BYTES).
     """
-    index = -1
+    index = 0
     try:
-        for index, line in enumerate(file):
+        for index in itertools.count():
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE_BYTES:
+                raise InputError(f"line {index + 1} of {name} is longer than {MAX_LINE_BYTES >> 20} MiB")
             if index == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             line = line.rstrip(b"\r\n")
             if not line.strip():
                 continue
             yield index, line
-    except (OSError, EOFError) as exc:  # gzip, zlib and Arrow all raise one of these
-        raise InputError(f"{name} cannot be read past line {index + 1}: {exc}") from exc
+    except (OSError, EOFError, zlib.error) as exc:  # gzip and Arrow raise these
+        raise InputError(f"{name} cannot be read past line {index}: {exc}") from exc
 
 
 def _refuse_constant(text: str) -> Any:

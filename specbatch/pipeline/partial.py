@@ -2,6 +2,7 @@
 
     {"check":"<16 hex digits>","specbatch_job":{...},"format":2}            the first line
     {"check":"<16 hex digits>","input":"<16 hex digits>","row":{...}}       a result; `input`: RawRow.digest
+    {"check":"<16 hex digits>","specbatch_input":{...}}                     the job's input from here on; null: any
 
 The checksums of all lines but the first are keyed by the first: a line of another job's file does not pass.
 """
@@ -36,6 +37,20 @@ class PartialLines:
     def row(self, digest: int, result: bytes) -> bytes:
         """The line for a result's own line; `digest` is that of the input row."""
         return _seal(b"%s%016x%s%s}\n" % (_INPUT, digest, _ROW, result[:-1]), self._key)
+
+    def record(self, record: Mapping[str, Any]) -> bytes:
+        """The line for what is no result."""
+        return _seal(encode_line(dict(record))[1:], self._key)
+
+    def open_record(self, line: bytes) -> dict[str, Any] | None:
+        """What `record` was given; None where the line is damaged or a result."""
+        fields = _unseal(line, self._key)
+        if fields is None or fields.startswith(_INPUT):
+            return None
+        try:
+            return dict(json.loads(b"{" + fields))
+        except (ValueError, RecursionError):
+            return None
 
     def open_row(self, line: bytes) -> tuple[int, bytes] | None:
         """What `row` was given; None where the line is damaged or no result."""

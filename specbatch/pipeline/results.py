@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
 from specbatch.pipeline import paths
-from specbatch.pipeline.fingerprint import differences
+from specbatch.pipeline.fingerprint import INPUT_FACTS, differences
 from specbatch.pipeline.jsonl import encode_line
 from specbatch.pipeline.openai_batch import index_of
 from specbatch.pipeline.partial import PartialLines, header_line, read_header
@@ -33,6 +33,7 @@ from specbatch.pipeline.totals import RowTotals
 
 _SYNC_SECONDS = 5.0
 _COPY_BUFFER = 1 << 20
+_INPUT_NOW = "specbatch_input"  # the record of an input other than that of the first line
 _START_AGAIN = "--overwrite drops it and starts again; -o PATH writes elsewhere"
 
 
@@ -48,6 +49,7 @@ class ResultFile:
         self.resumed_rows = 0  # finished by earlier sessions
         self.damaged_lines = 0  # whole lines of earlier sessions that are left out
         self.stale_rows = 0  # rows of earlier sessions that answer an input row which is no longer there
+        self._other_input = False  # that of the earlier sessions was released, and need not be this one
         self._path = partial_path(output)
         self._rows = RowIndex()
         self._synced_at = time.monotonic()
@@ -55,7 +57,7 @@ class ResultFile:
         try:
             if overwrite:
                 self._file.truncate(0)
-            self._end = self._load(dict(job))
+            self._load(dict(job))
         except BaseException:
             self._file.close()
             raise
@@ -63,6 +65,8 @@ class ResultFile:
     def notes(self) -> list[str]:
         """What was found when the file was opened."""
         notes = [f"resuming: {self.resumed_rows:,} rows are done"] if self.resumed_rows else []
+        if self._other_input and self.resumed_rows:
+            notes.append("the input could not be read to its end, or changed: rows that are the same now are kept")
         if self.damaged_lines:
             notes.append(f"{self.damaged_lines:,} damaged lines of {self._path} are left out; rows are computed again")
         return notes
@@ -88,6 +92,12 @@ class ResultFile:
         self._rows.put(index, Entry(self._end, len(line), digest), confirmed=True)
         self._end += len(line)
         if time.monotonic() - self._synced_at > _SYNC_SECONDS:
+            self.sync()
+
+    def release_input(self) -> None:
+        """The next session's input may differ from this one's."""
+        if self._end > self._first_row:
+            self._append({_INPUT_NOW: None})
             self.sync()
 
     def sync(self) -> None:
@@ -152,32 +162,41 @@ class ResultFile:
                     return file  # type: ignore[return-value]
             file.close()
 
-    def _load(self, job: dict[str, Any]) -> int:
-        """Take over the finished rows; returns the offset after the last whole line, where writing goes on."""
+    def _load(self, job: dict[str, Any]) -> None:
+        """Take over the finished rows; writing goes on after the last whole line."""
         with self._path.open("rb", buffering=_COPY_BUFFER) as lines:
             header = lines.readline()
             if not header.endswith(b"\n"):  # new, or torn while it was made
-                return self._start(job)
+                self._start(job)
+                return
             old = read_header(header, str(self._path))
-            if old is not None:
-                self._check_job(old, job)
+            if old is not None:  # before all rows are read
+                self._check_job(_without_input(old), _without_input(job))
             # Where the header is damaged, the checksums of the rows tell whether they are of this job.
             self._lines = PartialLines(header if old is not None else header_line(job))
             self.damaged_lines += old is None
+            records = {_INPUT_NOW: _input_of(old if old is not None else job)}
             end = len(header)
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
-                self.damaged_lines += not self._take_over(line, end)
+                if not self._take_over(line, end):
+                    record = self._lines.open_record(line)
+                    self.damaged_lines += record is None
+                    records |= record or {}
                 end += len(line)
         if old is None and not self.totals.rows:
             raise InputError(
                 f"the first line of {self._path} is damaged, and no other line is known to be of this job", _START_AGAIN
             )
+        self._other_input = records[_INPUT_NOW] is None
+        if not self._other_input:
+            self._check_job(records[_INPUT_NOW], _input_of(job))
         self._file.truncate(end)
-        self._first_row = len(header)
+        self._first_row, self._end = len(header), end
         self.resumed_rows = self.totals.rows
-        return end
+        if self._other_input:
+            self._append({_INPUT_NOW: _input_of(job)})
 
     def _check_job(self, old: Mapping[str, Any], job: Mapping[str, Any]) -> None:
         # Through JSON, as the old one went: tuples are lists there.
@@ -186,13 +205,12 @@ class ResultFile:
                 f"{self._path} holds an unfinished run of a different job: {'; '.join(changed)}", _START_AGAIN
             )
 
-    def _start(self, job: dict[str, Any]) -> int:
+    def _start(self, job: dict[str, Any]) -> None:
         self._file.truncate(0)
         header = header_line(job)
         self._lines = PartialLines(header)
         self._write(header)
-        self._first_row = len(header)
-        return len(header)
+        self._first_row = self._end = len(header)
 
     def _take_over(self, line: bytes, offset: int) -> bool:
         """Enter the line into the index; False where it is damaged, and its row not finished."""
@@ -230,11 +248,24 @@ class ResultFile:
             )
         return opened[1]
 
+    def _append(self, record: Mapping[str, Any]) -> None:
+        line = self._lines.record(record)
+        self._write(line)
+        self._end += len(line)
+
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
         with disk_errors(self._path):
             while view:
                 view = view[os.write(self._file.fileno(), view) :]
+
+
+def _input_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in job.items() if name.startswith(INPUT_FACTS)}
+
+
+def _without_input(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in job.items() if not name.startswith(INPUT_FACTS)}
 
 
 @contextlib.contextmanager

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,6 +56,8 @@ class Source:
     total: int | None  # rows, where that is cheap to know; blank lines are counted
     path: Path | None  # of a file
     rows: Callable[[], Iterator[RawRow]]
+    touched: Callable[[], bool] = lambda: False  # whether anything has been done to its files since it was opened
+    reopen: Callable[[], Source] | None = None  # as it is now; where it can be touched
 
 
 def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> Source:
@@ -122,24 +125,23 @@ def _stdin_source(given: BinaryIO | None) -> Source:
 
 
 class _Joined:
-    """Iterates over the lines of `head` followed by the rest of `rest`."""
+    """The lines of `head` followed by the rest of `rest`."""
 
     def __init__(self, head: bytes, rest: BinaryIO) -> None:
-        self._head = head
+        self._head = io.BytesIO(head)
         self._rest = rest
 
-    def __iter__(self) -> Iterator[bytes]:
-        *lines, torn = self._head.split(b"\n")
-        yield from (line + b"\n" for line in lines)
-        if last := torn + self._rest.readline():
-            yield last
-        yield from self._rest
+    def readline(self, size: int, /) -> bytes:
+        line = self._head.readline(size)
+        whole = line.endswith(b"\n") or len(line) == size
+        return line if whole else line + self._rest.readline(size - len(line))
 
 
 def _file_source(path: Path) -> Source:
     name = str(path)
     suffix = path.suffix.lower()
     kind = _TABLES.get(suffix)
+    touched = _watch([path])
     identity = identify_file(path)
     facts = {"kind": "file", **identity.facts}
     if kind is not None:
@@ -148,7 +150,7 @@ def _file_source(path: Path) -> Source:
         def table_rows() -> Iterator[RawRow]:
             yield from _table_rows(name, lambda: _load_table(builder, name, options))
 
-        return Source(name, facts, True, None, path, table_rows)
+        return Source(name, facts, True, None, path, table_rows, touched, lambda: _file_source(path))
     if not name.lower().endswith(_JSONL):
         raise InputError(
             f"the input {name} has no known format",
@@ -160,7 +162,27 @@ def _file_source(path: Path) -> Source:
             for index, line in numbered_lines(file, name):
                 yield RawRow(index, line)
 
-    return Source(name, facts, True, identity.num_lines if suffix not in (".gz", ".zst") else None, path, rows)
+    total = identity.num_lines if suffix not in (".gz", ".zst") else None
+    return Source(name, facts, True, total, path, rows, touched, lambda: _file_source(path))
+
+
+def _watch(files: Sequence[Path]) -> Callable[[], bool]:
+    """Whether the files, or what their names stand for, have been written, replaced or removed since this call."""
+
+    def state() -> list[tuple[int, ...] | None]:
+        return [_state(file) for file in files]
+
+    before = state()
+    return lambda: state() != before
+
+
+def _state(file: Path) -> tuple[int, ...] | None:
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    # The time of change cannot be set back, as that of modification can.
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _load_table(builder: str, name: str, options: dict[str, Any]) -> Any:
@@ -200,7 +222,10 @@ def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
     def rows() -> Iterator[RawRow]:
         yield from _table_rows(ref, lambda: builder.as_streaming_dataset(split=data.split))
 
-    return Source(ref, identity, True, total, None, rows)
+    if not local:  # a revision of the hub does not change
+        return Source(ref, identity, True, total, None, rows)
+    files = [Path(str(file)) for named in (builder.config.data_files or {}).values() for file in named]
+    return Source(ref, identity, True, total, None, rows, _watch(files), lambda: _dataset_source(ref, data, local))
 
 
 def _check_hub(ref: str) -> None:
