@@ -96,7 +96,8 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     # Tuned, plain, another, plain, tuned: each with its own prediction, of a session that caches no prefixes.
     schedules = [call.args[4] for call in said.call_args_list]
     assert [schedule.name for schedule in schedules[1:4]] == [run["what"] for run in report["whole_file"][1:4]]
-    assert (str(schedules[0]), str(schedules[4])) == (report["winner"], report["winner"])
+    assert schedules[0] == schedules[4]
+    assert report["winner"] in (None, str(schedules[0])), "undecided: what was predicted to be the fastest"
     assert not any(call.args[0].shared_prefix for call in said.call_args_list)
     assert all(run["predicted_seconds"] > 0 for run in report["whole_file"])
 
