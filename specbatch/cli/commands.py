@@ -219,12 +219,12 @@ def show_config(
     """Print the configuration with every `auto` decided; the reasons go to stderr."""
     with user_errors() as console:
         from specbatch.config_load import dump_config, load_config
+        from specbatch.pipeline.notes import say
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
         run = resolving(console)(settings)
-        for note in run.notes:
-            console.print(note, markup=False, soft_wrap=True)
+        say(run.notes, console)
         print_data(dump_config(run.config))
 
 

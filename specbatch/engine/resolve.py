@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from specbatch.attention.backend_flashinfer import DTYPES as FLASHINFER_DTYPES
 from specbatch.attention.backend_flashinfer import HEAD_DIMS as FLASHINFER_HEAD_DIMS
-from specbatch.config import Config, DtypeName, EngineSection, KVDtypeName, SpeculationSection
+from specbatch.config import Config, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, auto_kv_tokens
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
+from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.engine.resolve_speculation import (
     NEURAL,
     check_device_shape,
@@ -37,13 +38,7 @@ from specbatch.models.shapes import RANDOM_WEIGHTS, open_shape, open_shape_head
 from specbatch.models.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.weights import Checkpoint, open_checkpoint
 
-_DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float64: "float64",
-}
-_KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**_DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
+_KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
 AttentionName = Literal["torch", "triton", "flashinfer"]
 
 
@@ -101,8 +96,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
                 "speculation.schedule: sampled rows are drawn together with a chain's drafts, so their texts depend on "
                 "how many rows run beside them; greedy rows' do not"
             )
-    device = _resolve_device(config.engine.device, notes)
-    dtype = _resolve_dtype(config.model.dtype, device, notes)
+    device = resolve_device(config.engine.device, notes)
+    dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = _resolve_engine(config.engine, device, dtype, notes)
     kv_dtype = _resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
     check_simulation(speculation, engine.on_device)
@@ -160,7 +155,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
     resolved = replace(
         config,
-        model=replace(config.model, dtype=_DTYPE_NAMES[dtype]),
+        model=replace(config.model, dtype=DTYPE_NAMES[dtype]),
         speculation=speculation,
         engine=replace(
             config.engine,
@@ -248,27 +243,6 @@ def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
         raise ConfigError("engine.attention: flashinfer reads no fp8_e4m3 cache with heads of 64", hint=hint)
 
 
-def _resolve_device(name: str, notes: list[str]) -> torch.device:
-    if name == "auto":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        notes.append(f"engine.device: {device} ({'a' if device.type == 'cuda' else 'no'} CUDA device is there)")
-        return device
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"engine.device: {name!r} is no device", hint="use auto, cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"engine.device: {name!r} is not supported", hint="use auto, cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count() > 0:
-        raise ConfigError(f"engine.device is {name}, but there are {torch.cuda.device_count()} CUDA devices")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "engine.device is cuda, but torch sees no CUDA device",
-            hint="use engine.device: cpu, or install a CUDA build of torch",
-        )
-    return device
-
-
 def _resolve_engine(
     section: EngineSection, device: torch.device, dtype: torch.dtype, notes: list[str]
 ) -> EngineSettings:
@@ -284,7 +258,7 @@ def _resolve_engine(
     if attention == "flashinfer" and (not on_cuda or dtype not in FLASHINFER_DTYPES):
         raise ConfigError(
             f"engine.attention: flashinfer needs a CUDA device and bfloat16 or float16, not {device} and "
-            f"{_DTYPE_NAMES[dtype]}",
+            f"{DTYPE_NAMES[dtype]}",
             hint=f"use engine.attention: {'triton' if on_cuda and dtype != torch.float64 else 'torch'}",
         )
     if attention == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
@@ -294,7 +268,7 @@ def _resolve_engine(
         )
     if attention == "triton" and (not on_cuda or dtype == torch.float64):
         raise ConfigError(
-            f"engine.attention: triton needs a CUDA device and at most 32 bits, not {device} and {_DTYPE_NAMES[dtype]}",
+            f"engine.attention: triton needs a CUDA device and at most 32 bits, not {device} and {DTYPE_NAMES[dtype]}",
             hint="use engine.attention: torch",
         )
     if attention == "auto":
@@ -308,8 +282,7 @@ def _resolve_engine(
         )
     if section.tuned_products and (attention == "torch" or dtype not in CUBLASLT_DTYPES):
         raise ConfigError(
-            f"engine.tuned_products needs a CUDA device and bfloat16 or float16, not {device} and "
-            f"{_DTYPE_NAMES[dtype]}",
+            f"engine.tuned_products needs a CUDA device and bfloat16 or float16, not {device} and {DTYPE_NAMES[dtype]}",
             hint="leave engine.tuned_products out",
         )
     on_device = attention != "torch"
@@ -324,22 +297,15 @@ def _resolve_engine(
     )
 
 
-def _resolve_dtype(name: str, device: torch.device, notes: list[str]) -> torch.dtype:
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-        notes.append(f"model.dtype: {name} (the default on {device.type})")
-    return next(dtype for dtype, known in _DTYPE_NAMES.items() if known == name)
-
-
 def _resolve_kv_dtype(
     name: KVDtypeName, attention: str, device: torch.device, dtype: torch.dtype, notes: list[str]
 ) -> torch.dtype:
     """The dtype of cached keys and values: the model's own `dtype`, or float8 where kernels and card know it."""
-    if name in ("auto", _DTYPE_NAMES[dtype]):
+    if name in ("auto", DTYPE_NAMES[dtype]):
         return dtype
     if name != "fp8_e4m3":
         raise ConfigError(
-            f"engine.kv_dtype is {name}, but the model runs in {_DTYPE_NAMES[dtype]}",
+            f"engine.kv_dtype is {name}, but the model runs in {DTYPE_NAMES[dtype]}",
             hint="use engine.kv_dtype: auto (like the model) or fp8_e4m3, or change model.dtype",
         )
     if attention == "torch":

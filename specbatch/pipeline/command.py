@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from specbatch.pipeline.fingerprint import differences, job_fingerprint
 from specbatch.pipeline.generate import FileJob
 from specbatch.pipeline.jsonl import encode_line
 from specbatch.pipeline.low_acceptance import LowAcceptance
+from specbatch.pipeline.notes import say
 from specbatch.pipeline.paths import (
     ELSEWHERE,
     check_can_write,
@@ -112,7 +113,7 @@ def generate_file(
 
     results = ResultFile(output, job, overwrite=options.overwrite)
     try:
-        _say([*results.notes(), *run.notes], console)
+        say([*results.notes(), *run.notes], console)
         total = source.total if options.limit is None or source.total is None else min(source.total, options.limit)
         progress = JobProgress(total, console)
 
@@ -124,14 +125,14 @@ def generate_file(
                     engine = runtime.build_engine(run, lambda doing: status.update(f"{loading}: {escape(doing)}"))
             else:
                 engine = runtime.build_engine(run, lambda doing: None)
-            _say(run.notes[known:], console)  # what only the loaded model could tell
+            say(run.notes[known:], console)  # what only the loaded model could tell
             return engine
 
         remarks = Remarks(run.config.model.target, columns=parser.makes_prompts)
 
         def warn(text: str) -> None:
             run.notes.append(text)
-            _say([text], console)
+            say([text], console)
 
         file_job = FileJob(
             source,
@@ -154,13 +155,13 @@ def generate_file(
             progress.stop()
         if not completed:
             results.close()
-            _say(remarks.lines(), console)
+            say(remarks.lines(), console)
             _say_interrupted(results, total, console)
             return INTERRUPTED
         sorting = time.perf_counter()
         results.finish()
         if results.stale_rows:
-            _say([f"{results.stale_rows:,} finished rows were not kept: their input rows have changed"], console)
+            say([f"{results.stale_rows:,} finished rows were not kept: their input rows have changed"], console)
         session = file_job.session
         session.io_seconds += time.perf_counter() - sorting
         session.load_seconds += start_seconds
@@ -179,7 +180,7 @@ def generate_file(
         results.close()
     if summary:
         console.print(closing_table(report))
-    _say(remarked, console)
+    say(remarked, console)
     return _verdict(report, console)
 
 
@@ -233,15 +234,10 @@ def _verdict(report: Mapping[str, Any], console: Console) -> int:
     return SOME_FAILED
 
 
-def _say(lines: Sequence[str], console: Console) -> None:
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
-
-
 def _say_interrupted(results: ResultFile, total: int | None, console: Console) -> None:
     of = f" of {total:,}" if total is not None else ""
     count = results.totals.rows
     kept = (
         f"{count:,}{of} rows are finished and kept in {partial_path(results.output)}" if count else "no row is finished"
     )
-    _say([f"interrupted: {kept}", "run the same command again to go on"], console)
+    say([f"interrupted: {kept}", "run the same command again to go on"], console)

@@ -17,6 +17,7 @@ from specbatch.engine.build import Built
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.graphs.runner import ladder
 from specbatch.pipeline.fingerprint import job_fingerprint
+from specbatch.pipeline.notes import say as say_notes
 from specbatch.pipeline.stats import device_name, versions
 from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.tuning.candidates import Candidate
@@ -74,7 +75,7 @@ def tune_file(
     until = time.perf_counter() + options.budget_seconds
 
     def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
+        say_notes([line], console)
 
     config, parser, source = rows.config, rows.parser, rows.source
     run, widest = _resolve_widest(config, resolve)
