@@ -180,7 +180,7 @@ def tune(
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
-        options = TuneOptions(data or example_rows(console), output, rows, seconds_of(budget))
+        options = TuneOptions(data or example_rows(console), output, rows, seconds_of(budget), config)
         opened = open_rows(options, settings)
 
         # After all that can be checked without torch.
@@ -203,7 +203,7 @@ def tune(
             "commit": commit(),
             "device": device_name(tuned.run.config.engine.device),
         }
-        write_tuned(tuned, settings, output, made_by, console)
+        write_tuned(tuned, settings, opened.output, made_by, console)
 
 
 @app.command("config", epilog=examples("config"))

@@ -21,12 +21,13 @@ from specbatch.config import Config, SpeculationSection
 from specbatch.errors import ConfigError, InputError
 from specbatch.evals.compare import LOGPROBS, Difference, difference, differing_rows
 from specbatch.evals.load import find_tasks
-from specbatch.evals.plan import Plan, make_plan, plan_config, prompt_lines, stop_tokens, write_whole
+from specbatch.evals.plan import Plan, make_plan, plan_config, prompt_lines, stop_tokens
 from specbatch.evals.report import Measured, closing_table, comparison_lines, task_report, whole_report
 from specbatch.evals.sandbox import ISOLATED
 from specbatch.evals.schema import Execution, Task
 from specbatch.evals.score import Scores, read_results, sample_line, score
 from specbatch.evals.shared import SharedRuntime
+from specbatch.pipeline.atomic import write_whole
 from specbatch.pipeline.chat_template import ChatTemplate
 from specbatch.pipeline.command import (
     OK,

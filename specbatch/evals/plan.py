@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from specbatch.evals.data import example_rows, task_rows
 from specbatch.evals.prompts import Messages, Renderer, prompts
 from specbatch.evals.schema import ExactMatch, Execution, Task
 from specbatch.pipeline.jsonl import encode_line
-from specbatch.pipeline.results import disk_errors, replace_durably
 from specbatch.types import SamplingParams
 
 
@@ -104,18 +102,6 @@ def prompt_lines(ids: Sequence[Any], prompts: Sequence[str | Messages]) -> bytes
     for row_id, prompt in zip(ids, prompts, strict=True):
         lines.append(encode_line({"id": row_id, "prompt" if isinstance(prompt, str) else "messages": prompt}))
     return b"".join(lines)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Atomically; its folder is made. Raises InputError where the disk refuses."""
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        replace_durably(temporary, path)
 
 
 def _id(task: Task, row: dict[str, Any], index: int) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import specbatch
 from specbatch.models.catalog import SHAPE_PREFIX
-from specbatch.pipeline.results import disk_errors, replace_durably
+from specbatch.pipeline.atomic import write_whole
 from specbatch.pipeline.totals import RowTotals
 from specbatch.types import EngineStats, SpeculationCounts
 
@@ -112,15 +112,10 @@ def build_report(
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Atomically: a reader sees the old report or the new one. Raises InputError where the disk refuses."""
-    temporary = path.with_name(path.name + ".tmp")
-    with disk_errors(path):
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        replace_durably(temporary, path)
+    """Atomically. Raises InputError where the disk refuses."""
+    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+    # Names of files that are not UTF-8 hold lone surrogates: as \\udcff they are JSON, too.
+    write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
 def versions() -> dict[str, str]:

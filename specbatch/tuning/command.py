@@ -23,8 +23,9 @@ from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.tuning.candidates import Candidate
 from specbatch.tuning.confirm import MOST_TURNS, Live, confirm, drift, repeated, speedups
 from specbatch.tuning.costs import KINDS, CostModel
+from specbatch.tuning.files import kept_folder
 from specbatch.tuning.forecast import Forecast
-from specbatch.tuning.kept import Kept, kept_folder
+from specbatch.tuning.kept import Kept
 from specbatch.tuning.options import ROWS, TuneOptions, rows_to_trace
 from specbatch.tuning.predict import FileProfile, Limits, Prediction
 from specbatch.tuning.replay import Replayer
@@ -100,7 +101,7 @@ def tune_file(
     identity |= {"threads": torch.get_num_threads(), "max_batch_size": run.engine.max_batch_size}
     if not source.verifiable:  # more may differ than can be told
         identity["time"] = time.time()
-    tuner = Tuner(session, run, widest, sample, Kept(kept_folder(options.output), identity), say)
+    tuner = Tuner(session, run, widest, sample, Kept(kept_folder(rows.output), identity), say)
 
     def left(share: float) -> float:
         return part_seconds(options.budget_seconds, until - time.perf_counter(), share)

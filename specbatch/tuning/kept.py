@@ -12,14 +12,8 @@ from typing import Any
 
 from specbatch.tuning.costs import Measurement
 from specbatch.tuning.errors import TuningError
+from specbatch.tuning.files import COSTS, IDENTITY, TRACE, UNFINISHED_COSTS
 from specbatch.tuning.trace import Trace
-
-_IDENTITY, _TRACE, _COSTS = "identity.json", "trace.npz", "costs.json"
-
-
-def kept_folder(output: Path) -> Path:
-    """tuned.yaml -> tuned.measured"""
-    return output.with_suffix(".measured")
 
 
 class Kept:
@@ -33,9 +27,9 @@ class Kept:
         text = json.dumps(identity, indent=1, sort_keys=True, default=str)
         try:
             folder.mkdir(exist_ok=True)
-            known = folder / _IDENTITY
+            known = folder / IDENTITY
             if not known.is_file() or known.read_text(encoding="utf-8") != text:
-                for name in (_TRACE, _COSTS):
+                for name in (TRACE, COSTS):
                     (folder / name).unlink(missing_ok=True)
                 known.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -44,14 +38,14 @@ class Kept:
             ) from error
 
     def trace(self) -> Trace | None:
-        path = self._folder / _TRACE
+        path = self._folder / TRACE
         return Trace.load(path) if path.is_file() else None
 
     def keep_trace(self, trace: Trace) -> None:
-        trace.save(self._folder / _TRACE)
+        trace.save(self._folder / TRACE)
 
     def costs(self) -> list[Measurement]:
-        path = self._folder / _COSTS
+        path = self._folder / COSTS
         if not path.is_file():
             return []
         try:
@@ -60,6 +54,6 @@ class Kept:
             raise TuningError(f"cannot read {path}: {error}", hint="delete it and tune again") from error
 
     def keep_costs(self, measurements: Sequence[Measurement]) -> None:
-        unfinished = self._folder / (_COSTS + ".part")
+        unfinished = self._folder / UNFINISHED_COSTS
         unfinished.write_text(json.dumps([asdict(m) for m in measurements], indent=0), encoding="utf-8")
-        unfinished.replace(self._folder / _COSTS)
+        unfinished.replace(self._folder / COSTS)

@@ -22,17 +22,7 @@ class TuneOptions:
     output: Path
     rows: int | None  # to trace; None: as `rows_to_trace` has it
     budget_seconds: float
-
-    def check(self) -> None:
-        """Raises InputError for an output that cannot be written."""
-        if self.output.is_dir():
-            raise InputError(f"the output {self.output} is a folder", "-o PATH names a file")
-        if not self.output.parent.is_dir():
-            raise InputError(
-                f"the folder of the output, {self.output.parent}, does not exist", "make it, or use -o PATH"
-            )
-        if self.output.suffix not in (".yaml", ".yml"):
-            raise InputError(f"the output {self.output} is no .yaml file", "it is a configuration: -o tuned.yaml")
+    config_file: Path | None = None  # see `GenerateOptions`
 
 
 def rows_to_trace(on_device: bool, max_batch_size: int) -> int:

@@ -12,10 +12,13 @@ from rich.console import Console
 
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
+from specbatch.errors import InputError
+from specbatch.pipeline.atomic import write_whole
 from specbatch.pipeline.stats import device_name
 from specbatch.tuning.command import Tuned
 from specbatch.tuning.confirm import speedups
 from specbatch.tuning.errors import TuningError
+from specbatch.tuning.files import MARK, plot_paths, report_path
 from specbatch.tuning.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tuning.report import (
     Comparison,
@@ -38,12 +41,14 @@ def write_tuned(tuned: Tuned, config: Config, output: Path, made_by: dict[str, A
 
     Raises TuningError where they cannot be written.
     """
+    hint = "what was measured is kept: with -o elsewhere, copy the folder .measured along"
     try:
         _write(tuned, config, output, made_by, console)
     except OSError as error:
         reason = error.strerror or str(error)
-        hint = "what was measured is kept: with -o elsewhere, copy the folder .measured along"
         raise TuningError(f"cannot write {error.filename or output}: {reason}", hint=hint) from error
+    except InputError as error:
+        raise TuningError(error.message, hint=hint) from error
 
 
 def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
@@ -56,21 +61,21 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
     if schedule != tuned.result.best.schedule:  # all of that is said of the predicted best
         header, comments = [f"(Predicted to be the fastest was {tuned.result.best.schedule}.)"], []
     says = _verdict(tuned)
-    lines = ["Written by `specbatch tune`.", says, *_live_lines(tuned), *header]
+    lines = [MARK, says, *_live_lines(tuned), *header]
     # The schedule is of these drafts: with another target, `auto` would be others.
     if schedule is not None:
         decided = tuned.run.config.speculation
         config = replace(config, speculation=replace(config.speculation, method=decided.method, draft=decided.draft))
     text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
-    output.write_text(text, encoding="utf-8")
+    write_whole(output, text.encode())
     report = json_report(tuned.result, tuned.forecast.costs, list(tuned.forecast.replays.values()), comparisons)
     report |= {"verdict": says, "winner": None if schedule is None else str(schedule), "made_by": made_by}
     names = ("seconds", "tokens", "tokens_per_round")
     runs = [{"what": o.name} | {n: getattr(o, n) for n in names} for o in tuned.live]
     files = zip(runs, tuned.file_seconds, strict=True)
     report["live_runs"] = jsonable([run | {"file_seconds": seconds} for run, seconds in files])
-    beside = output.with_suffix(".report.json")
-    beside.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    beside = report_path(output)
+    write_whole(beside, json.dumps(report, indent=1).encode())
     written = [output, beside, *_plots(tuned, comparisons, output, console)]
     console.print(says, style="bold", markup=False, soft_wrap=True)
     console.print(f"written: {', '.join(str(path) for path in written)}", markup=False, soft_wrap=True)
@@ -116,8 +121,7 @@ def _live_lines(tuned: Tuned) -> list[str]:
 
 def _plots(tuned: Tuned, comparisons: list[Comparison], output: Path, console: Console) -> list[Path]:
     caption = Caption(", ".join(tuned.run.description.values()), device_name(tuned.run.config.engine.device))
-    names = ("acceptance", "throughput", "predicted")
-    paths = [output.with_suffix(f".{name}.png") for name in names]
+    paths = plot_paths(output)
     shown = [c for choice in tuned.result.choices for c in [choice.ranked[0].candidate] if c is not None]
     shown += [c for option in tuned.result.fixed for c in option.schedule.candidates if c is not None]
     batches, replays = [choice.batch for choice in tuned.result.choices], list(tuned.forecast.replays.values())
