@@ -177,6 +177,10 @@ class BatchEngine(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
+    def tokens_so_far(self) -> dict[int, int]:
+        """Generated tokens by request id, of the requests that were begun and have not finished."""
+        ...
+
     def submit(self, request: Request) -> None:
         """Queue a request that fits `limits`. Raises ValueError for one that does not."""
         ...

@@ -98,6 +98,9 @@ class StubEngine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def tokens_so_far(self) -> dict[int, int]:
+        return {request.request_id: 0 for request in self._running}
+
     def submit(self, request: Request) -> None:
         assert 1 <= len(request.prompt_token_ids) <= self.limits.max_prompt_tokens
         assert all(0 <= t < VOCAB for t in request.prompt_token_ids)

@@ -54,6 +54,10 @@ class EngineBase:
         """Whether the prompts of all running requests are computed."""
         return all(seq.is_computed for seq in self._scheduler.running)
 
+    def tokens_so_far(self) -> dict[int, int]:
+        begun = [*self._scheduler.running, *(seq for seq in self._scheduler.waiting if seq.was_admitted)]
+        return {seq.request.request_id: len(seq.tokens) - seq.num_prompt for seq in begun}
+
     def submit(self, request: Request) -> None:
         self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
 

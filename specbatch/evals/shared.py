@@ -70,6 +70,9 @@ class _OneJob:
     def num_waiting(self) -> int:
         return self._engine.num_waiting
 
+    def tokens_so_far(self) -> dict[int, int]:
+        return self._engine.tokens_so_far()
+
     def submit(self, request: Request) -> None:
         self._engine.submit(request)
 

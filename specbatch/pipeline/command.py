@@ -115,7 +115,7 @@ def generate_file(
     try:
         say([*results.notes(), *run.notes], console)
         total = source.total if options.limit is None or source.total is None else min(source.total, options.limit)
-        progress = JobProgress(total, console)
+        progress = JobProgress(console)
 
         def load() -> BatchEngine:
             known = len(run.notes)
@@ -141,12 +141,13 @@ def generate_file(
             results,
             load,
             remarks,
+            progress,
             model_name=run.config.model.target,
             seed=run.config.engine.seed,
             look_ahead=_LOOK_AHEAD_BATCHES * batch,
+            total=total,
             limit=options.limit,
             simulated=run.config.speculation.simulate_acceptance is not None,
-            progress=progress,
             low_acceptance=LowAcceptance(run.low_acceptance, warn),
         )
         try:

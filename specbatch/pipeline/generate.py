@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from specbatch.errors import InputError, RowError
+from specbatch.pipeline.eta import Work
 from specbatch.pipeline.low_acceptance import LowAcceptance
 from specbatch.pipeline.openai_batch import openai_error, openai_result
-from specbatch.pipeline.progress import Snapshot
+from specbatch.pipeline.progress import JobProgress, Snapshot
 from specbatch.pipeline.remarks import Remarks
 from specbatch.pipeline.results import ResultFile
 from specbatch.pipeline.results_format import Choice, native_error, native_result
@@ -33,14 +34,6 @@ _KEPT = "finished rows whose input line is the same are kept"
 
 class _InputLost(InputError):
     """The input is not what the job was begun with."""
-
-
-class ProgressSink(Protocol):
-    """`pipeline.progress.JobProgress`, or nothing at all in tests."""
-
-    def due(self) -> bool: ...
-
-    def show(self, now: Snapshot) -> None: ...
 
 
 @dataclass(slots=True)
@@ -63,13 +56,14 @@ class FileJob:
         results: ResultFile,
         make_engine: Callable[[], BatchEngine],
         remarks: Remarks,
+        progress: JobProgress,
         *,
         model_name: str,
         seed: int,
         look_ahead: int,
+        total: int | None,
         limit: int | None = None,
         simulated: bool = False,
-        progress: ProgressSink | None = None,
         low_acceptance: LowAcceptance | None = None,
     ) -> None:
         assert look_ahead >= 1, look_ahead
@@ -83,12 +77,16 @@ class FileJob:
         self._model_name = model_name
         self._seed = seed
         self._look_ahead = look_ahead
+        self._total = total
         self._limit = limit
         self._simulated = simulated
         self._progress = progress
         self._low_acceptance = low_acceptance
         self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, which of its completions)
-        self._request_ids = itertools.count()
+        self._rows_passed = self._lines_passed = 0  # of the input; blank lines are no rows
+        self._rows_read = 0  # of those, the ones that were not done before
+        self._num_requests = 0
+        self._exhausted = False
         self._interrupted = False
 
     def run(self) -> bool:
@@ -121,6 +119,8 @@ class FileJob:
     def _unfinished_rows(self, source: Source) -> Iterator[RawRow]:
         try:
             for row in itertools.islice(source.rows(), self._limit):
+                self._rows_passed += 1
+                self._lines_passed = row.index + 1
                 if not self._results.is_done(row):
                     yield row
         except InputError as exc:
@@ -142,19 +142,18 @@ class FileJob:
             )
 
     def _loop(self, engine: BatchEngine, rows: Iterator[RawRow]) -> None:
-        exhausted = False
         while not self._interrupted:
             began = time.perf_counter()
             # Enough rows wait for the engine to fill its batch at once, and never more than that in memory.
-            while not exhausted and not self._interrupted and engine.num_waiting < self._look_ahead:
+            while not self._exhausted and not self._interrupted and engine.num_waiting < self._look_ahead:
                 raw = next(rows, None)
                 if raw is None:
-                    exhausted = True
+                    self._exhausted = True
                 else:
                     self._start(engine, raw)
                 self._show(engine)
             self.session.io_seconds += time.perf_counter() - began
-            if self._interrupted or (exhausted and not self._in_flight):
+            if self._interrupted or (self._exhausted and not self._in_flight):
                 return
             completions = engine.step()
             began = time.perf_counter()
@@ -167,6 +166,7 @@ class FileJob:
 
     def _start(self, engine: BatchEngine, raw: RawRow) -> None:
         digest = raw.digest()
+        self._rows_read += 1
         head, job = self._parser.parse(raw)
         self._remarks.add(head)
         if isinstance(job, RowError):
@@ -185,7 +185,8 @@ class FileJob:
                 noise = NoiseKey(params.seed, 0, sample)
             else:
                 noise = NoiseKey(self._seed if params.seed is None else params.seed, head.index, sample)
-            request_id = next(self._request_ids)
+            request_id = self._num_requests
+            self._num_requests += 1
             self._in_flight[request_id] = (row, sample)
             engine.submit(Request(request_id, prompt, params, noise, self._texts.stop_check(params)))
 
@@ -240,18 +241,40 @@ class FileJob:
         self.session.rows += 1
 
     def _show(self, engine: BatchEngine) -> None:
-        if self._progress is None or not self._progress.due():
+        if not self._progress.due():
             return
-        totals = self._results.totals
+        totals, stats = self._results.totals, engine.stats
+        rows_in_flight = self._rows_read - self.session.rows
+        total = self._total
+        unread = None
+        if self._exhausted:
+            total, unread = totals.rows + rows_in_flight, 0.0
+        elif total is not None:
+            rows = total * self._rows_passed / max(self._lines_passed, 1)
+            unread = max(rows - totals.rows - rows_in_flight, 0) * self._num_requests / max(self._rows_read, 1)
+        so_far = engine.tokens_so_far()
+        limits = {
+            number: min(row.job.params.max_tokens, engine.limits.max_prompt_tokens + 1 - row.prompt_tokens)
+            for number, (row, _) in self._in_flight.items()
+        }
+        work = Work(
+            tokens=stats.generated_tokens,
+            prefill_seconds=stats.prefill_seconds,
+            admitted=self._num_requests - len(self._in_flight) + len(so_far),
+            finished=totals.lengths,
+            under_way=[(tokens, limits[number]) for number, tokens in so_far.items()],
+            queued=[limit for number, limit in limits.items() if number not in so_far],
+            unread=unread,
+        )
         self._progress.show(
             Snapshot(
                 done=totals.rows,
-                session_done=self.session.rows,
                 failed=totals.failed,
-                output_tokens=engine.stats.generated_tokens,
-                acceptance_length=engine.stats.speculation.acceptance_length,
+                total=total,
+                acceptance_length=stats.speculation.acceptance_length,
                 running=engine.num_running,
                 waiting=engine.num_waiting,
+                work=work,
             )
         )
 

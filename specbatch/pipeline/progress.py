@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Column, Table
+
+from specbatch.pipeline.eta import Forecast, Work
 
 _LIVE_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0
+_FORECAST_SECONDS = 1.0
+_BAR_WIDTH, _PERCENT_WIDTH = 16, 4
 
 
 @dataclass(slots=True)
@@ -20,77 +26,100 @@ class Snapshot:
     """What progress shows."""
 
     done: int  # rows, earlier sessions included
-    session_done: int  # rows of this session
     failed: int
-    output_tokens: int  # of this session
+    total: int | None  # None: unknown
     acceptance_length: float | None
     running: int
     waiting: int
+    work: Work
 
 
 class JobProgress:
-    """Shows snapshots, at most a few a second. `total` is None where the number of rows is unknown.
+    """Shows snapshots, at most a few a second. Clock and display start with the first one, when the model is loaded."""
 
-    Clock and display start with the first `due`, behind the loading of the model.
-    """
-
-    def __init__(self, total: int | None, console: Console) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._total = total
-        self._began: float | None = None
-        self._next = 0.0
+        self._clock = clock
+        self._forecast = Forecast()
+        self._forecast_at: float | None = None
+        self._shown_at = 0.0
         self._live: Progress | None = None
-        self._interval = _LIVE_SECONDS if console.is_terminal else _PLAIN_SECONDS
 
     def due(self) -> bool:
-        """Whether a snapshot would be shown now; making one costs more than asking."""
-        if self._began is None:
-            self._start()
-        return time.monotonic() >= self._next
-
-    def _start(self) -> None:
-        self._began = time.monotonic()
-        if self._console.is_terminal:
-            # Cut on a narrow terminal: a line that wraps would make the display jump.
-            text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            self._live = Progress(BarColumn(bar_width=24), text, console=self._console, transient=True)
-            self._task = self._live.add_task("", total=self._total)
-            self._live.start()
-        else:
-            self._next = self._began + _PLAIN_SECONDS
+        """Whether to make a snapshot; that costs more than asking."""
+        if self._forecast_at is None:
+            return True
+        now = self._clock()
+        return now >= self._forecast_at + _FORECAST_SECONDS or (
+            self._live is not None and now >= self._shown_at + _LIVE_SECONDS
+        )
 
     def show(self, now: Snapshot) -> None:
-        self._next = time.monotonic() + self._interval
+        seconds = self._clock()
+        if self._forecast_at is None:
+            self._start(seconds)
+        if self._forecast_at is None or seconds >= self._forecast_at + _FORECAST_SECONDS:
+            self._forecast.update(seconds, now.work)
+            self._forecast_at = seconds
         if self._live is not None:
-            self._live.update(self._task, completed=now.done, description=self._line(now))
+            room = self._console.width - _BAR_WIDTH - _PERCENT_WIDTH - 2
+            self._live.update(self._task, completed=now.done, total=now.total, description=_fit(self._parts(now), room))
+        elif seconds >= self._shown_at + _PLAIN_SECONDS:
+            percent = [f"{now.done / now.total:.0%}"] if now.total else []
+            self._console.print(" · ".join(percent + self._parts(now)), markup=False, soft_wrap=True)
         else:
-            self._console.print(self._line(now), soft_wrap=True)
+            return
+        self._shown_at = seconds
 
     def stop(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _line(self, now: Snapshot) -> str:
-        began = self._began if self._began is not None else time.monotonic()
-        seconds = max(time.monotonic() - began, 1e-9)
-        parts = [f"{now.done:,}/{self._total:,} rows" if self._total is not None else f"{now.done:,} rows"]
+    def _start(self, seconds: float) -> None:
+        self._shown_at = seconds
+        if self._console.is_terminal:
+            line = TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
+            )
+            columns = (BarColumn(bar_width=_BAR_WIDTH), TaskProgressColumn(), line)
+            self._live = Progress(*columns, console=self._console, transient=True)
+            self._task = self._live.add_task("", total=None)
+            self._live.start()
+
+    def _parts(self, now: Snapshot) -> list[str]:
+        """What there is to say, the most important first."""
+        assert self._forecast_at is not None
+        parts = []
+        if now.total is not None:
+            left = self._forecast.seconds_left
+            passed = self._clock() - self._forecast_at
+            parts.append(f"ETA {'-:--' if left is None else duration(max(left - passed, 0), digits=0)}")
+        parts.append(f"{now.done:,}/{now.total:,} rows" if now.total is not None else f"{now.done:,} rows")
+        if (speed := self._forecast.tokens_per_second) is not None:
+            parts.append(f"{speed:,.1f} tok/s")
         if now.failed:
             parts.append(f"{now.failed:,} failed")
-        parts.append(f"{now.output_tokens / seconds:,.1f} tok/s")
         if now.acceptance_length is not None:
             parts.append(f"acceptance length {now.acceptance_length:.2f}")
         parts.append(f"{now.running} running, {now.waiting} waiting")
-        if self._total is not None and now.session_done:
-            left = max(self._total - now.done, 0) * seconds / now.session_done
-            parts.append(f"ETA {duration(left)}")
-        return " · ".join(parts)
+        return parts
 
 
-def duration(seconds: float) -> str:
+def _fit(parts: list[str], width: int) -> str:
+    """The first parts, as many as there is room for. A line that wraps would make the display jump."""
+    line = parts[0]
+    for part in parts[1:]:
+        if cell_len(f"{line} · {part}") > width:
+            break
+        line = f"{line} · {part}"
+    return line
+
+
+def duration(seconds: float, digits: int = 1) -> str:
     """1:02:03, 2:03 or 4.5s."""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
+    if round(seconds, digits) < 60:
+        return f"{seconds:.{digits}f}s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

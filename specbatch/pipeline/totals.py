@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+K = TypeVar("K")
 
 
 @dataclass(slots=True)
@@ -21,6 +23,8 @@ class RowTotals:
     accepted: int = 0
     committed: int = 0
     histogram: list[int] = field(default_factory=list)  # [a] = rounds that kept `a` draft tokens
+    # (tokens of a completion, of several their mean; whether it ended before its limit) -> rows
+    lengths: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -39,6 +43,7 @@ class RowTotals:
         body = row if "usage" in row else row["response"]["body"]
         reason = row["finish_reason"] if body is row else body["choices"][0]["finish_reason"]
         usage, counts = body["usage"], body["speculation"]
+        completions = len(body.get("choices") or "1")
         prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
         rounds, drafted, accepted = counts["rounds"], counts["drafted"], counts["accepted"]
         # Lines hold the quotient to 4 digits: exact below 10,000 rounds, and within 0.01% above.
@@ -46,6 +51,7 @@ class RowTotals:
         histogram = counts["accept_histogram"]
         self.ok += times
         _count(self.finish_reasons, str(reason), times)
+        _count(self.lengths, (completion // completions, reason == "stop"), times)
         self.prompt_tokens += times * prompt
         self.completion_tokens += times * completion
         self.rounds += times * rounds
@@ -59,7 +65,7 @@ class RowTotals:
             self.histogram.pop()
 
 
-def _count(counts: dict[str, int], kind: str, times: int) -> None:
+def _count(counts: dict[K, int], kind: K, times: int) -> None:
     """A kind that all its rows were taken back from is as if it had never been."""
     counts[kind] = counts.get(kind, 0) + times
     if not counts[kind]:
