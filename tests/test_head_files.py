@@ -73,9 +73,7 @@ def test_configured_layers_override_the_file(target: Checkpoint, tmp_path: Path)
     assert open_head(path, "eagle3", shallow, (1, 2, 4)).head.aux_layers == (1, 2, 4)
 
 
-@pytest.mark.parametrize(
-    "layers", [(), (1, 2), (1, 2, 3, 4), (2, 1, 3), (1, 1, 2), (-1, 2, 3), (1, 2, LAYERS + 1)], ids=str
-)
+@pytest.mark.parametrize("layers", [(), (1, 2), (1, 2, 3, 4), (2, 1, 3), (1, 1, 2), (1, 2, LAYERS + 1)], ids=str)
 def test_layers_that_cannot_be_read_are_refused(layers: tuple[int, ...], target: Checkpoint, tmp_path: Path) -> None:
     path = write_head(tmp_path, head_tensors("eagle3"), **({LAYER_IDS: list(layers)} if layers else {}))
     for configured in [layers, None] if layers else [layers]:
@@ -107,11 +105,13 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": E, "
         ({"layer_types": ["sliding_attention"]}, "layer_types.*only 'full_attention'"),
         ({"speculators_model_type": "peagle"}, "speculators_model_type: 'peagle'; only 'eagle3'"),
         ({"transformer_layer_config": SIZES | {"num_hidden_layers": 2}}, "transformer_layer_config.num_hidden_layers"),
-        ({NESTED: 3}, "eagle_config must be a mapping"),
+        ({NESTED: 3}, "eagle_config must be a JSON object"),
         ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false"),
-        ({LAYER_IDS: 3}, f"{LAYER_IDS} must be a list of integers"),
-        ({LAYER_IDS: [1, 2, "3"]}, f"{LAYER_IDS} must be a list of integers"),
-        ({"draft_vocab_size": "many"}, "draft_vocab_size must be a positive integer"),
+        ({"norm_before_residual": True, NESTED: {"norm_before_residual": False}}, "contradicts itself"),
+        ({LAYER_IDS: [-1, 2, 3]}, f"an element of {LAYER_IDS} must be a whole number"),
+        ({LAYER_IDS: 3}, f"{LAYER_IDS} must be a list"),
+        ({LAYER_IDS: [1, 2, "3"]}, f"an element of {LAYER_IDS} must be a whole number"),
+        ({"draft_vocab_size": "many"}, "draft_vocab_size must be a whole number"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

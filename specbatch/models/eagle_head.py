@@ -144,7 +144,7 @@ def _aux_layers(given: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
                 hint="use a target with at least 7 layers, or say which with speculation.aux_layers",
             )
         return capture_layers(num_layers)
-    if len(given) != 3 or list(given) != sorted(set(given)) or given[0] < 0 or given[-1] > num_layers:
+    if len(given) != 3 or list(given) != sorted(set(given)) or given[-1] > num_layers:
         raise ModelError(
             f"an EAGLE-3 head reads three layers of the target, in rising order and none above {num_layers}, the "
             f"target's number of layers; not {list(given)}",

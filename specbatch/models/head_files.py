@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specbatch.errors import ModelError
+from specbatch.models.checks import flag, mapping, shown, whole_number
 from specbatch.models.config import ModelConfig, parse_hf_config
 from specbatch.models.eagle_head import (
     EagleConfig,
@@ -25,10 +26,12 @@ from specbatch.models.eagle_head import (
     layer_prefix,
     target_ids_of,
 )
-from specbatch.models.weights import Checkpoint, TensorSource, is_stored_rotary, open_tensors, read_json
+from specbatch.models.files import is_there, read_json
+from specbatch.models.weights import Checkpoint, TensorSource, is_stored_rotary, open_tensors
 
+_FILE = "config.json of the draft head"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_RESIDUAL = "norm_before_residual"
+_RESIDUAL, _DRAFT_SIZE = "norm_before_residual", "draft_vocab_size"
 # Keys of all heads and of EAGLE-3's that change what is computed, with the one value that is computed here.
 _FIXED: Mapping[str, Any] = {"num_hidden_layers": 1, "logit_scale": 1}
 _FIXED_EAGLE3: Mapping[str, Any] = {
@@ -44,7 +47,7 @@ _FIXED_EAGLE3: Mapping[str, Any] = {
 }
 # Parts of names that speak of what a head computes: where such a key is none of the above, it is named at the start.
 _TELLING = ("aux", "norm", "residual", "layer_ids", "draft", "eagle", "dflash", "mask_token", "ptd_token")
-_HARMLESS = ("rms_norm_eps", "draft_vocab_size", "eagle_config", "has_lm_head", "parallel_draft_heads_num_layers")
+_HARMLESS = ("rms_norm_eps", "eagle_config", "has_lm_head", "parallel_draft_heads_num_layers")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def open_head(
     Raises ModelError.
     """
     config_file = path / "config.json"
-    if not config_file.is_file():
+    if not is_there(config_file):
         raise ModelError(
             f"{path} has no config.json", hint="a draft head is a directory with config.json and its weights"
         )
@@ -77,7 +80,7 @@ def open_head(
         notes.append(f"speculation.draft: its config.json has keys that specbatch does not know: {', '.join(names)}")
     file_layers = raw.layer_ids() if aux_layers is None else None
     layers = file_layers if aux_layers is None else aux_layers
-    traits = HeadTraits(layers, kind == "eagle3" and raw.norm_before_residual(notes))
+    traits = HeadTraits(layers, raw.norm_before_residual(notes))
     draft_vocab_size = raw.draft_vocab_size() or config.vocab_size
     tensors = _HeadTensors(open_tensors(path), kind, config, draft_vocab_size, target)
     head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target.config, traits)
@@ -103,39 +106,31 @@ class _Raw:
     """A head's config.json. What concerns the head as a whole stands at its top, or in `eagle_config`."""
 
     def __init__(self, raw: dict[str, Any], kind: EagleKind) -> None:
-        self._whole = raw
         self._kind = kind
-        self._parts = {"": raw}
+        self._parts: dict[str, Mapping[str, Any]] = {"": raw}
         for name in ("eagle_config", "transformer_layer_config"):
             part = raw.get(name)
-            if part is not None and not isinstance(part, dict):
-                raise ModelError(f"the draft head's config.json: {name} must be a mapping, not {part!r}")
-            self._parts[f"{name}."] = part or {}
-        self.sizes = self._parts["transformer_layer_config."] or raw
-        self._is_speculators = "speculators_model_type" in raw or self.sizes is not raw
-
-    def found(self, key: str) -> dict[str, Any]:
-        """The values of a key by its full name, null left out."""
-        parts = self._parts.items()
-        return {prefix + key: part[key] for prefix, part in parts if part.get(key) is not None}
+            self._parts[f"{name}."] = {} if part is None else mapping(part, f"{_FILE}: {name}")
+        self.sizes = dict(self._parts["transformer_layer_config."] or raw)
+        self._is_speculators = "speculators_model_type" in raw or "transformer_layer_config" in raw
 
     def refuse_others(self, target: ModelConfig) -> None:
         """What would be computed otherwise than here."""
         fixed = {**_FIXED, "target_hidden_size": target.hidden_size, "speculators_model_type": self._kind}
         if self._kind == "eagle3":
             fixed |= _FIXED_EAGLE3
-        wrong = [(n, v, one) for key, one in fixed.items() for n, v in self.found(key).items() if v != one]
-        types = self.found("layer_types").items()
+        wrong = [(n, v, one) for key, one in fixed.items() for n, v in self._found(key).items() if v != one]
+        types = self._found("layer_types").items()
         wrong += [(name, value, "full_attention") for name, value in types if "sliding_attention" in str(value)]
-        if wrong:
+        for name, value, one in wrong:
             raise ModelError(
-                f"the draft head's config.json has {wrong[0][0]}: {wrong[0][1]!r}; only {wrong[0][2]!r} is supported",
+                f"{_FILE} has {name}: {shown(value)}; only {shown(one)} is supported",
                 hint="use another head for this target, or speculation.method ngram, which needs none",
             )
 
     def ignored(self) -> list[str]:
         """Keys that may change what is computed, and that nobody here knows."""
-        known = {*_FIXED, *_FIXED_EAGLE3, *_HARMLESS, LAYER_IDS, _RESIDUAL}
+        known = {*_FIXED, *_FIXED_EAGLE3, *_HARMLESS, LAYER_IDS, _RESIDUAL, _DRAFT_SIZE}
         return [
             prefix + key
             for prefix, part in self._parts.items()
@@ -144,33 +139,40 @@ class _Raw:
         ]
 
     def draft_vocab_size(self) -> int | None:
-        size = self._whole.get("draft_vocab_size")
-        if size is not None and (type(size) is not int or size < 1):
-            raise ModelError(f"the draft head's config.json: draft_vocab_size must be a positive integer, not {size!r}")
-        return size
+        size = self._one(_DRAFT_SIZE)
+        return None if size is None else whole_number(size, f"{_FILE}: {_DRAFT_SIZE}")
 
     def layer_ids(self) -> tuple[int, ...] | None:
         """None where the file names none, which an empty list means too."""
-        found = {name: value for name, value in self.found(LAYER_IDS).items() if value != []}
-        for name, value in found.items():
-            if not isinstance(value, list) or not all(type(layer) is int for layer in value):
-                raise ModelError(f"the draft head's config.json: {name} must be a list of integers, not {value!r}")
-        if len({tuple(value) for value in found.values()}) > 1:
-            told = ", ".join(f"{name} {value}" for name, value in found.items())
-            raise ModelError(
-                f"the draft head's config.json contradicts itself: {told}", hint="say which with speculation.aux_layers"
-            )
-        return next((tuple(value) for value in found.values()), None)
+        ids = self._one(LAYER_IDS, hint="say which with speculation.aux_layers")
+        if ids is None:
+            return None
+        if not isinstance(ids, list):
+            raise ModelError(f"{_FILE}: {LAYER_IDS} must be a list, not {shown(ids)}")
+        return tuple(whole_number(layer, f"{_FILE}: an element of {LAYER_IDS}", at_least=0) for layer in ids)
 
     def norm_before_residual(self, notes: list[str]) -> bool:
-        found = self.found(_RESIDUAL)
-        for name, value in found.items():
-            if not isinstance(value, bool):
-                raise ModelError(f"the draft head's config.json: {name} must be true or false, not {value!r}")
-        if not found and self._is_speculators:
+        if self._kind != "eagle3":
+            return False
+        normed = self._one(_RESIDUAL)
+        if normed is None and self._is_speculators:
             notes.append(f"speculation.draft: {_RESIDUAL} true (vLLM's reading of a speculators file without it)")
             return True
-        return any(found.values())
+        return normed is not None and flag(normed, f"{_FILE}: {_RESIDUAL}")
+
+    def _found(self, key: str) -> dict[str, Any]:
+        """The values of a key by its full name, null and empty lists left out."""
+        parts = self._parts.items()
+        return {prefix + key: part[key] for prefix, part in parts if part.get(key) not in (None, [])}
+
+    def _one(self, key: str, hint: str | None = None) -> Any:
+        """The one value of a key, or None. `hint`: where there are several."""
+        found = self._found(key)
+        values = list(found.values())
+        if any(value != values[0] for value in values):
+            told = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
+            raise ModelError(f"{_FILE} contradicts itself: {told}", hint=hint)
+        return values[0] if values else None
 
 
 class _HeadTensors:
