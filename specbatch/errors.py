@@ -24,6 +24,10 @@ class InputError(SpecbatchError):
     """The input or output *file* as a whole cannot be used (not: one bad row); exit code 2."""
 
 
+class MemoryShortage(SpecbatchError):
+    """Memory has run out while rows ran, and nothing was left to do without. Finished rows are kept; exit code 2."""
+
+
 class RowError(Exception):
     """One row cannot be run. It becomes that row's error line; no other row is disturbed.
 

@@ -158,6 +158,7 @@ class EngineStats:
     generated_tokens: int = 0  # tokens kept
     rounds: int = 0  # engine rounds (each verifies a whole batch)
     preemptions: int = 0
+    memory_shortages: int = 0  # launches that ran out of memory and were made smaller
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
@@ -179,6 +180,11 @@ class BatchEngine(Protocol):
 
     def tokens_so_far(self) -> dict[int, int]:
         """Generated tokens by request id, of the requests that were begun and have not finished."""
+        ...
+
+    def limit_rows(self, tokens: int | None) -> int:
+        """Allow rows of so many tokens from now on, prompt and output together; None: what was decided when the engine
+        was built. Returns how many. Raises ModelError where the cache does not hold such a row."""
         ...
 
     def submit(self, request: Request) -> None:

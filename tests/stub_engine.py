@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.config import Config
+from specbatch.errors import ModelError
 from specbatch.types import (
     Completion,
     EngineLimits,
@@ -77,10 +78,20 @@ def stub_tokens(prompt: Sequence[int], noise: NoiseKey, max_tokens: int, ignore_
 
 
 class StubEngine:
-    """See the module. `sleep` is the duration of a step, `steps_to_fail` raises from that step on."""
+    """See the module. `sleep` is the duration of a step, `fail_at` the one from which on steps raise, `capacity` how
+    many tokens a row can be allowed."""
 
-    def __init__(self, batch: int = 8, max_prompt_tokens: int = 400, sleep: float = 0.0, fail_at: int = 0) -> None:
+    def __init__(
+        self,
+        batch: int = 8,
+        max_prompt_tokens: int = 400,
+        sleep: float = 0.0,
+        fail_at: int = 0,
+        capacity: int | None = None,
+    ) -> None:
         self.limits = EngineLimits(max_prompt_tokens, VOCAB)
+        self._longest_row = max_prompt_tokens + 1
+        self._capacity = capacity or self._longest_row
         self.stats = EngineStats()
         self.most_waiting = 0
         self._batch = batch
@@ -100,6 +111,13 @@ class StubEngine:
 
     def tokens_so_far(self) -> dict[int, int]:
         return {request.request_id: 0 for request in self._running}
+
+    def limit_rows(self, tokens: int | None) -> int:
+        tokens = self._longest_row if tokens is None else tokens
+        if tokens > self._capacity:
+            raise ModelError(f"a row of {tokens} tokens does not fit")
+        self.limits = EngineLimits(tokens - 1, VOCAB)
+        return tokens
 
     def submit(self, request: Request) -> None:
         assert 1 <= len(request.prompt_token_ids) <= self.limits.max_prompt_tokens
@@ -150,8 +168,7 @@ class StubEngine:
 class StubRun:
     config: Config
     tokenizer: StubTokenizer = field(default_factory=StubTokenizer)
-    model_max_tokens: int = 512
-    cache_limits_rows: bool = False
+    row_tokens: int | None = None
     description: dict[str, str] = field(default_factory=lambda: {"target": "stub"})
     low_acceptance: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -159,10 +176,10 @@ class StubRun:
 
 def resolve(config: Config, progress: object = None) -> StubRun:
     model = replace(config.model, dtype="float32")
-    longest = min(512, config.engine.kv_cache_tokens or 512)
     batch = config.engine.max_batch_size or 16
     resolved = replace(config, model=model, engine=replace(config.engine, device="cpu", max_batch_size=batch))
-    return StubRun(resolved, model_max_tokens=longest, cache_limits_rows=longest < 512)
+    given = config.engine.kv_cache_tokens
+    return StubRun(resolved, row_tokens=given if given is not None and given < 512 else None)
 
 
 def build_engine(run: StubRun, show: Callable[[str], None] = lambda progress: None) -> StubEngine:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from specbatch.engine import round
-from specbatch.engine.build_device import _trial_prompt, _trial_round
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
+from specbatch.engine.trial import trial_prompt, trial_round
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import Completion, NoiseKey, Request, SamplingParams
 from tests.marks import slow_on_cpu
@@ -197,8 +197,8 @@ def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) ->
     state = (engine := tiny_device_engine(method, shape, num_pages=64, max_batch_size=8))._state
     before = state.ints_SF.clone()
     for num_tokens in (4, 32, 64):
-        _trial_prompt(engine._round, state, num_tokens, 4, torch.device("cpu"))
-    _trial_round(engine._round, torch.full((8,), state.padding), logprobs=True)
+        trial_prompt(engine._round, state, num_tokens, 4, torch.device("cpu"))
+    trial_round(engine._round, torch.full((8,), state.padding), logprobs=True)
     assert torch.equal(state.ints_SF, before)
     prompts = random_prompts(3)
     assert_same(run(engine, prompts, GREEDY), run(tiny_engine(method, shape, num_pages=64), prompts, GREEDY))

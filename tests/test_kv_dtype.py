@@ -14,7 +14,7 @@ from specbatch.config import KVDtypeName
 from specbatch.config_load import load_config
 from specbatch.engine import resolve as resolving
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.memory import CachedModel, auto_kv_tokens
+from specbatch.engine.memory import CachedModel, Rows, plan_cache
 from specbatch.errors import ConfigError
 from specbatch.kernels import torch_model
 from specbatch.speculation.tree import DraftShape
@@ -123,13 +123,12 @@ def test_an_allocation_is_zeros(dtype: torch.dtype) -> None:
     assert cache.all_layers.shape == (2, 2, 3, 5, 4)
 
 
-def test_memory_is_counted_in_the_caches_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.engine.memory._available_memory", lambda device: 1 << 28)
-    config = tiny_config()
-    models = [CachedModel(config, config.num_layers), CachedModel(config, 1)]
+def test_memory_is_counted_in_the_caches_dtype() -> None:
+    models = [CachedModel.whole(tiny_config(), packs=False), CachedModel(tiny_config(), 1, 0)]
 
     def fitting(kv_dtype: torch.dtype) -> int:
-        return auto_kv_tokens(models, torch.bfloat16, kv_dtype, CPU, 0.9, 1 << 40, 16)[0]
+        rows = Rows(sum(model.bytes_per_token(kv_dtype) for model in models), 16, 1, 1 << 40, 1)
+        return plan_cache(1 << 28, rows).num_pages
 
     assert fitting(FP8) == 2 * fitting(torch.bfloat16)
 

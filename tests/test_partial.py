@@ -238,6 +238,6 @@ def test_the_command_says_how_many_lines_are_damaged(tmp_path: Path) -> None:
     lines[2] = lines[2].replace(b'"index": ', b'"index": 1')  # an answer under another row
     partial.write_bytes(b"".join(lines))
     assert run() == 0
-    assert f"resuming: {len(lines) - 2} rows are done" in run.log
+    assert f"resuming: {len(lines) - 3} rows are done" in run.log
     assert f"1 damaged lines of {partial} are left out" in run.log
     assert run.output.read_bytes() == whole

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from specbatch.config import Config, DataSection, EngineSection, SpeculationSection
-from specbatch.errors import InputError
+from specbatch.errors import InputError, ModelError
 from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
 from specbatch.pipeline.paths import partial_path
 from specbatch.pipeline.results import ResultFile
@@ -425,3 +425,64 @@ def test_a_million_rows_stay_below_200_mb(tmp_path: Path) -> None:
         f"{growth:.1f} MiB for 1,000,000 rows, {os.path.getsize(tmp_path / 'd.results.jsonl') / 2**20:.0f} MiB written"
     )
     assert growth < 200, growth
+
+
+class RowLimits(StubEngine):
+    """An engine for rows of `longest` tokens, where `capacity` fit."""
+
+    def __init__(self, longest: int, capacity: int | None = None, fail_at: int = 0) -> None:
+        super().__init__(max_prompt_tokens=longest - 1, capacity=capacity, fail_at=fail_at)
+
+
+def _errors(run: Run) -> list[int]:
+    return [row["index"] for row in run.results() if row["finish_reason"] == "error"]
+
+
+def test_a_resumed_job_keeps_the_length_of_rows(run: Run) -> None:
+    """Rows of 100 tokens are errors in the first session, and so they are in a second one that has more memory."""
+    run.write([{"prompt": "x" * (100 if i % 3 == 0 else 5)} for i in range(60)])
+    with pytest.raises(RuntimeError):
+        run(engine=RowLimits(64, fail_at=4))
+    assert run(engine=RowLimits(256)) == 1
+    assert "longest row: 64 tokens, as in the first run" in run.log
+    assert _errors(run) == list(range(0, 60, 3))
+
+
+def test_a_resumed_job_that_does_not_fit_is_refused(run: Run) -> None:
+    run.write([{"prompt": "x" * (100 if i % 3 == 0 else 5)} for i in range(60)])
+    with pytest.raises(RuntimeError):
+        run(engine=RowLimits(256, fail_at=4))
+    with pytest.raises(ModelError, match="a row of 256 tokens does not fit"):
+        run(engine=RowLimits(64))
+    assert partial_path(run.output).exists(), "what is finished is kept"
+    assert run(engine=RowLimits(64, capacity=300)) == 0, "a little less memory changes the default, and not the job"
+    assert not _errors(run)
+
+
+def test_a_job_that_was_killed_before_its_first_row_is_open(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of the length of rows, which nobody has measured."""
+    run.write([{"prompt": "x" * 100}])
+    monkeypatch.setattr(ResultFile, "close", lambda results: results._file.close())  # as kill -9
+    monkeypatch.setattr(ResultFile, "settle_longest_row", lambda results, tokens: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(engine=RowLimits(64))
+    monkeypatch.undo()
+    assert partial_path(run.output).exists()
+    assert run(engine=RowLimits(256)) == 0
+
+
+def test_a_lost_length_of_rows_is_said(run: Run) -> None:
+    """Its line is damaged. A file that holds nothing else is removed."""
+    run.write([{"prompt": f"p{i}"} for i in range(50)])
+    with pytest.raises(RuntimeError):
+        run(engine=RowLimits(64, fail_at=1))
+    assert not partial_path(run.output).exists()
+    with pytest.raises(RuntimeError):
+        run(engine=RowLimits(64, fail_at=4))
+    partial = partial_path(run.output).read_bytes()
+    partial_path(run.output).write_bytes(partial.replace(b'longest_row": 64', b'longest_row": 65', 1))
+    with pytest.raises(RuntimeError):
+        run(engine=RowLimits(100, fail_at=3))
+    assert "longest row: 100 tokens from now on" in run.log
+    assert run(engine=RowLimits(256)) == 0
+    assert "longest row: 100 tokens, as in the first run" in run.log

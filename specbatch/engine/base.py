@@ -5,22 +5,25 @@ from __future__ import annotations
 from specbatch.engine.append import new_sequence
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
+from specbatch.errors import MemoryShortage, ModelError
 from specbatch.speculation.sequence import Sequence
 from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request
 
 
 class EngineBase:
-    """The parts of `types.BatchEngine` that do not compute. `max_length` is the longest sequence, prompt and output,
-    that the model and the cache can hold."""
+    """The parts of `types.BatchEngine` that do not compute. `capacity` is the longest sequence, prompt and output, that
+    the model and the cache can hold, `longest_row` what a new job allows; None: as much."""
 
     chunk_cost: ChunkCost | None = None  # for which short prompts are gathered; None: they are not
     waited_seconds = 0.0  # for a device: what is left of the time is the host's own
 
-    def __init__(self, scheduler: Scheduler, vocab_size: int, max_length: int) -> None:
+    def __init__(self, scheduler: Scheduler, vocab_size: int, capacity: int, longest_row: int | None = None) -> None:
         self._scheduler = scheduler
-        self._max_length = max_length
+        self._capacity = capacity
+        self._longest_row = capacity if longest_row is None else longest_row
         self._stats = EngineStats()
-        self.limits = EngineLimits(max_length - 1, vocab_size)
+        self.limits = EngineLimits(0, vocab_size)
+        self.limit_rows(None)
 
     @property
     def stats(self) -> EngineStats:
@@ -58,6 +61,19 @@ class EngineBase:
         begun = [*self._scheduler.running, *(seq for seq in self._scheduler.waiting if seq.was_admitted)]
         return {seq.request.request_id: len(seq.tokens) - seq.num_prompt for seq in begun}
 
+    def limit_rows(self, tokens: int | None) -> int:
+        tokens = self._longest_row if tokens is None else tokens
+        if tokens > self._capacity:
+            raise ModelError(
+                f"the first run of this job allowed rows of {tokens} tokens, and the KV cache of this one holds "
+                f"{self._capacity}",
+                hint="go on where as much memory is free, lower engine.max_batch_size or engine.prefill_chunk_tokens, "
+                "or start again with --overwrite",
+            )
+        self._max_length = tokens
+        self.limits = EngineLimits(tokens - 1, self.limits.vocab_size)
+        return tokens
+
     def submit(self, request: Request) -> None:
         self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
 
@@ -67,6 +83,14 @@ class EngineBase:
             seq.is_finished = True
             self._scheduler.finish(seq)
         self._scheduler.waiting.clear()
+
+    def _shortage(self, error: Exception) -> MemoryShortage:
+        where = "GPU's" if isinstance(error, RuntimeError) and "CUDA" in str(error) else "machine's"
+        return MemoryShortage(
+            f"the {where} memory ran out while {self.num_running} rows ran: {str(error).split('. ', 1)[0].strip()}",
+            hint="finished rows are kept: free memory, or lower engine.max_batch_size, engine.prefill_chunk_tokens or "
+            "engine.memory_fraction, and run the same command again to go on",
+        )
 
     def check_integrity(self) -> None:
         """Assert that every page is accounted for. For tests, between steps."""

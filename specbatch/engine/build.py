@@ -13,14 +13,16 @@ from specbatch.attention.backend_paged import PagedAttention
 from specbatch.attention.backend_torch import TorchAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import PagePool
-from specbatch.engine.build_device import GIB, build_device_engine
+from specbatch.engine.build_device import build_device_engine
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
+from specbatch.engine.memory import GIB, available_memory, sizes_to_try
 from specbatch.engine.resolve import AttentionName, ResolvedRun
 from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
+from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.catalog import cache_dir
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
@@ -44,7 +46,7 @@ def build_engine(run: ResolvedRun, show: Callable[[str], None] = lambda progress
     """Read the weights and put the engine together; what is decided on the way is added to `run.notes`, and `show` is
     told what is being done.
 
-    Raises ModelError where the GPU's memory does not suffice.
+    Raises ModelError where the memory does not suffice.
     """
     return build(run, show).engine
 
@@ -53,12 +55,15 @@ def build(run: ResolvedRun, show: Callable[[str], None] = lambda progress: None)
     """As `build_engine`."""
     try:
         return _build(run, show)
-    except torch.cuda.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(run.device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        where = "GPU's" if run.device.type == "cuda" else "machine's"
         raise ModelError(
-            f"the GPU's memory does not hold this run: {(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are in use; "
-            f"{str(error).split('. ', 1)[0]}",
-            hint="lower engine.max_batch_size, engine.prefill_chunk_tokens or engine.kv_cache_tokens, or free the GPU",
+            f"the {where} memory does not hold this run: {available_memory(run.device) / GIB:.1f} GiB are free; "
+            f"{str(error).split('. ', 1)[0].strip()}",
+            hint="lower engine.kv_cache_tokens, engine.memory_fraction, engine.max_batch_size or "
+            "engine.prefill_chunk_tokens, free memory, or use a smaller model",
         ) from error
 
 
@@ -71,14 +76,17 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
         limit_threads()
         if run.dtype == torch.float32:
             threads = new_governor(run.target.config)
+    if engine.on_device:
+        torch.cuda.empty_cache()  # of an engine before this one
+    available = available_memory(run.device)
     began = time.perf_counter()
-    num_positions = run.model_max_tokens + lookahead_of(speculation) + 1
+    num_positions = run.cache.capacity + lookahead_of(speculation) + 1
     target = build_decoder(
         run.target.config, run.target.tensors, num_positions, run.dtype, run.device, engine.attention, run.kv_dtype
     )
-    pool = PagePool(run.num_kv_tokens // engine.page_size, engine.page_size)
     # The device engine measures how large its caches may be.
-    num_slots = engine.page_size if engine.on_device else pool.num_pages * pool.page_size
+    num_pages = 1 if engine.on_device else run.cache.num_pages
+    num_slots = num_pages * engine.page_size
     net = _build_net(run, target, num_slots, num_positions) if run.draft is not None else None
     drafts = DraftFactory(
         net,
@@ -90,13 +98,14 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
     )
     if engine.on_device:
         torch.cuda.synchronize(run.device)
-        return Built(_device_engine(run, target, drafts, time.perf_counter() - began, show), drafts)
+        return Built(_device_engine(run, target, drafts, available, time.perf_counter() - began, show), drafts)
     oracle = Engine(
         target,
         drafts.proposer(schedule_of(speculation)),
         target.new_cache(num_slots, run.kv_dtype),
-        pool,
-        max_length=run.model_max_tokens,
+        PagePool(num_pages, engine.page_size),
+        max_length=run.cache.capacity,
+        longest_row=run.cache.longest_row,
         max_batch_size=engine.max_batch_size,
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache=run.config.engine.prefix_cache,
@@ -107,7 +116,12 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
 
 
 def _device_engine(
-    run: ResolvedRun, target: Decoder, drafts: DraftFactory, weights_seconds: float, show: Callable[[str], None]
+    run: ResolvedRun,
+    target: Decoder,
+    drafts: DraftFactory,
+    available: int,
+    weights_seconds: float,
+    show: Callable[[str], None],
 ) -> DeviceEngine:
     engine, speculation = run.engine, run.config.speculation
     built = build_device_engine(
@@ -116,12 +130,17 @@ def _device_engine(
         dtype=run.dtype,
         kv_dtype=run.kv_dtype,
         device=run.device,
-        max_length=run.model_max_tokens,
-        max_batch_size=engine.max_batch_size,
-        page_size=engine.page_size,
+        available=available,
+        bound=run.cache,
+        rows=run.rows,
         kv_cache_tokens=run.config.engine.kv_cache_tokens,
         memory_fraction=engine.memory_fraction,
-        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        sizes=sizes_to_try(
+            engine.max_batch_size,
+            engine.prefill_chunk_tokens,
+            open_batch="max_batch_size" in engine.left_open,
+            open_chunk="prefill_chunk_tokens" in engine.left_open,
+        ),
         prefix_cache=run.config.engine.prefix_cache,
         graphs=engine.graphs,
         prompt_graphs=engine.attention == "triton",

@@ -30,6 +30,7 @@ from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.round import REPORT_COUNT, REPORT_DEPTH, REPORT_DRAFTED, REPORT_TOKENS, Logprobs, Round
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.transfers import Download, Transfers
+from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.speculation.drafters import Drafter
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.sequence import Sequence
@@ -43,6 +44,8 @@ from specbatch.types import (
     TokenLogprob,
 )
 
+# What cannot be made smaller is tried so often: other programs may take memory for a moment.
+_SMALLEST_CHUNK, _TRIES = 32, 4
 # Reports that may be unread when the next step is launched.
 _READ_BEHIND = 1
 # What a timed request may still write: rounds are put back after each, so that one must fit.
@@ -72,6 +75,7 @@ class DeviceEngine(EngineBase):
         *,
         vocab_size: int,
         max_length: int,
+        longest_row: int | None = None,
         max_batch_size: int,
         prefill_chunk_tokens: int,
         prefix_cache: bool,
@@ -90,8 +94,9 @@ class DeviceEngine(EngineBase):
             pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens,
             worthwhile_tokens=chunk_cost.tokens,
         )  # fmt: skip
-        super().__init__(scheduler, vocab_size, max_length)
+        super().__init__(scheduler, vocab_size, max_length, longest_row)
         self.chunk_cost = chunk_cost
+        self._device = device
         self._transfers = Transfers(device)
         self._packer = PromptPacker(pool.page_size, None if net is None else net.lead)
         self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, chunk_cost.graph_tokens)
@@ -99,6 +104,7 @@ class DeviceEngine(EngineBase):
         self._max_batch_size = max_batch_size
         self._forget_rounds()
         self._reports: deque[_Report] = deque()
+        self._failed = 0  # launches in a row that ran out of memory
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
 
@@ -117,28 +123,67 @@ class DeviceEngine(EngineBase):
         """Launch a prompt chunk or a round, if there is anything to run."""
         spans = self._scheduler.plan_prefill()
         if spans:
-            self._prefill(spans)
-            return True
+            return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans))
         if self._reports and self._scheduler.would_preempt():
             while self._reports:  # who gives way is decided with everything known
                 finished += self._read()
         rows = [seq for seq in self._scheduler.plan_round() if not _surely_ends(seq)]
         if not rows:
             return False
+        return self._fits(lambda: self._run(rows), lambda: self._lower_batch(len(rows) // 2, finished))
+
+    def _fits(self, launch: Callable[[], None], relieve: Callable[[], bool]) -> bool:
+        """Launch; where the device's memory does not suffice, nothing has happened, and `relieve` makes the next
+        attempt smaller, if it can be. Returns whether something was launched."""
+        try:
+            launch()
+            self._failed = 0
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = self._shortage(error)
+        # Only here the failed launch's tensors are gone, which the error's traceback held.
+        self._stats.memory_shortages += 1
+        self._failed += 1
+        if not relieve() and self._failed >= _TRIES:
+            raise shortage
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return False
+
+    def _give_up(self, spans: list[PrefillSpan]) -> bool:
+        """Compute these pieces of prompts later, from the beginning, and in smaller chunks. Nobody reads what the
+        failed launch wrote: slots are told anew when requests are admitted again, and pages are written first."""
+        self._rows.forget_started()
+        is_last = sum(span.end - span.start for span in spans) <= _SMALLEST_CHUNK
+        self._scheduler.give_up(spans, _SMALLEST_CHUNK)
+        return not is_last
+
+    def _lower_batch(self, size: int, finished: list[Completion]) -> bool:
+        """From now on run so many requests at most. The failed round has left all slots as they were."""
+        if size < 1:
+            return False
+        while self._reports:  # who gives way is decided with everything known
+            finished += self._read()
+        self._max_batch_size = size
+        self._scheduler.lower_batch(size)
+        return True
+
+    def _run(self, rows: list[Sequence]) -> None:
         self._rows.upload_pages(rows)
         params = [seq.request.params for seq in rows]
         wants_logprobs = any(p.logprobs is not None for p in params)
-        verified = self._executor.run(
+        launched = self._executor.run(
             [seq.slot for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs
         )
         max_path = self._executor.rounds.at(len(rows)).drafter.max_path
+        report, logprobs = self._transfers.download(launched.report_BZ), self._download(launched.logprobs)
         for seq in rows:
             seq.num_in_flight += max_path
             seq.rounds_in_flight += 1
-        report = self._transfers.download(verified.committed.report_BZ)
-        self._reports.append(_Report(rows, report, self._download(verified.logprobs), max_path))
+        self._reports.append(_Report(rows, report, logprobs, max_path))
         self._stats.rounds += 1
-        return True
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
         self._rows.upload_started()
@@ -148,6 +193,7 @@ class DeviceEngine(EngineBase):
         params = [seq.request.params for seq in ready]
         sampled, wants_logprobs = any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
         tokens, logprobs = self._prompts.run(self._round, packed, sampled, wants_logprobs, self._executor.mode)
+        chosen, downloads = self._transfers.download(tokens), self._download(logprobs)
         for s in spans:
             self._count_prefill(s)
             s.seq.num_committed = s.end
@@ -158,7 +204,7 @@ class DeviceEngine(EngineBase):
             # A request that is computed again after a preemption has its root already.
             first_tokens.append(seq if len(seq.tokens) == seq.num_committed else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
-        self._reports.append(_Report(first_tokens, self._transfers.download(tokens), self._download(logprobs), None))
+        self._reports.append(_Report(first_tokens, chosen, downloads, None))
         # Launching a chunk takes the host longer than many a round.
         now = time.perf_counter()
         self._stats.prefill_seconds += now - self._last_read

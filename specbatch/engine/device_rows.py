@@ -59,16 +59,17 @@ class DeviceRows:
 
     def upload_pages(self, sequences: Iterable[Sequence]) -> None:
         """Tell the device the page tables that changed."""
-        changed = []
-        for seq in sequences:
-            known, count = self._num_pages_of[seq.slot], len(seq.pages)
-            if known != count:
-                self._page_table[seq.slot, known:count] = seq.pages[known:]
-                self._num_pages_of[seq.slot] = count
-                changed.append(seq.slot)
-        if changed:
-            slots = self._transfers.upload(np.array(changed, dtype=np.int64))
-            self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
+        grown = [seq for seq in sequences if self._num_pages_of[seq.slot] != len(seq.pages)]
+        if not grown:
+            return
+        for seq in grown:
+            known = self._num_pages_of[seq.slot]
+            self._page_table[seq.slot, known : len(seq.pages)] = seq.pages[known:]
+        changed = [seq.slot for seq in grown]
+        slots = self._transfers.upload(np.array(changed, dtype=np.int64))
+        self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
+        for seq in grown:  # not before: an upload may run out of memory
+            self._num_pages_of[seq.slot] = len(seq.pages)
 
 
 def _signed64(value: int) -> int:

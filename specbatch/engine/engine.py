@@ -17,6 +17,7 @@ from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
+from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.decoder import Decoder
 from specbatch.speculation.proposer import Proposer, TargetOutput
 from specbatch.speculation.sampling import token_logprob
@@ -37,6 +38,7 @@ class Engine(EngineBase):
         pool: PagePool,
         *,
         max_length: int,
+        longest_row: int | None = None,
         max_batch_size: int,
         prefill_chunk_tokens: int,
         prefix_cache: bool,
@@ -51,7 +53,7 @@ class Engine(EngineBase):
         self._threads = threads
         prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
         scheduler = Scheduler(pool, prefix, proposer.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens)
-        super().__init__(scheduler, target.config.vocab_size, max_length)
+        super().__init__(scheduler, target.config.vocab_size, max_length, longest_row)
         # What drafting, the target and draft-extend took in the last round.
         self.phase_seconds = 0.0, 0.0, 0.0
 
@@ -70,6 +72,14 @@ class Engine(EngineBase):
     def step(self) -> list[Completion]:
         if self._threads is not None:
             self._threads.update()
+        try:
+            return self._step()
+        except Exception as error:
+            if is_out_of_memory(error):  # which may be anywhere within the step: the engine is of no use any more
+                raise self._shortage(error) from error
+            raise
+
+    def _step(self) -> list[Completion]:
         began = time.perf_counter()
         spans = self._scheduler.plan_prefill()
         if spans:

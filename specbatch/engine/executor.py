@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from specbatch.engine.round import Round, Verified
+from specbatch.engine.round import Logprobs, Round, Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
+from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.speculation.schedule import ByBatch
 from specbatch.speculation.slots import Field, SlotState
 
@@ -41,8 +43,24 @@ def padded_sizes(items: ByBatch[Any], max_batch_size: int) -> list[tuple[int, in
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launched:
+    """What a round will have decided, valid until the next launch."""
+
+    report_BZ: Tensor  # see `Committed`
+    logprobs: Logprobs | None
+
+    @staticmethod
+    def of(verified: Verified) -> Launched:
+        return Launched(verified.committed.report_BZ, verified.logprobs)
+
+
 class RoundExecutor:
-    """Runs rounds on lists of slots, each by the number of them."""
+    """Runs rounds on lists of slots, each by the number of them.
+
+    A batch size whose graph does not fit into memory runs eagerly from then on. An eager round that runs out of memory
+    raises, and leaves all slots as they were before it.
+    """
 
     def __init__(
         self,
@@ -63,7 +81,8 @@ class RoundExecutor:
         self._padding = rounds.items[0].state.padding
         self._rows_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
-        self.runner = GraphRunner(device) if self.mode != "none" else None
+        self._uncaptured: set[tuple[int, int, bool]] = set()  # for want of memory
+        self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
 
     @property
     def num_graphs(self) -> int:
@@ -77,45 +96,85 @@ class RoundExecutor:
             show(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
             self._capture(size, i, sampled)
 
+    def capture_largest(self) -> None:
+        """Capture what takes the most memory: for a trial, which wants to know how much."""
+        largest = {i: size for size, i in reversed(self._captures)}
+        for i, size in largest.items():
+            for sampled in (False, True):
+                self._capture(size, i, sampled)
+
     def _capture(self, size: int, i: int, sampled: bool) -> None:
+        """Leaves the size uncaptured where memory runs out."""
         assert self.runner is not None
-        rows_B, saved = self._rows_B[:size], self._uploaded
-        rows_B.fill_(self._padding)
-        round_, key = self.rounds.items[i], (size, i, sampled)
-        if self.mode == "round":
-            self.runner.capture(("round", *key), lambda: round_(rows_B, sampled))
-        else:
-            capture = self.runner.capture
-            rows, draft = capture(("draft", *key), lambda: round_.draft(rows_B, sampled))
-            verified = capture(("verify", *key), lambda: round_.verify(rows, draft, sampled))
-            capture(("extend", *key), lambda: round_.extend(verified))
+        key, saved = (size, i, sampled), self._uploaded
         self._uploaded = []
+        self._rows_B[:size].fill_(self._padding)
+        try:
+            self._capture_round(self.runner, *key)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._uncaptured.add(key)
+            for name in ("round", *PHASES):
+                self.runner.drop((name, *key))
         if saved:
             self._upload(saved)
+
+    def _capture_round(self, runner: GraphRunner, size: int, i: int, sampled: bool) -> None:
+        rows_B, round_, key = self._rows_B[:size], self.rounds.items[i], (size, i, sampled)
+        if self.mode == "round":
+            # The report alone: what else a round leaves is memory that other sizes can use.
+            runner.capture(("round", *key), lambda: Launched.of(round_(rows_B, sampled)))
+            return
+        rows, draft = runner.capture(("draft", *key), lambda: round_.draft(rows_B, sampled))
+        verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, sampled))
+        runner.capture(("extend", *key), lambda: round_.extend(verified))
+        if not self._eager_phases:  # which write to the others' outputs
+            runner.replace_output(("draft", *key), None)
+            runner.replace_output(("verify", *key), Launched.of(verified))
 
     def _upload(self, padded: list[int]) -> None:
         if padded != self._uploaded:
             self._rows_B[: len(padded)].copy_(self._transfers.upload(np.array(padded, dtype=np.int64)))
             self._uploaded = padded
 
-    def run(self, slots: list[int], sampled: bool, logprobs: bool) -> Verified:
-        """Launch a round of these slots. The output is valid until the next launch."""
+    def run(self, slots: list[int], sampled: bool, logprobs: bool) -> Launched:
+        """Launch a round of these slots."""
         size, i = self._padded(len(slots)), self.rounds.index(len(slots))
         self._upload(slots + [self._padding] * (size - len(slots)))
         rows_B = self._rows_B[:size]
         round_, key = self.rounds.items[i], (size, i, sampled)
         if self.runner is None or logprobs:
-            return round_(rows_B, sampled, logprobs)
-        if ("round" if self.mode == "round" else "draft", *key) not in self.runner:  # the first batch of its kind
+            return self._eager(round_, rows_B, sampled, logprobs)
+        first = ("round" if self.mode == "round" else "draft", *key)
+        if first not in self.runner and key not in self._uncaptured:  # the first batch of its kind
             self._capture(*key)
-        verified: Verified
+        if key in self._uncaptured:
+            return self._eager(round_, rows_B, sampled, logprobs)
+        launched: Launched
         if self.mode == "round":
-            verified = self.runner.replay(("round", *key))
-            return verified
-        rows, draft = self._phase("draft", key, lambda: round_.draft(rows_B, sampled))
-        verified = self._phase("verify", key, lambda: round_.verify(rows, draft, sampled))
-        self._phase("extend", key, lambda: round_.extend(verified))
-        return verified
+            launched = self.runner.replay(("round", *key))
+            return launched
+        if self._eager_phases:
+            rows, draft = self._phase("draft", key, lambda: round_.draft(rows_B, sampled))
+            verified = self._phase("verify", key, lambda: round_.verify(rows, draft, sampled))
+            self._phase("extend", key, lambda: round_.extend(verified))
+            return Launched.of(verified)
+        self.runner.replay(("draft", *key))
+        launched = self.runner.replay(("verify", *key))
+        self.runner.replay(("extend", *key))
+        return launched
+
+    def _eager(self, round_: Round, rows_B: Tensor, sampled: bool, logprobs: bool) -> Launched:
+        put_back = _kept(round_.state)
+        try:
+            return Launched.of(round_(rows_B, sampled, logprobs))
+        except Exception as error:
+            # Past the commit, the slots have moved on, and nobody would ever read where to. What else a round writes
+            # lies past the committed slots of each row: the next one writes it again.
+            if is_out_of_memory(error):
+                put_back()
+            raise
 
     def _padded(self, batch_size: int) -> int:
         return next(size for size in self._sizes if size >= batch_size)
@@ -164,15 +223,21 @@ class RoundExecutor:
         return {name: statistics.median(values) for name, values in times.items()}
 
 
+def _kept(state: SlotState) -> Callable[[], None]:
+    """What makes all slots as they are now. It takes no memory on the device."""
+    ints, features = state.ints_SF.clone(), state.features_SE.clone()
+
+    def put_back() -> None:
+        state.ints_SF.copy_(ints)
+        state.features_SE.copy_(features)
+
+    return put_back
+
+
 @contextmanager
 def _put_back(state: SlotState) -> Iterator[Callable[[], None]]:
     """What makes all slots as they were; they are made so in the end, too."""
-    kept = state.ints_SF.clone(), state.features_SE.clone()
-
-    def put_back() -> None:
-        state.ints_SF.copy_(kept[0])
-        state.features_SE.copy_(kept[1])
-
+    put_back = _kept(state)
     try:
         yield put_back
     finally:

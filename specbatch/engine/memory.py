@@ -1,10 +1,16 @@
-"""How many tokens of keys and values fit into memory."""
+"""How many tokens of keys and values fit into memory, and how long a row may be.
+
+The rule stands here once, as functions of plain numbers. `resolve.py` asks before the weights are read, with estimates;
+`build_device.py` asks again with what it has measured. On the host there is nothing to measure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import resource
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -12,60 +18,141 @@ import torch
 from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig
 
+GIB = 2**30
+# Where the cache holds a row of this length (or the model's longest), batches and prompt chunks stay as large as they
+# are by default.
+ENOUGH_ROW = 4096
+_SMALLEST_BATCH, _SMALLEST_CHUNK = 16, 512  # that are chosen to make room
+
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model that shares the cache's pages: the target, a draft model, or the one layer of a draft head."""
+    """A model that shares the cache's pages: the target, a draft model, or the one layer of a draft head.
+    `vocab_rows`: of its embedding and its LM head together, where it has its own."""
 
     config: ModelConfig
     num_layers: int
+    vocab_rows: int
+
+    @staticmethod
+    def whole(config: ModelConfig, packs: bool) -> CachedModel:
+        """`packs`: the LM head is kept in a layout of its own, so that tied embeddings take their memory twice."""
+        copies = 1 if config.tie_word_embeddings and not packs else 2
+        return CachedModel(config, config.num_layers, copies * config.vocab_size)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return KVCache.bytes_per_slot(self.num_layers, self.config.num_kv_heads, self.config.head_dim, dtype)
 
     def num_parameters(self) -> int:
-        """Roughly, for what the weights will take: tied embeddings count twice, since the LM head keeps a packed
-        copy."""
+        """Roughly: without biases and norms."""
         c = self.config
         attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
-        return (
-            self.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + 2 * c.vocab_size * c.hidden_size
-        )
+        layer = attention + 3 * c.hidden_size * c.intermediate_size
+        return self.num_layers * layer + self.vocab_rows * c.hidden_size
 
 
-def auto_kv_tokens(
-    models: Sequence[CachedModel],
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-    memory_fraction: float,
-    usable: int,
-    page_size: int,
-) -> tuple[int, str]:
-    """Tokens that memory_fraction of the memory free after the weights holds, `usable` at most, in whole pages; and a
-    line that says so. `dtype`: of the weights."""
-    per_token = sum(model.bytes_per_token(kv_dtype) for model in models)
-    weights = sum(model.num_parameters() for model in models) * dtype.itemsize
-    available = _available_memory(device)
-    budget = int((available - weights) * memory_fraction)
-    tokens = max(0, min(budget // per_token, usable))
-    if tokens < usable:
-        # A power of two, so that what fits does not change with every few megabytes that other programs take: where the
-        # cache limits the length of a row, a job can be resumed only under the same limit.
-        tokens = 1 << (tokens.bit_length() - 1) if tokens else 0
-    tokens = tokens // page_size * page_size
-    gib = 2**30
-    return tokens, (
-        f"engine.kv_cache_tokens: {tokens} ({tokens * per_token / gib:.2f} GiB; {available / gib:.1f} GiB available,"
-        f" {weights / gib:.2f} GiB of weights, memory_fraction {memory_fraction})"
-    )
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the size of a cache depends on, beside memory."""
+
+    token_bytes: int  # of keys and values, in all caches together
+    page_size: int
+    lookahead: int  # slots past the committed ones that a round may write
+    max_positions: int  # tokens of the model's longest sequence
+    max_batch_size: int
+    spare_pages: int = 0  # of each cache, that hold no row
+
+    @property
+    def usable_pages(self) -> int:
+        """More than the longest sequence for each request of a full batch is never used."""
+        return self.max_batch_size * -(-(self.max_positions + self.lookahead) // self.page_size)
 
 
-def _available_memory(device: torch.device) -> int:
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """`capacity`: tokens of the longest row (prompt and output) that fits. `longest_row`: that a new job allows."""
+
+    num_pages: int
+    capacity: int
+    longest_row: int
+
+    def gib(self, rows: Rows) -> float:
+        return self.num_pages * rows.page_size * rows.token_bytes / GIB
+
+
+def bytes_for_cache(available: int, fraction: float, weights: int, reserved: int) -> int:
+    """`available`: free before this run took anything. `weights`: all that the run holds already, or will.
+    `reserved`: working memory and graphs. A `fraction` of what is available is for all three and the cache."""
+    return max(0, int(available * fraction) - weights - reserved)
+
+
+def plan_cache(num_bytes: int, rows: Rows) -> CachePlan:
+    """Of the largest cache in so many bytes.
+
+    Where it is the cache that limits rows, their length is a power of two, so that it does not change with every few
+    megabytes that other programs take: it decides which rows are errors.
+    """
+    num_pages = min(num_bytes // (rows.token_bytes * rows.page_size) - rows.spare_pages, rows.usable_pages)
+    capacity = _capacity(max(0, num_pages), rows)
+    longest = capacity if capacity == rows.max_positions else 1 << (capacity.bit_length() - 1) if capacity else 0
+    return CachePlan(max(0, num_pages), capacity, longest)
+
+
+def given_cache(num_tokens: int, rows: Rows) -> CachePlan:
+    """Of a cache whose size the user has set: all of it is for rows."""
+    capacity = _capacity(num_tokens // rows.page_size, rows)
+    return CachePlan(num_tokens // rows.page_size, capacity, capacity)
+
+
+def _capacity(num_pages: int, rows: Rows) -> int:
+    return max(0, min(rows.max_positions, num_pages * rows.page_size - rows.lookahead))
+
+
+def sizes_to_try(batch: int, chunk: int, *, open_batch: bool, open_chunk: bool) -> list[tuple[int, int]]:
+    """Batch sizes and prompt chunks, the wanted ones first: working memory grows with both. `open_batch`,
+    `open_chunk`: the user has not set it, so it may be halved."""
+    sizes = [(batch, chunk)]
+    while True:
+        if open_batch:
+            batch = max(min(batch, _SMALLEST_BATCH), batch // 2)
+        if open_chunk:
+            chunk = max(min(chunk, _SMALLEST_CHUNK), chunk // 2)
+        if (batch, chunk) == sizes[-1]:
+            return sizes
+        sizes.append((batch, chunk))
+
+
+Tried = TypeVar("Tried")
+
+
+def first_that_fits(
+    sizes: Sequence[tuple[int, int]], enough: int, attempt: Callable[[int, int], tuple[CachePlan, Tried] | None]
+) -> tuple[CachePlan, Tried] | None:
+    """What `attempt` gives for the first of the sizes whose cache holds a row of `enough` tokens, else for the last one
+    that works. An attempt that runs out of memory gives None; so does this, where all of them do."""
+    found = None
+    for batch, chunk in sizes:
+        found = attempt(batch, chunk) or found
+        if found is not None and found[0].longest_row >= enough:
+            break
+    return found
+
+
+def estimated_working_bytes(model: ModelConfig, batch: int, num_nodes: int, chunk: int, itemsize: int) -> int:
+    """Roughly what rounds and prompts of the device engine need, graphs included, before it can be measured:
+    activations of a prompt chunk, and of a round with its logits, once run eagerly and once as a graph. `num_nodes`:
+    of a row in a round."""
+    activations = (3 * model.intermediate_size + 6 * model.hidden_size) * itemsize
+    prompt = chunk * activations + batch * model.vocab_size * itemsize
+    round_ = batch * num_nodes * (activations + model.vocab_size * itemsize)
+    return max(prompt, round_) + round_ * 5 // 4 + GIB // 2
+
+
+def available_memory(device: torch.device) -> int:
     """Bytes free for this process, of the GPU or of the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(int(psutil.virtual_memory().available), _container_limit())
+    return min(int(psutil.virtual_memory().available), _container_limit(), _address_space())
 
 
 def _container_limit() -> int:
@@ -76,3 +163,11 @@ def _container_limit() -> int:
         return max(0, int(limit) - int(used))
     except (OSError, ValueError):  # no cgroup, or "max"
         return 1 << 62
+
+
+def _address_space() -> int:
+    """Bytes that `ulimit -v` leaves; a very large number without one."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 62
+    return max(0, limit - int(psutil.Process().memory_info().vms))

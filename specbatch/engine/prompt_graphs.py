@@ -8,6 +8,8 @@ is captured when the first chunk of it comes up: a job has few.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from specbatch.engine.prompts import ChunkShape, HostArrays, PackedPrompts, Prom
 from specbatch.engine.round import Logprobs, Round
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner
+from specbatch.kernels.out_of_memory import is_out_of_memory
 
 # Up to three quarters of the rows may be padding: few shapes count for more. Of a row alone only the last layer and the
 # head are computed.
@@ -34,6 +37,7 @@ class PromptGraphs:
         self._transfers = transfers
         self._max_batch_size = max_batch_size
         self._most_tokens = most_tokens
+        self._uncaptured: set[tuple[Any, ...]] = set()  # for want of memory
         self._buffers: dict[ChunkShape, tuple[Tensor, Tensor]] = {}
         self._runner = GraphRunner(device) if device.type == "cuda" else None
 
@@ -44,17 +48,26 @@ class PromptGraphs:
         rounds; prompts are graphs with whole rounds only. The output is valid until the next chunk."""
         may_pad = not logprobs and (mode == "round" or self._runner is None)
         shape = self._shape(packed) if may_pad else None
-        table, upload = round_.state.page_table_SP, self._transfers.upload
-        if shape is None:
-            arrays = packed.arrays()
-            longs, ints = upload(arrays.longs), upload(arrays.ints)
-            chunk = self._packer.chunk(arrays, longs, ints, table, packed.max_queries)
-            return round_.prefill(chunk, sampled, logprobs)
+        key = (shape, sampled, round_.drafter.net is not None)
+        if shape is not None and key not in self._uncaptured:
+            try:
+                return self._padded(round_, packed, shape, key), None
+            except Exception as error:
+                # As it is, the chunk takes less.
+                if not is_out_of_memory(error) or self._runner is None or key in self._runner:
+                    raise
+                self._uncaptured.add(key)
+        arrays = packed.arrays()
+        longs, ints = self._transfers.upload(arrays.longs), self._transfers.upload(arrays.ints)
+        chunk = self._packer.chunk(arrays, longs, ints, round_.state.page_table_SP, packed.max_queries)
+        return round_.prefill(chunk, sampled, logprobs)
+
+    def _padded(self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]) -> Tensor:
+        table, upload, sampled = round_.state.page_table_SP, self._transfers.upload, key[1]
         arrays = packed.padded(shape, round_.state.padding)
         if shape not in self._buffers:
             self._buffers[shape] = upload(arrays.longs), upload(arrays.ints)
         longs, ints = self._buffers[shape]
-        key = (shape, sampled, round_.drafter.net is not None)
 
         def prefill() -> Tensor:
             chunk = self._packer.chunk(arrays, longs, ints, table, shape.queries)
@@ -65,7 +78,7 @@ class PromptGraphs:
             self._fill(shape, self._packer.pack([]).padded(shape, round_.state.padding))
             self._runner.capture(key, prefill)
         self._fill(shape, arrays)
-        return (prefill() if self._runner is None else self._runner.replay(key)), None
+        return prefill() if self._runner is None else self._runner.replay(key)
 
     def _shape(self, packed: PackedPrompts) -> ChunkShape | None:
         """The smallest that holds these, if one does."""

@@ -14,7 +14,8 @@ from specbatch.attention.backend_flashinfer import DTYPES as FLASHINFER_DTYPES
 from specbatch.attention.backend_flashinfer import HEAD_DIMS as FLASHINFER_HEAD_DIMS
 from specbatch.config import Config, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
-from specbatch.engine.memory import CachedModel, auto_kv_tokens
+from specbatch.engine.memory import CachedModel, CachePlan, Rows
+from specbatch.engine.resolve_cache import CacheRequest, resolve_cache
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.engine.resolve_speculation import (
@@ -52,6 +53,7 @@ class EngineSettings:
     page_size: int
     prefill_chunk_tokens: int
     memory_fraction: float
+    left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
 
     @property
     def on_device(self) -> bool:
@@ -71,15 +73,12 @@ class ResolvedRun:
     dtype: torch.dtype
     kv_dtype: torch.dtype  # of cached keys and values
     engine: EngineSettings
-    model_max_tokens: int  # longest sequence, prompt and output, that model and cache hold
-    num_kv_tokens: int  # slots of the cache
+    cache: CachePlan  # for the device engine an upper bound: it measures when it is built
+    rows: Rows
+    row_tokens: int | None  # longest row, where the user's engine.kv_cache_tokens, and not the model, limits it
     description: dict[str, str]  # what the models are, for the statistics
     low_acceptance: str | None  # what is likely wrong where drafts are hardly ever right; None: not worth a word
     notes: list[str] = field(default_factory=list)  # how each `auto` was decided
-
-    @property
-    def cache_limits_rows(self) -> bool:
-        return self.model_max_tokens < self.target.config.max_position_embeddings
 
 
 def resolve(config: Config, progress: Callable[[str, int, int], None] | None = None) -> ResolvedRun:
@@ -128,28 +127,20 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         for shape in shapes:
             check_device_shape(shape)
     lookahead = lookahead_of(speculation)
-    given_kv_tokens = num_kv_tokens = config.engine.kv_cache_tokens
-    if num_kv_tokens is None:
-        models = [CachedModel(target.config, target.config.num_layers)]
-        if isinstance(draft, HeadCheckpoint):
-            models.append(CachedModel(draft.head.decoder, 1))
-        elif draft is not None:
-            models.append(CachedModel(draft.config, draft.config.num_layers))
-        # More than the longest sequence for each request of a full batch is never used.
-        usable = engine.max_batch_size * (target.config.max_position_embeddings + lookahead + engine.page_size)
-        num_kv_tokens, note = auto_kv_tokens(
-            models, dtype, kv_dtype, device, engine.memory_fraction, usable, engine.page_size
-        )
-        if not engine.on_device:  # there it is measured when the engine is built
-            given_kv_tokens = num_kv_tokens
-            notes.append(note)
-    num_pages = num_kv_tokens // engine.page_size
-    max_length = min(target.config.max_position_embeddings, num_pages * engine.page_size - lookahead)
-    if max_length < 2:
-        raise ConfigError(
-            f"a KV cache of {num_kv_tokens} tokens cannot hold one request: a round looks {lookahead} tokens ahead",
-            hint="raise engine.kv_cache_tokens or engine.memory_fraction",
-        )
+    given = config.engine.kv_cache_tokens
+    models = _cached_models(target, draft, is_packed=device.type == "cpu" and dtype == torch.float32)
+    rows = Rows(
+        sum(model.bytes_per_token(kv_dtype) for model in models),
+        engine.page_size,
+        lookahead,
+        target.config.max_position_embeddings,
+        engine.max_batch_size,
+        spare_pages=1 if engine.on_device else 0,
+    )
+    num_nodes = max((shape.num_draft_tokens for shape in shapes), default=1)
+    measured = (num_nodes, engine.prefill_chunk_tokens) if engine.on_device else None
+    cache = resolve_cache(CacheRequest(models, rows, dtype, device, given, engine.memory_fraction, measured), notes)
+    max_length = cache.capacity
     if engine.attention == "flashinfer" and speculation.method in NEURAL:
         for shape in shapes:
             check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
@@ -165,7 +156,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             max_batch_size=engine.max_batch_size,
             page_size=engine.page_size,
             kv_dtype=_KV_DTYPE_NAMES[kv_dtype],
-            kv_cache_tokens=given_kv_tokens,
+            # Of the device engine it is known when that is built.
+            kv_cache_tokens=given if given is not None or engine.on_device else cache.num_pages * engine.page_size,
             memory_fraction=engine.memory_fraction,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
         ),
@@ -183,12 +175,22 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         dtype,
         kv_dtype,
         engine,
-        max_length,
-        num_kv_tokens,
+        cache,
+        rows,
+        max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation, draft),
         notes,
     )
+
+
+def _cached_models(target: Checkpoint, draft: Checkpoint | HeadCheckpoint | None, is_packed: bool) -> list[CachedModel]:
+    models = [CachedModel.whole(target.config, is_packed)]
+    if isinstance(draft, HeadCheckpoint):
+        models.append(CachedModel(draft.head.decoder, 1, draft.head.draft_vocab_size))
+    elif draft is not None:
+        models.append(CachedModel.whole(draft.config, is_packed))
+    return models
 
 
 def _open_model(
@@ -294,6 +296,7 @@ def _resolve_engine(
         section.page_size or page,
         section.prefill_chunk_tokens or chunk,
         section.memory_fraction or fraction,
+        frozenset(name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
 
@@ -216,9 +217,29 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         assert len(self.running) > 1, "one request alone does not fit; the engine's limits are wrong"
+        self._put_back(seq)
+
+    def _put_back(self, seq: Sequence) -> None:
         self._release(seq)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
+
+    def give_up(self, spans: Seq[PrefillSpan], least: int) -> None:
+        """Pieces of prompts were not computed, for want of memory: their requests wait again, in their order, and next
+        time the chunk is half as long at most, `least` tokens or more."""
+        for span in reversed(spans):
+            span.seq.was_admitted = not span.is_new
+            self._put_back(span.seq)
+        half = sum(span.end - span.start for span in spans) // 2
+        self._chunk_tokens = min(self._chunk_tokens, max(least, half))
+        self._worthwhile_tokens = min(self._worthwhile_tokens, self._chunk_tokens)
+
+    def lower_batch(self, size: int) -> None:
+        """From now on so many requests run at most: the youngest others wait again."""
+        while len(self.running) > size:
+            self._put_back(self.running[-1])
+        self._max_batch_size = size
+        self.gather = min(self.gather, size)
 
     def finish(self, seq: Sequence) -> None:
         self._release(seq)

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbatch.kernels.out_of_memory import is_out_of_memory
+
 
 class Transfers:
     """On CUDA through pinned memory, whose allocator hands a block out again only when its copies are done."""
@@ -25,7 +27,12 @@ class Transfers:
         """Start a copy to the host, ordered behind what was launched last."""
         if not self._is_cuda:
             return Download(tensor.clone(), None)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        try:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return Download(tensor.cpu(), None)  # slower, but what was launched is not lost
         host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -73,6 +73,9 @@ class _OneJob:
     def tokens_so_far(self) -> dict[int, int]:
         return self._engine.tokens_so_far()
 
+    def limit_rows(self, tokens: int | None) -> int:
+        return self._engine.limit_rows(tokens)
+
     def submit(self, request: Request) -> None:
         self._engine.submit(request)
 

@@ -1,8 +1,9 @@
 """CUDA graphs: a function captured once for each of a ladder of batch sizes, then replayed.
 
-A captured function reads and writes fixed addresses: buffers that live as long as the engine, and the outputs, which
-stay valid until the next replay of any graph of the same runner (all graphs share one memory pool, and are captured
-largest first, so that the pool is as large as the largest needs).
+A captured function reads and writes fixed addresses: buffers that live as long as the engine, its temporary memory, and
+its output. All graphs of a runner share one memory pool and are captured largest first, so that the pool is as large as
+the largest needs. What a function returns is never given to another graph, so it should be little; it is valid until
+the next replay.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class _Captured:
 class GraphRunner:
     """Captured functions by key. One instance for one stream of execution.
 
-    `seconds` and `bytes` say what capturing took.
+    `seconds` and `bytes` say what capturing took; `pool_bytes` is the part of the latter that torch allocated, the rest
+    is the driver's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +43,7 @@ class GraphRunner:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self.seconds = 0.0
-        self.bytes = 0
+        self.bytes = self.pool_bytes = 0
 
     def __contains__(self, key: tuple[Any, ...]) -> bool:
         return key in self._captured
@@ -52,13 +54,13 @@ class GraphRunner:
     def capture(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
         """Capture `function` under `key`; returns its output, valid as after a replay. It must not touch the host, and
         running it in vain must do no harm: it is run once beforehand, so that what is loaded and compiled on first use
-        is, before the capture, and replayed once behind it."""
+        is, before the capture, and replayed once after it. Where it raises, nothing is captured."""
         assert key not in self._captured, f"{key} is captured already"
         began = time.perf_counter()
         function()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # a capture does it too: what it gives back is not the graph's
-        free = torch.cuda.mem_get_info(self._device)[0]
+        free, reserved = torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # What a collection frees on the device (another engine's graphs, say) would break the capture.
         collects = gc.isenabled()
@@ -73,8 +75,18 @@ class GraphRunner:
         torch.cuda.synchronize(self._device)
         self._captured[key] = _Captured(graph, output)
         self.bytes += free - torch.cuda.mem_get_info(self._device)[0]
+        self.pool_bytes += torch.cuda.memory_reserved(self._device) - reserved
         self.seconds += time.perf_counter() - began
         return output
+
+    def replace_output(self, key: tuple[Any, ...], output: Any) -> None:
+        """Return this part of what the function returns from now on. Graphs captured later may use the memory of the
+        rest."""
+        self._captured[key].output = output
+
+    def drop(self, key: tuple[Any, ...]) -> None:
+        """Forget a captured function, if there is one."""
+        self._captured.pop(key, None)
 
     def output(self, key: tuple[Any, ...]) -> Any:
         """What a captured function returned."""

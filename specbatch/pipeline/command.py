@@ -54,8 +54,7 @@ class Resolved(Protocol):
 
     config: Config
     tokenizer: Any
-    model_max_tokens: int  # longest row, prompt and output, that model and cache hold
-    cache_limits_rows: bool  # it is the cache, and not the model, that sets that length
+    row_tokens: int | None  # longest row, prompt and output, where the user's kv_cache_tokens limits it
     description: dict[str, str]
     low_acceptance: str | None  # likely causes, where drafts are hardly ever right
     notes: list[str]
@@ -103,7 +102,7 @@ def generate_file(
         run.config,
         source.identity,
         options.limit,
-        row_tokens=run.model_max_tokens if run.cache_limits_rows else None,
+        row_tokens=run.row_tokens,
         models=runtime.model_paths(run.config),
     )
     if texts.prints_today:
@@ -126,6 +125,7 @@ def generate_file(
             else:
                 engine = runtime.build_engine(run, lambda doing: None)
             say(run.notes[known:], console)  # what only the loaded model could tell
+            _limit_rows(engine, results, console)
             return engine
 
         remarks = Remarks(run.config.model.target, columns=parser.makes_prompts)
@@ -183,6 +183,16 @@ def generate_file(
         console.print(closing_table(report))
     say(remarked, console)
     return _verdict(report, console)
+
+
+def _limit_rows(engine: BatchEngine, results: ResultFile, console: Console) -> None:
+    """A resumed job keeps the length of rows that its first run allowed: which rows are errors depends on it."""
+    here, first = engine.limit_rows(None), results.longest_row
+    results.settle_longest_row(engine.limit_rows(first))
+    if first is None and results.resumed_rows:
+        say([f"longest row: {here} tokens from now on (what the first run of this job allowed is lost)"], console)
+    elif first is not None and first != here:
+        say([f"longest row: {first} tokens, as in the first run of this job (not {here})"], console)
 
 
 def _checked_output(options: GenerateOptions, config: Config, console: Console) -> Path:

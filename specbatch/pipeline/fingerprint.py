@@ -36,7 +36,8 @@ def job_fingerprint(
     models: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
     """Flat, JSON-ready. `config` is the resolved one with data.chat_template as text; `row_tokens` the longest row
-    that fits where the user's own kv_cache_tokens, and not the model, limits it; `models` the files or folders of the
+    that fits where the user's own kv_cache_tokens, and not the model, limits it (where memory does, the result file
+    keeps what the first run allowed); `models` the files or folders of the
     models by option."""
     job: dict[str, Any] = {"specbatch": __version__, "limit": limit}
     for path, value in _flat(config_to_dict(config)):

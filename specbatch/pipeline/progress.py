@@ -147,6 +147,8 @@ def closing_table(report: dict[str, Any]) -> Table:
         table.add_row("prefix cache", f"{session['cache_hit_rate']:.0%} of prompt tokens")
     if session["preemptions"]:
         table.add_row("preemptions", f"{session['preemptions']:,}")
+    if session["memory_shortages"]:
+        table.add_row("memory", f"ran out {session['memory_shortages']:,} times: batches were made smaller")
     table.add_row("output", escape(report["output"]))
     return table
 

@@ -34,6 +34,7 @@ from specbatch.pipeline.totals import RowTotals
 _SYNC_SECONDS = 5.0
 _COPY_BUFFER = 1 << 20
 _INPUT_NOW = "specbatch_input"  # the record of an input other than that of the first line
+_LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
 _START_AGAIN = "--overwrite drops it and starts again; -o PATH writes elsewhere"
 
 
@@ -49,6 +50,9 @@ class ResultFile:
         self.resumed_rows = 0  # finished by earlier sessions
         self.damaged_lines = 0  # whole lines of earlier sessions that are left out
         self.stale_rows = 0  # rows of earlier sessions that answer an input row which is no longer there
+        # Tokens that a row may have, prompt and output: in all sessions as many as in the first one, for it decides
+        # which rows are errors. None: not known yet.
+        self.longest_row: int | None = None
         self._other_input = False  # that of the earlier sessions was released, and need not be this one
         self._path = partial_path(output)
         self._rows = RowIndex()
@@ -70,6 +74,15 @@ class ResultFile:
         if self.damaged_lines:
             notes.append(f"{self.damaged_lines:,} damaged lines of {self._path} are left out; rows are computed again")
         return notes
+
+    def settle_longest_row(self, tokens: int) -> None:
+        """Note it, unless an earlier session has. It is known once the memory that the engine takes has been measured,
+        long after this file was opened and locked, and before the first row is written."""
+        if self.longest_row is None:
+            self.longest_row = tokens
+            holds_rows = self._end > self._first_row
+            self._append({_LONGEST_ROW: tokens})
+            self._first_row = self._first_row if holds_rows else self._end
 
     def is_done(self, row: RawRow) -> bool:
         """Whether the result of this very row is there; one of another row in its place is dropped."""
@@ -176,7 +189,7 @@ class ResultFile:
             self._lines = PartialLines(header if old is not None else header_line(job))
             self.damaged_lines += old is None
             records = {_INPUT_NOW: _input_of(old if old is not None else job)}
-            end = len(header)
+            first_row = end = len(header)
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
@@ -184,6 +197,7 @@ class ResultFile:
                     record = self._lines.open_record(line)
                     self.damaged_lines += record is None
                     records |= record or {}
+                    first_row += len(line) if end == first_row else 0
                 end += len(line)
         if old is None and not self.totals.rows:
             raise InputError(
@@ -193,7 +207,8 @@ class ResultFile:
         if not self._other_input:
             self._check_job(records[_INPUT_NOW], _input_of(job))
         self._file.truncate(end)
-        self._first_row, self._end = len(header), end
+        self._first_row, self._end = first_row, end
+        self.longest_row = records.get(_LONGEST_ROW)
         self.resumed_rows = self.totals.rows
         if self._other_input:
             self._append({_INPUT_NOW: _input_of(job)})

@@ -97,6 +97,7 @@ def build_report(
             "cache_hit_rate": _ratio(engine.cached_prompt_tokens, engine.prompt_tokens),
             "engine_rounds": engine.rounds,
             "preemptions": engine.preemptions,
+            "memory_shortages": engine.memory_shortages,
             "acceptance_length": _ratio(engine.speculation.committed, engine.speculation.rounds),
             # [i] = share of the drafts at depth i+1 that were kept
             "acceptance_rate_by_position": by_position,

@@ -180,6 +180,9 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     engine = replace(config.engine, prefix_cache=False)
     first = resolve(replace(config, speculation=speculation, engine=engine))
     on_device = first.engine.on_device
+    # What is measured is for batches of these sizes: they are not to be lowered where memory is short.
+    batch, chunk = first.engine.max_batch_size, first.engine.prefill_chunk_tokens
+    engine = replace(engine, max_batch_size=batch, prefill_chunk_tokens=chunk)
     widest = Widest.of(first.config.speculation.method, on_device)
     schedule = tuple(ScheduleSection(*entry) for entry in widest.schedule(first.engine.max_batch_size))
     engine = replace(engine, cuda_graphs="none") if on_device else engine  # the session captures its own

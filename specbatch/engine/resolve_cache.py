@@ -1,0 +1,113 @@
+"""Decides the KV cache as far as it can be known before weights are read: see `memory.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specbatch.engine.memory import (
+    GIB,
+    CachedModel,
+    CachePlan,
+    Rows,
+    available_memory,
+    bytes_for_cache,
+    estimated_working_bytes,
+    given_cache,
+    plan_cache,
+)
+from specbatch.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """What the cache is for, and what the user has said of it."""
+
+    models: Sequence[CachedModel]  # the target first
+    rows: Rows
+    dtype: torch.dtype  # of the weights
+    device: torch.device
+    given_tokens: int | None  # engine.kv_cache_tokens, where it is set
+    memory_fraction: float
+    # Of the device engine, which measures when it is built: (nodes of a row in a round, tokens of a prompt chunk).
+    # None: the host's engine, whose cache has the size that is decided here.
+    measured: tuple[int, int] | None
+
+    @property
+    def weights(self) -> int:
+        return sum(model.num_parameters() for model in self.models) * self.dtype.itemsize
+
+
+def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
+    """The cache's size; for the device engine an upper bound, and an estimate in `notes`.
+
+    Raises ConfigError where it does not fit into memory, or does not hold one request.
+    """
+    available, weights, rows = available_memory(wanted.device), wanted.weights, wanted.rows
+    if wanted.given_tokens is not None:
+        plan = given_cache(wanted.given_tokens, rows)
+        _check_given(wanted.given_tokens, available, weights, rows)
+    elif wanted.measured is None:
+        plan = plan_cache(bytes_for_cache(max(0, available - weights), wanted.memory_fraction, 0, 0), rows)
+        notes.append(
+            f"engine.kv_cache_tokens: {plan.num_pages * rows.page_size} ({plan.gib(rows):.2f} GiB; "
+            f"{available / GIB:.1f} GiB available, {weights / GIB:.2f} GiB of weights, memory_fraction "
+            f"{wanted.memory_fraction})"
+        )
+        notes += row_notes(plan, rows)
+    else:
+        plan = plan_cache(bytes_for_cache(available, wanted.memory_fraction, weights, 0), rows)
+        nodes, chunk = wanted.measured
+        working = estimated_working_bytes(
+            wanted.models[0].config, rows.max_batch_size, nodes, chunk, wanted.dtype.itemsize
+        )
+        likely = plan_cache(bytes_for_cache(available, wanted.memory_fraction, weights, working), rows)
+        notes.append(
+            f"engine.kv_cache_tokens: about {likely.num_pages * rows.page_size} ({likely.gib(rows):.1f} GiB; "
+            f"{available / GIB:.1f} GiB are free, {weights / GIB:.1f} GiB of weights, about {working / GIB:.1f} GiB "
+            f"for rounds and prompts, memory_fraction {wanted.memory_fraction}); measured when the model is loaded"
+        )
+    if plan.capacity < 2:
+        _refuse(wanted, plan, available)
+    return plan
+
+
+def row_notes(plan: CachePlan, rows: Rows) -> list[str]:
+    """What a job should be told of the length of its rows: nothing, where the model sets it."""
+    if plan.longest_row == rows.max_positions:
+        return []
+    return [
+        f"longest row: {plan.longest_row} tokens, prompt and output together (the model's {rows.max_positions} do not "
+        "fit the KV cache; longer prompts are error rows)"
+    ]
+
+
+def _check_given(num_tokens: int, available: int, weights: int, rows: Rows) -> None:
+    num_bytes = num_tokens * rows.token_bytes
+    if num_bytes + weights <= available:
+        return
+    fitting = max(0, available - weights) // rows.token_bytes // rows.page_size * rows.page_size
+    raise ConfigError(
+        f"engine.kv_cache_tokens: {num_tokens} tokens take {num_bytes / GIB:,.1f} GiB, and {available / GIB:.1f} GiB "
+        f"of memory are available, {weights / GIB:.1f} GiB of them for the weights",
+        hint=f"leave engine.kv_cache_tokens out, or set it to less than {fitting}"
+        if fitting > rows.lookahead + 1
+        else "free memory, or use a smaller model",
+    )
+
+
+def _refuse(wanted: CacheRequest, plan: CachePlan, available: int) -> None:
+    if wanted.given_tokens is not None or wanted.weights < available * wanted.memory_fraction:
+        tokens = wanted.given_tokens if wanted.given_tokens is not None else plan.num_pages * wanted.rows.page_size
+        raise ConfigError(
+            f"a KV cache of {tokens} tokens cannot hold one request: a round looks {wanted.rows.lookahead} tokens "
+            "ahead",
+            hint="raise engine.kv_cache_tokens or engine.memory_fraction",
+        )
+    raise ConfigError(
+        f"the weights take {wanted.weights / GIB:.1f} GiB, and {available / GIB:.1f} GiB of memory are available, of "
+        f"which engine.memory_fraction allows {wanted.memory_fraction:g}",
+        hint="free memory, use a smaller model or a smaller model.dtype, or raise engine.memory_fraction",
+    )

@@ -1,0 +1,184 @@
+"""Runs the largest prompt chunk and the largest rounds before there is a KV cache, and measures the memory they take:
+see `build_device.py`."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specbatch.cache.pages import KVCache
+from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
+from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.round import PromptChunk, Round
+from specbatch.kernels import ops_for
+from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.models.decoder import Decoder
+from specbatch.speculation.drafters import Drafter
+from specbatch.speculation.schedule import ByBatch
+from specbatch.speculation.slots import SlotState
+
+_PROMPT_GRAPHS = 16  # of a job, roughly
+_SMALLEST_CHUNK = 32  # of the trial, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was made for batches and prompt chunks of these sizes, and the bytes that running them takes: `eager_bytes`
+    at once and given back, `graph_bytes` kept by CUDA graphs."""
+
+    max_batch_size: int
+    prefill_chunk_tokens: int
+    rounds: ByBatch[Round]
+    caches: list[KVCache]  # of the target and the draft network; empty
+    chunk_cost: ChunkCost
+    eager_bytes: int
+    graph_bytes: int
+
+    @property
+    def reserved(self) -> int:
+        return self.eager_bytes + self.graph_bytes
+
+
+@dataclass(frozen=True)
+class Trials:
+    """`max_length`: of the longest row that the cache may turn out to hold. For the rest see `build_device_engine`."""
+
+    target: Decoder
+    drafters: ByBatch[Drafter]
+    kv_dtype: torch.dtype
+    dtype: torch.dtype
+    device: torch.device
+    max_length: int
+    page_size: int
+    graphs: GraphMode
+    prompt_graphs: bool
+    keeps_tokens: bool
+    eos_token_ids: tuple[int, ...]
+    simulate: float | None
+
+    def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> Trial:
+        """Leaves the caches empty. Raises where memory runs out."""
+        net, device, size = self.drafters.items[0].net, self.device, self.page_size
+        lookahead = max(drafter.num_lookahead for drafter in self.drafters.items)
+        state = SlotState(
+            max_batch_size,
+            -(-(self.max_length + lookahead) // size),
+            self.max_length + 1,
+            self.target.config.hidden_size if net is None else net.feature_size,
+            self.keeps_tokens,
+            self.dtype,
+            device,
+        )
+        ops = ops_for(device, self.dtype)
+        # The trial's cache holds one prompt chunk; a page after it is spare, as in the real one.
+        trial_slots = (-(-prefill_chunk_tokens // size) + 2) * size
+        cache = self.target.new_cache(trial_slots, self.kv_dtype)
+        caches = [cache]
+        if net is not None:
+            net.cache.resize(trial_slots)
+            caches.append(net.cache)
+        rounds = self.drafters.map(
+            lambda d: Round(self.target, cache, d, state, size, self.eos_token_ids, ops, self.simulate)
+        )
+        chunk_cost = ChunkCost.of_model(
+            self.target.config.num_layers,
+            sum(math.prod(one.shape) for one in self.target.linears),
+            prefill_chunk_tokens,
+            # With "none" too: whoever tunes captures rounds later, and is to gather prompts as the job will.
+            self.prompt_graphs and self.graphs != "phases",
+        )
+        prompt = rounds.items[0]  # for prompts, which are nothing to drafters
+        prompt_bytes = self._prompt_peak(prompt, prefill_chunk_tokens)
+        padded_bytes = self._prompt_peak(prompt, chunk_cost.graph_tokens) if chunk_cost.graph_tokens else 0
+        num_tokens = _SMALLEST_CHUNK
+        while num_tokens < prefill_chunk_tokens:  # compiles what chunks of other sizes need
+            trial_prompt(prompt, state, num_tokens, size, device)
+            num_tokens *= 2
+        padding = torch.full((max_batch_size,), state.padding, dtype=torch.int64, device=device)
+        eager_bytes, sizes = prompt_bytes, padded_sizes(rounds, max_batch_size)
+        for i, rows in {i: rows for rows, i in reversed(sizes)}.items():  # the largest of each
+            eager_bytes = max(eager_bytes, self._round_peak(rounds.items[i], padding[:rows]))
+        graph_bytes = self._graph_bytes(rounds, max_batch_size, len(sizes), padded_bytes)
+        for one in caches:
+            one.resize(0)
+        return Trial(max_batch_size, prefill_chunk_tokens, rounds, caches, chunk_cost, eager_bytes, graph_bytes)
+
+    def _graph_bytes(self, rounds: ByBatch[Round], max_batch_size: int, num_sizes: int, padded_bytes: int) -> int:
+        """All graphs of rounds share one pool, which is as large as the largest needs: that one is captured here. What
+        the driver keeps for each comes in addition. A quarter more of both: pools are fragmented."""
+        if self.graphs == "none":
+            return 0
+        executor = RoundExecutor(rounds, max_batch_size, self.device, self.graphs)
+        assert executor.runner is not None
+        with torch.inference_mode():
+            executor.capture_largest()
+        runner = executor.runner
+        if not runner:
+            raise torch.OutOfMemoryError("no CUDA graph fits")
+        of_driver = max(0, runner.bytes - runner.pool_bytes) // len(runner)
+        # Rows may ask for samples at any time: twice as many graphs then.
+        num_graphs = 2 * num_sizes * (len(PHASES) if self.graphs == "phases" else 1)
+        num_graphs += _PROMPT_GRAPHS if padded_bytes else 0
+        kept = runner.pool_bytes + num_graphs * of_driver
+        del executor, runner
+        gc.collect()
+        # Prompts' graphs are captured as they come up. Where the small ones are first, each size doubles what the one
+        # before took, and none fits into what that left in their pool.
+        return kept * 5 // 4 + 2 * padded_bytes
+
+    def _prompt_peak(self, round_: Round, num_tokens: int) -> int:
+        return _peak(self.device, lambda: trial_prompt(round_, round_.state, num_tokens, self.page_size, self.device))
+
+    def _round_peak(self, round_: Round, rows_B: torch.Tensor) -> int:
+        return _peak(self.device, lambda: trial_round(round_, rows_B, logprobs=True))
+
+
+def _peak(device: torch.device, function: Callable[[], None]) -> int:
+    """Bytes that `function` needs beside what was allocated before."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@torch.inference_mode()
+def trial_round(round_: Round, padding: torch.Tensor, logprobs: bool) -> None:
+    """The largest round. All rows are padding: it computes everything and writes nothing. Rows may ask for samples and
+    log-probabilities, which take the most memory."""
+    round_(padding, sampled=False)
+    round_(padding, sampled=True, logprobs=logprobs)
+
+
+@torch.inference_mode()
+def trial_prompt(round_: Round, state: SlotState, num_tokens: int, page_size: int, device: torch.device) -> None:
+    """A chunk filled by one prompt. As many of its tokens as slots are chosen behind, as if short prompts ended there;
+    all in padding's slot, which stays done."""
+    pages = -(-num_tokens // page_size)
+    table = torch.arange(max(pages + 1, state.page_table_SP.shape[1]), dtype=torch.int32, device=device)[None]
+    index = torch.arange(num_tokens, device=device)
+    ends = np.array([0, num_tokens], dtype=np.int32)
+    layout = PagedBatch(
+        index,
+        index % round_.num_positions,
+        table,
+        page_size,
+        torch.zeros(1, dtype=torch.int32, device=device),
+        torch.from_numpy(ends).to(device),
+        num_tokens,
+        host_query_starts=ends,
+    )
+    last = index[-state.padding :]
+    slots = torch.full_like(last, state.padding)
+    zeros = torch.zeros_like(index)
+    saved = state.ints_SF[state.padding].clone()
+    selected = Selected.of(layout, last, last, table.repeat(last.shape[0], 1))
+    chunk = PromptChunk(zeros, layout, slots, selected, last + 1, torch.full_like(last, -1), zeros, layout, selected)
+    round_.prefill(chunk, sampled=True, logprobs=True)
+    state.ints_SF[state.padding] = saved
