@@ -192,7 +192,7 @@ def test_resume_after_an_engine_failure_keeps_what_was_done(run: Run) -> None:
     run.output.unlink()
     with pytest.raises(RuntimeError, match="broke"):
         run(engine=StubEngine(fail_at=10))
-    done = partial_path(run.output).read_bytes().count(b"\n") - 1
+    done = partial_path(run.output).read_bytes().count(b"\n") - 2  # the job, the longest row
     assert 0 < done < 200
     assert run() == 1
     assert run.output.read_bytes() == whole
