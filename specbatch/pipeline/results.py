@@ -56,6 +56,7 @@ class ResultFile:
         self._other_input = False  # that of the earlier sessions was released, and need not be this one
         self._path = partial_path(output)
         self._rows = RowIndex()
+        self._first_row = self._end = 0  # where results begin, and where the file ends
         self._synced_at = time.monotonic()
         self._file = self._open_locked()
         try:
@@ -188,7 +189,7 @@ class ResultFile:
             # Where the header is damaged, the checksums of the rows tell whether they are of this job.
             self._lines = PartialLines(header if old is not None else header_line(job))
             self.damaged_lines += old is None
-            records = {_INPUT_NOW: _input_of(old if old is not None else job)}
+            records: dict[str, Any] = {_INPUT_NOW: _input_of(old if old is not None else job)}
             first_row = end = len(header)
             for line in lines:
                 if not line.endswith(b"\n"):
