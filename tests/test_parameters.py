@@ -170,15 +170,16 @@ def test_fields_that_nothing_read_are_named_with_their_rows() -> None:
     rows = [{"prompt": "x", "topic": "t", "max_tokens": 3, "metadata": {"own": 1}} for _ in range(3)]
     rows[1]["temprature"] = 1
     (line,) = remarks_of(rows)
-    assert "temprature (did you mean temperature?) 1, topic 3" in line
+    assert "temprature (1 row; did you mean temperature?), topic (3 rows)" in line
     assert "own" not in line
     assert remarks_of([{"prompt": "x", "id": 1, "metadata": {"topic": 1}}]) == []
+    assert remarks_of([{"prompt": "x", "regex": "[0-9]"}, {"prompt": 3, "topic": 1}]) == []  # they say it themselves
 
 
 def test_under_a_template_slips_alone_are_named() -> None:
     rows = [{"question": "x", "answer": "y", "temprature": 1, "suffix": "s", "tool": 1}]
     (line,) = remarks_of(rows, DataSection(prompt_template="{question}"))
-    assert line.endswith(": temprature (did you mean temperature?) 1")
+    assert line.endswith(": temprature (1 row; did you mean temperature?)")
     assert remarks_of([{"question": "x", "answer": "y"}], DataSection(prompt_template="{question}")) == []
 
 
@@ -198,7 +199,7 @@ def request(custom_id: str, model: Any = "Org/model-1b") -> dict[str, Any]:
 def test_another_model_is_named_once() -> None:
     assert remarks_of([request("a"), request("b", "/models/Model-1B.gguf"), request("c", None)]) == []
     (line,) = remarks_of([request("a", "gpt-4"), request("b", "gpt-4"), request("c"), request("d", 7)])
-    assert "org/Model-1B: gpt-4 2, 7 1" in line
+    assert "org/Model-1B: gpt-4 (2 rows), 7 (1 row)" in line
 
 
 def test_ids_that_are_given_twice_are_named_once() -> None:

@@ -45,6 +45,12 @@ def refusal(path: Path, data: DataSection) -> InputError:
         (DataSection(prompt_column="q"), [{"text": "x"}] * 2, "'q', which data.prompt_column", "fields there: text"),
         (DataSection(), [{"promt": "x"}], "has no prompt, messages or prompt_token_ids", "did you mean promt?"),
         (DataSection(), [{"question": "x"}] * 500, "none of the first 100 rows", "data.prompt_column"),
+        (
+            DataSection(prompt_column="q"),
+            [{"text": "x"}, {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}],
+            "the first row of",
+            "text",
+        ),
         (DataSection(prompt_column="q"), [{"a\ud800b": "x"}], "'q'", r"'a\ud800b'"),
     ],
 )
@@ -62,6 +68,7 @@ def test_fields_that_no_row_has(tmp_path: Path, data: DataSection, rows: list[An
         [{"other": 1}] * 50 + [{"question": "q", "hint": None}],
         [{"question": "q"}, {"hint": "h"}],
         ["broken", [1]],
+        [{"custom_id": "c", "url": "/v1/completions"}, {"question": "q", "hint": "h"}],
         [{"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}],
     ],
 )

@@ -198,11 +198,11 @@ _INSTEAD = {
     "top_logprobs_num": "logprobs, a number",
     "top_n_tokens": "logprobs, a number",
     "return_logprob": "logprobs, a number",
-    "system": "messages, or data.system_prompt in the configuration",
+    "system": "messages, or data.system_prompt of the configuration",
     "input_ids": "prompt_token_ids",
-    "chat_template": "data.chat_template in the configuration",
-    "chat_template_kwargs": "data.chat_template in the configuration, with a template that says it",
-    "enable_thinking": "data.chat_template in the configuration, with a template that says it",
+    "chat_template": "data.chat_template of the configuration",
+    "chat_template_kwargs": "a chat template that says it (data.chat_template)",
+    "enable_thinking": "a chat template that says it (data.chat_template)",
 }
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 KNOWN_NAMES = (*SAMPLING_NAMES, *UNSUPPORTED, "do_sample", *PROMPTS)

@@ -39,7 +39,7 @@ def with_checked_fields(source: Source, parser: RowParser) -> Source:
             except RowError:  # becomes this row's own error
                 continue
             if is_openai_line(fields):  # prompts come in their bodies
-                needs = {}
+                continue
         count += 1
         names.update(dict.fromkeys(fields))
         needs = {words: anyone for words, anyone in needs.items() if not fields.keys() & set(anyone)}

@@ -1,13 +1,13 @@
 """What is worth saying of the rows once they have run: fields that nothing read, ids given twice, other models' names.
 
-Only rows of this session are counted, and the memory is bounded: so many distinct names, and 8 bytes a row for ids.
+Only rows of this session are counted, and the memory is bounded: 200 distinct names, and 8 bytes a row for ids.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -42,25 +42,20 @@ class Remarks:
             if model is not None and _bare(str(model)) != _bare(self._model):
                 self._models.add(str(model))
         if id is not None and head.index < _MOST_IDS:
-            self._ids.extend([0] * (head.index + 1 - len(self._ids)))
+            self._ids.frombytes(bytes(8 * max(0, head.index + 1 - len(self._ids))))
             self._ids[head.index] = hash((id,)) or 1  # not hash(0), which is 0 itself
 
     def lines(self) -> list[str]:
         """The remarks, a line each."""
         lines = []
         if self._models.rows:
-            shown = self._models.shown(shown_name)
-            lines.append(f"body.model is not the model that answers, {self._model}: {shown}")
+            lines.append(f"body.model is not the model that answers, {self._model}: {self._models.shown({})}")
         known = SAMPLING_NAMES if self._columns else KNOWN_NAMES
-        meant = {name: meant_by(name, known) for name in self._fields.names if name not in known}
+        meant = {name: near for name in self._fields.names if name not in known and (near := meant_by(name, known))}
         if self._columns:
-            self._fields.keep({name for name, near in meant.items() if near})
+            self._fields.keep(meant)
         if self._fields.rows:
-            shown = self._fields.shown(
-                lambda name: shown_name(name) + (f" (did you mean {meant[name]}?)" if meant.get(name) else ""),
-                first={name for name, near in meant.items() if near},
-            )
-            lines.append(f"fields kept as metadata, and not used (with the number of rows): {shown}")
+            lines.append(f"kept as metadata, and not used: {self._fields.shown(meant)}")
         if repeated := self._repeated():
             count, one, other = repeated
             ids = "1 id is" if count == 1 else f"{count:,} ids are"
@@ -69,7 +64,7 @@ class Remarks:
 
     def _repeated(self) -> tuple[int, int, int] | None:
         """How many ids are on several rows, and two rows that share one; None where every id is on one row."""
-        hashes = np.frombuffer(self._ids, dtype=np.int64)
+        hashes = np.frombuffer(self._ids.tobytes(), dtype=np.int64)  # of a copy: a view would forbid more rows
         ids = np.sort(hashes[hashes != 0])
         repeated = np.unique(ids[1:][ids[1:] == ids[:-1]])
         if not len(repeated):
@@ -101,14 +96,19 @@ class _Tally:
         else:
             self._others += 1
 
-    def keep(self, names: Set[str]) -> None:
+    def keep(self, names: Container[str]) -> None:
         self._counts = Counter({name: count for name, count in self._counts.items() if name in names})
         self._others = 0
 
-    def shown(self, describe: Callable[[str], str], first: Set[str] = frozenset()) -> str:
-        """`a (12), b (3)`, the most frequent before the others and the `first` before all."""
-        order = sorted(self._counts.items(), key=lambda item: (item[0] not in first, -item[1]))
-        shown = [f"{describe(name)} {count:,}" for name, count in order[:_MOST_SHOWN]]
+    def shown(self, meant: Mapping[str, str]) -> str:
+        """`a (12 rows), b (1 row)`, the most frequent before the others. Those that are `meant` for another name come
+        before all, with a question."""
+        order = sorted(self._counts.items(), key=lambda item: (item[0] not in meant, -item[1]))
+        shown = []
+        for name, count in order[:_MOST_SHOWN]:
+            rows = "1 row" if count == 1 else f"{count:,} rows"
+            question = f"; did you mean {meant[name]}?" if name in meant else ""
+            shown.append(f"{shown_name(name)} ({rows}{question})")
         if len(order) > _MOST_SHOWN or self._others:
             shown.append("and others")
         return ", ".join(shown)

@@ -42,7 +42,7 @@ class RowHead:
     index: int
     id: Any = None
     metadata: dict[str, Any] | None = None
-    kept_fields: Sequence[str] = ()  # that became metadata where a parameter might have been meant
+    kept_fields: Sequence[str] = ()  # of a row that may run: became metadata where a parameter might have been meant
     envelope: Envelope | None = None
 
 
@@ -101,8 +101,6 @@ class RowParser:
         elif self._template is None:
             used.update(PROMPTS)
         extra = {k: v for k, v in row.items() if k not in used}
-        if not columns_are_data:
-            head.kept_fields = [name for name in extra if name != "metadata"]
         head.metadata = _metadata(extra)
         head.id = _scalar_id(row.get("id"))
         params = self._defaults if columns_are_data else override(self._defaults, row)
@@ -110,6 +108,8 @@ class RowParser:
             refuse_unsupported(row, params)
         own_seed = not columns_are_data and row.get("seed") is not None
         kind, content = self._prompt(row)
+        if not columns_are_data:
+            head.kept_fields = [name for name in extra if name != "metadata"]
         return Job(kind, content, params, own_seed)
 
     def _prompt(self, row: dict[str, Any]) -> tuple[Literal["prompt", "messages", "token_ids"], Any]:
