@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 
 from specbatch.cli import app
 from specbatch.config import DataSection
-from specbatch.errors import ConfigError, ModelError, RowError
+from specbatch.errors import ConfigError, InputError, ModelError, RowError
+from specbatch.evals.prompts import Renderer
 from specbatch.models.tokenizer import byte_tokenizer
 from specbatch.pipeline.bounds import Bounded, OutOfBounds
 from specbatch.pipeline.chat_template import ChatTemplate
@@ -129,6 +131,25 @@ def test_bounds_leave_no_trace() -> None:
         except (OutOfBounds, ZeroDivisionError):
             pass
         assert state() == before
+
+
+def test_bounds_are_the_main_threads() -> None:
+    """They belong to the process: two threads would restore each other's."""
+    found: list[Any] = []
+
+    def work() -> None:
+        with Bounded(0.2, 1 << 28):
+            found.append(resource.getrlimit(resource.RLIMIT_AS))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [resource.getrlimit(resource.RLIMIT_AS)]
+
+
+def test_templates_of_tasks_are_bounded() -> None:
+    with pytest.raises(InputError, match="it takes more than"):
+        Renderer("prompt.question", "{{ ('x' * 3000000000)|length }}")({}, "row 1")
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
-import jinja2
 import yaml
 
 from specbatch.config import FieldProblem, sampling_value
 from specbatch.config_load import StrictLoader  # no key twice, 1e-3 is a number: one rule for all of our YAML
 from specbatch.errors import ConfigError
-from specbatch.evals.prompts import jinja_environment
+from specbatch.evals.prompts import compile_template
 from specbatch.evals.schema import METRICS, STEPS, DataSource, ExactMatch, Filter, Metric, Regex, Step, Task
 from specbatch.types import SamplingParams
 
@@ -225,10 +224,7 @@ def _check(task: Task) -> None:
         "metric.program": getattr(task.metric, "program", ""),
     }
     for path, template in templates.items():
-        try:
-            jinja_environment().from_string(template)  # compiled, not only parsed: that finds unknown filters
-        except jinja2.TemplateError as exc:
-            raise ConfigError(f"{path} is not a valid template: {exc}") from exc
+        compile_template(path, template)  # not only parsed: that finds unknown filters
     for f in task.filters:
         _check_patterns(f)
     for pattern in getattr(task.metric, "regexes_to_ignore", ()):

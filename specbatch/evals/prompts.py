@@ -16,8 +16,9 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specbatch.errors import InputError
+from specbatch.errors import ConfigError, InputError
 from specbatch.evals.schema import FewShot, Prompt, Task
+from specbatch.pipeline.bounds import Bounded, OutOfBounds
 
 Row = Mapping[str, Any]
 Messages = list[dict[str, str]]
@@ -27,11 +28,18 @@ def _regex_replace(text: str, pattern: str, replacement: str, count: int = 0) ->
     return re.sub(pattern, replacement, text, count=count)
 
 
-def jinja_environment() -> jinja2.Environment:
-    """Templates see a row and nothing else: sandboxed, and a field that is not there is an error."""
+def compile_template(name: str, text: str) -> jinja2.Template:
+    """Templates see a row and nothing else: sandboxed, and a field that is not there is an error.
+
+    Raises ConfigError, with `name`, for what is not valid.
+    """
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     environment.filters["regex_replace"] = _regex_replace
-    return environment
+    try:
+        with Bounded():  # constants are computed here: {{ 'x' * 9999999999 }}
+            return environment.from_string(text)
+    except (jinja2.TemplateError, SyntaxError, RecursionError, OutOfBounds) as exc:
+        raise ConfigError(f"{name} is not a valid template: {exc}") from exc
 
 
 class Renderer:
@@ -39,13 +47,15 @@ class Renderer:
 
     def __init__(self, name: str, template: str) -> None:
         self._name = name
-        self._template = jinja_environment().from_string(template)
+        self._template = compile_template(name, template)
+        self._bounded = Bounded()  # tasks come from anywhere, too
 
     def __call__(self, row: Row, where: str, response: str | None = None) -> str:
         """`where`: the row, in words; `response`: a further field, for programs."""
         fields = row if response is None else {**row, "response": response}
         try:
-            return self._template.render(fields)
+            with self._bounded:
+                return self._template.render(fields)
         except Exception as exc:  # templates fail in many ways, and all of them mean: not this row
             names = ", ".join(list(row)[:8]) or "none"
             raise InputError(f"{self._name} does not fit {where}: {exc}", f"its fields: {names}") from exc

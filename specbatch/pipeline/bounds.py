@@ -24,8 +24,9 @@ class OutOfBounds(Exception):
 class Bounded:
     """A context that raises OutOfBounds where the time is over or the memory is used up. Entering it takes 10 us.
 
-    Memory is bounded by a limit of the process on its address space, time by a timer, in the main thread only. Neither
-    can stop a single operation of the interpreter that takes no memory and does not end.
+    Memory is bounded by a limit of the process on its address space, time by a timer: both in the main thread only, for
+    they belong to the whole process. Neither can stop a single operation of the interpreter that takes no memory and
+    does not end.
     """
 
     def __init__(self, seconds: float = SECONDS, memory: int = MEMORY) -> None:
@@ -33,10 +34,12 @@ class Bounded:
         self._memory = memory
         self._began = 0.0
         self._handler: Callable[[int, FrameType | None], Any] | int | None = None
-        self._timer: tuple[float, float] | None = None  # as it was; None: not set, for signals reach one thread alone
+        self._timer: tuple[float, float] | None = None  # as it was; None: not set
         self._limit: tuple[int, int] | None = None  # as it was; None: not changed
 
     def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         statm = _statm()
         if statm is not None:
             soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -44,11 +47,10 @@ class Bounded:
             if soft == resource.RLIM_INFINITY or most < soft:
                 resource.setrlimit(resource.RLIMIT_AS, (most, hard))
                 self._limit = soft, hard
-        if threading.current_thread() is threading.main_thread():
-            self._began = time.thread_time()
-            self._handler = signal.signal(signal.SIGALRM, self._on_alarm)
-            # Again every second: a template's compiler may swallow the exception while it computes a constant.
-            self._timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, min(1.0, self._seconds))
+        self._began = time.thread_time()
+        self._handler = signal.signal(signal.SIGALRM, self._on_alarm)
+        # Again every second: a template's compiler may swallow the exception while it computes a constant.
+        self._timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, min(1.0, self._seconds))
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None

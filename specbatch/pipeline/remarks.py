@@ -64,7 +64,7 @@ class Remarks:
 
     def _repeated(self) -> tuple[int, int, int] | None:
         """How many ids are on several rows, and two rows that share one; None where every id is on one row."""
-        hashes = np.frombuffer(self._ids.tobytes(), dtype=np.int64)  # of a copy: a view would forbid more rows
+        hashes = np.frombuffer(self._ids, dtype=np.int64)
         ids = np.sort(hashes[hashes != 0])
         repeated = np.unique(ids[1:][ids[1:] == ids[:-1]])
         if not len(repeated):
