@@ -149,6 +149,7 @@ def evaluate(
             allow_code_execution=allow_code_execution,
             overwrite=overwrite,
             overrides=tuple(name.removeprefix("sampling.") for name in sampling),
+            config_file=config,
         )
         raise typer.Exit(evaluate_tasks(options, settings, startup.runtime(console), console, began=began))
 

@@ -18,8 +18,17 @@ from typing import Any
 from rich.console import Console
 
 from specbatch.config import Config, SpeculationSection
-from specbatch.errors import ConfigError, InputError
+from specbatch.errors import ConfigError
 from specbatch.evals.compare import LOGPROBS, Difference, difference, differing_rows
+from specbatch.evals.files import (
+    answers_path,
+    check_files,
+    check_folder,
+    differing_paths,
+    prompts_path,
+    results_path,
+    samples_path,
+)
 from specbatch.evals.load import find_tasks
 from specbatch.evals.plan import Plan, make_plan, plan_config, prompt_lines, stop_tokens
 from specbatch.evals.report import Measured, closing_table, comparison_lines, task_report, whole_report
@@ -37,7 +46,7 @@ from specbatch.pipeline.command import (
     generate_file,
 )
 from specbatch.pipeline.jsonl import encode_line
-from specbatch.pipeline.paths import partial_path, stats_path_of
+from specbatch.pipeline.paths import files_read, stats_path_of
 from specbatch.pipeline.results import disk_errors
 from specbatch.pipeline.stats import write_report
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
@@ -61,6 +70,7 @@ class EvalOptions:
     allow_code_execution: bool = False
     overwrite: bool = False
     overrides: tuple[str, ...] = ()
+    config_file: Path | None = None  # see `GenerateOptions`
 
 
 def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Console, *, began: float) -> int:
@@ -68,11 +78,11 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
 
     Raises SpecbatchError for everything that no row is to blame for.
     """
-    config = with_chat_template_text(config)
+    named, config = config, with_chat_template_text(config)
     tasks = find_tasks(options.tasks, options.task_files)
     _check(options, tasks, config)
     folder = options.output if options.output is not None else Path("eval-" + "-".join(task.name for task in tasks))
-    _check_folder(folder, tasks, options)
+    check_folder(folder, tasks, overwrite=options.overwrite)
     plans = [
         make_plan(
             task,
@@ -85,8 +95,7 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
         )
         for task in tasks
     ]
-    if not options.overwrite:
-        _check_prompts(plans)
+    check_files(folder, plans, _reads(options, named), overwrite=options.overwrite)
     _say_unused_sampling(config, options.overrides, console)
     runner = _Runner(folder, options, runtime, console, began)
     if runner.run(plans, config, "") == INTERRUPTED:
@@ -120,7 +129,7 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
         },
     )
     _write_samples(folder, plans, runs, plain)
-    write_report(folder / "results.json", report)
+    write_report(results_path(folder), report)
     console.print(closing_table(report))
     for line in comparison_lines(report):
         console.print(line, markup=False, soft_wrap=True)
@@ -159,39 +168,38 @@ class _Runner:
                 )
             template.check()
         if self._options.overwrite:  # until this run has its own
-            for path in (self._folder / "results.json", self._folder / "samples.jsonl"):
+            for path in (results_path(self._folder), samples_path(self._folder)):
                 with disk_errors(path):
                     path.unlink(missing_ok=True)
         for plan in plans:
-            write_whole(_prompts(plan), prompt_lines(plan.ids, plan.prompts))
+            write_whole(prompts_path(plan), prompt_lines(plan.ids, plan.prompts))
             extra = self._stop_tokens[plan.task.name] = stop_tokens(tokenizer, plan.sampling.stop)
             self._console.print(
                 f"{plan.task.name}{', without speculation' if variant else ''}: {len(plan.rows):,} rows", markup=False
             )
-            code = self._generate(_prompts(plan), _answers(plan, variant), plan_config(config, plan, extra))
+            code = self._generate(prompts_path(plan), answers_path(plan, variant), plan_config(config, plan, extra))
             if code == INTERRUPTED:
                 return INTERRUPTED
         return OK
 
     def measure(self, plan: Plan, variant: str) -> Measured:
         """Score what a finished job wrote."""
-        answers = _answers(plan, variant)
+        answers = answers_path(plan, variant)
         stats = json.loads(stats_path_of(answers).read_text(encoding="utf-8"))
         return Measured(score(plan, read_results(answers), _progress(self._console)), stats)
 
     def differences(self, plan: Plan, config: Config) -> list[Difference] | None:
         """Of the run without speculation, whose engine is still there, to the one with it. Rows whose texts differ are
         run once more with log-probabilities, which the timed runs go without. None: interrupted."""
-        results = read_results(_answers(plan, ""))
-        plain = read_results(_answers(plan, "none"))
+        results = read_results(answers_path(plan, ""))
+        plain = read_results(answers_path(plan, "none"))
         rows = differing_rows(results, plain)
         if not rows or plan.sampling.temperature > 0:  # samples differ by right: other draws of the same distribution
             return [Difference(i, plan.ids[i], None, None) for i in rows]
         assert self._shared is not None, "run() comes first"
         own = plan_config(config, plan, self._stop_tokens[plan.task.name])
         own = dataclasses.replace(own, sampling=dataclasses.replace(own.sampling, logprobs=LOGPROBS, n=1))
-        prompts = plan.folder / "none" / "differing.prompts.jsonl"
-        answers = plan.folder / "none" / "differing.jsonl"
+        prompts, answers = differing_paths(plan)
         write_whole(prompts, prompt_lines([plan.ids[i] for i in rows], [plan.prompts[i] for i in rows]))
         # Quick and derived: made anew each time.
         if self._generate(prompts, answers, own, overwrite=True) == INTERRUPTED:
@@ -215,14 +223,6 @@ class _Runner:
         return generate_file(options, config, self._shared.runtime, self._console, began=began, summary=False)
 
 
-def _prompts(plan: Plan) -> Path:
-    return plan.folder / "prompts.jsonl"
-
-
-def _answers(plan: Plan, variant: str) -> Path:
-    return plan.folder / variant / "answers.jsonl"
-
-
 def _check(options: EvalOptions, tasks: Sequence[Task], config: Config) -> None:
     """What needs neither data nor model."""
     if options.data is not None and len(tasks) > 1:
@@ -244,40 +244,9 @@ def _check(options: EvalOptions, tasks: Sequence[Task], config: Config) -> None:
             )
 
 
-def _check_folder(folder: Path, tasks: Sequence[Task], options: EvalOptions) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"the output {folder} is no folder", "-o DIR names one")
-    if not folder.parent.is_dir():
-        raise InputError(f"the folder of the output, {folder.parent}, does not exist", "make it, or use -o DIR")
-    results = folder / "results.json"
-    if options.overwrite or not results.exists():
-        return
-    try:
-        found = set(json.loads(results.read_text(encoding="utf-8"))["tasks"])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise InputError(f"{results} is no result of specbatch eval", "-o DIR writes elsewhere") from exc
-    if found != {task.name for task in tasks}:
-        raise InputError(
-            f"{results} is the result of other tasks: {', '.join(sorted(found))}",
-            "-o DIR writes elsewhere; --overwrite replaces it",
-        )
-
-
-def _check_prompts(plans: Sequence[Plan]) -> None:
-    """Other prompts are another job. The file job would say so by the digest of its input, which tells nobody why, and
-    once the prompts of the answers that are there have been written over."""
-    for plan in plans:
-        outputs = _answers(plan, ""), _answers(plan, "none")
-        if not _prompts(plan).is_file() or not any(o.exists() or partial_path(o).exists() for o in outputs):
-            continue
-        before = _prompts(plan).read_bytes()
-        if before != prompt_lines(plan.ids, plan.prompts):
-            count = len(before.splitlines())
-            raise InputError(
-                f"{plan.folder} holds a run of a different job: other prompts ({count:,} then, {len(plan.rows):,} now)",
-                "--limit, --num-fewshot, --data or the task's file is not what it was; -o DIR writes elsewhere, "
-                "--overwrite starts again",
-            )
+def _reads(options: EvalOptions, config: Config) -> dict[str, Path]:
+    tasks = {f"the task {path}": path for path in options.task_files}
+    return files_read(config, options.config_file, data=options.data) | tasks
 
 
 def _say_unused_sampling(config: Config, overrides: Sequence[str], console: Console) -> None:
@@ -330,14 +299,14 @@ def _write_samples(
     lines = []
     for plan in plans:
         scores: Scores = runs[plan.task.name].scores
-        results = read_results(_answers(plan, ""))
-        others = read_results(_answers(plan, "none")) if plan.task.name in plain else None
+        results = read_results(answers_path(plan, ""))
+        others = read_results(answers_path(plan, "none")) if plan.task.name in plain else None
         for i, (result, found) in enumerate(zip(results, scores.rows, strict=True)):
             line = sample_line(plan, i, result, found)
             if others is not None and others[i]["text"] != result["text"]:
                 line["text_without_speculation"] = others[i]["text"]
             lines.append(encode_line(line))
-    write_whole(folder / "samples.jsonl", b"".join(lines))
+    write_whole(samples_path(folder), b"".join(lines))
 
 
 def _verdict(report: Mapping[str, Any], console: Console) -> int:

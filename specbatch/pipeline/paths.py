@@ -118,14 +118,10 @@ def output_file(path: Path, formats: str = "results are JSON lines") -> Path:
         raise InputError(
             "standard output cannot hold the results: they are put in order at the end, and resumed", "-o results.jsonl"
         )
-    if (scheme := _URL.match(str(path))) and not os.path.exists(path.parent):
-        raise InputError(
-            f"the output {path} is no file of this machine, and {scheme.group(1)}: is not supported",
-            "write to a file, and copy it when the job is finished",
-        )
+    refuse_remote(path)
     if path.name in ("", ".."):
         raise InputError(f"the output {path} is a folder", "-o PATH names a file")
-    with _usable(path, "the output"):
+    with usable(path, "the output"):
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         mode = _mode(path)
         if mode is not None and stat.S_ISDIR(mode):
@@ -138,6 +134,15 @@ def output_file(path: Path, formats: str = "results are JSON lines") -> Path:
         for name in (path, target):
             _refuse_format(name, formats)
     return target
+
+
+def refuse_remote(path: Path) -> None:
+    """Raises InputError for an output that is named by a URL."""
+    if (scheme := _URL.match(str(path))) and not os.path.exists(path.parent):
+        raise InputError(
+            f"the output {path} is not on this machine, and {scheme.group(1)}: is not supported",
+            "write to this machine, and copy it when the job is finished",
+        )
 
 
 def _refuse_format(path: Path, formats: str) -> None:
@@ -158,7 +163,7 @@ def check_written(files: Sequence[Written], reads: Mapping[str, Path], hint: str
     inodes = {_inode(path): name for name, path in reads.items() if os.path.exists(path)}
     folders = {os.path.realpath(path): name for name, path in reads.items() if os.path.isdir(path)}
     for file in files:
-        with _usable(file.path, file.what):
+        with usable(file.path, file.what):
             place = os.path.join(os.path.realpath(file.path.parent), file.path.name)
             around = next((name for folder, name in folders.items() if place.startswith(folder + os.sep)), None)
             problem = f"lies in {around}" if around is not None else _problem(file, inodes)
@@ -249,7 +254,7 @@ def refuse_url(ref: str) -> None:
 
 
 @contextlib.contextmanager
-def _usable(path: Path, what: str) -> Iterator[None]:
+def usable(path: Path, what: str) -> Iterator[None]:
     """OSErrors become InputErrors: a name that is too long, a folder that may not be searched, a loop of links."""
     try:
         yield

@@ -1,0 +1,137 @@
+"""The files of an evaluation, and the checks that no other job's and nobody else's are written over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from specbatch.errors import InputError
+from specbatch.evals.plan import Plan, prompt_lines
+from specbatch.evals.schema import Task
+from specbatch.pipeline.paths import (
+    Written,
+    check_can_write,
+    check_written,
+    holds_results,
+    is_partial,
+    job_files,
+    partial_path,
+    read_stats,
+    refuse_remote,
+    stats_path_of,
+    unless,
+    usable,
+)
+
+ELSEWHERE = "-o DIR writes elsewhere"
+
+
+def results_path(folder: Path) -> Path:
+    return folder / "results.json"
+
+
+def samples_path(folder: Path) -> Path:
+    return folder / "samples.jsonl"
+
+
+def prompts_path(plan: Plan) -> Path:
+    return plan.folder / "prompts.jsonl"
+
+
+def answers_path(plan: Plan, variant: str) -> Path:
+    """`variant`: "" or "none", without speculation."""
+    return plan.folder / variant / "answers.jsonl"
+
+
+def differing_paths(plan: Plan) -> tuple[Path, Path]:
+    """The rows that are run once more, and what comes of them."""
+    return plan.folder / "none" / "differing.prompts.jsonl", plan.folder / "none" / "differing.jsonl"
+
+
+def check_folder(folder: Path, tasks: Sequence[Task], *, overwrite: bool) -> None:
+    """Before any row is read. Raises InputError."""
+    refuse_remote(folder)
+    with usable(folder, "the output"):
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"the output {folder} is no folder", "-o DIR names one")
+    if not folder.parent.is_dir():
+        raise InputError(f"the folder of the output, {folder.parent}, does not exist", "make it, or use -o DIR")
+    results = results_path(folder)
+    check_written([_results(results)], {}, ELSEWHERE)
+    if overwrite or not results.exists():
+        return
+    found = set(_tasks(results))
+    if found != {task.name for task in tasks}:
+        raise InputError(
+            f"{results} is the result of other tasks: {', '.join(sorted(found))}",
+            "-o DIR writes elsewhere; --overwrite replaces it",
+        )
+
+
+def check_files(folder: Path, plans: Sequence[Plan], reads: Mapping[str, Path], *, overwrite: bool) -> None:
+    """`reads`: what the command reads, by its name. Raises InputError."""
+    files = [_results(results_path(folder)), Written("the samples", samples_path(folder), unless(_holds_samples))]
+    for plan in plans:
+        lines = prompt_lines(plan.ids, plan.prompts)
+        prompts, answers = prompts_path(plan), [answers_path(plan, variant) for variant in ("", "none")]
+        again, found = differing_paths(plan)
+        files.append(Written("the prompts", prompts, unless(_prompts_of(answers, lines))))
+        files.append(Written("the differing prompts", again, unless(_prompts_of([found], b""))))
+        for output in (*answers, found):
+            files.append(Written("the answers", output, unless(holds_results)))
+            files += job_files(output)[1:]
+    check_written(files, reads, ELSEWHERE)
+    check_can_write([file for file in files if file.path.parent.is_dir()] or [Written("", folder, unless(bool))])
+    if not overwrite:
+        _check_prompts(plans)
+
+
+def _check_prompts(plans: Sequence[Plan]) -> None:
+    """Other prompts are another job. The file job would say so by the digest of its input, which tells nobody why, and
+    once the prompts of the answers that are there have been written over."""
+    for plan in plans:
+        outputs = answers_path(plan, ""), answers_path(plan, "none")
+        if not prompts_path(plan).is_file() or not any(o.exists() or partial_path(o).exists() for o in outputs):
+            continue
+        before = prompts_path(plan).read_bytes()
+        if before != prompt_lines(plan.ids, plan.prompts):
+            count = len(before.splitlines())
+            raise InputError(
+                f"{plan.folder} holds a run of a different job: other prompts ({count:,} then, {len(plan.rows):,} now)",
+                "--limit, --num-fewshot, --data or the task's file is not what it was; -o DIR writes elsewhere, "
+                "--overwrite starts again",
+            )
+
+
+def _results(path: Path) -> Written:
+    return Written("the results", path, unless(lambda found: bool(_tasks(found))))
+
+
+def _tasks(results: Path) -> list[str]:
+    """The tasks of results.json; none where it is none of ours."""
+    try:
+        tasks = json.loads(results.read_bytes())["tasks"]
+        return list(tasks) if isinstance(tasks, dict) else []
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return []
+
+
+def _holds_samples(path: Path) -> bool:
+    with path.open("rb") as file:
+        line = file.readline(64 << 20)
+    try:
+        return not line or {"task", "index", "prompt", "text"} <= set(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return False
+
+
+def _prompts_of(outputs: Sequence[Path], lines: bytes) -> Callable[[Path], bool]:
+    """Whether prompts are ours: they are `lines`, this run's, or an earlier run's answers lie beside them. By
+    themselves they look like anybody's input."""
+    return lambda path: path.read_bytes() == lines or any(map(_has_job, outputs))
+
+
+def _has_job(output: Path) -> bool:
+    partial = partial_path(output)
+    return (partial.is_file() and is_partial(partial)) or read_stats(stats_path_of(output)) is not None
