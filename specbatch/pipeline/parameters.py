@@ -206,6 +206,7 @@ _INSTEAD = {
 }
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 KNOWN_NAMES = (*SAMPLING_NAMES, *UNSUPPORTED, "do_sample", *PROMPTS)
+LONGEST_NAME = 60  # characters of a name that are looked at and shown
 _NEAR = 0.82  # difflib's ratio: `temprature` and `topk` are near, `prompt_id` and `topic` are not
 
 
@@ -224,14 +225,14 @@ def refuse_unsupported(row: Mapping[str, Any], params: SamplingParams) -> None:
 
 def meant_by(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
     """The known parameter that `name` is probably a slip of the pen for; None where there is none."""
-    plain = name.lower().replace("-", "_")
+    plain = name[:LONGEST_NAME].lower().replace("-", "_")
     near = difflib.get_close_matches(plain, known, n=1, cutoff=_NEAR)
     return near[0] if near else None
 
 
 def shown_name(name: str) -> str:
     """The name of a field, as it may be printed: names come from the input."""
-    name = name[:60]
+    name = name[:LONGEST_NAME]
     return name if name.isprintable() else repr(name)
 
 

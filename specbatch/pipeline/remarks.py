@@ -11,12 +11,11 @@ from collections.abc import Container, Mapping
 
 import numpy as np
 
-from specbatch.pipeline.parameters import KNOWN_NAMES, SAMPLING_NAMES, meant_by, shown_name
+from specbatch.pipeline.parameters import KNOWN_NAMES, LONGEST_NAME, SAMPLING_NAMES, meant_by, shown_name
 from specbatch.pipeline.rows import RowHead
 
 _MOST_NAMES = 200  # distinct ones that are counted each; each is compared with every known name at the end
 _MOST_SHOWN = 12
-_NAME_CHARS = 60
 _MOST_IDS = 1 << 24  # rows whose ids are compared: 128 MiB
 
 
@@ -90,7 +89,7 @@ class _Tally:
         return list(self._counts)
 
     def add(self, name: str) -> None:
-        name = name[:_NAME_CHARS]  # the memory is bounded
+        name = name[:LONGEST_NAME]  # the memory is bounded
         if name in self._counts or len(self._counts) < _MOST_NAMES:
             self._counts[name] += 1
         else:
