@@ -17,10 +17,20 @@ import pytest
 from specbatch.evals.data import task_rows
 from specbatch.evals.load import find_tasks
 from specbatch.evals.prompts import Renderer
-from specbatch.evals.sandbox import ISOLATED, run_program, run_programs
+from specbatch.evals.sandbox import ISOLATED, Verdict, run_program, run_programs
 from specbatch.evals.schema import Execution
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and limits are Linux's")
+FILL_ALL_FILES = """
+    import os
+    while True:
+        for fd in range(3, 64):
+            try:
+                os.write(fd, b'x' * 10**6)
+            except OSError as error:
+                if error.errno != 9:  # no such file
+                    os._exit(0)
+"""
 HEAD = "def add(a, b):\n"
 CHECK = "\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)"
 
@@ -38,15 +48,15 @@ CHECK = "\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add
         ("    import os, signal; os.abort()", False, "ended by SIG"),
         ("    raise KeyboardInterrupt", False, "KeyboardInterrupt"),
         ("    return 3\nimport sys\nprint('passed', file=sys.stderr); print('{\"outcome\": \"passed\"}')", True, ""),
-        ("    import os\n    os.write(3, b'{\"outcome\": \"passed\"}\\n'); os._exit(0)", False, "ended before"),
-        ("    import os\n    for fd in range(16):\n        try: os.write(fd, b'{\"outcome\": \"passed\"}\\n')\n"
+        ("    import os\n    os.write(3, b'{\"outcome\": \"passed\"}\\n'); os._exit(0)", False, ""),
+        ("    import os\n    for fd in range(64):\n        try: os.write(fd, b'{\"outcome\": \"passed\"}\\n')\n"
          "        except OSError: pass\n    os._exit(0)", False, "ended before"),
         ("    return add(a, b)", False, "RecursionError"),
         ("    x = ' ' * 10**11\n    return 3", False, "MemoryError"),
         ("    import os; os.system('true'); return 3", False, "PermissionError"),
         ("    import subprocess; subprocess.run(['true']); return 3", False, "PermissionError"),
         ("    import posix; posix.fork(); return 3", False, "PermissionError"),
-        ("    import os\n    while True: os.write(3, b'x' * 10**6)", False, "ended before"),
+        (FILL_ALL_FILES, False, "ended before"),
         ("    input(); return 3", False, "EOFError"),
         ("    open('here', 'w').write('x'); return len(open('here').read()) + 2", True, ""),
         ("    f = open('here', 'w')\n    while True: f.write('x' * 10**6); f.flush()", False, "OSError"),
@@ -63,7 +73,7 @@ def test_temporary_files() -> None:
     program = "import tempfile\nwith tempfile.TemporaryDirectory() as f: open(f + '/x', 'w').write('x')"
     verdict = run_program(program, 20, 512)
     # Where the user's files are in reach, nothing may be removed.
-    assert verdict.passed is (verdict.isolation["files"] == "read-only"), verdict.detail
+    assert verdict.passed is (verdict.isolation["files"] == "own root"), verdict.detail
 
 
 def test_programs_are_isolated_where_the_kernel_allows_it() -> None:
@@ -113,7 +123,7 @@ def test_no_network(listener: int) -> None:
     raw = run_program(f"import _socket; _socket.socket().connect(('127.0.0.1', {listener}))", 20, 512)
     if raw.isolation["network"] == "namespace":  # by the kernel, and not by a name in a module
         assert not raw.passed
-        assert "unreachable" in raw.detail or "refused" in raw.detail
+        assert "not permitted" in raw.detail or "unreachable" in raw.detail or "refused" in raw.detail
 
 
 def test_files_of_the_user_are_out_of_reach(tmp_path: Path) -> None:
@@ -126,9 +136,76 @@ def test_files_of_the_user_are_out_of_reach(tmp_path: Path) -> None:
     remount = f"import ctypes; ctypes.CDLL(None).mount(None, b'/', None, 32 | 4096, None)\n{write}"  # and MS_BIND
     for program in (write, remount):
         verdict = run_program(program, 20, 512)
-        if verdict.isolation["files"] == "read-only":
+        if verdict.isolation["files"] == "own root":
             assert not verdict.passed
             assert mine.read_text() == "kept"
+
+
+def in_own_root(program: str) -> Verdict:
+    verdict = run_program(program, 20, 512)
+    if verdict.isolation["files"] != "own root":
+        pytest.skip("no namespaces here")
+    return verdict
+
+
+def test_only_python_the_libraries_and_harmless_devices_are_in_sight(tmp_path: Path) -> None:
+    """Not only read-only: a UNIX socket, a FIFO or a block device takes what is written to it all the same."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        server.listen()
+        for path in (
+            fifo,
+            tmp_path / "socket",
+            tmp_path,
+            Path("/proc/self"),
+            Path("/etc/passwd"),
+            Path.home() / ".ssh",
+        ):
+            assert in_own_root(f"import os; assert not os.path.lexists({str(path)!r})").passed, path
+    devices = "import os; assert set(os.listdir('/dev')) <= {'null', 'zero', 'full', 'random', 'urandom'}"
+    assert in_own_root(f"{devices}; open('/dev/null', 'w').write('x'); assert os.urandom(4)").passed
+    assert in_own_root("import numpy; open('/tmp/x', 'w').write('x')").passed
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root has something to give up")
+def test_programs_of_root_run_as_nobody() -> None:
+    program = "import os; assert os.getuid() == os.geteuid() == os.getgid() == 65534; assert os.getgroups() == []"
+    assert in_own_root(program).passed
+    assert "not permitted" in in_own_root("import os; os.setuid(0)").detail
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "import _socket; _socket.socket(_socket.AF_UNIX)",
+        "import os; os.mknod('/tmp/sda', 0o60666, os.makedev(8, 0))",
+        "import ctypes; libc = ctypes.CDLL(None, use_errno=True); "
+        "libc.unshare(0x10000000) and exec('raise OSError(ctypes.get_errno(), \"not permitted\")')",
+    ],
+)
+def test_system_calls_that_a_program_has_no_use_for_are_refused(call: str) -> None:
+    verdict = in_own_root(call)
+    assert not verdict.passed
+    assert "not permitted" in verdict.detail
+
+
+def test_no_frame_or_object_holds_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that finds it could pass without running its tests."""
+    secret = "5" * 32
+    monkeypatch.setattr("specbatch.evals.sandbox.secrets.token_hex", lambda size: secret)
+    search = """
+import gc, sys
+found, frame = [], sys._getframe()
+while frame:
+    found += [name for name, value in frame.f_locals.items() if '5' * 32 in repr(value)]
+    frame = frame.f_back
+found += [type(one) for one in gc.get_objects() if isinstance(one, (dict, list, tuple)) and '5' * 32 in repr(one)]
+assert not found, found
+"""
+    verdict = run_program(search.replace("'5' * 32", "chr(53) * 32"), 60, 512)
+    assert verdict.passed, verdict.detail
 
 
 def test_nothing_of_the_environment_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.01
 # What a program needs to start; nothing of the user's, no tokens and no proxies. numpy's libraries start no threads.
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # What `Verdict.isolation` says where the kernel keeps programs from these, and not names in Python's modules alone.
-ISOLATED = {"network": "namespace", "processes": "namespace", "files": "read-only"}
+ISOLATED = {"network": "namespace", "processes": "namespace", "files": "own root"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ def run_program(
     `stopped`."""
     stopped = stopped or threading.Event()
     secret = secrets.token_hex(16)
-    job = {"program": program, "secret": secret, "timeout_seconds": timeout_seconds, "memory_mb": memory_mb}
+    job = {"program": program, "timeout_seconds": timeout_seconds, "memory_mb": memory_mb}
     with (
         tempfile.TemporaryDirectory(prefix="specbatch-eval-", ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as given,
         # A file and no pipe: what a program may write to one has a limit, and nobody has to read it meanwhile.
         tempfile.TemporaryFile() as said,
     ):
-        given.write(json.dumps(job).encode())
+        given.write(f"{json.dumps(job)}\n{secret}\n".encode())
         given.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", str(_CHILD)],

@@ -1,8 +1,10 @@
 """Runs one generated program, in a process of its own. Started by `sandbox.py`; standard library only.
 
-Two processes: the launcher cuts itself off (namespaces of its own for network, processes and mounts, where the kernel
-lets it) and waits; the runner, its child, takes on the limits and runs the program. The program's end is reported with
-a secret that only the runner's own frame holds: a program that exits, with whatever status, has not passed.
+Two processes: the launcher cuts itself off (`sandbox_isolation.py`) and waits; the runner, its child, takes on the
+limits and runs the program.
+
+A program that exits, with whatever status, has not passed. The runner reports its end with a secret, which it reads
+from a pipe only then: no frame or object of Python holds it while the program runs.
 
 This keeps model-written code from doing harm by accident. It is no defence against code written to break out.
 """
@@ -17,6 +19,7 @@ import json
 import os
 import posix
 import resource
+import secrets
 import shutil
 import signal
 import socket
@@ -26,12 +29,15 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _RDONLY, _MS_PRIVATE = 442, -100, 0x8000, 1, 1 << 18
+sys.path.insert(0, os.path.dirname(__file__))
+from sandbox_isolation import NOBODY, give_up_rights, is_public, isolate
+
+sys.path.pop(0)  # what else lies there is not for programs
+
 _PR_SET_PDEATHSIG = 1
-_CAPABILITIES_3 = 0x20080522  # version of the structures of capset(2)
 _MIB = 2**20
 _FILE_MIB = 16  # longest file that a program may write
+_MAX_FDS = 64
 _DETAIL_CHARS = 200
 _PROCESS_NAMES = "system popen fork forkpty kill killpg execv execve execvp posix_spawn posix_spawnp"
 _PROCESS_CALLS = (
@@ -47,62 +53,75 @@ _FILE_CALLS = (  # where the user's files are in reach
 
 
 def main() -> None:
-    """Reads {program, secret, timeout_seconds, memory_mb} from standard input; writes JSON lines to standard output."""
-    job = json.loads(sys.stdin.buffer.read())
-    report = os.dup(1)
+    """Reads {program, timeout_seconds, memory_mb} from standard input, and on a line of its own the secret; writes JSON
+    lines to standard output."""
+    job = json.loads(_line(0))
+    given, report = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
+    os.close(null)
     signal.alarm(int(job["timeout_seconds"]) + 5)  # the launcher's own end, should nobody be left to kill it
-    isolation = _isolate()
+    folder, is_root = os.getcwd(), os.getuid() == 0
+    isolation = isolate(4 * _FILE_MIB)
     _say(report, isolation)
+    own_root = isolation["files"] == "own root"
+    # Where the user's files stay in sight, `nobody` must be able to read Python's.
+    become_nobody = is_root and (own_root or is_public(os.__file__))
+    if become_nobody and not own_root:
+        os.chown(folder, NOBODY, NOBODY)
+    proof, proves = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _run(job, report, isolation)
+        os.close(given)
+        os.close(proves)
+        _run(job, _moved(report), _moved(proof), own_root, become_nobody)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(proves, _line(given))
+    os.close(proves)
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         _say(report, {"outcome": "failed", "detail": f"the program was ended by {name}"})
 
 
-def _isolate() -> dict[str, str]:
-    """Leave the network, the other processes and the writable files behind, as far as the kernel allows."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    folder, user, group = os.getcwd(), os.getuid(), os.getgid()
-    done = {"network": "sockets of Python disabled", "processes": "shared", "files": "writable"}
-    with contextlib.suppress(AttributeError, OSError):
-        if libc.unshare(_NEWUSER | _NEWNET | _NEWPID | _NEWIPC | _NEWNS) == 0:
-            done |= {"network": "namespace", "processes": "namespace"}
-            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-                with open(f"/proc/self/{name}", "w") as file:  # without a name, no files could be made
-                    file.write(text)
-            # struct mount_attr: set, clear, propagation, userns_fd
-            attributes = (ctypes.c_uint64 * 4)(_RDONLY, 0, _MS_PRIVATE, 0)
-            size = ctypes.c_size_t(ctypes.sizeof(attributes))
-            root = ctypes.c_char_p(b"/")
-            if libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, root, _AT_RECURSIVE, attributes, size) == 0:
-                options = f"size={4 * _FILE_MIB}m".encode()
-                libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, options)
-                done["files"] = "read-only"
-            os.chdir(folder)  # into what is mounted there now
-        elif libc.unshare(_NEWUSER | _NEWNET) == 0:
-            done["network"] = "namespace"
-    return done
+def _line(fd: int) -> bytes:
+    """Without a buffer: this process must not know yet what comes after the line."""
+    line = bytearray()
+    while (byte := os.read(fd, 1)) not in (b"", b"\n"):
+        line += byte
+    return bytes(line)
 
 
-def _run(job: dict[str, Any], report: int, isolation: dict[str, str]) -> NoReturn:
-    libc = ctypes.CDLL(None)
-    _give_up_capabilities(libc)
-    with contextlib.suppress(AttributeError):
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.alarm(0)
-    _limit(job["timeout_seconds"], job["memory_mb"])
-    program, secret = job.pop("program"), job.pop("secret")
+def _moved(fd: int) -> int:
+    """The same file under a number that nobody can guess."""
+    free = [place for place in range(3, _MAX_FDS) if place != fd and not _is_open(place)]
+    place = secrets.choice(free)
+    os.dup2(fd, place)
+    os.close(fd)
+    return place
+
+
+def _is_open(fd: int) -> bool:
     try:
-        _disarm(_PROCESS_CALLS if isolation["files"] == "read-only" else _PROCESS_CALLS + _FILE_CALLS)
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _run(job: dict[str, Any], report: int, proof: int, own_root: bool, become_nobody: bool) -> NoReturn:
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.alarm(0)
+    program = job.pop("program")
+    give_up_rights(become_nobody)
+    _limit(job["timeout_seconds"], job["memory_mb"])
+    try:
+        _disarm(_PROCESS_CALLS if own_root else _PROCESS_CALLS + _FILE_CALLS)
         # Not "__main__": what a program does when it is run as a script is not what is tested.
         exec(compile(program, "program", "exec"), {"__name__": "program", "__builtins__": builtins})
-        result = {"outcome": "passed", "secret": secret}
+        result = {"outcome": "passed", "secret": os.read(proof, 64).decode()}
     except BaseException as exc:  # SystemExit and KeyboardInterrupt too: whatever it raises, it has not passed
         detail = ""
         with contextlib.suppress(BaseException):
@@ -112,21 +131,13 @@ def _run(job: dict[str, Any], report: int, isolation: dict[str, str]) -> NoRetur
     os._exit(0)
 
 
-def _give_up_capabilities(libc: ctypes.CDLL) -> None:
-    """Of root, or of the launcher's user namespace: with them what is mounted read-only could be mounted anew."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)  # version, this process
-    none = (ctypes.c_uint32 * 6)()  # two of: effective, permitted, inheritable
-    with contextlib.suppress(AttributeError):
-        libc.capset(header, none)
-
-
 def _limit(seconds: float, memory_mb: int) -> None:
     limits = {
         resource.RLIMIT_AS: memory_mb * _MIB,
         resource.RLIMIT_CPU: int(seconds) + 2,
         resource.RLIMIT_FSIZE: _FILE_MIB * _MIB,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_NOFILE: _MAX_FDS,
         resource.RLIMIT_NPROC: 0,  # no processes or threads of its own (the kernel does not hold root to it)
     }
     for limit, value in limits.items():
