@@ -75,6 +75,8 @@ def test_folders_that_cannot_be_written(run: Eval) -> None:
         (run.folder / "file").touch()
         with pytest.raises(InputError, match=message):
             run(task_files=(task,), output=run.folder / name)
+    with pytest.raises(InputError, match="s3: is not supported"):
+        run(task_files=(task,), output=Path("s3://bucket/out"))
     os.rmdir(run.output / "mine" / "none")
     (run.output / "mine" / "none").touch()
     with pytest.raises(InputError, match="Not a directory"):
