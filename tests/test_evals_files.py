@@ -64,21 +64,21 @@ def test_rows_and_tasks_that_are_read(run: Eval, name: str) -> None:
     assert data.read_bytes() == content
 
 
-def test_folders_that_cannot_be_written(run: Eval) -> None:
-    task = write_task(run.folder, EXACT)
-    for name, message in (
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("no/out", "does not exist"),
         ("file", "is no folder"),
         ("x" * 300, "File name too long"),
-        ("s3://b/x", "s3: is not"),
-    ):
-        (run.folder / "file").touch()
-        with pytest.raises(InputError, match=message):
-            run(task_files=(task,), output=run.folder / name)
-    with pytest.raises(InputError, match="s3: is not supported"):
-        run(task_files=(task,), output=Path("s3://bucket/out"))
-    os.rmdir(run.output / "mine" / "none")
-    (run.output / "mine" / "none").touch()
-    with pytest.raises(InputError, match="Not a directory"):
-        run(task_files=(task,))
+        ("s3://bucket/out", "s3: is not supported"),
+        ("out", "Not a directory"),
+    ],
+)
+def test_folders_that_cannot_be_written(run: Eval, name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.folder)
+    Path("file").touch()
+    os.rmdir("out/mine/none")
+    Path("out/mine/none").touch()
+    with pytest.raises(InputError, match=message):
+        run(task_files=(write_task(run.folder, EXACT),), output=Path(name))
     assert not run.engines
