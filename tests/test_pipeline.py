@@ -38,6 +38,8 @@ class Run:
         self.folder = folder
         self.input = folder / "d.jsonl"
         self.output = folder / "d.results.jsonl"
+        self.models: dict[str, Path] = {}
+        self.on_build: Callable[[], Any] = lambda: None
         self.engines: list[StubEngine] = []
         self.log = ""
 
@@ -46,13 +48,14 @@ class Run:
 
     def __call__(self, config: Config = CONFIG, engine: StubEngine | None = None, **options: Any) -> int:
         def build(run: StubRun, show: Callable[[str], None]) -> StubEngine:
+            self.on_build()
             self.engines.append(engine or build_engine(run))
             return self.engines[-1]
 
         console = Console(file=io.StringIO(), width=200)
         try:
             arguments = GenerateOptions(**{"input": str(self.input), **options})
-            runtime = Runtime(resolve, build, lambda _: {})
+            runtime = Runtime(resolve, build, lambda _: self.models)
             return generate_file(arguments, config, runtime, console, began=time.perf_counter())
         finally:
             self.log = console.file.getvalue()  # type: ignore[attr-defined]

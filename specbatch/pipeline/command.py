@@ -17,10 +17,12 @@ from rich.markup import escape
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
+from specbatch.pipeline.file_facts import file_facts
 from specbatch.pipeline.fingerprint import differences, job_fingerprint
 from specbatch.pipeline.generate import FileJob
 from specbatch.pipeline.jsonl import encode_line
 from specbatch.pipeline.low_acceptance import LowAcceptance
+from specbatch.pipeline.model_files import ModelFiles
 from specbatch.pipeline.notes import say
 from specbatch.pipeline.paths import (
     ELSEWHERE,
@@ -98,19 +100,20 @@ def generate_file(
     assert batch is not None, "resolve() decides it"
     start_seconds = time.perf_counter() - began  # with the import of the libraries: part of what loading costs
     texts = TextProcessor(run.tokenizer, run.config.data)
+    models = ModelFiles(runtime.model_paths(run.config), lambda line: say([line], console))
     job = job_fingerprint(
         run.config,
         source.identity,
         options.limit,
         row_tokens=run.row_tokens,
-        models=runtime.model_paths(run.config),
+        models=models.digests,
     )
     if texts.prints_today:
         job["date (printed by the chat template)"] = datetime.date.today().isoformat()
     if not options.overwrite and output.exists() and not partial_path(output).exists():
-        return _already_finished(output, stats_path, job, source, console)
+        return _already_finished(output, stats_path, job, models, source, console)
 
-    results = ResultFile(output, job, overwrite=options.overwrite)
+    results = ResultFile(output, job, models, overwrite=options.overwrite)
     try:
         say([*results.notes(), *run.notes], console)
         total = source.total if options.limit is None or source.total is None else min(source.total, options.limit)
@@ -124,6 +127,8 @@ def generate_file(
                     engine = runtime.build_engine(run, lambda doing: status.update(f"{loading}: {escape(doing)}"))
             else:
                 engine = runtime.build_engine(run, lambda doing: None)
+            models.check_loaded()
+            models.hash_later()
             say(run.notes[known:], console)  # what only the loaded model could tell
             _limit_rows(engine, results, console)
             return engine
@@ -160,7 +165,7 @@ def generate_file(
             _say_interrupted(results, total, console)
             return INTERRUPTED
         sorting = time.perf_counter()
-        results.finish()
+        written = results.finish()
         if results.stale_rows:
             say([f"{results.stale_rows:,} finished rows were not kept: their input rows have changed"], console)
         session = file_job.session
@@ -175,9 +180,11 @@ def generate_file(
             device_name(run.config.engine.device),
         )
         report = build_report(job, source.name, output, results.totals, results.resumed_rows, session, made_by)
+        report |= {"output_file": written, "weights": models.record()}
         write_report(stats_path, report)
         results.discard_partial()
     finally:
+        models.stop()
         results.close()
     if summary:
         console.print(closing_table(report))
@@ -220,7 +227,9 @@ def _output_path(options: GenerateOptions) -> Path:
     return folder / f"{input_stem(options.input)}.results.jsonl"
 
 
-def _already_finished(output: Path, stats_path: Path, job: dict[str, Any], source: Source, console: Console) -> int:
+def _already_finished(
+    output: Path, stats_path: Path, job: dict[str, Any], models: ModelFiles, source: Source, console: Console
+) -> int:
     report = read_stats(stats_path)
     hint = "--overwrite replaces it; -o PATH writes elsewhere"
     if report is None:
@@ -228,10 +237,17 @@ def _already_finished(output: Path, stats_path: Path, job: dict[str, Any], sourc
             f"{output} exists, and no {stats_path.name} beside it says what made it",
             hint if holds_results(output) else ELSEWHERE,
         )
-    if changed := differences(report["job"], json.loads(encode_line(job))):
+    changed = differences(report["job"], json.loads(encode_line(job)))
+    if changed := changed or models.differences(report.get("weights", {})):
         raise InputError(f"{output} is the result of a different job: {'; '.join(changed)}", hint)
     if not source.verifiable:
         raise InputError(f"{output} is finished; standard input is too long to tell whether it is the same", hint)
+    written = report.get("output_file") or {"rows": report["rows"]["total"]}  # older versions counted only
+    if changed := differences(written, {name: fact for name, fact in file_facts(output).items() if name in written}):
+        raise InputError(
+            f"{output} was changed after it was finished: {'; '.join(changed)}",
+            "--overwrite computes it again; -o PATH writes elsewhere",
+        )
     console.print(f"{output} is finished already: nothing to do (--overwrite runs it again)", markup=False)
     return _verdict(report, console)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from specbatch import __version__
@@ -23,8 +21,6 @@ _NOT_IN_RESULTS = (
     "engine.prefill_chunk_tokens",
 )
 INPUT_FACTS = "input."  # how the names of what identifies the input begin
-_MODEL_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.json", "*.model", "*.jinja")
-_END = 1 << 20
 
 
 def job_fingerprint(
@@ -33,20 +29,19 @@ def job_fingerprint(
     limit: int | None,
     *,
     row_tokens: int | None = None,
-    models: Mapping[str, Path] | None = None,
+    models: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Flat, JSON-ready. `config` is the resolved one with data.chat_template as text; `row_tokens` the longest row
     that fits where the user's own kv_cache_tokens, and not the model, limits it (where memory does, the result file
-    keeps what the first run allowed); `models` the files or folders of the
-    models by option."""
+    keeps what the first run allowed); `models` the digests of the models by option."""
     job: dict[str, Any] = {"specbatch": __version__, "limit": limit}
     for path, value in _flat(config_to_dict(config)):
         if path not in _NOT_IN_RESULTS:
             job[path] = value
     if row_tokens is not None:
         job["engine.kv_cache_tokens"] = row_tokens
-    for name, files in (models or {}).items():
-        job[f"{name} (files)"] = _model_digest(files)
+    for name, digest in (models or {}).items():
+        job[f"{name} (files)"] = digest
     job.update({INPUT_FACTS + name: value for name, value in source.items()})
     return job
 
@@ -55,24 +50,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: `sampling.temperature: 0.0 -> 0.7`."""
     keys = list(old) + [k for k in new if k not in old]
     return [f"{k}: {_short(old.get(k))} -> {_short(new.get(k))}" for k in keys if old.get(k) != new.get(k)]
-
-
-def _model_digest(path: Path) -> str:
-    """Names, sizes and the first and last MiB of a model's files: weights are too long to hash whole."""
-    if path.is_dir():
-        files = sorted({f for pattern in _MODEL_FILES for f in path.glob(pattern) if f.is_file()})
-    else:
-        files = [path]
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_END))
-            if size > _END:
-                stream.seek(max(_END, size - _END))
-                digest.update(stream.read(_END))
-    return digest.hexdigest()
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

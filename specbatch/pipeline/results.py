@@ -16,14 +16,16 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
 from specbatch.pipeline import paths
+from specbatch.pipeline.file_facts import FileFacts
 from specbatch.pipeline.fingerprint import INPUT_FACTS, differences
 from specbatch.pipeline.jsonl import encode_line
+from specbatch.pipeline.model_files import ModelFiles
 from specbatch.pipeline.openai_batch import index_of
 from specbatch.pipeline.partial import PartialLines, header_line, read_header
 from specbatch.pipeline.paths import partial_path
@@ -35,6 +37,7 @@ _SYNC_SECONDS = 5.0
 _COPY_BUFFER = 1 << 20
 _INPUT_NOW = "specbatch_input"  # the record of an input other than that of the first line
 _LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
+_MODELS = "specbatch_weights"  # the record of the models' large files, see `model_files`
 _START_AGAIN = "--overwrite drops it and starts again; -o PATH writes elsewhere"
 
 
@@ -44,7 +47,9 @@ class ResultFile:
     Raises InputError: another process has it, it belongs to a different job, or it cannot be written.
     """
 
-    def __init__(self, output: Path, job: Mapping[str, Any], *, overwrite: bool) -> None:
+    def __init__(
+        self, output: Path, job: Mapping[str, Any], models: ModelFiles | None = None, *, overwrite: bool
+    ) -> None:
         self.output = output
         self.totals = RowTotals()
         self.resumed_rows = 0  # finished by earlier sessions
@@ -54,9 +59,12 @@ class ResultFile:
         # which rows are errors. None: not known yet.
         self.longest_row: int | None = None
         self._other_input = False  # that of the earlier sessions was released, and need not be this one
+        self._models = models or ModelFiles({})
+        self._recorded_models: dict[str, Any] = {}  # what the file says of them
+        self._has_rows = False  # or lines that were some
         self._path = partial_path(output)
         self._rows = RowIndex()
-        self._first_row = self._end = 0  # where results begin, and where the file ends
+        self._end = 0
         self._synced_at = time.monotonic()
         self._file = self._open_locked()
         try:
@@ -81,9 +89,7 @@ class ResultFile:
         long after this file was opened and locked, and before the first row is written."""
         if self.longest_row is None:
             self.longest_row = tokens
-            holds_rows = self._end > self._first_row
             self._append({_LONGEST_ROW: tokens})
-            self._first_row = self._first_row if holds_rows else self._end
 
     def is_done(self, row: RawRow) -> bool:
         """Whether the result of this very row is there; one of another row in its place is dropped."""
@@ -101,6 +107,7 @@ class ResultFile:
         """Write the result of an input row that is not done yet. Raises InputError where the disk refuses."""
         assert self._rows.get(index) is None, index
         line = self._lines.row(digest, encode_line(result))
+        self._has_rows = True
         self._write(line)
         self.totals.add(result)
         self._rows.put(index, Entry(self._end, len(line), digest), confirmed=True)
@@ -110,18 +117,22 @@ class ResultFile:
 
     def release_input(self) -> None:
         """The next session's input may differ from this one's."""
-        if self._end > self._first_row:
+        if self._has_rows:
             self._append({_INPUT_NOW: None})
             self.sync()
 
     def sync(self) -> None:
-        """Force what is written to the disk."""
+        """Force what is written to the disk, and what has become known of the models."""
+        if (models := self._models.record()) != self._recorded_models:
+            self._append({_MODELS: models})
+            self._recorded_models = models
         with disk_errors(self._path):
             os.fsync(self._file.fileno())
         self._synced_at = time.monotonic()
 
-    def finish(self) -> None:
-        """Put the lines in input order into the output file. The partial file stays until `discard_partial`.
+    def finish(self) -> dict[str, Any]:
+        """Put the lines in input order into the output file; returns its `file_facts`. The partial file stays until
+        `discard_partial`.
 
         The input has been read to its end: a row that `is_done` was not asked for is not in it.
         """
@@ -130,13 +141,17 @@ class ResultFile:
             self._drop(index)
             self.stale_rows += 1
         sorted_path = paths.sorted_path(self.output)
+        facts = FileFacts()
         with disk_errors(self.output):
             with sorted_path.open("wb", _COPY_BUFFER) as out:
                 for entry in self._rows.in_order():
-                    out.write(self._read(entry))
+                    line = self._read(entry)
+                    out.write(line)
+                    facts.add(line)
                 out.flush()
                 os.fsync(out.fileno())
             replace_durably(sorted_path, self.output)
+        return facts.found()
 
     def discard_partial(self) -> None:
         """The job is whole and its output and statistics are in place."""
@@ -147,7 +162,7 @@ class ResultFile:
         """Leave the job resumable; a partial file without rows is removed."""
         if self._file.closed:
             return
-        if self._end == self._first_row:
+        if not self._has_rows:
             self._path.unlink(missing_ok=True)
         else:
             with contextlib.suppress(InputError):
@@ -189,8 +204,8 @@ class ResultFile:
             # Where the header is damaged, the checksums of the rows tell whether they are of this job.
             self._lines = PartialLines(header if old is not None else header_line(job))
             self.damaged_lines += old is None
-            records: dict[str, Any] = {_INPUT_NOW: _input_of(old if old is not None else job)}
-            first_row = end = len(header)
+            records: dict[str, Any] = {_INPUT_NOW: _input_of(old if old is not None else job), _MODELS: {}}
+            end = len(header)
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
@@ -198,7 +213,6 @@ class ResultFile:
                     record = self._lines.open_record(line)
                     self.damaged_lines += record is None
                     records |= record or {}
-                    first_row += len(line) if end == first_row else 0
                 end += len(line)
         if old is None and not self.totals.rows:
             raise InputError(
@@ -207,8 +221,12 @@ class ResultFile:
         self._other_input = records[_INPUT_NOW] is None
         if not self._other_input:
             self._check_job(records[_INPUT_NOW], _input_of(job))
+        self._recorded_models = records[_MODELS]
+        if changed := self._models.differences(self._recorded_models):
+            self._refuse(changed)
         self._file.truncate(end)
-        self._first_row, self._end = first_row, end
+        self._end = end
+        self._has_rows = bool(self.totals.rows or self.damaged_lines)
         self.longest_row = records.get(_LONGEST_ROW)
         self.resumed_rows = self.totals.rows
         if self._other_input:
@@ -217,16 +235,18 @@ class ResultFile:
     def _check_job(self, old: Mapping[str, Any], job: Mapping[str, Any]) -> None:
         # Through JSON, as the old one went: tuples are lists there.
         if changed := differences(old, json.loads(encode_line(dict(job)))):
-            raise InputError(
-                f"{self._path} holds an unfinished run of a different job: {'; '.join(changed)}", _START_AGAIN
-            )
+            self._refuse(changed)
+
+    def _refuse(self, changed: Sequence[str]) -> None:
+        raise InputError(f"{self._path} holds an unfinished run of a different job: {'; '.join(changed)}", _START_AGAIN)
 
     def _start(self, job: dict[str, Any]) -> None:
         self._file.truncate(0)
         header = header_line(job)
         self._lines = PartialLines(header)
         self._write(header)
-        self._first_row = self._end = len(header)
+        self._end = len(header)
+        self.sync()  # with what identifies the models' large files
 
     def _take_over(self, line: bytes, offset: int) -> bool:
         """Enter the line into the index; False where it is damaged, and its row not finished."""

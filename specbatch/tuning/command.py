@@ -17,6 +17,7 @@ from specbatch.engine.build import Built
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.graphs.runner import ladder
 from specbatch.pipeline.fingerprint import job_fingerprint
+from specbatch.pipeline.model_files import ModelFiles
 from specbatch.pipeline.notes import say as say_notes
 from specbatch.pipeline.stats import device_name, versions
 from specbatch.pipeline.tokenizer import TextProcessor
@@ -95,7 +96,8 @@ def tune_file(
     say(f"{source.name}: {sample.num_rows:,} completions, {sample.num_to_trace} sampled{alike}")
     if sample.num_failed:
         say(f"{sample.num_failed} of the {sample.num_drawn} rows that were drawn fail and are left out")
-    identity = job_fingerprint(run.config, source.identity, num_rows, models=model_paths(run.config))
+    models = ModelFiles(model_paths(run.config))
+    identity = job_fingerprint(run.config, source.identity, num_rows, models=models.digests)
     identity |= {"device": device_name(run.config.engine.device), "versions": versions(), "widest": asdict(widest)}
     identity["kinds"] = list(KINDS)
     identity |= {"threads": torch.get_num_threads(), "max_batch_size": run.engine.max_batch_size}
