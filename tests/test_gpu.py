@@ -3,6 +3,8 @@ float32 over the Triton kernels."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -67,6 +69,22 @@ def test_kernels_give_the_tokens_of_the_cpu_in_float32(
     settings = {"num_pages": 512, "max_batch_size": 8, "eos": (5,), "dtype": torch.float32}
     cpu = run(tiny_engine(method, shape, **settings), prompts, params)
     gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+
+
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize("shape", [DraftShape(3, 1, 4), DraftShape(5, 4, 8)], ids=str)
+@pytest.mark.parametrize(
+    "traits",
+    [{"norm_before_residual": True}, {"aux_layers": (0, 1, 6)}, {"aux_layers": (1, 4, 7)}, {"lacks_lm_head": True}],
+    ids=str,
+)
+def test_other_traits_of_an_eagle3_head(traits: dict[str, Any], shape: DraftShape, graphs: GraphMode) -> None:
+    """A sampled chain's text depends on what was drafted. Layer 7 of 7: the last one's output."""
+    prompts = random_prompts(9, shared=10)
+    settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, **traits}
+    cpu = run(tiny_engine("eagle3", shape, **settings), prompts, SAMPLED)
+    gpu = run(tiny_device_engine("eagle3", shape, **settings, device=CUDA, graphs=graphs), prompts, SAMPLED)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
 
 

@@ -1,4 +1,5 @@
-"""`norm_before_residual` and other layer ids through both engines: what is computed, and that texts stay plain's."""
+"""`norm_before_residual`, other layer ids and a missing LM head through both engines: what is computed, and that texts
+stay plain decoding's."""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "normed residual": {"norm_before_residual": True},
     "other layers": {"aux_layers": (0, 1, 6)},
     "last output": {"aux_layers": (1, 4, LAYERS), "norm_before_residual": True},
+    "no LM head": {"lacks_lm_head": True},
 }
 GREEDY = SamplingParams(max_tokens=8)
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=5)
@@ -77,6 +79,8 @@ def test_the_device_engine_drafts_what_the_reference_does(name: str, monkeypatch
     head = EagleConfig("eagle3", head_config, E, VOCAB, False, False, False, layers)
     weights = RandomTensors(head_tensors(head), 7)._tensors
     files: Any = SimpleNamespace(tensors=RandomTensors(decoder_tensors(config), 0))
+    if name == "no LM head":
+        weights["lm_head.weight"] = files.tensors.load("lm_head.weight")
     reference = Reference("eagle3", weights, files, traits.get("norm_before_residual", False))
     assert len(seen) >= 15
     for one in seen:

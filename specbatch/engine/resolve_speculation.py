@@ -121,8 +121,8 @@ def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | HeadChec
             causes.insert(0, f"its config.json names layers {list(layers)} by their outputs, as SGLang does: {instead}")
         else:
             causes.append(f"it was trained on other layers than {list(layers)}: set speculation.aux_layers")
-        if not draft.head.norm_before_residual:
-            causes.append("it was trained with norm_before_residual, and its config.json does not say so")
+        normed = "without" if draft.head.norm_before_residual else "with"
+        causes.append(f"it was trained {normed} norm_before_residual, unlike what its config.json says")
     return "; or ".join(causes)
 
 
