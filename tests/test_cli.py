@@ -52,6 +52,7 @@ def test_exit_codes_and_streams(tmp_path: Path) -> None:
     done = cli(tmp_path, "generate", "d.jsonl")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "5 ok, 0 failed" in done.stderr
+    assert all(line == line.rstrip() for line in done.stderr.splitlines()), "a table is padded with blanks"
     assert sorted(os.listdir(tmp_path)) == ["d.jsonl", "d.results.jsonl", "d.results.stats.json"]
     write_rows(tmp_path, 5, bad=2)
     refused = cli(tmp_path, "generate", "d.jsonl")
@@ -201,6 +202,7 @@ def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
     write_rows(tmp_path, 50)
     process = start(tmp_path, "generate", "d.jsonl", STUB_SLEEP="4")
     wait_for_rows(tmp_path, 1, process)  # one step is over: the loop owns the signals
+    time.sleep(1)  # into the next one
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)

@@ -49,6 +49,7 @@ from specbatch.pipeline.jsonl import encode_line
 from specbatch.pipeline.paths import files_read, stats_path_of
 from specbatch.pipeline.results import disk_errors
 from specbatch.pipeline.stats import write_report
+from specbatch.pipeline.tables import print_table
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.signals import INTERRUPTED
 from specbatch.types import SamplingParams
@@ -130,7 +131,7 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
     )
     _write_samples(folder, plans, runs, plain)
     write_report(results_path(folder), report)
-    console.print(closing_table(report))
+    print_table(closing_table(report), console)
     for line in comparison_lines(report):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"output: {folder / 'results.json'}, {folder / 'samples.jsonl'}", markup=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from specbatch.evals.plan import Plan
 from specbatch.evals.schema import NoMetric
 from specbatch.evals.score import Scores
 from specbatch.pipeline.stats import commit
+from specbatch.pipeline.tables import acceptance_text
 
 _SHOWN_MARGINS = 4
 
@@ -138,6 +139,7 @@ def _measured(plan: Plan, run: Measured) -> dict[str, Any]:
         "resumed_rows": session["resumed_rows"],
         **{name: stats["speculation"][name] for name in ("acceptance_length", "acceptance_rate", "accept_histogram")},
         "acceptance_rate_by_position": session["acceptance_rate_by_position"],
+        "draft_rate_by_position": session.get("draft_rate_by_position", []),  # answers of an earlier version have none
     }
     if run.scores.isolation is not None:
         report["programs_kept_from"] = dict(run.scores.isolation)
@@ -182,8 +184,8 @@ def _figures(task: Mapping[str, Any]) -> dict[str, str]:
         shown["rows"] += f", {cut:,} cut at their length"
     if task["output_tokens_per_second"]:
         shown["speed"] = f"{task['output_tokens_per_second']:,.1f} output tok/s"
-    if task["acceptance_length"] is not None:
-        shown["acceptance"] = f"{task['acceptance_length']:.2f} tokens per round"
+    if (acceptance := acceptance_text(task, task["draft_rate_by_position"])) is not None:
+        shown["acceptance"] = acceptance
     kept = [f"{rate:.0%}" for rate in task["acceptance_rate_by_position"] if rate is not None]
     if kept:
         shown["drafts kept"] = f"{' '.join(kept)} at depth 1{f' to {len(kept)}' if len(kept) > 1 else ''}"

@@ -37,12 +37,13 @@ from specbatch.pipeline.paths import (
     stats_path_of,
 )
 from specbatch.pipeline.preview import with_checked_fields
-from specbatch.pipeline.progress import JobProgress, closing_table
+from specbatch.pipeline.progress import JobProgress
 from specbatch.pipeline.remarks import Remarks
 from specbatch.pipeline.results import ResultFile
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import Source, input_stem, open_source
 from specbatch.pipeline.stats import Provenance, build_report, device_name, write_report
+from specbatch.pipeline.tables import closing_table, print_table
 from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.signals import INTERRUPTED
 from specbatch.types import BatchEngine
@@ -187,7 +188,7 @@ def generate_file(
         models.stop()
         results.close()
     if summary:
-        console.print(closing_table(report))
+        print_table(closing_table(report), console)
     say(remarked, console)
     return _verdict(report, console)
 

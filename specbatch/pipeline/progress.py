@@ -1,17 +1,15 @@
-"""Progress of a job on stderr: a live line on a terminal, a plain line every few seconds elsewhere; a closing table."""
+"""Progress of a job on stderr: a live line on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Column, Table
+from rich.table import Column
 
 from specbatch.pipeline.eta import Forecast, Work
 
@@ -123,40 +121,3 @@ def duration(seconds: float, digits: int = 1) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def closing_table(report: dict[str, Any]) -> Table:
-    """The main figures of stats.json for the reader at the terminal."""
-    rows, session = report["rows"], report["session"]
-    seconds, speculation = session["seconds"], report["speculation"]
-    table = Table(title=_warning(report), show_header=False, box=None, pad_edge=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column()
-    done = f"{rows['ok']:,} ok, {rows['failed']:,} failed"
-    table.add_row("rows", done + (f" ({session['resumed_rows']:,} from before)" if session["resumed_rows"] else ""))
-    table.add_row("tokens", f"{report['tokens']['prompt']:,} prompt, {report['tokens']['completion']:,} completion")
-    split = ", ".join(f"{name} {duration(seconds[name])}" for name in ("load", "prefill", "decode", "io"))
-    table.add_row("time", f"{duration(seconds['total'])} ({split})")
-    if session["output_tokens_per_second"]:
-        table.add_row("speed", f"{session['output_tokens_per_second']:,.1f} output tok/s")
-    if speculation["acceptance_length"] is not None:
-        rate = speculation["acceptance_rate"]
-        shown = f"{speculation['acceptance_length']:.2f} tokens per round"
-        table.add_row("acceptance", shown + (f", {rate:.0%} of drafts kept" if rate is not None else ""))
-    if session["cache_hit_rate"]:
-        table.add_row("prefix cache", f"{session['cache_hit_rate']:.0%} of prompt tokens")
-    if session["preemptions"]:
-        table.add_row("preemptions", f"{session['preemptions']:,}")
-    if session["memory_shortages"]:
-        table.add_row("memory", f"ran out {session['memory_shortages']:,} times: batches were made smaller")
-    table.add_row("output", escape(report["output"]))
-    return table
-
-
-def _warning(report: dict[str, Any]) -> str | None:
-    """The title of the closing table where the texts are no answers."""
-    whys = ["random weights"] if report["random_weights"] else []
-    if report["simulated"]:
-        length = report["config"]["speculation"]["simulate_acceptance"]
-        whys.insert(0, f"SIMULATED acceptance of {length:g} tokens per round")
-    return f"{', '.join(whys)}: the texts are no answers" if whys else None

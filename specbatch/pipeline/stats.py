@@ -101,6 +101,10 @@ def build_report(
             "acceptance_length": _ratio(engine.speculation.committed, engine.speculation.rounds),
             # [i] = share of the drafts at depth i+1 that were kept
             "acceptance_rate_by_position": by_position,
+            # [i] = share of the rounds that had a draft at depth i+1
+            "draft_rate_by_position": [
+                round(rounds / engine.speculation.rounds, 4) for rounds in engine.speculation.proposed_at
+            ],
         },
         "versions": versions(),
         "commit": commit(),

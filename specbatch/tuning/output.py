@@ -15,6 +15,7 @@ from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
 from specbatch.pipeline.atomic import write_whole
 from specbatch.pipeline.stats import device_name
+from specbatch.pipeline.tables import print_table
 from specbatch.tuning.command import Tuned
 from specbatch.tuning.confirm import speedups
 from specbatch.tuning.errors import TuningError
@@ -54,8 +55,8 @@ def write_tuned(tuned: Tuned, config: Config, output: Path, made_by: dict[str, A
 def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
     comparisons = live_comparisons(tuned)
     for table in (costs_table(tuned.forecast.costs), choices_table(tuned.result), options_table(tuned.result)):
-        console.print(table)
-    console.print(comparisons_table(comparisons))
+        print_table(table, console)
+    print_table(comparisons_table(comparisons), console)
     schedule = None if tuned.winner is None else tuned.winner.schedule
     header, comments = evidence(tuned.result)
     if schedule != tuned.result.best.schedule:  # all of that is said of the predicted best
