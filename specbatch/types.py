@@ -12,6 +12,7 @@ from typing import Protocol
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens, or the end of the model's context or of the KV cache
+    ERROR = "error"  # the model's logits are not finite where the next token was to be chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class Completion:
     """A finished request."""
 
     request_id: int
-    token_ids: list[int]  # generated tokens; a stop token or end-of-sequence token is included as the last
+    # Generated tokens; a stop token or end-of-sequence token is included as the last. Of an error: those before it.
+    token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None  # one for each generated token, where asked for
     speculation: SpeculationCounts
@@ -159,6 +161,7 @@ class EngineStats:
     rounds: int = 0  # engine rounds (each verifies a whole batch)
     preemptions: int = 0
     memory_shortages: int = 0  # launches that ran out of memory and were made smaller
+    broken_drafts: int = 0  # sampled drafts whose probabilities were not finite: rejected
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 

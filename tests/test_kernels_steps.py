@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specbatch.kernels.torch_round import NO_TOKEN
 from specbatch.kernels.torch_steps import Beam, Committed, SlotColumns
 from specbatch.speculation.slots import NUM_FIELDS, Field
 
@@ -143,14 +144,15 @@ class Slots:
         self.tokens_SL = torch.tensor(self.history, dtype=torch.int32, device=DEVICE).view(13, -1)
 
     def commit(self, slot: int, tokens: list[int], eos: list[int]) -> None:
-        """What the engine of the host does with new tokens."""
+        """What the engine of the host does with new tokens. NO_TOKEN ends the request; the device goes on with 0."""
         ints = self.ints[slot]
         if ints[Field.DONE]:
             return
         length = ints[Field.LENGTH]
         room = ints[Field.LIMIT] - length - 1
+        failed, tokens = tokens[-1] == NO_TOKEN, [max(token, 0) for token in tokens]
         stops = ints[Field.STOP : Field.STOP + 2] + ([] if ints[Field.IGNORE_EOS] else eos)
-        ints[Field.DONE] = int(len(tokens) >= room or any(t in stops for t in tokens[:room]))
+        ints[Field.DONE] = int(failed or len(tokens) >= room or any(t in stops for t in tokens[:room]))
         ints[Field.LENGTH] = min(length + len(tokens), ints[Field.LIMIT] - 1)
         ints[Field.ROOT] = tokens[-1]
         for i, token in enumerate(tokens, start=length + 1):
@@ -174,7 +176,7 @@ def random_trees(batch: int, num_nodes: int, depth: int, rng: random.Random) -> 
                 row_tokens.append(token)
                 row_parents.append(parent)
                 row_depths.append(row_depths[parent] + 1)
-        row_choice = [rng.randrange(12) for _ in range(num_nodes)]
+        row_choice = [rng.choice([NO_TOKEN, rng.randrange(12), rng.randrange(12)]) for _ in range(num_nodes)]
         for node in range(1, num_nodes):
             if rng.random() < 0.7:
                 row_choice[row_parents[node]] = row_tokens[node]
@@ -188,7 +190,7 @@ def random_trees(batch: int, num_nodes: int, depth: int, rng: random.Random) -> 
 @pytest.mark.parametrize("keeps_tokens", [False, True])
 @pytest.mark.parametrize("case", ["root alone", "chain", "short chains", "drawn", "tree", "given path"])
 def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
-    lengths = set()
+    lengths, failed = set(), set()
     for seed in range(3):
         rng = random.Random(seed)
         state = Slots(seed, keeps_tokens)
@@ -202,10 +204,11 @@ def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
             parents = [list(range(-1, num_nodes - 1))] * batch
             for b in range(batch):
                 for node in range(1, num_nodes):
-                    choice[b][node - 1] = tokens[b][node] if rng.random() < 0.7 else rng.randrange(12)
+                    choice[b][node - 1] = tokens[b][node] if rng.random() < 0.7 else rng.choice([NO_TOKEN, 3, 8])
         sizes = [rng.randrange(1, num_nodes + 1) if case == "short chains" else num_nodes for _ in rows]
         paths = [walk(*row) for row in zip(tokens, parents, choice, sizes, strict=True)]
-        drawn = [rng.randrange(12) for _ in rows]
+        drawn = [rng.choice([NO_TOKEN, rng.randrange(12), rng.randrange(12)]) for _ in rows]
+        broken = [rng.randrange(num_nodes) if case == "drawn" else 0 for _ in rows]
         if case in ("drawn", "given path"):
             paths = [path[: rng.randrange(1, len(path) + 1)] for path in paths]
         new = [
@@ -223,7 +226,7 @@ def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
         if case == "given path":
             options["path_BN"] = on_device([path + [7] * (num_nodes - len(path)) for path in paths])
         if case == "drawn":
-            options["next_token_B"] = on_device(drawn)
+            options |= {"next_token_B": on_device(drawn), "num_broken_B": on_device(broken)}
         found: Committed = ops.commit_round(
             state.ints_SF,
             state.tokens_SL,
@@ -242,9 +245,10 @@ def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
             length, live = before[slot][Field.LENGTH], not before[slot][Field.DONE]
             pad = [0] * (max_path - len(path))
             assert found.path_BM[b].tolist() == path + pad
-            assert found.tokens_BM[b].tolist() == new[b] + pad
+            assert found.tokens_BM[b].tolist() == [*new[b][:-1], max(new[b][-1], 0), *pad]
             depth = max(depths[b]) if is_tree else sizes[b] - 1
-            assert found.report_BZ[b].tolist() == [len(path) if live else 0, sizes[b] - 1, depth, *new[b], *pad]
+            report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], *new[b], *pad]
+            assert found.report_BZ[b].tolist() == report
             assert found.picked_T.view(batch, -1)[b].tolist() == [b * num_nodes + node for node in path + pad]
             for place, node in enumerate(path):
                 moved = live and node != place
@@ -253,11 +257,13 @@ def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
                 assert found.target_T[at] == (state.slot_of(slot, length + place) if moved else -1)
             assert found.target_T.view(batch, -1)[b, len(path) :].tolist() == [-1] * len(pad)
             lengths.add(len(path))
+            failed.add(new[b][-1] == NO_TOKEN)
         assert found.num_path_B.tolist() == [len(path) for path in paths]
         assert state.ints_SF.tolist() == state.ints
         assert state.tokens_SL.tolist() == state.history
         assert found.report_BZ.dtype == torch.int32
     assert len(lengths) > 1 or case == "root alone"
+    assert failed == {False, True}
 
 
 def walk(tokens: list[int], parents: list[int], choice: list[int], size: int) -> list[int]:

@@ -135,11 +135,13 @@ class TorchAttention:
     def attend(self, plan: list[_Group], q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
         out = torch.empty_like(q_THD)
         for group in plan:
-            result = self._attend_group(group, q_THD, cache.layer(layer), window)
+            result = self._attend_group(group, q_THD, cache.layer(layer), window, cache.may_hold_nan)
             out.index_copy_(0, group.output_rows, result.index_select(0, group.output_index).to(out.dtype))
         return out
 
-    def _attend_group(self, group: _Group, q_THD: Tensor, kv_2KSD: Tensor, window: int | None) -> Tensor:
+    def _attend_group(
+        self, group: _Group, q_THD: Tensor, kv_2KSD: Tensor, window: int | None, may_hold_nan: bool
+    ) -> Tensor:
         n, num_queries, heads, per_head, dim = (
             group.num_sequences,
             group.num_queries,
@@ -160,9 +162,8 @@ class TorchAttention:
             batch, batch_rows = (m * num_queries, per_head) if chunk.per_query else (m, rows)
             kv = kv_2KSD.index_select(2, chunk.slots).to(compute).view(2, heads * batch, CHUNK, dim)
             queries = q_KnRD[:, :m].reshape(heads * batch, batch_rows, dim)
-            out, lse = self._partial(
-                queries, kv[0], kv[1], self._bias(group, chunk, window, compute), len(group.chunks) > 1
-            )
+            bias = self._bias(group, chunk, window, compute)
+            out, lse = self._partial(queries, kv[0], kv[1], bias, len(group.chunks) > 1, may_hold_nan)
             out = out.reshape(heads, m, rows, dim)
             if len(group.chunks) == 1:
                 merged = out
@@ -186,7 +187,13 @@ class TorchAttention:
         )
 
     def _partial(
-        self, q_brD: Tensor, k_bCD: Tensor, v_bCD: Tensor, bias: Tensor | None, with_lse: bool
+        self,
+        q_brD: Tensor,
+        k_bCD: Tensor,
+        v_bCD: Tensor,
+        bias: Tensor | None,
+        with_lse: bool,
+        may_hold_nan: bool,
     ) -> tuple[Tensor, Tensor]:
         """Attention over one chunk (b, r, D), and the log of its sum of exponentials (b, r)."""
         rows = q_brD.shape[1]
@@ -197,7 +204,11 @@ class TorchAttention:
         if bias is not None:
             # (m, Q, C) for queries times heads of one sequence, (m * Q, 1, C) for single queries
             part = scores[:, :rows].view(self._num_kv_heads, bias.shape[0], bias.shape[1], self._per_head, CHUNK)
-            part += bias[:, :, None]
+            if may_hold_nan:
+                # The same bits, several times slower: what is added to a NaN leaves it one. (Values are finite always.)
+                part.masked_fill_((bias < 0)[:, :, None], MASKED)
+            else:
+                part += bias[:, :, None]
         lse = torch.logsumexp(scores, -1) if with_lse else scores[..., 0]
         out = torch.bmm(torch.softmax(scores, -1), v_bCD)
         return (out[:, :rows], lse[:, :rows]) if padding > 0 else (out, lse)

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbatch.kernels.torch_model import storable
+
 
 class PagePool:
     """Refcounts of `num_pages` pages. Pure accounting: it never touches a tensor.
@@ -98,11 +100,12 @@ class KVCache:
     ) -> None:
         self._shape = (num_layers, 2, num_kv_heads, num_slots, head_dim)
         self._dtype, self._device = dtype, device
+        self.may_hold_nan = False  # among the keys; of what `write` has stored
         self._kv = self._allocate()
 
     def _allocate(self) -> Tensor:
-        # Zeros, not empty: slots past a sequence's end are masked, but a NaN left there would survive the mask (0 *
-        # NaN).
+        # Zeros, not empty: slots past a sequence's end are masked, but a value of NaN there would survive the mask (0 *
+        # NaN). For the same reason none is ever written.
         if self._device.type == "cpu":
             # numpy asks the system for zero pages, which take memory only once they are written to; torch.zeros
             # fills them.
@@ -140,7 +143,11 @@ class KVCache:
         return self._kv
 
     def write(self, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
-        """Store new keys and values. Slots are distinct."""
+        """Store new keys and values, as `storable` makes them. Slots are distinct."""
+        # On a CPU a sum says at next to no cost that there is nothing to mend.
+        if self._device.type != "cpu" or not math.isfinite(float(k_THD.sum() + v_THD.sum())):
+            k_THD, v_THD = storable(k_THD, v_THD)
+            self.may_hold_nan = True
         self._kv[layer, 0].index_copy_(1, slots_T, k_THD.transpose(0, 1))
         self._kv[layer, 1].index_copy_(1, slots_T, v_THD.transpose(0, 1))
 

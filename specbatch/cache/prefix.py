@@ -82,10 +82,11 @@ class PrefixIndex:
         """Tokens that `match` would find; a look, not a use."""
         return self._pool.page_size * sum(1 for _ in self._walk(tokens, max_tokens // self._pool.page_size))
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], num_computed: int) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], num_computed: int, num_cached: int = 0) -> None:
         """Offer the full pages among the first `num_computed` slots of a sequence, up to the first one that is known
         as another page: filed below that, the sequence's own pages would keep it from being evicted, though nobody
-        holds it."""
+        holds it. Pages of the first `num_cached` slots came from here; one that is gone was forgotten, and what was
+        computed from it is not to be shared either."""
         self._clock += 1
         node = self._root
         for number in range(min(num_computed // self._pool.page_size, len(pages))):
@@ -94,6 +95,8 @@ class PrefixIndex:
                 return
             child = node.children.get(key)
             if child is None:
+                if number * self._pool.page_size < num_cached:
+                    return
                 child = _Node(key, pages[number], node)
                 node.children[key] = child
                 self._nodes[child.page] = child
@@ -102,6 +105,39 @@ class PrefixIndex:
                 return
             child.last_used = self._clock
             node = child
+
+    def forget(self, tokens: Sequence[int], pages: Sequence[int], num_cached: int) -> None:
+        """Share a sequence's pages no more, nor what others have filed below them; but for those of its first
+        `num_cached` slots."""
+        node = self._root
+        for number, page in enumerate(pages):
+            key = self.key(tokens, number)
+            child = node.children.get(key) if key is not None else None
+            if child is None or child.page != page:
+                return
+            if number * self._pool.page_size >= num_cached:
+                self._drop(child)
+                return
+            node = child
+
+    def _drop(self, top: _Node) -> None:
+        """Take a node and all below it out of the index."""
+        parent = top.parent
+        assert parent is not None
+        del parent.children[top.key]
+        dropped, queued = [top], set[int]()
+        for node in dropped:  # grows
+            dropped.extend(node.children.values())
+            del self._nodes[node.page]
+            self._num_idle -= self._pool.refs(node.page) == 1
+            if node.is_queued:
+                queued.add(node.page)
+        if queued:
+            self._heap = [entry for entry in self._heap if entry[1] not in queued]
+            heapq.heapify(self._heap)
+        self._pool.release(node.page for node in dropped)
+        if parent is not self._root:
+            self._queue(parent)
 
     def num_evictable(self) -> int:
         """Pages that eviction could free: nobody but the index holds them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from specbatch.kernels.torch_round import NO_TOKEN
 from specbatch.speculation.sequence import Sequence
 from specbatch.types import EngineLimits, FinishReason, Request
 
@@ -21,9 +22,13 @@ def new_sequence(request: Request, limits: EngineLimits, max_length: int) -> Seq
 def append_tokens(seq: Sequence, tokens: list[int], eos: Set[int]) -> FinishReason | None:
     """Append new tokens up to where the request ends; the reason if it does.
 
-    End-of-sequence and stop are looked for before the length is: a last token that is both counts as a stop.
+    End-of-sequence and stop are looked for before the length is: a last token that is both counts as a stop. The last
+    may be NO_TOKEN: an error, unless the request ends before it.
     """
     params = seq.request.params
+    failed = tokens[-1] == NO_TOKEN
+    if failed:
+        tokens = tokens[:-1]
     kept = tokens[: seq.max_length - len(seq.tokens)]
     reason = FinishReason.LENGTH if len(seq.tokens) + len(kept) == seq.max_length else None
     if params.stop_token_ids or not (params.ignore_eos or eos.isdisjoint(kept)):  # hardly ever
@@ -32,9 +37,9 @@ def append_tokens(seq: Sequence, tokens: list[int], eos: Set[int]) -> FinishReas
                 kept, reason = kept[: i + 1], FinishReason.STOP
                 break
     seq.tokens += kept
-    if seq.request.check_stop is not None:
+    if seq.request.check_stop is not None and kept:
         keep = seq.request.check_stop(seq.generated, len(kept))
         if keep is not None:
             del seq.tokens[seq.num_prompt + keep :]
             reason = FinishReason.STOP
-    return reason
+    return FinishReason.ERROR if failed and reason is None else reason

@@ -104,7 +104,7 @@ class EngineBase:
 
     def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
         seq.is_finished = True
-        self._scheduler.finish(seq)
+        self._scheduler.finish(seq, failed=reason is FinishReason.ERROR)
         self._stats.speculation.add(seq.counts)
         logprobs = seq.logprobs if seq.request.params.logprobs is not None else None
         return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts)

@@ -27,7 +27,15 @@ from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import PromptPacker
-from specbatch.engine.round import REPORT_COUNT, REPORT_DEPTH, REPORT_DRAFTED, REPORT_TOKENS, Logprobs, Round
+from specbatch.engine.round import (
+    REPORT_BROKEN,
+    REPORT_COUNT,
+    REPORT_DEPTH,
+    REPORT_DRAFTED,
+    REPORT_TOKENS,
+    Logprobs,
+    Round,
+)
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.transfers import Download, Transfers
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -269,6 +277,7 @@ class DeviceEngine(EngineBase):
         seq.rounds_in_flight -= 1
         seq.num_in_flight -= max_path
         seq.num_committed += count
+        self._stats.broken_drafts += report[REPORT_BROKEN]
         before = len(seq.tokens)
         reason = append_tokens(seq, report[REPORT_TOKENS : REPORT_TOKENS + count], self._eos)
         committed = len(seq.tokens) - before

@@ -147,6 +147,7 @@ class Engine(EngineBase):
                 accepted=min(len(drafts), committed),
                 committed=committed,
             )
+            self._stats.broken_drafts += kept.num_broken
             seq.num_committed += len(kept.path)
             if reason is not None:
                 finished.append((seq, reason))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specbatch.cache.pages import KVCache
 from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.kernels.torch_round import NO_TOKEN
 from specbatch.kernels.torch_steps import Committed
 from specbatch.models.decoder import Decoder
 from specbatch.speculation.drafters import Draft, Drafter
@@ -25,8 +26,9 @@ from specbatch.speculation.noise import Purpose
 from specbatch.speculation.proposer import TargetOutput
 from specbatch.speculation.slots import COLUMNS, Field, Rows, SlotState
 
-# Columns of a report in front of the tokens: how many are new, drafts verified, depth of the tree.
-REPORT_COUNT, REPORT_DRAFTED, REPORT_DEPTH, REPORT_TOKENS = range(4)
+# Columns of a report in front of the tokens: how many are new, drafts verified, depth of the tree, drafts whose
+# probabilities are NaN.
+REPORT_COUNT, REPORT_DRAFTED, REPORT_DEPTH, REPORT_BROKEN, REPORT_TOKENS = range(5)
 MAX_TOP_LOGPROBS = 20
 _LOGPROB_ROWS = 32  # rows of a batch whose log-probabilities are computed at once
 # Up to so many rows a draft-extend only streams weights, and computing the hidden states of all of them costs nothing.
@@ -123,9 +125,9 @@ class Round:
     def _accept_and_commit(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> Committed:
         """End-of-sequence and stop tokens are looked for before the length is. What lies behind them is cut by the
         host, which decides the same way again; here it only matters who goes on."""
-        choice = path = num_path = next_token = None
+        choice = path = num_path = next_token = num_broken = None
         if sampled and draft.probs_BDW is not None:
-            num_path, next_token = self._accept_drawn(rows, draft, logits_TV)
+            num_path, next_token, num_broken = self._accept_drawn(rows, draft, logits_TV)
         else:
             choice = self._choose(rows, draft, logits_TV, sampled).view(draft.tokens_BN.shape)
         if self._simulate is not None:
@@ -147,13 +149,14 @@ class Round:
             path_BN=path,
             num_path_B=num_path,
             next_token_B=next_token,
+            num_broken_B=num_broken,
         )
         return committed
 
     def _choose(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> Tensor:
-        """(T,) the target's own token behind each node."""
+        """(T,) the target's own token behind each node; NO_TOKEN where its logits are not finite."""
         if not sampled:
-            best: Tensor = self._ops.argmax(logits_TV)
+            best: Tensor = self._ops.argmax(logits_TV, NO_TOKEN)
             return best
         num_nodes = draft.tokens_BN.shape[1]
         depth = torch.arange(num_nodes, device=logits_TV.device) if draft.depths_BN is None else draft.depths_BN
@@ -162,7 +165,7 @@ class Round:
         chosen: Tensor = self._ops.sample(logits_TV, *(x.repeat_interleave(num_nodes) for x in rows.sampling), u)
         return chosen
 
-    def _accept_drawn(self, rows: Rows, draft: Draft, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+    def _accept_drawn(self, rows: Rows, draft: Draft, logits_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert draft.probs_BDW is not None
         assert self.drafter.net is not None
         batch, num_nodes = draft.tokens_BN.shape
@@ -174,7 +177,7 @@ class Round:
             for purpose in (Purpose.ACCEPT, Purpose.RESIDUAL, Purpose.SAMPLE)
         }
         num_drafts = torch.full_like(rows.length_B, num_nodes - 1)
-        num_path, next_token = self._ops.accept_chain(
+        num_path, next_token, num_broken = self._ops.accept_chain(
             draft.tokens_BN[:, 1:],
             draft.probs_BDW,
             self.drafter.net.target_ids,
@@ -185,7 +188,7 @@ class Round:
             u[Purpose.RESIDUAL][:, :-1],
             u[Purpose.SAMPLE],
         )
-        return num_path, next_token
+        return num_path, next_token, num_broken
 
     def _simulated(self, rows: Rows, draft: Draft) -> tuple[Tensor | None, Tensor]:
         """A path of random length with the wanted mean: along the chain (no path then), or down to a tree's first node
@@ -243,7 +246,8 @@ class Round:
     def prefill(self, chunk: PromptChunk, sampled: bool, logprobs: bool = False) -> tuple[Tensor, Logprobs | None]:
         """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
 
-        Returns the tokens (R, 1) int32 of the prompts that end here, with logprobs (R, 1) where asked.
+        Returns the tokens (R, 1) int32 of the prompts that end here, with logprobs (R, 1) where asked. NO_TOKEN where
+        the target's logits are not finite: then the slot is done, and what goes on to be computed sees token 0.
         """
         selected = None if self._reads_hidden else chunk.selected
         hidden, captured = self._target.forward(chunk.tokens_T, chunk.layout, self._cache, self._capture, selected)
@@ -256,9 +260,11 @@ class Round:
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
         chosen = self._choose(rows, draft, logits, sampled)
-        tokens = torch.where(chunk.roots_R < 0, chosen, chunk.roots_R)  # recomputed requests have theirs already
+        told = torch.where(chunk.roots_R < 0, chosen, chunk.roots_R)  # recomputed requests have theirs already
+        tokens = told.clamp(min=0)
         limit = rows.field(Field.LIMIT)
         done = self._ends(rows, tokens[:, None], (chunk.roots_R < 0)[:, None]) | (chunk.lengths_R + 1 >= limit)
+        done |= told == NO_TOKEN
         ints = rows.ints_BF.clone()
         ints[:, Field.LENGTH], ints[:, Field.ROOT], ints[:, Field.DONE] = chunk.lengths_R, tokens, done.long()
         self.state.ints_SF.index_copy_(0, chunk.ready_R, ints)
@@ -266,7 +272,7 @@ class Round:
             everything = torch.ones_like(tokens, dtype=torch.bool)[:, None]
             self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
         self._extend_prompt(chunk, tokens, hidden, captured)
-        return tokens[:, None].int(), logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None
+        return told[:, None].int(), logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None
 
     def _extend_prompt(self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, captured: list[Tensor]) -> None:
         net = self.drafter.net

@@ -172,6 +172,8 @@ class Scheduler:
             return False
         seq.pages = cached + self._pool.allocate(wanted)
         seq.num_committed = len(cached) * self._pool.page_size
+        # After a preemption, pages that it shares may be its own from before.
+        seq.num_cached = min(seq.num_cached, seq.num_committed) if seq.was_admitted else seq.num_committed
         self._on_start(seq)
         return True
 
@@ -187,7 +189,7 @@ class Scheduler:
     def share(self, seq: Sequence) -> None:
         """Offer a sequence's full pages to later rows. The target's and the draft's entries in them are complete."""
         if self._prefix is not None:
-            self._prefix.insert(seq.tokens, seq.pages, seq.num_committed)
+            self._prefix.insert(seq.tokens, seq.pages, seq.num_committed, seq.num_cached)
 
     def _missing_pages(self, seq: Sequence) -> int:
         """Pages to add for the next round, the worst case of rounds under way counted in."""
@@ -241,7 +243,10 @@ class Scheduler:
         self._max_batch_size = size
         self.gather = min(self.gather, size)
 
-    def finish(self, seq: Sequence) -> None:
+    def finish(self, seq: Sequence, failed: bool = False) -> None:
+        """`failed`: what it has computed is not to be shared any more."""
+        if failed and self._prefix is not None:
+            self._prefix.forget(seq.tokens, seq.pages, seq.num_cached)
         self._release(seq)
 
     def _release(self, seq: Sequence) -> None:

@@ -79,6 +79,13 @@ def _stored(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _all_finite(x1, x2):
+    """(rows, 1) bool; explicit, for no maximum is relied on to carry a NaN along."""
+    finite = (tl.abs(x1) < float("inf")) & (tl.abs(x2) < float("inf"))
+    return (tl.min(finite.to(tl.int32), 1) > 0)[:, None]
+
+
+@triton.jit
 def _rotary_write(
     qkv_ptr,
     q_ptr,
@@ -144,8 +151,16 @@ def _rotary_write(
     k_offsets = k_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
     v_offsets = v_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
     is_key = (heads >= NUM_HEADS)[:, None] & (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
+    # What is not finite: see the twin's `storable`. The values of the same heads, which another program may write:
+    of_keys = ok & is_key
+    values = offsets + NUM_KV_HEADS * D
+    v1 = tl.load(qkv_ptr + values, mask=of_keys, other=0.0).to(tl.float32)
+    v2 = tl.load(qkv_ptr + values + half, mask=of_keys, other=0.0).to(tl.float32)
+    finite = _all_finite(out1.to(tl.float32), out2.to(tl.float32)) & _all_finite(v1, v2)
+    instead = tl.where(is_key, float("nan"), 0.0)
     cache: tl.constexpr = k_ptr.dtype.element_ty
-    stored1, stored2 = _stored(out1, cache), _stored(out2, cache)
+    stored1 = _stored(tl.where(finite, out1.to(tl.float32), instead).to(dtype), cache)
+    stored2 = _stored(tl.where(finite, out2.to(tl.float32), instead).to(dtype), cache)
     tl.store(k_ptr + k_offsets, stored1, mask=written & is_key)
     tl.store(k_ptr + k_offsets + half, stored2, mask=written & is_key)
     tl.store(v_ptr + v_offsets, stored1, mask=written & is_value)

@@ -8,8 +8,10 @@ ties are exact: equal probabilities are equal logits. With g = 1 and target k (t
 target p of the total (top-p), the bar is the lowest logit of the row above which the sum of g stays below the target.
 
 A token's *weight* is exp((logit - peak) / temperature) in float32, 1 at the peak. Sums that decide between tokens are
-made in a fixed order, so a row's token does not depend on what else is in the batch. What is NaN counts as -inf: rows
-of garbage give garbage, but no index out of range.
+made in a fixed order, so a row's token does not depend on what else is in the batch.
+
+A NaN is read as +inf in what looks for a row's peak, so that the peak alone says whether the row is finite (see
+`torch_round.finite_peak`): no maximum is relied on to carry a NaN along.
 
 Shape suffixes as in `torch_round`.
 """
@@ -21,8 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.torch_round import LOWEST_LOGIT, NO_TOKEN
+
 _MAX_PASSES = tl.constexpr(128)  # each leaves a quarter of the interval: about 10 suffice, unless logits are contrived
 _NO_ID = tl.constexpr(0x7FFFFFFF)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+_LOWEST = tl.constexpr(LOWEST_LOGIT)
 
 
 # Argmax
@@ -32,25 +38,27 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 def _argmax_of_chunk(logits_ptr, value_ptr, id_ptr, stride, vocab, CHUNK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf"))
-    x = tl.where(x == x, x, float("-inf")).to(value_ptr.dtype.element_ty)
+    x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(value_ptr.dtype.element_ty)
+    x = tl.where(x == x, x, float("inf"))
     best = tl.max(x)
     tl.store(value_ptr + row * tl.num_programs(1) + chunk, best)
     tl.store(id_ptr + row * tl.num_programs(1) + chunk, tl.min(tl.where(x == best, ids, _NO_ID)))
 
 
 @triton.jit
-def _argmax_of_chunks(value_ptr, id_ptr, out_ptr, num_chunks, CHUNKS: tl.constexpr):
+def _argmax_of_chunks(value_ptr, id_ptr, out_ptr, num_chunks, CHUNKS: tl.constexpr, OTHERWISE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS)
     at = row * num_chunks + chunks
     value = tl.load(value_ptr + at, mask=chunks < num_chunks, other=float("-inf"))
     ids = tl.load(id_ptr + at, mask=chunks < num_chunks, other=_NO_ID)
-    best = tl.min(tl.where(value == tl.max(value), ids, _NO_ID))
-    tl.store(out_ptr + row, tl.where(best == _NO_ID, 0, best).to(tl.int64))
+    peak = tl.max(value)
+    best = tl.min(tl.where(value == peak, ids, _NO_ID))
+    finite = (peak > _LOWEST) & (peak < float("inf"))
+    tl.store(out_ptr + row, tl.where(finite, best, OTHERWISE).to(tl.int64))
 
 
-def argmax(logits_RV: Tensor) -> Tensor:
+def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
     """`torch_round.argmax`, in chunks of a row side by side. Rows may lie apart."""
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1
@@ -61,7 +69,9 @@ def argmax(logits_RV: Tensor) -> Tensor:
     ids = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits_RV.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     _argmax_of_chunk[(rows, num_chunks)](logits_RV, value, ids, logits_RV.stride(0), vocab, CHUNK=chunk)
-    _argmax_of_chunks[(rows,)](value, ids, out, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1)
+    _argmax_of_chunks[(rows,)](
+        value, ids, out, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), OTHERWISE=otherwise, num_warps=1
+    )
     return out
 
 
@@ -117,7 +127,7 @@ def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tens
 def _logits(row_ptr, ids, vocab):
     x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     # What masks write for "never" (the lowest finite number) is -inf here: differences of such numbers overflow.
-    return tl.where(x > -1e38, x, float("-inf"))
+    return tl.where(x > _LOWEST, x, float("-inf"))
 
 
 @triton.jit
@@ -127,18 +137,20 @@ def _weight(x, peak, temperature):
 
 @triton.jit
 def _range(row_ptr, vocab, BLOCK: tl.constexpr):
-    """Argmax, largest and least finite logit of a row."""
+    """Argmax, largest and least finite logit of a row, and whether it is finite."""
     lanes = tl.arange(0, BLOCK)
     most = tl.full((BLOCK,), float("-inf"), tl.float32)
     least = tl.full((BLOCK,), float("inf"), tl.float32)
     best_id = lanes
     for start in range(0, vocab, BLOCK):
-        x = _logits(row_ptr, start + lanes, vocab)
+        x = tl.load(row_ptr + start + lanes, mask=start + lanes < vocab, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("inf"))
         best_id = tl.where(x > most, start + lanes, best_id)
         most = tl.maximum(most, x)
-        least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
+        least = tl.minimum(least, tl.where(x > _LOWEST, x, float("inf")))
     peak = tl.max(most)
-    return tl.min(tl.where(most == peak, best_id, _NO_ID)), peak, tl.min(least)
+    finite = (peak > _LOWEST) & (peak < float("inf"))
+    return tl.min(tl.where(most == peak, best_id, _NO_ID)), peak, tl.min(least), finite
 
 
 @triton.jit
@@ -260,9 +272,9 @@ def _sample(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     temperature = tl.load(temperature_ptr + row)
-    best, peak, least = _range(row_ptr, vocab, BLOCK)
-    token = best
-    if temperature > 0.0:
+    best, peak, least, finite = _range(row_ptr, vocab, BLOCK)
+    token = tl.where(finite, best, _NO_TOKEN)
+    if (temperature > 0.0) & finite:
         top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         bar, last_id = _filters(row_ptr, vocab, peak, least, temperature, top_k, top_p, BLOCK, BLOCKS)
         lanes, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
@@ -309,9 +321,9 @@ def _distribution(
     row = tl.program_id(0).to(tl.int64)
     row_ptr, out_row_ptr = logits_ptr + row * stride, out_ptr + row * vocab
     temperature = tl.load(temperature_ptr + row)
-    best, peak, least = _range(row_ptr, vocab, BLOCK)
+    best, peak, least, finite = _range(row_ptr, vocab, BLOCK)
     lanes = tl.arange(0, BLOCK)
-    if temperature > 0.0:
+    if (temperature > 0.0) & finite:
         top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         bar, last_id = _filters(row_ptr, vocab, peak, least, temperature, top_k, top_p, BLOCK, BLOCKS)
         sums = tl.zeros((BLOCK,), tl.float64)
@@ -325,7 +337,8 @@ def _distribution(
     else:
         for start in range(0, vocab, BLOCK):
             ids = start + lanes
-            tl.store(out_row_ptr + ids, tl.where(ids == best, 1.0, 0.0), mask=ids < vocab)
+            one_hot = tl.where(ids == best, 1.0, 0.0)
+            tl.store(out_row_ptr + ids, tl.where(finite, one_hot, float("nan")), mask=ids < vocab)
 
 
 def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
@@ -398,7 +411,7 @@ def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
 @triton.jit
 def _accept_chain(
     drafts_ptr, q_ptr, inverse_ptr, p_ptr, num_drafts_ptr, temperature_ptr, accept_ptr, residual_ptr, sample_ptr,
-    num_path_ptr, next_token_ptr, vocab, q_width,
+    num_path_ptr, next_token_ptr, num_broken_ptr, vocab, q_width,
     D: tl.constexpr, BLOCK_D: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
@@ -414,6 +427,7 @@ def _accept_chain(
     known = real & (place >= 0) & (place < q_width)
     q = tl.load(q_ptr + (seq * D + steps) * q_width + place, mask=known, other=0.0).to(tl.float64)
     q = tl.where(greedy, 1.0, q)
+    broken = real & (q != q)  # all of that row is NaN, and the draft is rejected
     u = tl.load(accept_ptr + seq * D + steps, mask=real, other=0.0)
     accepted = real & (u * q < p)
     last = tl.min(tl.where(accepted, BLOCK_D, steps))  # the node behind which the next token comes
@@ -424,7 +438,7 @@ def _accept_chain(
     p_row_ptr = p_ptr + (seq * (D + 1) + last) * vocab
     q_row_ptr = q_ptr + (seq * D + tl.minimum(last, D - 1)) * q_width
     sums = tl.zeros((BLOCKS,), tl.float64)
-    subtract = rejected & (greedy == 0)
+    subtract = rejected & (greedy == 0) & (tl.max((broken & (steps == last)).to(tl.int32)) == 0)
     if subtract:
         sums = _block_sums(p_row_ptr, q_row_ptr, inverse_ptr, vocab, q_width, True, MAPPED, BLOCK, BLOCKS)
         # No residual: p = q up to rounding, a rejection that happens with probability zero.
@@ -440,8 +454,11 @@ def _accept_chain(
         weight = _probabilities(p_row_ptr, q_row_ptr, inverse_ptr, ids, vocab, q_width, True, MAPPED)
     else:
         weight = _probabilities(p_row_ptr, q_row_ptr, inverse_ptr, ids, vocab, q_width, False, MAPPED)
-    tl.store(next_token_ptr + seq, _pick_id(weight, before, target, ids).to(tl.int64))
+    # No probability at all: p is NaN.
+    token = tl.where(tl.sum(sums) > 0.0, _pick_id(weight, before, target, ids), _NO_TOKEN)
+    tl.store(next_token_ptr + seq, token.to(tl.int64))
     tl.store(num_path_ptr + seq, last.to(tl.int64) + 1)
+    tl.store(num_broken_ptr + seq, tl.sum(broken.to(tl.int64)))
 
 
 def accept_chain(
@@ -454,11 +471,11 @@ def accept_chain(
     u_accept_BD: Tensor,
     u_residual_BD: Tensor,
     u_sample_BN: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`torch_round.accept_chain`; two passes over one row of p (and q) a sequence."""
     (batch, num_drafts), (vocab, width) = drafts_BD.shape, (p_BNV.shape[2], q_BDW.shape[2])
     device = drafts_BD.device
-    num_path, next_token = torch.empty((2, batch), dtype=torch.int64, device=device)
+    num_path, next_token, num_broken = torch.empty((3, batch), dtype=torch.int64, device=device)
     inverse = num_path  # not read
     if target_ids_W is not None:
         # Where a target token is among the draft's, so that a program can walk over the target's vocabulary alone.
@@ -468,8 +485,8 @@ def accept_chain(
     _accept_chain[(batch,)](
         drafts_BD.contiguous(), q_BDW.contiguous(), inverse, p_BNV.contiguous(), num_drafts_B.contiguous(),
         temperature_B.contiguous(), u_accept_BD.contiguous(), u_residual_BD.contiguous(), u_sample_BN.contiguous(),
-        num_path, next_token, vocab, width,
+        num_path, next_token, num_broken, vocab, width,
         D=num_drafts, BLOCK_D=triton.next_power_of_2(num_drafts), MAPPED=target_ids_W is not None,
         BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
     )  # fmt: skip
-    return num_path, next_token
+    return num_path, next_token, num_broken

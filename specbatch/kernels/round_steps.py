@@ -13,7 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.kernels.ordering import LOWEST, pack, packed_index, packed_number
+from specbatch.kernels.torch_round import NO_TOKEN
 from specbatch.kernels.torch_steps import Beam, Candidates, Committed, SlotColumns, Spans
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -194,12 +197,12 @@ def beam_expand(
 def _commit_round(
     ints_ptr, history_ptr, table_ptr, rows_ptr, eos_ptr,
     tokens_ptr, choice_ptr, parents_ptr, depths_ptr, num_nodes_ptr, given_path_ptr, given_num_path_ptr, given_next_ptr,
-    path_ptr, num_path_ptr, new_tokens_ptr, report_ptr, picked_ptr, source_ptr, target_ptr,
+    num_broken_ptr, path_ptr, num_path_ptr, new_tokens_ptr, report_ptr, picked_ptr, source_ptr, target_ptr,
     num_fields, max_length, stride_table, num_pages, num_eos, num_nodes, max_path,
     LENGTH: tl.constexpr, ROOT: tl.constexpr, LIMIT: tl.constexpr, DONE: tl.constexpr, IGNORE_EOS: tl.constexpr,
     STOP: tl.constexpr, NUM_STOPS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     HAS_PARENTS: tl.constexpr, HAS_DEPTHS: tl.constexpr, HAS_COUNTS: tl.constexpr,
-    HAS_PATH: tl.constexpr, HAS_NUM_PATH: tl.constexpr, HAS_NEXT: tl.constexpr,
+    HAS_PATH: tl.constexpr, HAS_NUM_PATH: tl.constexpr, HAS_NEXT: tl.constexpr, HAS_BROKEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + row)
@@ -250,6 +253,9 @@ def _commit_round(
         tokens = tl.where(place < count, choice, 0)
         next_token = tl.sum(tl.where(place == count - 1, choice, 0))
     on_path = place < count
+    told = tokens
+    failed = next_token == _NO_TOKEN
+    tokens, next_token = tl.maximum(tokens, 0), tl.maximum(next_token, 0)
 
     # Commit.
     slot_ptr = ints_ptr + slot * num_fields
@@ -265,7 +271,7 @@ def _commit_round(
         ends = ends | (counted & (tokens == tl.where(eos_counts, tl.load(eos_ptr + i), -1)))
     for i in tl.static_range(NUM_STOPS):
         ends = ends | (counted & (tokens == tl.load(slot_ptr + STOP + i)))
-    done = (tl.max(ends.to(tl.int32)) > 0) | (count >= room)
+    done = (tl.max(ends.to(tl.int32)) > 0) | failed | (count >= room)
     # All threads have read the slot.
     tl.debug_barrier()
     # No further than a row may go: a round that was launched already runs once more from here, in vain.
@@ -281,14 +287,18 @@ def _commit_round(
     tl.store(path_ptr + row * max_path + place, path, mask=written)
     tl.store(new_tokens_ptr + row * max_path + place, tokens, mask=written)
     tl.store(num_path_ptr + row, count.to(tl.int64))
-    report = report_ptr + row * (max_path + 3)
+    report = report_ptr + row * (max_path + 4)
     depth = real - 1
     if HAS_DEPTHS:
         depth = tl.max(tl.load(depths_ptr + first + place, mask=in_tree, other=0)).to(tl.int32)
     tl.store(report, num_new)
     tl.store(report + 1, real - 1)
     tl.store(report + 2, depth)
-    tl.store(report + 3 + place, tokens.to(tl.int32), mask=written)
+    broken = tl.full((), 0, tl.int32)
+    if HAS_BROKEN:
+        broken = tl.load(num_broken_ptr + row).to(tl.int32)
+    tl.store(report + 3, broken)
+    tl.store(report + 4 + place, told.to(tl.int32), mask=written)
     tl.store(picked_ptr + row * max_path + place, first + path, mask=written)
     table_row_ptr = table_ptr + slot * stride_table
     source = _slot_of(table_row_ptr, length + path, num_pages, written, PAGE)
@@ -316,6 +326,7 @@ def commit_round(
     path_BN: Tensor | None = None,
     num_path_B: Tensor | None = None,
     next_token_B: Tensor | None = None,
+    num_broken_B: Tensor | None = None,
 ) -> Committed:
     """`torch_steps.commit_round`."""
     batch, num_nodes = tokens_BN.shape
@@ -325,7 +336,7 @@ def commit_round(
     assert tokens_SL.is_contiguous()
     path, tokens, picked, source, target = torch.empty((5, batch, max_path), dtype=torch.int64, device=device)
     count = torch.empty(batch, dtype=torch.int64, device=device)
-    report = torch.empty((batch, 3 + max_path), dtype=torch.int32, device=device)
+    report = torch.empty((batch, 4 + max_path), dtype=torch.int32, device=device)
 
     def given(x: Tensor | None) -> Tensor:
         return rows_B if x is None else x.contiguous()  # in its place: anything
@@ -333,7 +344,7 @@ def commit_round(
     _commit_round[(batch,)](
         ints_SF, tokens_SL, page_table_SP, rows_B, eos_K,
         tokens_BN.contiguous(), given(choice_BN), given(parents_BN), given(depths_BN), given(num_nodes_B),
-        given(path_BN), given(num_path_B), given(next_token_B),
+        given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B),
         path, count, tokens, report, picked, source, target,
         ints_SF.shape[1], tokens_SL.shape[1], page_table_SP.stride(0), page_table_SP.shape[1], eos_K.shape[0],
         num_nodes, max_path,
@@ -342,6 +353,6 @@ def commit_round(
         BLOCK=max(16, triton.next_power_of_2(num_nodes)),
         HAS_PARENTS=parents_BN is not None, HAS_DEPTHS=depths_BN is not None,
         HAS_COUNTS=num_nodes_B is not None, HAS_PATH=path_BN is not None, HAS_NUM_PATH=num_path_B is not None,
-        HAS_NEXT=next_token_B is not None, num_warps=1,
+        HAS_NEXT=next_token_B is not None, HAS_BROKEN=num_broken_B is not None, num_warps=1,
     )  # fmt: skip
     return Committed(path, count, tokens, report, picked.view(-1), source.view(-1), target.view(-1))

@@ -19,7 +19,7 @@ def _topk_of_chunk(logits_ptr, best_ptr, peak_ptr, sum_ptr, stride, width, K: tl
     row, chunk, num_chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * stride + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))
+    x = tl.where(x == x, x, float("inf"))  # a peak of +inf says that the row is not finite
     peak = tl.max(x)
     out = row * num_chunks + chunk
     tl.store(peak_ptr + out, peak)
@@ -42,11 +42,12 @@ def _topk_of_chunks(
     sums = tl.load(sum_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
     peak = tl.max(peaks)
     log_sum = tl.log(tl.sum(tl.where(sums > 0.0, sums * tl.exp(peaks - peak), 0.0)))
+    finite = (peak > float("-inf")) & (peak < float("inf"))
     packed = tl.load(best_ptr + row * num_chunks * K + entries, mask=entries < num_chunks * K, other=LOWEST)
     for i in range(K):
         best = tl.max(packed)
-        tl.store(ids_ptr + row * K + i, packed_index(best))
-        tl.store(scores_ptr + row * K + i, packed_number(best) - peak - log_sum)
+        tl.store(ids_ptr + row * K + i, tl.where(finite, packed_index(best), i))
+        tl.store(scores_ptr + row * K + i, tl.where(finite, packed_number(best) - peak - log_sum, float("-inf")))
         packed = tl.where(packed == best, LOWEST, packed)
 
 

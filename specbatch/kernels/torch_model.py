@@ -3,7 +3,11 @@
 The last slot of a cache is spare: what a kernel leaves unwritten, a twin writes there. No sequence owns it.
 
 A cache has the model's dtype or float8_e4m3fn (scale 1, as in vLLM without calibrated scales): values beyond +-448
-become +-448, a NaN stays one.
+become +-448.
+
+In a cache all values are finite. Where a token's key or value is not, in one head, its key there is NaN and such a value
+0 (`storable`). So a query that sees the token gets NaN, and a query from which it is hidden loses nothing: of a hidden
+token the score is replaced, but its value is multiplied by a weight of 0, and 0 * NaN is NaN.
 
 Shape suffixes: T packed tokens, E hidden size, I intermediate size, H query heads, K key/value heads, D head dimension,
 S slots, B sequences, L slots of the longest page table.
@@ -61,9 +65,17 @@ def rotary_write(
     cos, sin = cos_PD[positions_T].unsqueeze(1), sin_PD[positions_T].unsqueeze(1)
     q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
     slots = torch.where(slots_T >= 0, slots_T, kv_2KSD.shape[2] - 1)
+    k, v = storable(k, v)
     for plane_KSD, new_TKD in zip(_movable(kv_2KSD), (k, v), strict=True):
         plane_KSD.index_copy_(1, slots, _movable(_stored(new_TKD, kv_2KSD.dtype)).transpose(0, 1))
     return q
+
+
+def storable(k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as a cache holds them: see the module's text."""
+    v_ok_TKD = v_TKD.isfinite().all(dim=-1, keepdim=True)
+    ok_TKD = v_ok_TKD & k_TKD.isfinite().all(dim=-1, keepdim=True)
+    return torch.where(ok_TKD, k_TKD, torch.nan), torch.where(v_ok_TKD, v_TKD, 0.0)
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,11 +14,20 @@ import torch
 from torch import Tensor
 
 _MASK32 = 0xFFFFFFFF
+NO_TOKEN = -1  # what a target chooses where its logits are not finite
+LOWEST_LOGIT = -1e38  # below are -inf and the lowest finite numbers: masks write either for "never"
 
 
-def argmax(logits_RV: Tensor) -> Tensor:
-    """(R,) int64: the lowest index among the largest values of each row."""
-    return logits_RV.argmax(dim=-1)
+def finite_peak(peak_R: Tensor) -> Tensor:
+    """(R,) bool: whether rows of logits with these largest values (NaN where one is NaN) are *finite*: no NaN, no +inf,
+    and not all of them masked. A single -inf is a token that never comes, and legal."""
+    return (peak_R > LOWEST_LOGIT) & (peak_R < torch.inf)
+
+
+def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
+    """(R,) int64: the lowest index among the largest values of each row; `otherwise` where a row is not finite."""
+    peak, best = logits_RV.max(dim=-1)
+    return torch.where(finite_peak(peak), best, otherwise)
 
 
 def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
@@ -50,7 +59,7 @@ def _multiply32(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
     """Probabilities (R, V) float32 after temperature, top-k (0: off), top-p (1: off) and min-p (0: off), in this order,
     each on what the one before it left; see `speculation.sampling.distribution`. Where the temperature is 0, all mass
-    lies on the argmax.
+    lies on the argmax. All of a row is NaN where its logits are not finite.
     """
     return _distribution64(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R).float()
 
@@ -61,8 +70,9 @@ def _distribution64(
     vocab = logits_RV.shape[1]
     greedy_R1 = (temperature_R == 0)[:, None]
     wide = logits_RV.double()
+    peak = wide.amax(dim=-1, keepdim=True)
     # The peak is taken off first: divided by a tiny temperature it would overflow.
-    scaled = (wide - wide.amax(dim=-1, keepdim=True)) / torch.where(greedy_R1, 1.0, temperature_R[:, None].double())
+    scaled = (wide - peak) / torch.where(greedy_R1, 1.0, temperature_R[:, None].double())
     ordered = scaled.sort(dim=-1, descending=True).values
     kth = ordered.gather(1, (top_k_R.long()[:, None] - 1).clamp(0, vocab - 1))
     drop = (scaled < kth) & ((top_k_R > 0) & (top_k_R < vocab))[:, None]
@@ -77,12 +87,12 @@ def _distribution64(
     p = p.masked_fill(p < min_p_R[:, None].double() * p.amax(dim=-1, keepdim=True), 0.0)
     p = p / p.sum(dim=-1, keepdim=True)
     one_hot = torch.zeros_like(p).scatter(1, argmax(logits_RV)[:, None], 1.0)
-    return torch.where(greedy_R1, one_hot, p)
+    return torch.where(finite_peak(peak), torch.where(greedy_R1, one_hot, p), torch.nan)
 
 
 def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """(R,) int64: the token at quantile u in [0, 1) of each row's (unnormalised) probabilities, by ascending id; never
-    one of probability zero. `uniform_R` is float64."""
+    one of probability zero. Token 0 where the row is NaN. `uniform_R` is float64."""
     cdf = p_RV.double().cumsum(-1)
     positive = p_RV > 0
     # The first token behind the quantile. Not by binary search: a parallel sum may fall back by a rounding.
@@ -96,9 +106,10 @@ def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
     """(R,) int64: the argmax where the temperature is 0, else the token at quantile u (float64) of `distribution`, by
-    ascending id; never one of probability zero."""
+    ascending id; never one of probability zero. NO_TOKEN where the logits are not finite."""
     p = _distribution64(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
-    return torch.where(temperature_R == 0, argmax(logits_RV), draw(p, uniform_R))
+    best = argmax(logits_RV, NO_TOKEN)
+    return torch.where((temperature_R == 0) | (best == NO_TOKEN), best, draw(p, uniform_R))
 
 
 def accept_path(tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +144,7 @@ def accept_chain(
     u_accept_BD: Tensor,
     u_residual_BD: Tensor,
     u_sample_BN: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rejection sampling of a chain (`verify._accept_chain`; Leviathan et al. 2023, Chen et al. 2023): draft i, drawn
     from q_i, is accepted while u * q_i(x) < p_i(x); the first rejected one is replaced by a draw from max(p_i - q_i,
     0); behind the last accepted one of all `num_drafts_B` the next token is drawn from p.
@@ -145,7 +156,11 @@ def accept_chain(
     three. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are the target's argmax, whatever
     their q.
 
-    Returns (num_path_B, next_token_B), int64: 1 + the number of accepted drafts, and the token behind them.
+    Where q_i is NaN (see `distribution`), draft i is rejected and the token drawn from p_i. Where p is NaN at the end of
+    the path, the token is NO_TOKEN.
+
+    Returns (num_path_B, next_token_B, num_broken_B), int64: 1 + the number of accepted drafts, the token behind them,
+    and the number of drafts whose q is NaN (of temperature 0: none, for it does not matter there).
     """
     num_drafts, vocab = drafts_BD.shape[1], p_BNV.shape[2]
     q_BDV = _widen(q_BDW, target_ids_W, vocab)
@@ -154,6 +169,7 @@ def accept_chain(
     p_BD = p_BNV[:, :num_drafts].gather(2, draft_BD1)[:, :, 0].double()
     q_BD = torch.where(greedy_B1, 1.0, q_BDV.gather(2, draft_BD1)[:, :, 0].double())
     real = torch.arange(num_drafts, device=drafts_BD.device) < num_drafts_B[:, None]
+    broken_BD = real & q_BD.isnan()
     accepted = real & (u_accept_BD * q_BD < p_BD)
     num_accepted = accepted.long().cumprod(dim=1).sum(dim=1)
 
@@ -164,8 +180,10 @@ def accept_chain(
     residual = (p_BV - _row(q_BDV, first_rejected_B1).double()).clamp(min=0.0)
     # No residual: p = q up to rounding, a rejection that happens with probability zero.
     usable = rejected_B1 & ~greedy_B1 & (residual.sum(dim=1, keepdim=True) > 0.0)
+    usable &= ~broken_BD.gather(1, first_rejected_B1)
     u = torch.where(rejected_B1, u_residual_BD.gather(1, first_rejected_B1), u_sample_BN.gather(1, last_B1))
-    return num_accepted + 1, draw(torch.where(usable, residual, p_BV), u[:, 0])
+    token = draw(torch.where(usable, residual, p_BV), u[:, 0])
+    return num_accepted + 1, torch.where(p_BV[:, 0].isnan(), NO_TOKEN, token), broken_BD.sum(dim=1)
 
 
 def _widen(q_BDW: Tensor, target_ids_W: Tensor | None, vocab: int) -> Tensor:
@@ -183,10 +201,19 @@ def _row(x_BMV: Tensor, index_B1: Tensor) -> Tensor:
 
 def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k most likely draft tokens of each row: log-softmax values (R, K) float32, descending, and ids (R, K) int64;
-    of equal logits the lower id comes first. 1 <= k <= 16, k <= W."""
+    of equal logits the lower id comes first. The first k ids, all -inf, where the logits are not finite. 1 <= k <= 16,
+    k <= W."""
     ids = logits_RW.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     log_p = torch.log_softmax(logits_RW, dim=-1, dtype=torch.promote_types(logits_RW.dtype, torch.float32))
-    return log_p.gather(1, ids).float(), ids
+    return unbroken_drafts(log_p.gather(1, ids).float(), ids)
+
+
+def unbroken_drafts(scores_RK: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """`scores_RK` and `ids_RK` of the most likely drafts, where a row without finite logits, whose log-softmax is NaN,
+    has the first ids, all of them -inf. A tree of NaN would have children that are kept without their parents."""
+    broken = scores_RK.isnan()
+    first = torch.arange(scores_RK.shape[-1], device=scores_RK.device)
+    return torch.where(broken, -torch.inf, scores_RK), torch.where(broken, first, ids_RK)
 
 
 def select_nodes(

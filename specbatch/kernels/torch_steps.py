@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specbatch.kernels.paged import slots_of
-from specbatch.kernels.torch_round import accept_path
+from specbatch.kernels.torch_round import NO_TOKEN, accept_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class Committed(NamedTuple):
     path_BM: Tensor  # int64, nodes from the root down
     num_path_B: Tensor  # int64, 1 .. M; as many tokens are new
     tokens_BM: Tensor  # int64, the accepted drafts and the target's own token
-    report_BZ: Tensor  # int32: number of new tokens (0: not live), drafts verified, depth of the tree, the tokens
+    report_BZ: Tensor  # int32: number of new tokens (0: not live), drafts verified, depth of the tree, broken drafts, the
+    # tokens, of which the last is NO_TOKEN where the target's logits are not finite
     picked_T: Tensor  # int64, (B * M) packed rows of the path's nodes
     source_T: Tensor  # int64, (B * M) cache slots of the path's nodes ..
     target_T: Tensor  # int64, .. and where they belong; -1: they are there, or do not count
@@ -189,6 +190,7 @@ def commit_round(
     path_BN: Tensor | None = None,
     num_path_B: Tensor | None = None,
     next_token_B: Tensor | None = None,
+    num_broken_B: Tensor | None = None,
 ) -> Committed:
     """Acceptance and commit of a round: choose the path, advance the slots, say what was decided and what has to move.
 
@@ -199,7 +201,8 @@ def commit_round(
 
     Commit, of live slots only: `ints_SF` (in place) gets the new length and root, and is marked done where a new token
     within the limit is one of `eos_K` (unless it is to be ignored) or a stop token, or the limit is reached. The new
-    tokens are written behind the root in `tokens_SL` (in place; L = 0: no tokens are kept).
+    tokens are written behind the root in `tokens_SL` (in place; L = 0: no tokens are kept). Where the token behind the
+    path is NO_TOKEN, the slot is done, and what goes on to be computed for it sees token 0. `num_broken_B` is reported.
 
     All integers are int64 but tokens_SL and page_table_SP, int32. `rows_B` is each sequence's slot; only a slot that is
     done may repeat.
@@ -221,6 +224,8 @@ def commit_round(
     if next_token_B is None:
         assert choice_BN is not None
         next_token_B = choice_BN.gather(1, path.gather(1, num_path_B[:, None] - 1))[:, 0]
+    failed = next_token_B == NO_TOKEN
+    next_token_B = next_token_B.clamp(min=0)
     tokens = tokens_BN.gather(1, path).roll(-1, dims=1)
     tokens = torch.where(on_path, torch.where(last, next_token_B[:, None], tokens), 0)
 
@@ -235,7 +240,7 @@ def commit_round(
     # No further than a row may go: a round that was launched already runs once more from here, in vain.
     new[:, columns.length] = torch.minimum(length + num_path_B, ints[:, columns.limit] - 1)
     new[:, columns.root] = next_token_B
-    new[:, columns.done] = (ends | (num_path_B >= room)).long()
+    new[:, columns.done] = (ends | failed | (num_path_B >= room)).long()
     ints_SF.index_copy_(0, rows_B, torch.where(live[:, None], new, ints))
     max_length = tokens_SL.shape[1]
     if max_length:
@@ -248,7 +253,8 @@ def commit_round(
 
     drafted = (num_nodes if num_nodes_B is None else num_nodes_B) - torch.ones_like(length)
     depth = drafted if depths_BN is None else depths_BN.amax(dim=1)
-    counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth), dim=1)
+    broken = torch.zeros_like(length) if num_broken_B is None else num_broken_B
+    counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken), dim=1)
     table = page_table_SP[rows_B]
     moves = live[:, None] & on_path & (path != place)
     target = torch.where(moves, slots_of(table, page_size, length[:, None] + place), -1)
@@ -256,7 +262,7 @@ def commit_round(
         path,
         num_path_B,
         tokens,
-        torch.cat((counts, tokens), dim=1).int(),
+        torch.cat((counts, torch.where(last & failed[:, None], NO_TOKEN, tokens)), dim=1).int(),
         (torch.arange(batch, device=path.device)[:, None] * num_nodes + path).view(-1),
         slots_of(table, page_size, length[:, None] + path).view(-1),
         target.view(-1),

@@ -20,13 +20,14 @@ from torch import Tensor
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
 from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.kernels.torch_round import argmax, unbroken_drafts
 from specbatch.kernels.torch_steps import Candidates
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.layers import GatedLinear, Linear
 from specbatch.speculation.noise import Purpose, uniform
 from specbatch.speculation.proposer import TargetOutput
-from specbatch.speculation.sampling import distribution, draw
+from specbatch.speculation.sampling import distribution, draw, is_broken
 from specbatch.speculation.sequence import Sequence
 from specbatch.speculation.tree import DraftShape, DraftTree, select_nodes
 
@@ -243,14 +244,16 @@ class NeuralProposer:
                     torch.tensor([c[-1] for c in chains], device=self._device), hidden_BE, layout
                 )
                 logits_BW = self._net.logits(hidden_BE)
-            best = self._to_target(logits_BW.argmax(dim=-1)).tolist()
+            best = self._to_target(argmax(logits_BW)).tolist()
             for b, seq in enumerate(sequences):
                 if greedy or seq.request.params.temperature == 0:
                     chains[b].append(best[b])
                     continue
                 q = self._widen(distribution(logits_BW[b], seq.request.params))
                 position = seq.num_committed + step + 1
-                chains[b].append(draw(q, uniform(seq.request.noise, position, Purpose.DRAFT)))
+                # Of NaN, `best` is the first draft token: any will do, for it is rejected.
+                is_drawn = not is_broken(q)
+                chains[b].append(draw(q, uniform(seq.request.noise, position, Purpose.DRAFT)) if is_drawn else best[b])
                 probs[b].append(q)
         if self._net.lead:
             for state in states:
@@ -262,7 +265,7 @@ class NeuralProposer:
         states, logits_BW, hidden_BE = self._start(sequences)
         batch, k, device = len(sequences), self._shape.topk, self._device
         rows = torch.arange(batch, device=device)[:, None]
-        scores_BK, ids = torch.log_softmax(logits_BW, dim=-1).topk(k, dim=-1)
+        scores_BK, ids = unbroken_drafts(*torch.log_softmax(logits_BW, dim=-1).topk(k, dim=-1))
         beam_BK = self._to_target(ids)
         tokens, scores, parents = [beam_BK], [scores_BK], [torch.full_like(beam_BK, -1)]
         beam_index_BK = torch.arange(k, device=device).expand(batch, k)  # the beam's places among the candidates
@@ -276,7 +279,7 @@ class NeuralProposer:
             ]
             layout = BatchLayout.build(spans, self._page_size, device)
             out = self._net.forward(beam_BK.reshape(-1), features.reshape(batch * k, -1), layout)
-            step_scores, ids = torch.log_softmax(self._net.logits(out), dim=-1).topk(k, dim=-1)
+            step_scores, ids = unbroken_drafts(*torch.log_softmax(self._net.logits(out), dim=-1).topk(k, dim=-1))
             candidate_scores = (scores_BK[:, :, None] + step_scores.view(batch, k, k)).view(batch, k * k)
             candidate_tokens = self._to_target(ids).view(batch, k * k)
             first = sum(t.shape[1] for t in tokens)
@@ -296,10 +299,11 @@ class NeuralProposer:
         return ids if self._net.target_ids is None else self._net.target_ids[ids]
 
     def _widen(self, q_W: Tensor) -> Tensor:
-        """A distribution over draft tokens as one over the target's vocabulary (V,)."""
+        """A distribution over draft tokens as one over the target's vocabulary (V,); all NaN where it is."""
         if self._net.target_ids is None and q_W.shape[0] == self._vocab_size:
             return q_W
         ids = (
             self._net.target_ids if self._net.target_ids is not None else torch.arange(q_W.shape[0], device=q_W.device)
         )
-        return torch.zeros(self._vocab_size, dtype=q_W.dtype, device=q_W.device).index_add_(0, ids, q_W)
+        elsewhere = torch.nan if is_broken(q_W) else 0.0
+        return torch.full((self._vocab_size,), elsewhere, dtype=q_W.dtype, device=q_W.device).index_copy_(0, ids, q_W)

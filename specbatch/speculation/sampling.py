@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specbatch.kernels.torch_round import finite_peak
 from specbatch.types import SamplingParams, TokenLogprob
 
 
@@ -17,10 +18,15 @@ def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
     Tokens that tie with the k-th of top-k stay; of top-p the smallest set whose mass reaches p stays, ties broken by
     id.
+
+    NaN, all of it, where the logits are not finite.
     """
-    # The peak is taken off first: divided by a tiny temperature it would overflow.
     wide = logits_V.double()
-    scaled = (wide - wide.max()) / params.temperature
+    peak = wide.max()
+    if not finite_peak(peak):
+        return torch.full_like(wide, torch.nan)
+    # The peak is taken off first: divided by a tiny temperature it would overflow.
+    scaled = (wide - peak) / params.temperature
     if 0 < params.top_k < scaled.shape[0]:
         scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
     p = torch.softmax(scaled, dim=-1)
@@ -32,6 +38,11 @@ def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
     if params.min_p > 0:
         p = p.masked_fill(p < params.min_p * p.max(), 0.0)
     return p / p.sum()
+
+
+def is_broken(p_V: Tensor) -> bool:
+    """Whether the logits of this distribution were not finite."""
+    return bool(p_V[0].isnan())
 
 
 def draw(p_V: Tensor, u: float) -> int:
