@@ -32,10 +32,14 @@ class RowError(Exception):
     """One row cannot be run. It becomes that row's error line; no other row is disturbed.
 
     `type` is a stable machine-readable word such as `invalid_json`, `missing_prompt`, `invalid_type`,
-    `prompt_too_long`, `unsupported_parameter`, `empty_prompt`, `invalid_text`.
+    `prompt_too_long`, `unsupported_parameter`, `empty_prompt`, `invalid_text`, `non_finite`.
     """
 
     def __init__(self, type: str, message: str) -> None:
         super().__init__(message)
         self.type = type
         self.message = message
+
+
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+NOT_FINITE_HINT = "a damaged checkpoint, or an overflow in float16: try model.dtype: bfloat16 or float32"

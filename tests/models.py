@@ -83,6 +83,7 @@ def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttent
     return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
 
 
+Spoil = Callable[[dict[str, Tensor]], None]  # changes a checkpoint's tensors
 AttentionOf = Callable[[ModelConfig, torch.device], AttentionBackend]
 
 
@@ -94,8 +95,12 @@ def tiny_decoder(
     device: torch.device = CPU,
     attention: AttentionOf = attention_of,
     num_positions: int = MAX_LENGTH + 128,
+    spoil: Spoil | None = None,
 ) -> Decoder:
-    load = loader(RandomTensors(decoder_tensors(config), seed, scale), dtype, device)
+    tensors = RandomTensors(decoder_tensors(config), seed, scale)
+    if spoil is not None:
+        spoil(tensors._tensors)
+    load = loader(tensors, dtype, device)
     return Decoder(config, load, attention(config, device), num_positions, dtype, device)
 
 
@@ -109,6 +114,7 @@ def tiny_draft_net(
     draft_seed: int,
     scale: float,
     attention: AttentionOf = attention_of,
+    spoil: Spoil | None = None,
     **traits: Any,
 ) -> DraftNet:
     """The draft of `target`, as wide as it and of its type. `traits`: of an EAGLE head's `EagleConfig`."""
@@ -116,7 +122,7 @@ def tiny_draft_net(
     dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
     if method == "draft_model":
         draft_config = tiny_config(2, hidden, vocab, head_dim=head_dim)
-        draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions)
+        draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions, spoil)
         return ModelDraft(draft, draft.new_cache(num_slots, kv_dtype), vocab)
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
     kind = "eagle3" if method == "eagle3" else "eagle"
@@ -127,6 +133,8 @@ def tiny_draft_net(
     tensors = RandomTensors(
         {n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
     )
+    if spoil is not None:
+        spoil(tensors._tensors)
     # every other token, so that the offsets are not constant
     ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
     tensors._tensors["d2t"] = ids - torch.arange(width)
@@ -159,18 +167,29 @@ def tiny_engine(
     eos: tuple[int, ...] = (),
     device: torch.device = CPU,
     threads: ThreadGovernor | None = None,
+    num_layers: int | None = None,
+    spoil: Spoil | None = None,
+    spoil_draft: Spoil | None = None,
     **traits: Any,
 ) -> Engine:
     """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer
     less). `traits`: of an EAGLE head."""
-    config = tiny_config(7 if method == "eagle3" else 3, hidden, vocab)
-    target = tiny_decoder(config, dtype, scale=scale, device=device)
+    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden, vocab)
+    target = tiny_decoder(config, dtype, scale=scale, device=device, spoil=spoil)
     pool = PagePool(num_pages, page_size)
     num_slots = num_pages * page_size
     net = None
     if method not in ("none", "ngram"):
         net = tiny_draft_net(
-            method, target, num_slots, dtype, draft_vocab=draft_vocab, draft_seed=draft_seed, scale=scale, **traits
+            method,
+            target,
+            num_slots,
+            dtype,
+            draft_vocab=draft_vocab,
+            draft_seed=draft_seed,
+            scale=scale,
+            spoil=spoil_draft,
+            **traits,
         )
 
     drafts = DraftFactory(net, (1, 3), vocab, page_size, device, ops_for(device, dtype))
@@ -214,6 +233,8 @@ def tiny_device_engine(
     backend: type[PagedAttention | FlashInferAttention] = PagedAttention,
     head_dim: int = 8,
     graph_tokens: int = 0,
+    spoil: Spoil | None = None,
+    spoil_draft: Spoil | None = None,
     **traits: Any,
 ) -> DeviceEngine:
     """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins. `kv_dtype` None: `dtype`.
@@ -230,7 +251,7 @@ def tiny_device_engine(
             lookahead = max(lookahead, own)
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
     # As large as they are in earnest: what reads past them must show.
-    target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1)
+    target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil)
     pool = PagePool(num_pages, page_size)
     num_slots = (num_pages + 1) * page_size  # the last page is spare
     ops = ops_for(device, dtype)
@@ -238,7 +259,7 @@ def tiny_device_engine(
     if method not in ("none", "ngram"):
         net = tiny_draft_net(
             method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
-            scale=scale, attention=paged, **traits,
+            scale=scale, attention=paged, spoil=spoil_draft, **traits,
         )  # fmt: skip
     drafters = schedule.map(DraftFactory(net, (1, 3), vocab, page_size, device, ops).drafter)
     assert max(drafter.num_lookahead for drafter in drafters.items) == lookahead

@@ -93,7 +93,7 @@ def test_drafts_of_rows_that_are_not_finite(ops: Ops, vocab: int) -> None:
 def test_chains_with_nan(ops: Ops, draft_vocab: str) -> None:
     """A draft without probabilities is rejected and its token drawn from p, all of it; a target without any has no
     token; what is rejected anyway changes nothing."""
-    vocab, width = 6, 6 if draft_vocab == "same" else 3
+    width = 6 if draft_vocab == "same" else 3
     ids = torch.tensor([4, 1, 2])
     target_ids = ids if draft_vocab == "mapped" else None
     p = torch.tensor([[0.125, 0.25, 0.125, 0.25, 0.125, 0.125]]).repeat(3, 1)

@@ -103,14 +103,23 @@ def test_page_sizes(method: str, shape: DraftShape | None, page_size: int) -> No
 
 
 def test_values_out_of_range_become_the_largest() -> None:
-    """And a NaN, which only a broken model computes, stays one."""
-    values = torch.tensor([500.0, -1e30, torch.inf, 448.0, 465.0, 0.3, torch.nan, 0.0])
-    stored = torch.zeros(2, 1, 3, 8, dtype=FP8)
+    """And what only a broken model computes is told from them: NaN as a key, 0 as a value."""
+    values = torch.tensor([500.0, -1e30, 449.0, 448.0, 465.0, 0.3, -1.0, 0.0])
+    largest = torch.tensor([448.0, -448.0, 448.0, 448.0, 448.0, 0.3125, -1.0, 0.0])
     cos, sin = torch.ones(4, 8), torch.zeros(4, 8)
     at = torch.tensor([1])
-    torch_model.rotary_write(values.repeat(1, 3), 1, 1, cos[:, :8], sin[:, :8], at, at, stored, None, None, 0.0)
-    expected = torch.tensor([448.0, -448.0, 448.0, 448.0, 448.0, 0.3125, torch.nan, 0.0])
-    torch.testing.assert_close(stored[1, 0, 1].float(), expected, rtol=0, atol=0, equal_nan=True)
+    for broken in (None, torch.inf, torch.nan):
+        stored = torch.zeros(2, 1, 3, 8, dtype=FP8)
+        if broken is not None:
+            values[2] = broken
+        torch_model.rotary_write(values.repeat(1, 3), 1, 1, cos[:, :8], sin[:, :8], at, at, stored, None, None, 0.0)
+        k, v = stored[:, 0, 1].float()
+        if broken is None:
+            assert torch.equal(k, largest)
+            assert torch.equal(v, largest)
+        else:
+            assert k.isnan().all()
+            assert not v.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, FP8])

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from specbatch.engine.append import new_sequence
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
-from specbatch.errors import MemoryShortage, ModelError
+from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
 from specbatch.speculation.sequence import Sequence
 from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request
+
+
+def check_finite(completions: Iterable[Completion]) -> None:
+    """Raises ModelError if one of them is an error: for measurements, which no row's error may hide in."""
+    if any(completion.finish_reason is FinishReason.ERROR for completion in completions):
+        raise ModelError(NOT_FINITE, hint=NOT_FINITE_HINT)
 
 
 class EngineBase:

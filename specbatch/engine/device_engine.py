@@ -21,7 +21,7 @@ import torch
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.append import append_tokens
-from specbatch.engine.base import EngineBase
+from specbatch.engine.base import EngineBase, check_finite
 from specbatch.engine.device_rows import DeviceRows
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
@@ -369,10 +369,10 @@ class DeviceEngine(EngineBase):
         much that one of the requests, with TIMED_TOKENS to write each, ends meanwhile."""
         self._stand(batch_size, context)
         for _ in range(3):
-            self.step()
+            check_finite(self.step())
         began, waited, rounds = time.perf_counter(), self.waited_seconds, self._stats.rounds
         for _ in range(steps):
-            self.step()
+            check_finite(self.step())
         whole, waited = time.perf_counter() - began, self.waited_seconds - waited
         assert self._stats.rounds - rounds == steps, "not every step was a round"
         assert self.num_running == batch_size, "requests have ended, or the cache does not hold so many"
@@ -389,9 +389,9 @@ class DeviceEngine(EngineBase):
             prompt = [(i * 7919 + j * 104729) % self.limits.vocab_size for j in range(context)]
             self.submit(Request(-1 - i, prompt, params, NoiseKey(0, i, 0)))
         while self._scheduler.waiting or not all(seq.is_computed for seq in self._scheduler.running):
-            self.step()
+            check_finite(self.step())
         while self._reports:
-            self._read()
+            check_finite(self._read())
 
     def check_integrity(self) -> None:
         """Assert that every page is accounted for, and every slot too. For tests, between steps."""

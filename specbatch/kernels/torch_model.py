@@ -5,9 +5,9 @@ The last slot of a cache is spare: what a kernel leaves unwritten, a twin writes
 A cache has the model's dtype or float8_e4m3fn (scale 1, as in vLLM without calibrated scales): values beyond +-448
 become +-448.
 
-In a cache all values are finite. Where a token's key or value is not, in one head, its key there is NaN and such a value
-0 (`storable`). So a query that sees the token gets NaN, and a query from which it is hidden loses nothing: of a hidden
-token the score is replaced, but its value is multiplied by a weight of 0, and 0 * NaN is NaN.
+In a cache all values are finite. Where a token's key or value is not, in one head, its key there is NaN and such a
+value 0 (`storable`). So a query that sees the token gets NaN, and a query from which it is hidden loses nothing: of a
+hidden token the score is replaced, but its value is multiplied by a weight of 0, and 0 * NaN is NaN.
 
 Shape suffixes: T packed tokens, E hidden size, I intermediate size, H query heads, K key/value heads, D head dimension,
 S slots, B sequences, L slots of the longest page table.

@@ -156,8 +156,8 @@ def accept_chain(
     three. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are the target's argmax, whatever
     their q.
 
-    Where q_i is NaN (see `distribution`), draft i is rejected and the token drawn from p_i. Where p is NaN at the end of
-    the path, the token is NO_TOKEN.
+    Where q_i is NaN (see `distribution`), draft i is rejected and the token drawn from p_i. Where p is NaN at the end
+    of the path, the token is NO_TOKEN.
 
     Returns (num_path_B, next_token_B, num_broken_B), int64: 1 + the number of accepted drafts, the token behind them,
     and the number of drafts whose q is NaN (of temperature 0: none, for it does not matter there).

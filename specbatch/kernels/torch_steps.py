@@ -66,8 +66,9 @@ class Committed(NamedTuple):
     path_BM: Tensor  # int64, nodes from the root down
     num_path_B: Tensor  # int64, 1 .. M; as many tokens are new
     tokens_BM: Tensor  # int64, the accepted drafts and the target's own token
-    report_BZ: Tensor  # int32: number of new tokens (0: not live), drafts verified, depth of the tree, broken drafts, the
-    # tokens, of which the last is NO_TOKEN where the target's logits are not finite
+    # int32: number of new tokens (0: not live), drafts verified, depth of the tree, broken drafts, the tokens; of these
+    # the last is NO_TOKEN where the target's logits are not finite.
+    report_BZ: Tensor
     picked_T: Tensor  # int64, (B * M) packed rows of the path's nodes
     source_T: Tensor  # int64, (B * M) cache slots of the path's nodes ..
     target_T: Tensor  # int64, .. and where they belong; -1: they are there, or do not count

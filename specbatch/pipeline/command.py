@@ -38,7 +38,7 @@ from specbatch.pipeline.paths import (
 )
 from specbatch.pipeline.preview import with_checked_fields
 from specbatch.pipeline.progress import JobProgress
-from specbatch.pipeline.remarks import Remarks
+from specbatch.pipeline.remarks import Remarks, draft_remarks
 from specbatch.pipeline.results import ResultFile
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import Source, input_stem, open_source
@@ -162,7 +162,7 @@ def generate_file(
             progress.stop()
         if not completed:
             results.close()
-            say(remarks.lines(), console)
+            say([*remarks.lines(), *draft_remarks(file_job.session.engine)], console)
             _say_interrupted(results, total, console)
             return INTERRUPTED
         sorting = time.perf_counter()
@@ -173,7 +173,7 @@ def generate_file(
         session.io_seconds += time.perf_counter() - sorting
         session.load_seconds += start_seconds
         session.total_seconds = time.perf_counter() - began
-        remarked = remarks.lines()
+        remarked = [*remarks.lines(), *draft_remarks(session.engine)]
         made_by = Provenance(
             config_to_dict(run.config),
             run.description,

@@ -6,12 +6,12 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-from specbatch.errors import InputError, RowError
+from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, InputError, RowError
 from specbatch.pipeline.eta import Work
 from specbatch.pipeline.low_acceptance import LowAcceptance
 from specbatch.pipeline.openai_batch import openai_error, openai_result
@@ -24,7 +24,7 @@ from specbatch.pipeline.sources import RawRow, Source
 from specbatch.pipeline.stats import Session
 from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.signals import INTERRUPTED, on_signals
-from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SpeculationCounts
+from specbatch.types import BatchEngine, Completion, FinishReason, NoiseKey, Request, SpeculationCounts
 
 _MESSAGE_CHARS = 500  # error messages quote the row; a line of the output must not grow with what was wrong in it
 
@@ -196,6 +196,9 @@ class FileJob:
         done = [c for c in row.choices if c is not None]
         if len(done) < len(row.choices):
             return
+        if any(completion.finish_reason is FinishReason.ERROR for completion in done):
+            self._fail(row.head, row.digest, _not_finite(done))
+            return
         choices = [self._choice(completion, row.job) for completion in done]
         # The others are copies. They took no rounds, so that sums over choices are what was computed.
         copy = replace(choices[0], speculation=SpeculationCounts())
@@ -289,3 +292,10 @@ class FileJob:
 
         with on_signals(on_signal):
             yield
+
+
+def _not_finite(completions: Sequence[Completion]) -> RowError:
+    """One completion without an end makes the row an error: what the others say is not returned."""
+    number, first = next((i, c) for i, c in enumerate(completions, 1) if c.finish_reason is FinishReason.ERROR)
+    of = f" of completion {number} of {len(completions)}" if len(completions) > 1 else ""
+    return RowError("non_finite", f"{NOT_FINITE} at token {len(first.token_ids) + 1}{of}: {NOT_FINITE_HINT}")

@@ -11,8 +11,10 @@ from collections.abc import Container, Mapping
 
 import numpy as np
 
+from specbatch.errors import NOT_FINITE_HINT
 from specbatch.pipeline.parameters import KNOWN_NAMES, LONGEST_NAME, SAMPLING_NAMES, meant_by, shown_name
 from specbatch.pipeline.rows import RowHead
+from specbatch.types import EngineStats
 
 _MOST_NAMES = 200  # distinct ones that are counted each; each is compared with every known name at the end
 _MOST_SHOWN = 12
@@ -71,6 +73,16 @@ class Remarks:
         first = np.flatnonzero(np.isin(hashes, repeated))[0]
         one, other = np.flatnonzero(hashes == hashes[first])[:2]
         return len(repeated), int(one), int(other)
+
+
+def draft_remarks(stats: EngineStats) -> list[str]:
+    """What is worth saying of the drafts of a session."""
+    if not stats.broken_drafts:
+        return []
+    return [
+        f"speculation.draft: the probabilities of {stats.broken_drafts:,} sampled drafts were not finite (NaN or "
+        f"infinity). They were rejected, and the target sampled alone: the results are right. {NOT_FINITE_HINT}"
+    ]
 
 
 class _Tally:

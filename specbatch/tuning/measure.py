@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
+from specbatch.engine.base import check_finite
 from specbatch.engine.device_engine import TIMED_TOKENS, DeviceEngine
 from specbatch.engine.engine import Engine
 from specbatch.speculation.drafters import Draft, Drafter, NoDrafter
@@ -173,7 +174,7 @@ def _oracle(
     for request in _requests(session, batch, context, _oracle_tokens(shapes)):
         engine.submit(request)
     while engine.num_waiting or not engine.is_prefilled:
-        engine.step()
+        check_finite(engine.step())
     assert engine.num_running == batch, "the cache does not hold so many rows"
 
     def timed(proposer: Proposer) -> dict[str, float]:
@@ -181,7 +182,7 @@ def _oracle(
         parts: dict[str, list[float]] = {"draft": [], "verify": [], "extend": [], "round": []}
         for number in range(_ROUNDS + 1):
             began = time.perf_counter()
-            engine.step()
+            check_finite(engine.step())
             values = (*engine.phase_seconds, time.perf_counter() - began)
             if number:
                 for name, value in zip(parts, values, strict=True):

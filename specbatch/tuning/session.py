@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specbatch.engine.base import check_finite
 from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.engine import Engine
@@ -91,7 +92,8 @@ class Session:
         until: float = math.inf,
     ) -> Finished:
         """All of them, submitted at once. `behind_round` is called when a round was launched. Raises OutOfTime where
-        they are not finished when the clock (`time.perf_counter`) shows `until`; the engine is idle then."""
+        they are not finished when the clock (`time.perf_counter`) shows `until`; the engine is idle then;
+        ModelError where one of them failed: what is measured of a broken model says nothing."""
         began = time.perf_counter()
         for request in requests:
             self.engine.submit(request)
@@ -106,6 +108,7 @@ class Session:
                 raise OutOfTime
         seconds = time.perf_counter() - began
         completions = [done[request.request_id] for request in requests]
+        check_finite(completions)
         counts = SpeculationCounts()
         for completion in completions:
             counts.add(completion.speculation)
