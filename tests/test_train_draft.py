@@ -640,6 +640,8 @@ def test_checkpoints_have_the_public_names(tmp_path: Path) -> None:
     assert LlamaConfig(**config).rope_parameters["rope_theta"] == 10000.0
     opened = open_head(tmp_path, "eagle3", replace(target_checkpoint(), config=target)).head
     assert (opened.draft_vocab_size, opened.has_vocab_map, opened.has_embedding) == (WIDTH, True, False)
+    # Of the layers that training reads, under every reading of a file that names none.
+    assert (opened.aux_layers, opened.norm_before_residual) == (capture_layers(LAYERS), False)
     assert opened.decoder.rope == target.rope
 
 

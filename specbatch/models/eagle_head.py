@@ -52,7 +52,7 @@ class EagleConfig:
     has_fc_bias: bool
     has_embedding: bool  # some checkpoints carry a copy of the target's embedding
     has_vocab_map: bool  # d2t and t2d; there even where the vocabulary is not reduced in some checkpoints
-    # EAGLE-3: the target's layers whose inputs are the low, middle and high feature; one more than there are layers
+    # EAGLE-3: the target's layers, from 0, whose inputs are the low, middle and high feature. The number of layers
     # stands for the last one's output.
     aux_layers: tuple[int, ...] = ()
     norm_before_residual: bool = False  # EAGLE-3: the residual of attention is the feature behind its norm
@@ -97,6 +97,15 @@ def eagle_config(
         qkv_bias=f"{layer}self_attn.q_proj.bias" in shapes,
         output_bias=f"{layer}self_attn.o_proj.bias" in shapes,
     )
+    if config.hidden_size != target.hidden_size:
+        raise ModelError(
+            f"the draft head's hidden size is {config.hidden_size}, the target's {target.hidden_size}",
+            hint="a head works only with the target it was trained for",
+        )
+    if config.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"the draft head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
+        )
     head = EagleConfig(
         kind,
         config,
@@ -109,15 +118,6 @@ def eagle_config(
         norm_before_residual=traits.norm_before_residual,
         lacks_lm_head=kind == "eagle3" and "lm_head.weight" not in shapes,
     )
-    if config.hidden_size != target.hidden_size:
-        raise ModelError(
-            f"the draft head's hidden size is {config.hidden_size}, the target's {target.hidden_size}",
-            hint="a head works only with the target it was trained for",
-        )
-    if config.vocab_size != target.vocab_size:
-        raise ModelError(
-            f"the draft head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
-        )
     expected = expected_tensors(head)
     problems = [f"{n}: missing" for n in expected if n not in shapes]
     problems += [f"{n}: unknown" for n in shapes if n not in expected]
