@@ -59,7 +59,8 @@ class ChatTemplate:
         if not self.exists:
             return None
         try:
-            _refuse_powers(self._text)
+            with self._bounded:
+                _refuse_powers(self._text)
             text = self._render(_GREETING)
         except jinja2.TemplateSyntaxError as exc:
             return self._unusable(f"is not valid: {exc.message} (line {exc.lineno})")
