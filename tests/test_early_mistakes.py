@@ -12,13 +12,13 @@ import specbatch
 ROOT = Path(specbatch.__file__).resolve().parent.parent
 # One process for all commands: each has to leave the libraries out.
 CHECK = """
-import sys
+import shlex, sys
 from typer.testing import CliRunner
 from specbatch.cli import app
 
 for line in sys.argv[1:]:
     arguments, word = line.split(" -> ")
-    done = CliRunner().invoke(app, arguments.split())
+    done = CliRunner().invoke(app, shlex.split(arguments))
     assert done.exit_code == 2, (line, done.output)
     assert word in done.output, (line, done.output)
     late = {"torch", "transformers", "datasets"} & set(sys.modules)
@@ -29,6 +29,14 @@ for line in sys.argv[1:]:
 def test_wrong_paths_are_told_without_torch(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "x"}\n' * 5)
     lines = [
+        "generate '' -> the name of the input is empty",
+        "generate d.jsonl -o '' -> the name is empty",
+        "generate d.jsonl -c '' -> the name is empty",
+        "tune '' -> the name of the input is empty",
+        "tune d.jsonl -o '' -> the name is empty",
+        "eval gsm8k -o '' -> the name is empty",
+        "eval gsm8k --data '' -> the name is empty",
+        "generate s3://b/d.jsonl -> s3: is not supported",
         "generate no.jsonl -> no.jsonl does not exist",
         "generate d.jsonl -o no/out.jsonl -> no, does not exist",
         "tune no.jsonl -> no.jsonl does not exist",

@@ -15,6 +15,7 @@ from specbatch.errors import InputError
 from specbatch.pipeline.paths import (
     Written,
     check_can_write,
+    check_input_name,
     check_written,
     files_read,
     holds_results,
@@ -23,7 +24,6 @@ from specbatch.pipeline.paths import (
     output_file,
     partial_path,
     read_stats,
-    refuse_url,
     sorted_path,
     stats_path_of,
     unless,
@@ -260,10 +260,15 @@ def test_the_file_of_another_user_in_a_sticky_folder(tmp_path: Path, monkeypatch
 )
 def test_urls_as_input(ref: str, hint: str) -> None:
     with pytest.raises(InputError, match=r"is not supported\. Inputs are files of this machine") as caught:
-        refuse_url(ref)
+        check_input_name(ref)
     assert hint in str(caught.value.hint)
+
+
+def test_an_input_without_a_name() -> None:
+    with pytest.raises(InputError, match="the name of the input is empty"):
+        check_input_name(" ")
 
 
 @pytest.mark.parametrize("ref", ["org/name", "x.jsonl", "/a/b", "-", "a:b", "c:/x", "a:b/c"])
 def test_these_are_no_urls(ref: str) -> None:
-    refuse_url(ref)
+    check_input_name(ref)

@@ -25,6 +25,7 @@ from specbatch.cli.options import (
     TaskNames,
     TemperatureOption,
     all_sets,
+    named_path,
 )
 from specbatch.cli.startup import import_engine, quiet_libraries, resolving
 from specbatch.cli.streams import guard_streams, print_data
@@ -72,7 +73,10 @@ def generate(
     ] = None,
     config: ConfigOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Default: data.jsonl -> data.results.jsonl.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="PATH", parser=named_path, help="Default: data.jsonl -> data.results.jsonl."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")] = None,
     model: ModelOption = None,
@@ -112,15 +116,21 @@ def evaluate(
         int | None,
         typer.Option(min=0, metavar="K", help="Examples before each question; else the task's number."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL rows instead of the task's.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=named_path, help="JSONL rows instead of the task's.")
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Default: eval-TASK in the current folder.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="DIR", parser=named_path, help="Default: eval-TASK in the current folder."
+        ),
     ] = None,
     compare: Annotated[
         str | None, typer.Option(metavar="none", help="none: the same without speculation too, and what differs.")
     ] = None,
     task: Annotated[
-        list[Path] | None, typer.Option("--task", metavar="FILE", help="A task of your own, YAML; may be repeated.")
+        list[Path] | None,
+        typer.Option("--task", metavar="FILE", parser=named_path, help="A task of your own, YAML; may be repeated."),
     ] = None,
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval).")
@@ -161,7 +171,9 @@ def tune(
         typer.Argument(metavar="DATA", help="As for generate; without it, packaged examples stand in for your rows."),
     ] = None,
     config: ConfigOption = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The configuration to write.")] = Path("tuned.yaml"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PATH", parser=named_path, help="The configuration to write.")
+    ] = Path("tuned.yaml"),
     rows: Annotated[
         int | None, typer.Option(min=4, help="Rows to trace.", show_default="64; on a GPU 8 batches, but 64 to 256")
     ] = None,
@@ -181,7 +193,7 @@ def tune(
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         quiet_libraries()
-        options = TuneOptions(data or example_rows(console), output, rows, seconds_of(budget), config)
+        options = TuneOptions(example_rows(console) if data is None else data, output, rows, seconds_of(budget), config)
         opened = open_rows(options, settings)
 
         # After all that can be checked without torch.
@@ -231,7 +243,9 @@ def show_config(
 
 @app.command(epilog=examples("init"))
 def init(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("specbatch.yaml"),
+    path: Annotated[Path, typer.Argument(metavar="PATH", parser=named_path, help="The file to write.")] = Path(
+        "specbatch.yaml"
+    ),
 ) -> None:
     """Write the default configuration with its comments, to edit. `generate` reads ./specbatch.yaml by itself."""
     with user_errors() as console:

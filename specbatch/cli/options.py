@@ -38,6 +38,13 @@ def all_sets(
     return sets
 
 
+def named_path(text: str | Path) -> Path:
+    """Path("") would be the current folder: a variable of a script that is not set, as a rule."""
+    if not str(text).strip():
+        raise typer.BadParameter("the name is empty")
+    return Path(text)
+
+
 def _methods() -> list[str]:
     from specbatch.config import SpeculationSection
 
@@ -69,7 +76,13 @@ def _starting(names: typing.Callable[[], list[str]]) -> typing.Callable[[str], l
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="YAML file; default: ./specbatch.yaml, else the packaged default."),
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        parser=named_path,
+        help="YAML file; default: ./specbatch.yaml, else the packaged default.",
+    ),
 ]
 SetsOption = Annotated[
     list[str] | None,

@@ -27,6 +27,7 @@ from specbatch.pipeline.notes import say
 from specbatch.pipeline.paths import (
     ELSEWHERE,
     check_can_write,
+    check_input_name,
     check_written,
     files_read,
     holds_results,
@@ -205,6 +206,7 @@ def _limit_rows(engine: BatchEngine, results: ResultFile, console: Console) -> N
 
 def _checked_output(options: GenerateOptions, config: Config, console: Console) -> Path:
     """Where the results go. Raises InputError where the job would write over something else, or cannot write."""
+    check_input_name(options.input)
     named = _output_path(options)
     output = output_file(named)
     files = job_files(output)

@@ -240,8 +240,10 @@ def read_stats(path: Path) -> dict[str, Any] | None:
     return report if isinstance(job, dict) and "specbatch" in job else None
 
 
-def refuse_url(ref: str) -> None:
-    """Raises InputError for an input that is named by a URL, with the way to feed it."""
+def check_input_name(ref: str) -> None:
+    """Raises InputError for an empty name, and for a URL, with the way to feed it."""
+    if not ref.strip():
+        raise InputError("the name of the input is empty", "name a file, or - for standard input")
     scheme = _URL.match(ref)
     if scheme is None or os.path.exists(ref):
         return

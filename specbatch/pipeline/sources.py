@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from specbatch.config import DataSection
 from specbatch.errors import InputError
 from specbatch.pipeline.jsonl import encode_line, finite, identify_file, numbered_lines, open_lines
-from specbatch.pipeline.paths import refuse_url
+from specbatch.pipeline.paths import check_input_name
 
 _JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 # Suffix -> (builder of `datasets`, its options). An empty CSV field is a missing one; "NA" and "None" are text.
@@ -64,9 +64,7 @@ def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> S
     """The rows of `ref`: a file, `-`, a folder of tables, or `org/name` on the hub. Raises InputError."""
     if ref == "-":
         return _stdin_source(stdin)
-    if not ref.strip():
-        raise InputError("the input has an empty name", "name a file, or - for standard input")
-    refuse_url(ref)
+    check_input_name(ref)
     path = Path(ref)
     try:
         if path.is_file():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specbatch.config import Config
 from specbatch.errors import ConfigError, InputError
-from specbatch.pipeline.paths import check_can_write, check_written, files_read, output_file
+from specbatch.pipeline.paths import check_can_write, check_input_name, check_written, files_read, output_file
 from specbatch.pipeline.preview import with_checked_fields
 from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import Source, open_source
@@ -46,6 +46,7 @@ def open_rows(options: TuneOptions, config: Config) -> Rows:
 
 
 def _checked_output(options: TuneOptions, config: Config) -> Path:
+    check_input_name(options.data)
     if options.output.suffix not in (".yaml", ".yml"):
         raise InputError(f"the output {options.output} is no .yaml file", "it is a configuration: -o tuned.yaml")
     output = output_file(options.output, formats="")
