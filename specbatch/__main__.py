@@ -1,13 +1,17 @@
 """`python -m specbatch`, and the entry point of the `specbatch` command."""
 
-from specbatch.signals import end_at_once, on_signals
+import signal
+
+from specbatch.signals import end_at_once
 
 
 def main() -> None:
-    with on_signals(end_at_once):  # from the first import on
-        from specbatch.cli import main as run
+    # From the first import to the end of the process; commands handle signals in their own way.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_at_once)
+    from specbatch.cli import main as run
 
-        run()
+    run()
 
 
 if __name__ == "__main__":
