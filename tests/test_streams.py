@@ -66,6 +66,17 @@ def test_standard_input_that_cannot_be_read(tmp_path: Path, redirection: str) ->
     assert "Traceback" not in done.stderr
 
 
+def test_few_open_files(tmp_path: Path) -> None:
+    """A low limit is raised where the hard one allows it."""
+    write_rows(tmp_path, 3)
+    refused = shell(tmp_path, "ulimit -n 6; SPECBATCH generate d.jsonl")
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("error: 6 files may be open at once, and 64 are needed\nhint: ulimit -n 1024\n")
+    assert os.listdir(tmp_path) == ["d.jsonl"]
+    raised = shell(tmp_path, "ulimit -Sn 6; SPECBATCH generate d.jsonl")
+    assert raised.returncode == 0, raised.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_during_imports(tmp_path: Path, number: signal.Signals) -> None:
     """At several moments of the start, with the real engine's libraries."""

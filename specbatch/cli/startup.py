@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbatch.errors import SpecbatchError
 from specbatch.signals import end_at_once, on_signals
 
 if TYPE_CHECKING:
@@ -20,12 +22,27 @@ if TYPE_CHECKING:
     from specbatch.pipeline.command import Runtime
     from specbatch.types import BatchEngine
 
+_OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model in many files take more
+
 
 def import_engine() -> None:
-    """Torch, and all that engines are built with; it takes seconds. Nothing is open yet: a signal ends the process."""
+    """Torch, and all that engines are built with; it takes seconds. Nothing is open yet: a signal ends the process.
+
+    Raises SpecbatchError where so few files may be open that imports would fail at any place.
+    """
+    _allow_open_files()
     with on_signals(end_at_once):
         import specbatch.engine.build
         import specbatch.engine.resolve  # noqa: F401
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _OPEN_FILES:  # -1: no limit
+        most = _OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < _OPEN_FILES:
+            raise SpecbatchError(f"{most} files may be open at once, and {_OPEN_FILES} are needed", "ulimit -n 1024")
 
 
 def runtime(console: Console) -> Runtime:
