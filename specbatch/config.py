@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specbatch.errors import shown
 from specbatch.types import SamplingParams
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -116,29 +117,24 @@ def sampling_value(name: str, value: Any) -> Any:
     if name == "stop":
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
-            raise FieldProblem("invalid_type", f"stop must be text or a list of texts, not {_shown(value)}")
+            raise FieldProblem("invalid_type", f"stop must be text or a list of texts, not {shown(value)}")
         if "" in texts:
             raise FieldProblem("invalid_value", "stop must not hold an empty text, which would match everywhere")
         return tuple(texts)
     if name == "stop_token_ids":
         if not isinstance(value, list | tuple) or not all(type(t) is int for t in value):
-            raise FieldProblem("invalid_type", f"stop_token_ids must be a list of integers, not {_shown(value)}")
+            raise FieldProblem("invalid_type", f"stop_token_ids must be a list of integers, not {shown(value)}")
         if any(not 0 <= t <= _INT32_MAX for t in value):
             raise FieldProblem("invalid_value", "stop_token_ids must hold token ids >= 0")
         return tuple(value)
     if name == "ignore_eos":
         if not isinstance(value, bool):
-            raise FieldProblem("invalid_type", f"ignore_eos must be true or false, not {_shown(value)}")
+            raise FieldProblem("invalid_type", f"ignore_eos must be true or false, not {shown(value)}")
         return value
     kind, legal, words = _SAMPLING_RANGES[name]
     if isinstance(value, bool) or not isinstance(value, int | float if kind is float else int):
         wanted = "a number" if kind is float else "an integer"
-        raise FieldProblem("invalid_type", f"{name} must be {wanted} {words}, not {_shown(value)}")
+        raise FieldProblem("invalid_type", f"{name} must be {wanted} {words}, not {shown(value)}")
     if (isinstance(value, float) and not math.isfinite(value)) or not legal(value):
-        raise FieldProblem("invalid_value", f"{name} must be {words}, not {_shown(value)}")
+        raise FieldProblem("invalid_value", f"{name} must be {words}, not {shown(value)}")
     return kind(value)
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -11,7 +11,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -19,7 +19,8 @@ from typing import Any, Literal, Union
 import yaml
 
 from specbatch.config import Config, FieldProblem, sampling_value
-from specbatch.errors import ConfigError
+from specbatch.errors import ConfigError, cut, shown
+from specbatch.strict_yaml import YamlProblem, load_yaml
 from specbatch.types import SamplingParams
 
 LOCAL_NAME = "specbatch.yaml"
@@ -46,28 +47,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-class StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys and reads 1e-3 as a number."""
-
-
-def _strict_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool = True) -> dict[Hashable, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, Hashable) or key in seen:
-            raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=key_node.start_mark)
-        seen.add(key)
-    loader.flatten_mapping(node)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
-# YAML 1.1 reads 1e-3 as text because it has no dot; nobody who writes it means text.
-StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def load_config(path: Path | str | None = None, sets: typing.Sequence[str] = ()) -> Config:
     """The configuration of `path` (None: ./specbatch.yaml where it exists, else the packaged default) under `sets`.
 
@@ -75,10 +54,9 @@ def load_config(path: Path | str | None = None, sets: typing.Sequence[str] = ())
     """
     name, text = _read(path)
     try:
-        # A SafeLoader subclass: it builds plain data only.
-        tree = yaml.load(text, Loader=StrictLoader)
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{name} is not valid YAML: {_flat(exc)}") from exc
+        tree = load_yaml(text)
+    except YamlProblem as exc:
+        raise ConfigError(f"{name} is not valid YAML: {exc}") from exc
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -137,13 +115,13 @@ def _apply_set(tree: dict[str, Any], item: str) -> None:
     path, equals, text = item.partition("=")
     path = path.strip()
     if not equals or not path:
-        raise ConfigError(f"--set {item}: expected a.b=value", "for example --set sampling.temperature=0.7")
+        raise ConfigError(f"--set {cut(item)}: expected a.b=value", "for example --set sampling.temperature=0.7")
     keys = path.split(".")
     annotation: Any = Config
     for depth, key in enumerate(keys):
         if not dataclasses.is_dataclass(annotation):
-            raise ConfigError(f"--set {item}: {'.'.join(keys[:depth])} has no options of its own")
-        annotation = _hints(annotation).get(key) or _unknown(annotation, ".".join(keys[:depth]), key, text)
+            raise ConfigError(f"--set {cut(item)}: {'.'.join(keys[:depth])} has no options of its own")
+        annotation = _hints(annotation).get(key) or _unknown(annotation, ".".join(keys[:depth]), cut(key), text)
     value = _set_value(item, text, annotation)
     node = tree
     for key in keys[:-1]:
@@ -161,11 +139,11 @@ def _set_value(item: str, text: str, annotation: Any) -> Any:
     """YAML, except that an option which holds text takes the text as it stands ("Q: {question}" is no mapping)."""
     takes_text = str in _alternatives(annotation)
     try:
-        value = yaml.load(text, Loader=StrictLoader)
-    except yaml.YAMLError as exc:
+        value = load_yaml(text)
+    except YamlProblem as exc:
         if takes_text:
             return text
-        raise ConfigError(f"--set {item}: the value is not valid YAML: {_flat(exc)}") from exc
+        raise ConfigError(f"--set {cut(item)}: the value is not valid YAML: {exc}") from exc
     if takes_text and not isinstance(value, str) and not (value is None and text.strip() in ("null", "~")):
         return text
     return value
@@ -180,7 +158,7 @@ def _section(cls: Any, tree: Any, path: str) -> Any:
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in hints:
-            _unknown(cls, path, str(key), value)
+            _unknown(cls, path, cut(str(key)), value)
         full = f"{path}.{key}" if path else str(key)
         if cls is SamplingParams:
             values[key] = _sampling(str(key), value)
@@ -229,9 +207,9 @@ def _leaf(annotation: Any, value: Any, path: str) -> Any:
     if choices:
         if value in choices and isinstance(value, str):
             return value
-        near = difflib.get_close_matches(str(value).lower(), choices, n=1)
+        near = difflib.get_close_matches(cut(str(value)).lower(), choices, n=1)
         raise ConfigError(
-            f"{path} must be one of {', '.join(choices)}, not {_shown(value)}",
+            f"{path} must be one of {', '.join(choices)}, not {shown(value)}",
             f"did you mean {near[0]}?" if near else None,
         )
     if isinstance(value, bool) and bool not in kinds:
@@ -244,7 +222,7 @@ def _leaf(annotation: Any, value: Any, path: str) -> Any:
         raise _wrong_type(path, kinds, value)
     legal = _RANGES.get(re.sub(r"\[\d+\]", "[]", path))
     if legal and not legal[0](value):
-        raise ConfigError(f"{path} must be {legal[1]}, not {_shown(value)}")
+        raise ConfigError(f"{path} must be {legal[1]}, not {shown(value)}")
     return value
 
 
@@ -311,20 +289,12 @@ _NAMES: dict[Any, str] = {str: "text", int: "an integer", float: "a number", boo
 
 def _wrong_type(path: str, kinds: tuple[Any, ...], value: Any) -> ConfigError:
     wanted = " or ".join(_NAMES[k] for k in kinds)
-    return ConfigError(f"{path} must be {wanted}, not {_shown(value)}")
+    return ConfigError(f"{path} must be {wanted}, not {shown(value)}")
 
 
 def _kind(value: Any) -> str:
     kinds: dict[type, str] = {dict: "a mapping", list: "a list", str: "text"}
-    return kinds.get(type(value)) or _shown(value)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _flat(exc: yaml.YAMLError) -> str:
-    return " ".join(str(exc).split())
+    return kinds.get(type(value)) or shown(value)
 
 
 def _plain(value: Any) -> Any:

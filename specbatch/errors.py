@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 
 class SpecbatchError(Exception):
     """A mistake of the user or the environment: shown as `error: ...` and `hint: ...`, never as a traceback."""
@@ -43,3 +45,20 @@ class RowError(Exception):
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 NOT_FINITE_HINT = "a damaged checkpoint, or an overflow in float16: try model.dtype: bfloat16 or float32"
+
+SHOWN_CHARS = 60
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut where it is long."""
+    if type(value) is int and abs(value) >= 10**SHOWN_CHARS:  # str() refuses those of thousands of digits
+        return f"an integer of more than {SHOWN_CHARS} digits"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    # Of a long text or list only the beginning is written out.
+    return cut(repr(value[: SHOWN_CHARS + 1]) if isinstance(value, str | bytes) else reprlib.repr(value))
+
+
+def cut(text: str) -> str:
+    """The beginning of what a user has typed, for a message and for did-you-mean."""
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."

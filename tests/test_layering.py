@@ -24,6 +24,7 @@ LAYERS = [
     ["attention"],
     ["cache"],
     ["kernels", "parallel"],
+    ["strict_yaml"],
     ["types", "errors", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

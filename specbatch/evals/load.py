@@ -12,13 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
-import yaml
-
 from specbatch.config import FieldProblem, sampling_value
-from specbatch.config_load import StrictLoader  # no key twice, 1e-3 is a number: one rule for all of our YAML
-from specbatch.errors import ConfigError
+from specbatch.errors import ConfigError, cut, shown
 from specbatch.evals.prompts import compile_template
 from specbatch.evals.schema import METRICS, STEPS, DataSource, ExactMatch, Filter, Metric, Regex, Step, Task
+from specbatch.strict_yaml import YamlProblem, load_yaml
 from specbatch.types import SamplingParams
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
@@ -64,9 +62,9 @@ def load_task(path: Path) -> Task:
         hint = f"did you mean {path.parent / near[0]}?" if near else None
         raise ConfigError(f"cannot read the task {path}: {reason}", hint) from exc
     try:
-        tree = yaml.load(text, Loader=StrictLoader)  # a SafeLoader subclass: it builds plain data only
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(exc).split())}") from exc
+        tree = load_yaml(text)
+    except YamlProblem as exc:
+        raise ConfigError(f"{path} is not valid YAML: {exc}") from exc
     try:
         task = _read(Task, tree, "")
         _check(task)
@@ -99,18 +97,18 @@ def _read(annotation: Any, value: Any, path: str) -> Any:
         if isinstance(value, str) and item is str:
             value = [value]
         if not isinstance(value, list):
-            raise ConfigError(f"{path} must be a list, not {_shown(value)}")
+            raise ConfigError(f"{path} must be a list, not {shown(value)}")
         return tuple(_read(item, v, f"{path}[{i}]") for i, v in enumerate(value))
     if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
         if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
-            raise ConfigError(f"{path} must be a mapping with names as keys, not {_shown(value)}")
+            raise ConfigError(f"{path} must be a mapping with names as keys, not {shown(value)}")
         return value
     if origin is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1)
+            near = difflib.get_close_matches(cut(str(value)), choices, n=1)
             hint = f"did you mean {near[0]}?" if near else None
-            raise ConfigError(f"{path} must be one of {', '.join(choices)}, not {_shown(value)}", hint)
+            raise ConfigError(f"{path} must be one of {', '.join(choices)}, not {shown(value)}", hint)
         return value
     return _scalar(kind, value, path)
 
@@ -122,24 +120,24 @@ def _scalar(kind: Any, value: Any, path: str) -> Any:
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
-        raise ConfigError(f"{path} must be {names[kind]}, not {_shown(value)}")
+        raise ConfigError(f"{path} must be {names[kind]}, not {shown(value)}")
     if isinstance(value, int | float) and not isinstance(value, bool) and not path.endswith("group_select"):
         least = 0 if path in _COUNTS else 1 if kind is int else 0.001
         if not least <= value <= 2**31:
-            raise ConfigError(f"{path} must be >= {least}, not {_shown(value)}")
+            raise ConfigError(f"{path} must be >= {least}, not {shown(value)}")
     return value
 
 
 def _dataclass(cls: Any, tree: Any, path: str) -> Any:
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path or 'a task'} must be a mapping of options, not {_shown(tree)}")
+        raise ConfigError(f"{path or 'a task'} must be a mapping of options, not {shown(tree)}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.metadata.get("in_file", True)}
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        full = _join(path, str(key))
+        full = _join(path, cut(str(key)))
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
+            near = difflib.get_close_matches(cut(str(key)), fields, n=1)
             known = f"known here: {', '.join(fields) or 'none'}"
             raise ConfigError(f"unknown option {full}", f"did you mean {_join(path, near[0])}?" if near else known)
         values[key] = _read(hints[key], value, full)
@@ -151,14 +149,14 @@ def _dataclass(cls: Any, tree: Any, path: str) -> Any:
 
 def _sampling(tree: Any, path: str) -> SamplingParams:
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path} must be a mapping of options, not {_shown(tree)}")
+        raise ConfigError(f"{path} must be a mapping of options, not {shown(tree)}")
     known = [f.name for f in dataclasses.fields(SamplingParams)]
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = difflib.get_close_matches(cut(str(key)), known, n=1)
             hint = f"did you mean {path}.{near[0]}?" if near else f"known here: {', '.join(known)}"
-            raise ConfigError(f"unknown option {path}.{key}", hint)
+            raise ConfigError(f"unknown option {path}.{cut(str(key))}", hint)
         try:
             values[key] = None if value is None and key in ("seed", "logprobs") else sampling_value(str(key), value)
         except FieldProblem as exc:
@@ -168,12 +166,12 @@ def _sampling(tree: Any, path: str) -> SamplingParams:
 
 def _metric(tree: Any, path: str) -> Metric:
     if not isinstance(tree, Mapping) or "name" not in tree:
-        raise ConfigError(f"{path} must be a mapping with a name, not {_shown(tree)}", f"known: {', '.join(METRICS)}")
+        raise ConfigError(f"{path} must be a mapping with a name, not {shown(tree)}", f"known: {', '.join(METRICS)}")
     cls = METRICS.get(str(tree["name"]))
     if cls is None:
-        near = difflib.get_close_matches(str(tree["name"]), METRICS, n=1)
+        near = difflib.get_close_matches(cut(str(tree["name"])), METRICS, n=1)
         raise ConfigError(
-            f"{path}.name must be one of {', '.join(METRICS)}, not {_shown(tree['name'])}",
+            f"{path}.name must be one of {', '.join(METRICS)}, not {shown(tree['name'])}",
             f"did you mean {near[0]}?" if near else None,
         )
     return typing.cast(Metric, _dataclass(cls, {k: v for k, v in tree.items() if k != "name"}, path))
@@ -186,9 +184,9 @@ def _step(value: Any, path: str) -> Step:
         ((name, options),) = value.items()
     cls = STEPS.get(name) if isinstance(name, str) else None
     if cls is None:
-        near = difflib.get_close_matches(str(name), STEPS, n=1)
+        near = difflib.get_close_matches(cut(str(name)), STEPS, n=1)
         raise ConfigError(
-            f"{path} must be one step, such as take_first or regex: {{pattern: ...}}, not {_shown(value)}",
+            f"{path} must be one step, such as take_first or regex: {{pattern: ...}}, not {shown(value)}",
             f"did you mean {near[0]}?" if near else f"known: {', '.join(STEPS)}",
         )
     return typing.cast(Step, _dataclass(cls, options or {}, f"{path}.{name}"))
@@ -268,8 +266,3 @@ def _is_union(annotation: Any) -> bool:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

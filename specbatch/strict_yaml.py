@@ -1,0 +1,108 @@
+"""YAML of people who may be mistaken: plain data, or one clear error. For configurations, --set and tasks of eval."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import yaml
+
+from specbatch.errors import shown
+
+_MAX_DEPTH, _MAX_NODES, _MAX_DIGITS = 50, 100_000, 100
+_MAX_MESSAGE = 300  # characters
+_MERGE = "tag:yaml.org,2002:merge"
+_TEXT_TAGS = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")  # dates and "=": no option takes either
+
+
+class YamlProblem(Exception):
+    """What is wrong with a text, in one line."""
+
+
+def load_yaml(text: str) -> Any:
+    """Dicts, lists and scalars. Raises YamlProblem."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader subclass: it builds plain data only
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as exc:
+        message = " ".join(str(exc).replace('in "<unicode string>", ', "in ").split())
+        raise YamlProblem(message if len(message) <= _MAX_MESSAGE else f"{message[: _MAX_MESSAGE - 3]}...") from exc
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses keys given twice, and structures that nobody writes by hand."""
+
+    yaml_implicit_resolvers: ClassVar[Any] = {  # type: ignore[misc]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _TEXT_TAGS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise _problem(f"nested more than {_MAX_DEPTH} deep", self.peek_event())
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _num_nodes(node, {}, set())
+        return node
+
+
+def _num_nodes(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
+    """Of the data that `node` stands for, with each alias (*name) replaced by what it names."""
+    if id(node) in inside:
+        raise _problem("an alias (*name) of what it is a part of", node)
+    if id(node) not in known:
+        parts = list(node.value) if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        total = 1 + sum(_num_nodes(part, known, inside | {id(node)}) for part in parts)
+        if total > _MAX_NODES:
+            raise _problem(f"more than {_MAX_NODES:,} values, aliases (*name) written out", node)
+        known[id(node)] = total
+    return known[id(node)]
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        # "<<" takes over the keys of another mapping; it is no key itself.
+        key = "<<" if key_node.tag == _MERGE else loader.construct_object(key_node, deep=True)
+        if not isinstance(key, Hashable):
+            raise _problem(f"{shown(key)} cannot be a key", key_node)
+        if key in seen:
+            raise _problem(f"the key {shown(key)} is given twice", key_node)
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    if len(node.value) > _MAX_DIGITS:
+        raise _problem(f"an integer of {len(node.value):,} digits", node)
+    try:
+        return loader.construct_yaml_int(node)
+    except ValueError as exc:
+        raise _problem(f"{shown(node.value)} is no integer", node) from exc
+
+
+def _problem(what: str, where: Any) -> yaml.MarkedYAMLError:
+    # Without the line itself, which may be long: its number is enough.
+    mark = where.start_mark
+    return yaml.MarkedYAMLError(problem=f"{what} (line {mark.line + 1}, column {mark.column + 1})")
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _integer)
+# YAML 1.1 reads 1e-3 as text because it has no dot; nobody who writes it means text.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
