@@ -151,6 +151,14 @@ def build_device_engine(
         chunk_cost=trial.chunk_cost,
     )
     engine.start_seconds = seconds
+    engine.start_bytes = {
+        "available": available,
+        "weights": measured.in_use,
+        "cache": plan.num_pages * rows.page_size * rows.token_bytes,
+        "eager": trial.eager_bytes,
+        "graphs_reserved": trial.graph_bytes,
+        "graphs": executor.runner.bytes if executor.runner is not None else 0,
+    }
     return engine
 
 

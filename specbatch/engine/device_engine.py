@@ -115,6 +115,7 @@ class DeviceEngine(EngineBase):
         self._failed = 0  # launches in a row that ran out of memory
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
+        self.start_bytes: dict[str, int] = {}  # of the device: what was measured and reserved
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
