@@ -143,6 +143,15 @@ def test_parquet_with_a_template(tmp_path: Path) -> None:
     assert rows[0]["metadata"] == {"q": "a", "answer": 1}
 
 
+def test_a_damaged_table_is_one_line(tmp_path: Path) -> None:
+    """`datasets` logs what it raises, too."""
+    (tmp_path / "d.csv").write_text("prompt,k\na,1\n" + "b,2,3,4\n" * 3)
+    done = cli(tmp_path, "generate", "d.csv")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) <= 2, done.stderr
+    assert "d.csv cannot be read past row 0: " in done.stderr.splitlines()[0]
+
+
 def wait_for_rows(folder: Path, rows: int, process: subprocess.Popen[str]) -> None:
     partial = folder / "d.results.jsonl.partial"
     deadline = time.monotonic() + 30

@@ -22,7 +22,7 @@ PROBLEMS = {
     "alias bomb": (BOMB, "more than 100,000 values"),
     "merge bomb": (MERGE_BOMB, "more than 100,000 values"),
     "alias of itself": ("sampling: &s {stop: [*s]}", "an alias (*name) of what it is a part of"),
-    "nested lists": ("[" * 100_000, "nested more than 50 deep (line 1, column 51)"),
+    "nested lists": ("[" * 20_000, "nested more than 50 deep (line 1, column 51)"),
     "nested mappings": ("{a: " * 5000 + "1" + "}" * 5000, "nested more than 50 deep"),
     "nested blocks": ("- " * 3000 + "1", "nested more than 50 deep"),
     "long integer": (f"engine: {{seed: {DIGITS}}}", "an integer of 5,000 digits (line 1, column 16)"),
@@ -52,7 +52,7 @@ def test_problems_are_one_short_line_wherever_yaml_is_read(tmp_path: Path, text:
         assert len(caught.value.message) < len(str(path)) + 350
 
 
-@pytest.mark.parametrize("text", [BOMB, "[" * 100_000, DIGITS, "!!timestamp 2024-13-45"], ids=lambda text: text[:9])
+@pytest.mark.parametrize("text", [BOMB, "[" * 20_000, DIGITS, "!!timestamp 2024-13-45"], ids=lambda text: text[:9])
 def test_problems_in_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
@@ -62,7 +62,7 @@ def test_problems_in_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: 
     assert load_config(None, [f"data.system_prompt={text}"]).data.system_prompt == text  # text is text
 
 
-SEVERAL = f"[{','.join(['1'] * 90_000)}]"
+SEVERAL = f"[{','.join(['1'] * 2_000)}]"
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ SEVERAL = f"[{','.join(['1'] * 90_000)}]"
         (f"engine: {{device: {SEVERAL}}}", "engine.device must be text, not [1, 1, 1, 1, 1, 1, ...]"),
         (f"speculation: {{method: {SEVERAL}}}", "speculation.method must be one of"),
         (f"sampling: {{stop: {SEVERAL}}}", "not [1, 1, 1, 1, 1, 1, ...]"),
-        (f"? {'k' * 90_000}\n: 1", "unknown option kkk"),
+        (f"? {'k' * 9_000}\n: 1", "unknown option kkk"),
         (f"engine: {{seed: {'9' * 90}}}", "not an integer of more than 60 digits"),
         (f"sampling: {{temperature: {'9' * 90}}}", "not an integer of more than 60 digits"),
-        (f"speculation: {{method: {'n' * 90_000}}}", "speculation.method must be one of"),
+        (f"speculation: {{method: {'n' * 9_000}}}", "speculation.method must be one of"),
         ("sampling: 3", "sampling must be a mapping of options, not 3"),
     ],
     ids=lambda text: text[:20],

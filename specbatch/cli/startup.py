@@ -113,7 +113,7 @@ def quiet_libraries() -> None:
     for name, value in (
         ("TRANSFORMERS_VERBOSITY", "error"),
         ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
-        ("DATASETS_VERBOSITY", "error"),
+        ("DATASETS_VERBOSITY", "critical"),
         ("HF_DATASETS_DISABLE_PROGRESS_BARS", "1"),
         ("TOKENIZERS_PARALLELISM", "false"),
     ):
