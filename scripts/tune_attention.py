@@ -27,7 +27,8 @@ from tune_linear import only_compile, replay_time, say
 
 from specbatch.attention.backend_paged import WORKSPACE_ROWS, num_splits
 from specbatch.kernels import attention
-from specbatch.kernels.attention import Tile, Workspace, attend, tile_for
+from specbatch.kernels.attention import Workspace, attend
+from specbatch.kernels.attention_tile import Tile, tile_for
 from specbatch.kernels.paged import PagedBatch
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from specbatch.attention.backend_paged import WORKSPACE_ROWS, num_splits
-from specbatch.kernels.attention import Workspace, tile_for
+from specbatch.kernels.attention import Workspace
+from specbatch.kernels.attention_tile import tile_for
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

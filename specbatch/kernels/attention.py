@@ -16,15 +16,15 @@ Shape suffixes as in `torch_model.py`; rows of a tile are (new token, query head
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.attention_tile import Tile, padded, tile_for
 from specbatch.kernels.launch import await_former, dependent_launch, launch_options
 from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels.shared_memory import shared_bytes
 
 _LOG2E = 1.4426950408889634
 
@@ -210,18 +210,6 @@ def _attend(
             tl.store(counter_ptr + tile, 0)  # ready for the next launch
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What one program computes at a time: block_m rows by block_n keys. `peeled`: keys that all rows see have a loop
-    of their own, which pays in prompts (and always under a mask)."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    peeled: bool = False
-
-
 class Workspace:
     """Partial results of splits: one for each stream that runs attention, since launches in order share it. It has its
     final size from the start, since captured graphs hold its address.
@@ -230,7 +218,7 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device, rows: int, head_dim: int) -> None:
-        self._partials = torch.empty(rows * _padded(head_dim), device=device)
+        self._partials = torch.empty(rows * padded(head_dim), device=device)
         self._sums = torch.empty(rows * 2, device=device)
         # No tile has fewer rows than 16.
         self._counters = torch.zeros(rows // 16, dtype=torch.int32, device=device)
@@ -241,10 +229,6 @@ class Workspace:
         assert tiles * splits * rows * 2 <= self._sums.numel(), (tiles, splits, rows)
         assert tiles <= self._counters.numel(), tiles
         return self._partials, self._sums, self._counters
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
 
 
 def attend(
@@ -259,18 +243,18 @@ def attend(
 ) -> Tensor:
     """See the twin in `torch_model.py`. `num_splits`, a power of two, needs a `workspace` if above 1.
 
-    The tile's shape follows the number of rows unless one is given, and bits are comparable only between calls with
-    equal tiles and splits.
+    The tile's shape follows the number of rows and the kind of GPU unless one is given. Bits are comparable only
+    between calls with equal tiles and splits.
     """
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads = kv_2KSD.shape[1]
     group = num_heads // num_kv_heads
     num_rows = batch.max_queries * group
-    tile = tile or tile_for(num_rows, head_dim, q_THD.element_size())
+    tile = tile or tile_for(num_rows, head_dim, q_THD.element_size(), shared_bytes(q_THD))
     block_m = tile.block_m
     row_blocks = triton.cdiv(num_rows, block_m)
     num_seqs = batch.starts_B.shape[0]
-    block_d = _padded(head_dim)
+    block_d = padded(head_dim)
     out = torch.empty_like(q_THD)
     partial = sums = counters = q_THD
     if num_splits > 1:
@@ -315,15 +299,3 @@ def attend(
         **launch_options(pdl),
     )
     return out
-
-
-def tile_for(num_rows: int, head_dim: int, itemsize: int) -> Tile:
-    """For so many rows of one sequence and key/value head."""
-    if itemsize == 4:
-        return Tile(16, 32, 4, 2)
-    stages = 3 if head_dim <= 128 else 2  # what shared memory holds
-    if num_rows <= 16:
-        return Tile(16, 64, 4, stages)
-    if num_rows <= 64:
-        return Tile(32 if num_rows <= 32 else 64, 64, 4, stages)
-    return Tile(64, 64, 4, 2, peeled=True)

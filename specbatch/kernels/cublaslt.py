@@ -14,6 +14,8 @@ from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint64, 
 import torch
 from torch import Tensor
 
+from specbatch.kernels.shared_memory import like_hopper
+
 WORKSPACE_BYTES = 64 * 2**20
 _MOST_ALGORITHMS = 32
 _COMPUTE_32F, _R_32F = 68, 0
@@ -44,7 +46,7 @@ class CublasLt:
         self.version = int(self._lib.cublasLtGetVersion())
         self.device = device
         self.dtype = dtype
-        self.is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.is_hopper = like_hopper(device)
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._handle = c_void_p()
         _check(self._lib.cublasLtCreate(byref(self._handle)))

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels import linear as skinny
-from specbatch.kernels.launch import has_dependent_launch
 from specbatch.kernels.linear_config import is_skinny
 from specbatch.kernels.model import rms_norm, silu_mul
+from specbatch.kernels.shared_memory import like_hopper
 
 
 def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None) -> Tensor:
@@ -45,5 +45,5 @@ def norm_gated_linear(x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2
 
 
 def _is_skinny(x_MI: Tensor, weight_OI: Tensor) -> bool:
-    is_hopper = x_MI.is_cuda and has_dependent_launch(x_MI.get_device())
+    is_hopper = x_MI.is_cuda and like_hopper(x_MI.device)
     return is_skinny(x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1], x_MI.dtype, is_hopper)

@@ -25,10 +25,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.launch import has_dependent_launch, launch_options
-from specbatch.kernels.linear_config import Config, config_for, without_hopper
+from specbatch.kernels.linear_config import Config, config_for, fitting, without_hopper
 from specbatch.kernels.linear_dot import combine_kernel, dot_kernel
 from specbatch.kernels.linear_fma import fma_kernel
 from specbatch.kernels.model import rms_norm
+from specbatch.kernels.shared_memory import shared_bytes
 
 _COMBINE_BLOCK = 512  # output features of one program that sums splits
 
@@ -75,7 +76,7 @@ def norm_gated_linear(
 def _config(x_MI: Tensor, weight_OI: Tensor) -> Config:
     config = config_for(x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1], x_MI.dtype)
     is_hopper = x_MI.is_cuda and has_dependent_launch(x_MI.get_device())
-    return config if is_hopper else without_hopper(config)
+    return fitting(config if is_hopper else without_hopper(config), shared_bytes(x_MI))
 
 
 def _product(

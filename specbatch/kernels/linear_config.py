@@ -17,7 +17,7 @@ import torch
 # Hopper and in bfloat16).
 MAX_ROWS = 64
 _FMA_MAX_ROWS = 2  # at 4 the tensor cores are faster
-_SHARED_BYTES = 96_000  # of one program, on the smaller GPUs
+_SHARED_SPARE = 5_376  # bytes for all but the tiles
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,21 @@ def config_for(M: int, O: int, I: int, dtype: torch.dtype) -> Config:  # noqa: E
 
 
 def without_hopper(config: Config) -> Config:
-    """The configuration for GPUs before compute capability 9: none of its instructions, less shared memory."""
-    step_bytes = 2 * config.block_i * (config.block_o + config.block_m)
-    num_stages = max(1, min(config.num_stages, _SHARED_BYTES // step_bytes))
-    return replace(config, tma=False, pdl=False, prefetch=0, num_stages=num_stages)
+    """The configuration for GPUs before compute capability 9: none of its instructions."""
+    return replace(config, tma=False, pdl=False, prefetch=0)
+
+
+def fitting(config: Config, shared: int) -> Config:
+    """The configuration for a GPU with `shared` bytes of shared memory: fewer stages, which changes no bit; where one
+    does not fit, fewer columns in a step, which may."""
+    room = shared - _SHARED_SPARE
+    while _stage_bytes(config) > room and config.block_i > 32:
+        config = replace(config, block_i=config.block_i // 2)
+    return replace(config, num_stages=max(1, min(config.num_stages, room // _stage_bytes(config))))
+
+
+def _stage_bytes(config: Config) -> int:
+    return 2 * config.block_i * (config.block_o + config.block_m)
 
 
 def _measured(M: int, O: int, I: int, default: Config | None) -> Config | None:  # noqa: E741

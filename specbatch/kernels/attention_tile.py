@@ -1,0 +1,63 @@
+"""What one program of `attention.py` computes at a time. Pure functions of sizes, free of Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from specbatch.kernels.shared_memory import HOPPER_SHARED_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """block_m rows by block_n keys. `peeled`: keys that all rows see have a loop of their own, which pays in prompts
+    (and always under a mask)."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    peeled: bool = False
+
+
+def tile_for(num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES) -> Tile:
+    """For so many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory.
+
+    Its rows do not depend on the GPU. Its keys do, but not on the number of rows: prompts and rounds agree to the last
+    bit on every GPU. GPUs that differ in shared memory may differ from each other. Stages change no bit.
+    """
+    largest = replace(_wanted(1 << 30, head_dim, itemsize), num_stages=1)
+    while shared_of(largest, head_dim, itemsize) > shared and largest.block_n > 16:
+        largest = replace(largest, block_n=largest.block_n // 2)
+    tile = replace(_wanted(num_rows, head_dim, itemsize), block_n=largest.block_n)
+    while shared_of(tile, head_dim, itemsize) > shared and tile.num_stages > 1:
+        tile = replace(tile, num_stages=tile.num_stages - 1)
+    return tile
+
+
+def shared_of(tile: Tile, head_dim: int, itemsize: int) -> int:
+    """Bytes of shared memory that a program takes at most, on GPUs that have less of it than Hopper.
+
+    What Triton asks for when it compiles for compute capability 7.5, 8.0, 8.9 and 12.0 is this or less.
+    """
+    keys, queries = tile.block_n * padded(head_dim) * itemsize, tile.block_m * padded(head_dim) * itemsize
+    at_once = 2 * (keys + queries)
+    if tile.num_stages == 1:
+        return at_once
+    weights = tile.block_m * tile.block_n * itemsize
+    return max(at_once, max(3 * keys + queries, 2 * (tile.num_stages - 1) * keys) + weights + 1024)
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension of a tile: a power of two, 16 at least."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _wanted(num_rows: int, head_dim: int, itemsize: int) -> Tile:
+    if itemsize == 4:
+        return Tile(16, 32, 4, 2)
+    stages = 3 if head_dim <= 128 else 2
+    if num_rows <= 16:
+        return Tile(16, 64, 4, stages)
+    if num_rows <= 64:
+        return Tile(32 if num_rows <= 32 else 64, 64, 4, stages)
+    return Tile(64, 64, 4, 2, peeled=True)

@@ -1,0 +1,134 @@
+"""Tiles of the kernels fit the shared memory of the GPU: 64 KiB (Turing), 99 (Ada, consumer Blackwell), 163 (A100); and
+with 227 (Hopper) they are those that were measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specbatch.kernels.attention_tile import Tile, shared_of, tile_for
+from specbatch.kernels.linear_config import Config, config_for, fitting, is_skinny, without_hopper
+from specbatch.kernels.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
+
+KIB = 1024
+LIMITS = [64 * KIB, 99 * KIB, 163 * KIB, 227 * KIB]
+SIZES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (4096, 12288), (576, 1536)]
+ROWS = [1, 4, 16, 17, 32, 33, 64, 65, 4096]
+
+
+def configs(dtype: torch.dtype) -> list[Config]:
+    shapes = [(M, *size) for size in SIZES for M in range(1, 129) if is_skinny(M, *size, dtype)]
+    assert len(shapes) > 64 * len(SIZES) * 0.9
+    return [config_for(*shape, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_products_fit(limit: int, dtype: torch.dtype) -> None:
+    for config in configs(dtype):
+        fitted = fitting(config, limit)
+        stage = 2 * fitted.block_i * (fitted.block_o + fitted.block_m)
+        assert fitted.num_stages * stage <= limit, fitted
+        assert fitted.num_stages >= 1
+        assert (fitted.block_m, fitted.block_o, fitted.splits) == (config.block_m, config.block_o, config.splits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_on_hopper_are_the_measured_ones(dtype: torch.dtype) -> None:
+    assert all(fitting(config, HOPPER_SHARED_BYTES) == config for config in configs(dtype))
+    assert HOPPER_SHARED_BYTES == 227 * KIB
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_only_stages_of_products_change_from_99_kib_on(limit: int) -> None:
+    for config in configs(torch.bfloat16):
+        fitted = fitting(config, limit)
+        if limit >= 99 * KIB:
+            assert replace(fitted, num_stages=config.num_stages) == config
+    narrow = fitting(Config("dot", 128, 256, 128, 4, 8), 64 * KIB)
+    assert (narrow.block_i, narrow.num_stages) == (64, 1)
+
+
+def test_ada_keeps_its_products() -> None:
+    """What cards before Hopper ran: as many stages as 96,000 bytes hold."""
+    for config in configs(torch.bfloat16):
+        stage = 2 * config.block_i * (config.block_o + config.block_m)
+        stages = max(1, min(config.num_stages, 96_000 // stage))
+        expected = replace(config, tma=False, pdl=False, prefetch=0, num_stages=stages)
+        assert fitting(without_hopper(config), 99 * KIB) == expected
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_attention_fits(limit: int, head_dim: int, itemsize: int) -> None:
+    if (limit, head_dim) == (64 * KIB, 256):
+        pytest.skip("heads of 256 do not fit Turing")
+    tiles = [tile_for(rows, head_dim, itemsize, limit) for rows in ROWS]
+    for rows, tile in zip(ROWS, tiles, strict=True):
+        assert shared_of(tile, head_dim, itemsize) <= limit
+        assert tile.block_m == tile_for(rows, head_dim, itemsize).block_m  # the workspace is sized by it
+        assert tile.block_n >= 16
+    assert len({tile.block_n for tile in tiles}) == 1  # else a prompt's and a round's outputs would differ
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_attention_on_hopper_is_as_measured(head_dim: int) -> None:
+    stages = 2 if head_dim == 256 else 3
+    expected = [(16, stages), (16, stages), (16, stages), (32, stages), (32, stages), (64, stages), (64, stages)]
+    tiles = [tile_for(rows, head_dim, 2, 227 * KIB) for rows in ROWS]
+    assert tiles[:7] == [Tile(block_m, 64, 4, count) for block_m, count in expected]
+    assert tiles[7:] == [Tile(64, 64, 4, 2, peeled=True)] * 2
+    assert all(tile_for(rows, head_dim, 4, 227 * KIB) == Tile(16, 32, 4, 2) for rows in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("limit", "head_dim", "rows", "expected"),
+    [
+        (99 * KIB, 128, 64, Tile(64, 64, 4, 3)),
+        (99 * KIB, 256, 64, Tile(64, 32, 4, 2)),
+        (99 * KIB, 256, 4096, Tile(64, 32, 4, 2, peeled=True)),
+        (64 * KIB, 128, 16, Tile(16, 64, 4, 2)),
+        (64 * KIB, 128, 64, Tile(64, 64, 4, 1)),
+        (64 * KIB, 64, 64, Tile(64, 64, 4, 3)),
+    ],
+)
+def test_attention_on_smaller_cards(limit: int, head_dim: int, rows: int, expected: Tile) -> None:
+    assert tile_for(rows, head_dim, 2, limit) == expected
+
+
+# (tile, head_dim, bytes) that Triton 3.9 asked for, with elements of 2 bytes, for Ada and consumer Blackwell...
+ADA = [
+    (Tile(64, 64, 4, 3), 128, 73_732),
+    (Tile(64, 64, 4, 2), 128, 73_728),
+    (Tile(64, 64, 4, 1), 128, 40_960),
+    (Tile(32, 64, 4, 3), 128, 53_252),
+    (Tile(16, 64, 4, 3), 128, 43_012),
+    (Tile(64, 64, 4, 3), 64, 40_964),
+    (Tile(64, 64, 4, 2), 256, 122_880),
+    (Tile(64, 64, 4, 1), 256, 73_728),
+    (Tile(64, 32, 4, 2), 256, 77_824),
+    (Tile(64, 32, 4, 1), 256, 53_248),
+    (Tile(16, 64, 4, 2), 256, 79_872),
+]
+# ... and for Turing.
+TURING = [
+    (Tile(64, 64, 4, 3), 128, 65_536),
+    (Tile(64, 64, 4, 1), 128, 65_536),
+    (Tile(16, 64, 4, 1), 128, 40_960),
+    (Tile(64, 32, 4, 2), 128, 49_152),
+    (Tile(64, 64, 4, 2), 256, 131_072),
+]
+
+
+@pytest.mark.parametrize(("tile", "head_dim", "compiled"), ADA + TURING)
+def test_the_bound_covers_what_was_compiled(tile: Tile, head_dim: int, compiled: int) -> None:
+    assert compiled <= shared_of(tile, head_dim, 2) <= 2 * compiled
+
+
+def test_the_interpreter_counts_as_hopper() -> None:
+    assert shared_bytes(torch.zeros(1)) == HOPPER_SHARED_BYTES
