@@ -12,7 +12,8 @@ import pytest
 
 from specbatch.errors import InputError
 from specbatch.pipeline.model_files import ModelFiles
-from specbatch.pipeline.results import ResultFile, partial_path
+from specbatch.pipeline.paths import partial_path
+from specbatch.pipeline.results import ResultFile
 from specbatch.pipeline.sources import RawRow
 from tests.stub_engine import StubEngine
 from tests.test_pipeline import Run

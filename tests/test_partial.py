@@ -15,7 +15,8 @@ import pytest
 from specbatch.errors import InputError
 from specbatch.pipeline.jsonl import encode_line
 from specbatch.pipeline.partial import FORMAT, PartialLines
-from specbatch.pipeline.results import ResultFile, partial_path
+from specbatch.pipeline.paths import partial_path
+from specbatch.pipeline.results import ResultFile
 from specbatch.pipeline.sources import RawRow
 from specbatch.pipeline.totals import RowTotals
 from tests.stub_engine import StubEngine

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +23,7 @@ from specbatch.errors import InputError, ModelError
 from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
 from specbatch.pipeline.paths import partial_path
 from specbatch.pipeline.results import ResultFile
-from specbatch.types import NoiseKey, SamplingParams
+from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.stub_engine import EOS, StubEngine, StubRun, build_engine, resolve, stub_tokens
 from tests.test_jsonl import BAD_LINES, BAD_ROWS
 from tests.test_openai_batch import BAD_REQUESTS
@@ -308,13 +309,50 @@ def test_capacity_may_change_between_sessions(run: Run) -> None:
 def test_output_that_nobody_vouches_for(run: Run) -> None:
     run.write([{"prompt": "a"}])
     run.output.write_text("precious")
-    with pytest.raises(InputError, match="exists"):
+    with pytest.raises(InputError, match="exists") as caught:
         run()
+    assert "--overwrite" not in str(caught.value.hint), "it is nothing that specbatch wrote"
     assert run.output.read_text() == "precious"
     partial_path(run.output).write_text("precious\n")
     with pytest.raises(InputError, match="was not written by specbatch"):
         run()
     assert partial_path(run.output).read_text() == "precious\n"
+
+
+class InterruptedAtOnce(StubEngine):
+    """Ctrl-C before the first step."""
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_no_file_is_named_that_is_not_kept(run: Run) -> None:
+    run.write([{"prompt": "a"}])
+    assert run(engine=InterruptedAtOnce()) == 130
+    assert run.log.startswith("interrupted: no row is finished\nrun the same command again")
+    assert os.listdir(run.folder) == ["d.jsonl"]
+
+
+def test_a_linked_output_stays_a_link(run: Run) -> None:
+    run.write([{"prompt": "a"}])
+    (run.folder / "disk").mkdir()
+    link, far = run.folder / "link.jsonl", run.folder / "disk" / "far.jsonl"
+    link.symlink_to(far)
+    assert run(output=link) == 0
+    assert link.is_symlink()
+    assert len(far.read_bytes().splitlines()) == 1
+    assert sorted(os.listdir(run.folder / "disk")) == ["far.jsonl", "far.stats.json"]
+    assert run(output=link) == 0, "finished already"
+    assert len(run.engines) == 1
+
+
+def test_the_partial_file_is_opened_through_no_link(run: Run) -> None:
+    """Not even one that was made after the checks."""
+    partial_path(run.output).symlink_to(run.folder / "other")
+    with pytest.raises(InputError, match="symbolic links"):
+        ResultFile(run.output, {}, overwrite=True)
+    assert not (run.folder / "other").exists()
 
 
 def test_impossible_outputs(run: Run) -> None:

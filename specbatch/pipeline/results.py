@@ -35,6 +35,7 @@ from specbatch.pipeline.totals import RowTotals
 
 _SYNC_SECONDS = 5.0
 _COPY_BUFFER = 1 << 20
+_OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 _INPUT_NOW = "specbatch_input"  # the record of an input other than that of the first line
 _LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
 _MODELS = "specbatch_weights"  # the record of the models' large files, see `model_files`
@@ -143,7 +144,8 @@ class ResultFile:
         sorted_path = paths.sorted_path(self.output)
         facts = FileFacts()
         with disk_errors(self.output):
-            with sorted_path.open("wb", _COPY_BUFFER) as out:
+            sorted_path.unlink(missing_ok=True)  # of a session that was killed here
+            with sorted_path.open("xb", _COPY_BUFFER) as out:  # "x" follows no link
                 for entry in self._rows.in_order():
                     line = self._read(entry)
                     out.write(line)
@@ -172,7 +174,7 @@ class ResultFile:
     def _open_locked(self) -> BinaryIO:
         while True:
             try:
-                file = self._path.open("a+b", buffering=0)
+                file = os.fdopen(os.open(self._path, _OPEN, 0o666), "a+b", buffering=0)
             except OSError as exc:
                 raise InputError(f"cannot write {self._path}: {exc.strerror}", "-o PATH writes elsewhere") from exc
             try:
