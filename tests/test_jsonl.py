@@ -42,6 +42,17 @@ def test_lines_round_trip(value: Any) -> None:
     assert json.loads(line) == {"v": value}
 
 
+def test_columns_of_unknown_types_are_the_same_text_in_each_process() -> None:
+    class Image:
+        pass
+
+    kept = [Image(), Image()]
+    lines = {encode_line({"image": image}) for image in kept}
+    digests = {RawRow(0, {"image": image}).digest() for image in kept}
+    assert len(lines) == len(digests) == 1
+    assert b"Image object" in lines.pop()
+
+
 def test_numbers_that_json_lacks_become_null() -> None:
     assert json.loads(encode_line({"v": [float("nan"), {"w": float("inf")}]})) == {"v": [None, {"w": None}]}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,62 @@ def test_truncation(job: Job) -> None:
         again, results = job.resume(job.content[:length])
         assert again == 5 - max(job.content[:length].count(b"\n") - 1, 0)
         assert results.damaged_lines == 0  # a torn last line is what every crash leaves
+
+
+class Killed(BaseException):
+    """Ends a job as kill -9 does: nothing is cleaned up."""
+
+
+@contextlib.contextmanager
+def killed_at(operation: int, rng: random.Random) -> Iterator[None]:
+    """Dies at the disk operation of that number: before it, after it or, of a write, in the middle."""
+    done = 0
+
+    def dying(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == operation:
+                if name == "write":
+                    real(arguments[0], bytes(arguments[1])[: rng.randrange(len(arguments[1]) + 1)])
+                elif rng.random() < 0.5:
+                    real(*arguments, **named)
+            if done >= operation:
+                raise Killed
+            return real(*arguments, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("write", "fsync", "replace", "unlink"):
+            patch.setattr(os, name, dying(name, getattr(os, name)))
+        yield
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_at_any_disk_operation(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    output = tmp_path / "o.jsonl"
+    kills = 0
+    while True:
+        results = None
+        try:
+            with killed_at(rng.randrange(1, 13), rng):
+                results = ResultFile(output, JOB, overwrite=False)
+                for row in rng.sample(ROWS, len(ROWS)):
+                    if not results.is_done(row):
+                        results.append(row.index, row.digest(), result_of(row))
+                results.finish()
+                results.discard_partial()
+            break
+        except Killed:
+            kills += 1
+            assert not output.exists() or output.read_bytes() == WHOLE
+            if results is not None:
+                results._file.close()  # as the end of a process does
+    assert kills > 0
+    assert output.read_bytes() == WHOLE
+    assert [path.name for path in tmp_path.iterdir()] == ["o.jsonl"]
 
 
 def foreign_line(job: Job, rng: random.Random) -> bytes:

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,13 +126,18 @@ def _is_deeper(value: Any, depth: int) -> bool:
     return depth == 0 or any(_is_deeper(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")  # in the text of an image, and another one in each process
+
+
 def _foreign(value: Any) -> Any:
     """Column types of data sets that JSON does not have: dates, decimals, bytes, images, numpy scalars."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    return _ADDRESS.sub("", str(value))
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_foreign)
