@@ -100,6 +100,22 @@ class Paths(RuleBasedStateMachine):
         self.pool.retain(pages)
         self.owners.append((tokens, pages))
 
+    @precondition(lambda self: self.owners)
+    @rule(which=st.integers(0, 99), share=st.floats(0, 1))
+    def forget(self, which: int, share: float) -> None:
+        """The first page of its own, and all that is filed below it by whomever."""
+        tokens, pages = self.owners[which % len(self.owners)]
+        cached = round(share * len(pages)) * self.pool.page_size
+        self.index.forget(tokens, pages, cached)
+        for number, page in enumerate(pages):
+            key = self.key(tokens, number)
+            if key is None or self.filed.get(key) != page:
+                return
+            if number * self.pool.page_size >= cached:
+                self.filed = {k: p for k, p in self.filed.items() if k[: len(key)] != key}
+                self.used = {k: t for k, t in self.used.items() if k in self.filed}
+                return
+
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:
         """Least recently used leaves first; never a page in use, never one with children."""
@@ -150,6 +166,23 @@ def test_lookahead_separates_rows_that_differ_behind_the_page() -> None:
         pages = pool.allocate(3)
         index.insert([1, 2, 3, 4, 5], pages, 5)
         assert index.match([1, 2, 3, 4, 6], 4) == pages[:expected]
+
+
+def test_what_was_computed_from_forgotten_pages_is_not_filed() -> None:
+    """A sequence that shares pages of another, which fails afterwards, does not bring them back."""
+    pool = PagePool(8, 2)
+    index = PrefixIndex(pool)
+    failed, other = [1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 9, 9]
+    own = pool.allocate(3)
+    index.insert(failed, own, 4)
+    pages = index.match(other, 6) + pool.allocate(2)
+    assert pages[:2] == own[:2]
+    index.forget(failed, own, 0)
+    assert len(index) == 0
+    index.insert(other, pages, 6, num_cached=4)
+    assert len(index) == 0
+    index.insert(other, pages, 6, num_cached=0)
+    assert len(index) == 3
 
 
 def test_eviction_takes_the_least_recently_used_leaf() -> None:

@@ -12,6 +12,7 @@ from specbatch.engine.executor import GraphMode
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import NoiseKey, Request, SamplingParams
 from tests.models import random_prompts, run, tiny_device_engine, tiny_engine
+from tests.test_nonfinite import all_nan, nan_embedding
 
 pytestmark = pytest.mark.gpu
 
@@ -182,3 +183,36 @@ def test_padding_writes_nothing() -> None:
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(cache.all_layers[:, :, :, others], old[:, :, :, others])
         assert not torch.equal(cache.all_layers, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_logits_that_are_not_finite_fail_their_rows_alone(
+    method: str, shape: DraftShape | None, params: SamplingParams, graphs: GraphMode, dtype: torch.dtype
+) -> None:
+    """In prompts and in what rows write: tokens, ends and counts are the CPU's."""
+    prompts = [[token % 50 for token in prompt] for prompt in random_prompts(7, shared=10)]
+    prompts = [[*prompt, 60] if i in (1, 4) else prompt for i, prompt in enumerate(prompts)]
+    settings = {"num_pages": 512, "max_batch_size": 8, "spoil": nan_embedding(55, 60), "dtype": dtype}
+    cpu = run(tiny_engine(method, shape, **settings), prompts, params)
+    gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+    assert [c.finish_reason for c in gpu] == [c.finish_reason for c in cpu]
+    assert {str(c.finish_reason) for c in gpu} == {"error", "length"}
+
+
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_broken_draft_is_rejected(method: str, graphs: GraphMode) -> None:
+    prompts = random_prompts(5, shared=10)
+    settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32}
+    spoil = {"spoil_draft": all_nan("lm_head.weight")}
+    for shape in (DraftShape(3, 1, 4), DraftShape(5, 4, 8)):
+        for params in (GREEDY, SAMPLED):
+            host = tiny_engine(method, shape, **settings, **spoil)
+            device = tiny_device_engine(method, shape, **settings, **spoil, device=CUDA, graphs=graphs)
+            cpu, gpu = run(host, prompts, params), run(device, prompts, params)
+            assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+            assert device.stats.broken_drafts == host.stats.broken_drafts

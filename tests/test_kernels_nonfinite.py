@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from specbatch.kernels import torch_model, torch_round
 from specbatch.kernels.torch_round import NO_TOKEN
 from specbatch.types import SamplingParams
+from tests.test_kernels_model import paged_batch
 from tests.test_kernels_round import CUDA, DEVICE, Ops, filter_tensors, make_ops
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -169,3 +171,37 @@ def test_a_cache_holds_no_value_that_is_not_finite(dim: int, dtype: torch.dtype)
             expected[1, head, token] = 0.0
         assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
         assert found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("masked", [False, True], ids=["chain", "tree"])
+def test_attention_beside_hidden_tokens_that_are_not_finite(masked: bool, splits: int) -> None:
+    """Kernel and twin: a query gets NaN where it sees such a token, and else the very bits that it has without: of
+    later tokens of a chain, of other branches of a tree, and of what is left in pages past a sequence's end."""
+    attention = pytest.importorskip("specbatch.kernels.attention")
+    starts, counts, dim = [5, 21, 0], [4, 4, 4], 16
+    batch = paged_batch(starts, counts, 16)
+    if masked:  # of each sequence: 0 - 1 - 3, and 2, which is bad, below 0
+        words = torch.tensor([0b0001, 0b0011, 0b0101, 0b1011] * 3, dtype=torch.int32, device=DEVICE)[:, None]
+        batch = dataclasses.replace(batch, mask_TW=words, mask_starts_B=batch.starts_B)
+    generator = torch.Generator().manual_seed(0)
+    num_slots = (int(batch.page_table_BP.max()) + 2) * 16
+    kv = torch.randn(2, 2, num_slots, dim, generator=generator).to(DEVICE)
+    q = torch.randn(12, 4, dim, generator=generator).to(DEVICE)
+    spoilt = kv.clone()
+    in_use = torch.cat([
+        batch.page_table_BP[b, i // 16].view(1) * 16 + i % 16
+        for b, (start, count) in enumerate(zip(starts, counts, strict=True)) for i in range(start + count)
+    ])  # fmt: skip
+    left = torch.ones(num_slots, dtype=torch.bool, device=DEVICE)
+    left[in_use.long()] = False
+    spoilt[0, :, left], spoilt[1, :, left] = NAN, 0.0
+    bad = batch.slots_T[[2, 10]]  # the third new token of the first sequence and of the last
+    spoilt[0, :, bad], spoilt[1, :, bad] = NAN, 0.0
+    sees_it = [2, 10] if masked else [2, 3, 10, 11]
+    others = [i for i in range(12) if i not in sees_it]
+    for ops in (attention, torch_model):
+        workspace = ops.Workspace(DEVICE, 16384, dim)
+        expected, found = (ops.attend(q, x, batch, dim**-0.5, None, splits, workspace) for x in (kv, spoilt))
+        assert found[sees_it].isnan().all()
+        assert torch.equal(found[others], expected[others])

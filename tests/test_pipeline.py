@@ -23,7 +23,7 @@ from specbatch.errors import InputError, ModelError
 from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
 from specbatch.pipeline.paths import partial_path
 from specbatch.pipeline.results import ResultFile
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Completion, FinishReason, NoiseKey, Request, SamplingParams
 from tests.stub_engine import EOS, StubEngine, StubRun, build_engine, resolve, stub_tokens
 from tests.test_jsonl import BAD_LINES, BAD_ROWS
 from tests.test_openai_batch import BAD_REQUESTS
@@ -71,6 +71,63 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
+
+
+class Failing(StubEngine):
+    """The model has no finite logits where a prompt begins with x: of completion 2 where there are several."""
+
+    def _complete(self, request: Request) -> Completion:
+        done = super()._complete(request)
+        if request.prompt_token_ids[1] == ord("x") and request.noise.sample == min(1, request.params.n - 1):
+            done.token_ids, done.finish_reason = done.token_ids[:2], FinishReason.ERROR
+        return done
+
+
+def test_logits_that_are_not_finite_make_one_error_row_each(run: Run) -> None:
+    chat = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "xyz", "max_tokens": 20}}
+    run.write([
+        {"prompt": "abc"},
+        {"prompt": "xyz", "id": "bad", "topic": 7},
+        {"prompt": "xyz", "n": 3},
+        {"custom_id": "c", **chat},
+        {"prompt": "xy"} | {"stop": ["a"], "logprobs": 2},
+        {"prompt": "def"},
+    ])  # fmt: skip
+    assert run(engine=Failing()) == 1
+    good, bad, several, openai, stopped, last = run.results()
+    assert good["finish_reason"] != "error"
+    assert last["finish_reason"] != "error"
+    message = (
+        "the model's logits are not finite (NaN or infinity) at token 3: a damaged checkpoint, or an overflow in "
+        "float16: try model.dtype: bfloat16 or float32"
+    )
+    error = {"type": "non_finite", "message": message}
+    assert bad == {
+        "id": "bad",
+        "index": 1,
+        "text": None,
+        "finish_reason": "error",
+        "error": error,
+        "metadata": {"topic": 7},
+    }
+    assert several["error"]["message"] == message.replace("token 3", "token 3 of completion 2 of 3")
+    assert several["text"] is None
+    assert "choices" not in several
+    assert openai["response"] is None
+    assert openai["error"] == {"code": "non_finite", "message": message}
+    assert stopped["error"] == error
+    assert run.stats()["rows"]["errors"] == {"non_finite": 4}
+    assert "4 of 6 rows failed: 4 non_finite" in run.log
+    assert "speculation.draft" not in run.log
+
+
+def test_broken_drafts_are_told_once(run: Run) -> None:
+    run.write([{"prompt": f"p{i}"} for i in range(9)])
+    engine = StubEngine()
+    engine.stats.broken_drafts = 1234
+    assert run(engine=engine) == 0
+    assert run.log.count("the probabilities of 1,234 sampled drafts were not finite") == 1
+    assert any("1,234 sampled drafts" in note for note in run.stats()["notes"])
 
 
 def test_rows_come_out_in_order_with_all_fields(run: Run) -> None:

@@ -28,6 +28,7 @@ from tests.coins import (
     target_sequences,
 )
 from tests.models import run, tiny_engine
+from tests.test_nonfinite import all_nan
 
 Tokens = tuple[int, ...]
 PARAMS = {
@@ -91,7 +92,7 @@ def chain_outcomes(target: RandomModel, q_of: Callable[[Tokens], Tensor], steps:
                 q = q_of(drafts)
                 probs.append(q)
                 u = coins.uniform(seq.request.noise, PROMPT + 1 + step, Purpose.DRAFT)
-                drafts = (*drafts, coins.draw(q, u))
+                drafts = (*drafts, 0 if q.isnan().any() else coins.draw(q, u))
             tree = DraftTree.chain([[1, *drafts]], [torch.stack(probs)])
             logits = torch.stack([target.logits(drafts[:i]) for i in range(steps + 1)])
             [accepted] = verify([seq], tree, logits)
@@ -139,6 +140,24 @@ def test_chain_with_special_drafts(case: str) -> None:
         assert lengths == ({3} if case == "equal" else {1})
     found = target.continuations(outcomes, 3, used)
     assert largest_difference(found, target.sequences(3, used)) < 1e-12
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_chain_with_drafts_that_are_nan(first: bool) -> None:
+    """From the first draft on, or behind some first drafts: these are rejected, and the target draws alone."""
+    params = SamplingParams(temperature=1.3, top_p=0.95)
+    target, draft = RandomModel(4, 0), RandomModel(4, 100)
+
+    def q_of(prefix: Tokens) -> Tensor:
+        if first or (prefix and prefix[0] % 2 == 0):
+            return torch.full((4,), torch.nan, dtype=torch.float64)
+        return draft.q_of(params)(prefix)
+
+    outcomes = chain_outcomes(target, q_of, 2, params)
+    assert sum(outcomes.values()) == pytest.approx(1.0, abs=1e-12)
+    assert {len(tokens) for tokens in outcomes} == ({1} if first else {1, 2, 3})
+    found = target.continuations(outcomes, 3, params)
+    assert largest_difference(found, target.sequences(3, params)) < 1e-12
 
 
 def random_tree(vocab: int, num_nodes: int, seed: int) -> tuple[DraftTree, list[Tokens]]:
@@ -294,6 +313,22 @@ def test_engine(case: str) -> None:
         check_engine(case, SamplingParams(max_tokens=3, temperature=1.5, top_p=0.9, min_p=0.05), 3, eos=())
     else:
         check_engine(case, SamplingParams(max_tokens=3, temperature=2.0, top_p=0.97, min_p=0.03), 4, eos=())
+
+
+@pytest.mark.parametrize("case", ["draft_model-chain", "eagle-chain", "eagle3-reduced"])
+def test_engine_with_a_draft_that_is_nan(case: str) -> None:
+    """Whole requests: the texts have the target's own distribution, in particular the tokens that a reduced draft
+    vocabulary lacks."""
+    method, shape, draft_vocab = ENGINES[case]
+    params = SamplingParams(max_tokens=3, temperature=2.0, top_p=0.97)
+    engine = tiny_engine(
+        method, shape, vocab=4, draft_vocab=draft_vocab, hidden=16, prefix_cache=False, scale=0.6,
+        spoil_draft=all_nan("fc.weight" if method == "eagle" else "lm_head.weight"),
+    )  # fmt: skip
+    outcomes, accepted = engine_outcomes(engine, [1, 2, 1], params)
+    assert accepted == {0}
+    assert engine.stats.broken_drafts == engine.stats.speculation.drafted > 0
+    assert largest_difference(outcomes, target_sequences(engine._target, [1, 2, 1], params)) < 1e-12
 
 
 @pytest.mark.slow
