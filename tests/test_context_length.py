@@ -19,15 +19,15 @@ SETS = ["speculation.method=none", "engine.device=cpu", "engine.max_batch_size=2
 def test_the_run_and_its_cache_are_sized_for_the_stretched_length(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", max_position_embeddings=160, rope_scaling=YARN)
     run = resolve(load_config(None, [f"model.target={model}", *SETS]))
-    assert run.model_max_tokens == 512
-    assert run.num_kv_tokens >= 2 * 512
+    assert run.cache.capacity >= run.rows.max_positions == 512
+    assert run.cache.num_pages * run.engine.page_size >= 2 * 512
     assert "model.target: rows of up to 512 tokens (yarn scaling: 128 x 4)" in run.notes
 
 
 def test_nothing_is_said_without_scaling(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model")
     run = resolve(load_config(None, [f"model.target={model}", *SETS]))
-    assert run.model_max_tokens == 128
+    assert run.rows.max_positions == 128
     assert not any("rows of up to" in note for note in run.notes)
 
 
