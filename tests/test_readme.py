@@ -13,6 +13,7 @@ from specbatch.config import Config
 from specbatch.config_load import config_to_dict, option_paths
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
+HERE = "https://github.com/specbatch/specbatch/"
 
 
 @pytest.fixture
@@ -37,10 +38,19 @@ def test_every_option_is_listed_with_its_default(readme: str) -> None:
 def test_commands_and_files_exist(readme: str) -> None:
     assert "pip install . && specbatch generate examples/questions.jsonl" in readme
     assert "pip install -e '.[dev]' && pytest -q" in readme
-    for name in re.findall(r"\]\(([\w./-]+)\)", readme) + re.findall(r"python (scripts/\w+\.py)", readme):
+    linked = [link for link in re.findall(r"\]\((.*?)\)", readme) if not link.startswith("#")]
+    files = [link.removeprefix(HERE).split("#")[0].split("/", 2)[2] for link in linked if link.startswith(HERE)]
+    assert len(files) > 5
+    for name in files + re.findall(r"python (scripts/\w+\.py)", readme):
         assert (ROOT / name).exists(), name
     for folder in re.findall(r"^  (\w+/) ", readme, flags=re.MULTILINE):
         assert (ROOT / "specbatch" / folder).is_dir(), folder
+
+
+def test_links_work_outside_of_the_repository(readme: str) -> None:
+    """The same text is shown by package indexes, which have no files beside it."""
+    for link in re.findall(r"\]\((.*?)\)", readme):
+        assert link.startswith(("https://", "#")), link
 
 
 def test_json_examples_are_json(readme: str) -> None:

@@ -1,0 +1,54 @@
+"""What a package says of itself: licences, types, addresses, and what a source distribution holds."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specbatch
+from specbatch.models.catalog import catalog
+
+ROOT = Path(specbatch.__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def project() -> dict[str, Any]:
+    path = ROOT / "pyproject.toml"
+    if not path.is_file():
+        pytest.skip("no checkout")
+    found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    return found
+
+
+def test_every_licence_text_is_part_of_the_metadata(project: dict[str, Any]) -> None:
+    named = {path for pattern in project["license-files"] for path in ROOT.glob(pattern)}
+    assert named == {ROOT / "LICENSE", ROOT / "THIRD_PARTY.md", *(ROOT / "specbatch").rglob("*.LICENSE")}
+    assert project["license"] == "Apache-2.0 AND MIT"
+
+
+def test_third_party_names_all_data_and_what_the_head_was_trained_on(project: dict[str, Any]) -> None:
+    text = (ROOT / "THIRD_PARTY.md").read_text(encoding="utf-8")
+    for data in (ROOT / "specbatch" / "evals" / "data").glob("*.gz"):
+        assert data.name.split(".")[0].split("_t")[0] in text, data
+    for name, entry in catalog().items():
+        if entry.draft_for is not None:
+            assert f"specbatch/models/heads/{name}/" in text
+    for source in ("GSM8K, training split", "Self-Instruct", "Arena-Hard", "SmolLM2-135M-Instruct"):
+        assert source in text
+
+
+def test_a_type_checker_may_read_the_annotations(project: dict[str, Any]) -> None:
+    assert (ROOT / "specbatch" / "py.typed").is_file()
+    assert "Typing :: Typed" in project["classifiers"]
+    assert {"Homepage", "Documentation", "Issues"} <= set(project["urls"])
+    assert project["keywords"]
+
+
+def test_a_source_distribution_holds_more_than_the_package(project: dict[str, Any]) -> None:
+    lines = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()
+    folders = {line.split()[1] for line in lines if line.startswith("graft ")}
+    assert folders == {"docs", "examples", "scripts", "tests"}
+    assert all((ROOT / folder).is_dir() for folder in folders)
