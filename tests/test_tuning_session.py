@@ -14,6 +14,7 @@ import torch
 from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import GraphMode, RoundExecutor, _copy_into
+from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.speculation.drafters import NeuralDrafter, NoDrafter
 from specbatch.speculation.factory import DraftFactory
@@ -27,6 +28,7 @@ from specbatch.tuning.session import Finished, OutOfTime, Session
 from specbatch.tuning.trace import Trace
 from specbatch.types import NoiseKey, Request, SamplingParams, SpeculationCounts
 from tests.models import CPU, VOCAB, random_prompts, tiny_device_engine, tiny_engine
+from tests.test_nonfinite import all_nan
 
 TOPK, DEPTH = 3, 3
 OPS = ops_for(CPU, torch.float64)
@@ -435,3 +437,17 @@ def test_what_is_not_finished_in_time_is_dropped(on_device: bool) -> None:
     assert tuned.run(requests()).completions == expected
     with pytest.raises(OutOfTime):
         tuned.trace(requests(), TOPK, DEPTH, until=0.0)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_broken_model_is_told(on_device: bool) -> None:
+    """What its rows and rounds take says nothing: an error with a hint, and no failed assertion."""
+    engine: Any = (tiny_device_engine if on_device else tiny_engine)(
+        "ngram", DraftShape(3, 1, 4), num_pages=512, prefix_cache=False, spoil=all_nan("lm_head.weight")
+    )
+    timed: list[Callable[[], object]] = [lambda: engine.time_steps(2, 20), lambda: time_batch(broken, 2, 20, 0, 0, 64)]
+    broken = Session(Built(engine, DraftFactory(None, (1, 3), VOCAB, 4, CPU, OPS)), "none")
+    with pytest.raises(ModelError, match="not finite"):
+        broken.trace(requests(), 0, 0)
+    with pytest.raises(ModelError, match="not finite"):
+        timed[0 if on_device else 1]()
