@@ -24,14 +24,17 @@ from specbatch.pipeline.rows import RowParser
 from specbatch.pipeline.sources import open_source
 from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.types import (
+    BatchEngine,
     Completion,
     EngineLimits,
     EngineStats,
     FinishReason,
+    NoiseKey,
     Request,
     SamplingParams,
     SpeculationCounts,
 )
+from tests.models import random_prompts, tiny_device_engine, tiny_engine
 from tests.stub_engine import StubTokenizer
 
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
@@ -250,3 +253,22 @@ def test_speed_is_that_of_the_last_half_minute() -> None:
         if second == 49:
             assert forecast.tokens_per_second == pytest.approx(10)
     assert forecast.tokens_per_second == pytest.approx(30)
+
+
+@pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
+def test_engines_count_the_tokens_of_what_is_under_way(make: Callable[..., BatchEngine]) -> None:
+    """Those of preempted requests too."""
+    engine = make("none", None, num_pages=26)
+    for i, prompt in enumerate(random_prompts(8, seed=1, longest=30)):
+        engine.submit(Request(i, prompt, SamplingParams(max_tokens=30), NoiseKey(0, i, 0)))
+    assert engine.tokens_so_far() == {}
+    finished: dict[int, int] = {}
+    most = 0
+    while engine.num_running or engine.num_waiting:
+        finished |= {completion.request_id: len(completion.token_ids) for completion in engine.step()}
+        so_far = engine.tokens_so_far()
+        assert not finished.keys() & so_far.keys()
+        assert sum(finished.values()) + sum(so_far.values()) == engine.stats.generated_tokens
+        most = max(most, len(so_far) - engine.num_running)
+    assert finished.keys() == set(range(8))
+    assert most > 0, "no request was preempted"
