@@ -191,17 +191,30 @@ def test_the_address_space_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_memory(CPU) == 0 < used
 
 
-@pytest.mark.parametrize("command", ["config", "generate"])
-def test_exit_code_and_hint(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "tokens", "limit", "said"),
+    [
+        ("config", 10**12, None, "error: engine.kv_cache_tokens: "),
+        ("generate", 10**12, None, "error: engine.kv_cache_tokens: "),
+        ("config", 2_000_000, 3 * GIB, "error: engine.kv_cache_tokens: "),  # ulimit -v
+        ("generate", 1000, GIB // 4, "error: memory ran out: "),  # not even the libraries can be loaded
+    ],
+)
+def test_exit_code_and_hint(command: str, tokens: int, limit: int | None, said: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
-    sets = [part for one in [*TINY, "engine.kv_cache_tokens=1000000000000"] for part in ("--set", one)]
+    sets = [part for one in [*TINY, f"engine.kv_cache_tokens={tokens}"] for part in ("--set", one)]
     arguments = [command, *(["d.jsonl"] if command == "generate" else []), *sets]
+
+    def bound() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
     done = subprocess.run(
         [sys.executable, "-m", "specbatch", *arguments],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, preexec_fn=bound,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "error: engine.kv_cache_tokens" in done.stderr
+    assert said in done.stderr
     assert "hint: " in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d.jsonl"]
