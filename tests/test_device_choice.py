@@ -120,7 +120,7 @@ def test_nothing_is_warned_of_without_a_gpu_or_by_wish(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     resolve_device("auto", notes, lambda: Driver("535.104.05", True))
     assert not any(note.startswith("warning") for note in notes)
-    assert "hides" in notes[-1]
+    assert notes[-1] == "engine.device: cpu (CUDA_VISIBLE_DEVICES hides the GPUs)"
 
 
 @without_cuda

@@ -29,7 +29,8 @@ def resolve_device(name: str, notes: list[str], driver: Callable[[], Driver | No
             notes.append("engine.device: cuda (a CUDA device is there)")
             return torch.device("cuda")
         hidden = hidden_gpus()
-        notes.append(f"engine.device: cpu ({'CUDA_VISIBLE_DEVICES hides' if hidden else 'no'} CUDA device is there)")
+        why = "CUDA_VISIBLE_DEVICES hides the GPUs" if hidden else "no CUDA device is there"
+        notes.append(f"engine.device: cpu ({why})")
         if not hidden and (found := driver()) is not None:
             notes.append(
                 "warning: this run uses the CPU, many times slower than the machine's NVIDIA GPU: "
