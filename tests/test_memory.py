@@ -141,6 +141,7 @@ def test_a_row_is_a_power_of_two_where_the_cache_limits_it() -> None:
     assert plan_cache(160 * 32, rows) == CachePlan(32, 507, 256), "512 less the lookahead"
     assert plan_cache(160 * 63, rows) == CachePlan(63, 1000, 1000), "the model's own"
     assert plan_cache(160 * 10**6, rows).num_pages == 2 * 63, "more is never used"
+    assert plan_cache(160 * 40, rows, most=500) == CachePlan(40, 500, 256), "what buffers were made for"
     assert plan_cache(159, rows) == CachePlan(0, 0, 0)
     assert given_cache(640, rows) == CachePlan(40, 635, 635), "what the user has set is used whole"
 

@@ -93,9 +93,9 @@ def build_device_engine(
         if kv_cache_tokens is not None:
             return given_cache(kv_cache_tokens, rows), measured
         num_bytes = bytes_for_cache(available, memory_fraction, measured.in_use, trial.reserved)
-        return plan_cache(num_bytes, replace(rows, max_batch_size=batch)), measured
+        return plan_cache(num_bytes, replace(rows, max_batch_size=batch), most=bound.capacity), measured
 
-    enough = min(ENOUGH_ROW, bound.capacity) if kv_cache_tokens is None else 0
+    enough = min(ENOUGH_ROW, bound.longest_row) if kv_cache_tokens is None else 0
     found = first_that_fits(sizes, enough, attempt)
     plan, measured = found if found is not None else (None, None)
     if plan is None or measured is None or plan.longest_row < 2:
@@ -142,8 +142,8 @@ def build_device_engine(
         PagePool(plan.num_pages, rows.page_size),
         device,
         vocab_size=target.config.vocab_size,
-        max_length=min(plan.capacity, bound.capacity),
-        longest_row=min(plan.longest_row, bound.capacity),
+        max_length=plan.capacity,
+        longest_row=plan.longest_row,
         max_batch_size=max_batch_size,
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=prefix_cache,

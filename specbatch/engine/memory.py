@@ -86,14 +86,15 @@ def bytes_for_cache(available: int, fraction: float, weights: int, reserved: int
     return max(0, int(available * fraction) - weights - reserved)
 
 
-def plan_cache(num_bytes: int, rows: Rows) -> CachePlan:
-    """Of the largest cache in so many bytes.
+def plan_cache(num_bytes: int, rows: Rows, most: int | None = None) -> CachePlan:
+    """Of the largest cache in so many bytes. `most`: no longer row is wanted.
 
     Where it is the cache that limits rows, their length is a power of two, so that it does not change with every few
     megabytes that other programs take: it decides which rows are errors.
     """
     num_pages = min(num_bytes // (rows.token_bytes * rows.page_size) - rows.spare_pages, rows.usable_pages)
     capacity = _capacity(max(0, num_pages), rows)
+    capacity = capacity if most is None else min(capacity, most)
     longest = capacity if capacity == rows.max_positions else 1 << (capacity.bit_length() - 1) if capacity else 0
     return CachePlan(max(0, num_pages), capacity, longest)
 
