@@ -60,7 +60,7 @@ def check(output: Path, reads: dict[str, Path] | None = None) -> None:
         ("socket", "is a socket"),
         ("null", "is a device"),
         ("/dev/null", "is a device"),
-        ("loop", "cannot be loop: "),
+        ("loop", "cannot use loop as output: "),
         ("to_parquet", "not .parquet"),
         ("nowhere", "does not exist"),
         ("x" * 250, "File name too long"),
@@ -106,7 +106,9 @@ DERIVED = [partial_path, sorted_path, stats_path_of]
 
 
 @pytest.mark.parametrize("derive", DERIVED)
-@pytest.mark.parametrize("content", [b"precious", b"precious\n", b"{}", b'{"id": 1}\n', b"\x00\xff", b'{"a":' * 9999])
+@pytest.mark.parametrize(
+    "content", [b"precious", b"precious\n", b"{}", b'{"id": 1}\n', b'{"id": 1}', b"\x00\xff", b'{"a":' * 9999]
+)
 def test_files_of_others_are_refused_by_their_content(tmp_path: Path, derive: object, content: bytes) -> None:
     output = tmp_path / "out.jsonl"
     path = derive(output)  # type: ignore[operator]
@@ -147,7 +149,7 @@ def test_our_own_files_are_known(tmp_path: Path) -> None:
         partial_path(output).write_bytes(content)
         assert is_partial(partial_path(output)), content
         check(output)
-    for content in (b"", RESULT, RESULT * 3, BATCH):
+    for content in (b"", b'{"i', RESULT[:20], RESULT, RESULT * 3, BATCH):
         sorted_path(output).write_bytes(content)
         assert holds_results(sorted_path(output)), content
         check(output)
@@ -205,7 +207,9 @@ def test_names_of_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         check(Path("model/merges.txt"), reads)
     check(Path("model/results.jsonl"), reads)
     assert files_read(config, Path("c.yaml"))["the configuration"] == Path("c.yaml")
-    text = replace(config, model=ModelSection(target="org/name"), data=DataSection(chat_template="{{ x }}" * 3000))
+    text = replace(
+        config, model=ModelSection(target="~no-such-user/model"), data=DataSection(chat_template="{{ x }}" * 3000)
+    )
     assert list(files_read(text, None)) == ["the configuration"]
 
 

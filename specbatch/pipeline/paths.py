@@ -26,6 +26,7 @@ ELSEWHERE = "-o PATH writes elsewhere"
 _HEAD = 1 << 16
 _MOST_STATS, _MOST_LINE = 64 << 20, 64 << 20  # bytes; longer ones are not ours
 _PARTIAL_MARKS = (b'{"check":"', b'{"specbatch_job":')  # how partial files begin, of this version and of older ones
+_RESULT_MARK = b'{"id": '
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _FORMATS = (
     *(".parquet", ".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".json", ".xlsx", ".xls", ".ods", ".xml"),
@@ -97,14 +98,14 @@ def files_read(config: Config, config_file: Path | None, **others: Path | None) 
     for name, ref in refs.items():
         if ref is None or len(ref) > 4096 or "\0" in ref:  # a template may be the text itself
             continue
-        path = Path(ref).expanduser()
         try:
+            path = Path(ref).expanduser()
             if path.is_file():
                 found[name] = path
             elif path.is_dir():
                 files = sorted(file for file in path.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
                 found |= {f"{file.name} of {name}": file for file in files}
-        except OSError:  # not readable: whoever opens the model says so
+        except (OSError, RuntimeError):  # not readable, no such home: opening the model says so
             continue
     return found
 
@@ -212,12 +213,12 @@ def is_partial(path: Path) -> bool:
 
 
 def holds_results(path: Path) -> bool:
-    """Whether it begins with a result line; an empty file does, for that matter: nothing is lost with it."""
+    """Whether it begins with a result line; an empty file does, too: nothing is lost with it."""
     with path.open("rb") as file:
         line = file.readline(_MOST_LINE)
-    if not line:
-        return True
     row = _json(line)
+    if not row and not line.endswith(b"\n"):  # torn
+        return line.startswith(_RESULT_MARK[: len(line)])
     native = {"id", "index", "text", "finish_reason"} <= row.keys()
     return native or str(row.get("id")).startswith("batch_req_")
 
@@ -261,7 +262,9 @@ def usable(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise InputError(f"{what} cannot be {_clipped(path)}: {exc.strerror}", ELSEWHERE) from exc
+        raise InputError(
+            f"cannot use {_clipped(path)} as {what.removeprefix('the ')}: {exc.strerror}", ELSEWHERE
+        ) from exc
 
 
 def _clipped(path: Path) -> str:
