@@ -84,6 +84,13 @@ def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttent
 
 
 Spoil = Callable[[dict[str, Tensor]], None]  # changes a checkpoint's tensors
+
+
+def paged_of(config: ModelConfig, device: torch.device = CPU) -> PagedAttention:
+    """The device engine's, over its twin; in float64."""
+    return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.float64, device)
+
+
 AttentionOf = Callable[[ModelConfig, torch.device], AttentionBackend]
 
 
