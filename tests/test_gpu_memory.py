@@ -66,11 +66,12 @@ def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str]) -> 
 @pytest.mark.parametrize("graphs", ["none", "round", "phases"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_memory_that_runs_out_in_mid_run(graphs: GraphMode, temperature: float) -> None:
-    """What two rows need is there, and what eight need is not: batches shrink, captures break off, texts stay."""
+    """What two rows need is there, and what sixteen need is not: batches shrink, captures break off, graphs are given
+    back, texts stay."""
     shape, vocab = DraftShape(5, 4, 8), 60001
-    settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 8, "vocab": vocab, "prefill_chunk_tokens": 16}
+    settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 16, "vocab": vocab, "prefill_chunk_tokens": 16}
     params = SamplingParams(max_tokens=12, temperature=temperature, logprobs=1 if graphs == "none" else None)
-    prompts = random_prompts(9, vocab=vocab, longest=14)
+    prompts = random_prompts(17, vocab=vocab, longest=14)
     expected = run(tiny_engine("draft_model", shape, **settings), prompts, params)
     engine = tiny_device_engine("draft_model", shape, **settings, device=CUDA, graphs=graphs)
     torch.cuda.empty_cache()

@@ -32,17 +32,19 @@ _NO_MEMORY = (torch.ops.aten.copy_.default, torch.ops.aten.resolve_conj.default,
 
 
 class Shortage(TorchDispatchMode):
-    """Operations on tensors within `step` are counted, and raise where their number is among `at`: between the launch
-    of a chunk or a round and its end, every one may allocate."""
+    """Operations on tensors within `step` are counted. The first one from each number in `at` on that may allocate
+    raises: between the launch of a chunk or a round and its end, most do."""
 
     def __init__(self, at: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         super().__init__()
-        self._at = at
+        self._at = set(at)
         self.count = self.raised = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        if self.count in self._at and not (func.is_view or func in _NO_MEMORY):
+        due = {number for number in self._at if number <= self.count}
+        if due and not (func.is_view or func in _NO_MEMORY):
+            self._at -= due
             self.raised += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return func(*args, **(kwargs or {}))

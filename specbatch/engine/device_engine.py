@@ -9,6 +9,7 @@ under way; and a request that ended is noticed a round late, while its row, mark
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -132,18 +133,19 @@ class DeviceEngine(EngineBase):
         """Launch a prompt chunk or a round, if there is anything to run."""
         spans = self._scheduler.plan_prefill()
         if spans:
-            return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans))
+            return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans), finished)
         if self._reports and self._scheduler.would_preempt():
             while self._reports:  # who gives way is decided with everything known
                 finished += self._read()
         rows = [seq for seq in self._scheduler.plan_round() if not _surely_ends(seq)]
         if not rows:
             return False
-        return self._fits(lambda: self._run(rows), lambda: self._lower_batch(len(rows) // 2, finished))
+        return self._fits(lambda: self._run(rows), lambda: self._lower_batch(len(rows) // 2, finished), finished)
 
-    def _fits(self, launch: Callable[[], None], relieve: Callable[[], bool]) -> bool:
+    def _fits(self, launch: Callable[[], None], relieve: Callable[[], bool], finished: list[Completion]) -> bool:
         """Launch; where the device's memory does not suffice, nothing has happened, and `relieve` makes the next
-        attempt smaller, if it can be. Returns whether something was launched."""
+        attempt smaller, if it can be. If it cannot, the graphs give their memory back. Returns whether something was
+        launched."""
         try:
             launch()
             self._failed = 0
@@ -155,11 +157,20 @@ class DeviceEngine(EngineBase):
         # Only here the failed launch's tensors are gone, which the error's traceback held.
         self._stats.memory_shortages += 1
         self._failed += 1
-        if not relieve() and self._failed >= _TRIES:
+        if not relieve() and not self._release_graphs(finished) and self._failed >= _TRIES:
             raise shortage
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return False
+
+    def _release_graphs(self, finished: list[Completion]) -> bool:
+        while self._reports:  # a graph that runs must not go
+            finished += self._read()
+        if not self._executor.release_graphs():
+            return False
+        self._prompts.release_graphs()
+        gc.collect()
+        return True
 
     def _give_up(self, spans: list[PrefillSpan]) -> bool:
         """Compute these pieces of prompts later, from the beginning, and in smaller chunks. Nobody reads what the

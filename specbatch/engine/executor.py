@@ -88,6 +88,12 @@ class RoundExecutor:
     def num_graphs(self) -> int:
         return 0 if self.runner is None else len(self.runner)
 
+    def release_graphs(self) -> bool:
+        """Give the memory of all graphs back; from now on rounds run eagerly. Nothing may be in flight. Returns whether
+        there were graphs."""
+        had_graphs, self.runner, self.mode = self.runner is not None, None, "none"
+        return had_graphs
+
     def capture(self, sampled: bool, show: Callable[[str], None]) -> None:
         """Capture all sizes for batches that hold sampled requests, or none. The rows must be padding. `show` is told
         how far it is."""

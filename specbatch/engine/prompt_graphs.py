@@ -62,6 +62,12 @@ class PromptGraphs:
         chunk = self._packer.chunk(arrays, longs, ints, round_.state.page_table_SP, packed.max_queries)
         return round_.prefill(chunk, sampled, logprobs)
 
+    def release_graphs(self) -> None:
+        """Give the memory of all graphs back. Nothing may be in flight."""
+        if self._runner is not None:
+            self._runner = GraphRunner(self._runner.device)
+            self._buffers.clear()
+
     def _padded(self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]) -> Tensor:
         table, upload, sampled = round_.state.page_table_SP, self._transfers.upload, key[1]
         arrays = packed.padded(shape, round_.state.padding)

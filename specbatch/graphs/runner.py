@@ -39,7 +39,7 @@ class GraphRunner:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self.seconds = 0.0
@@ -58,9 +58,9 @@ class GraphRunner:
         assert key not in self._captured, f"{key} is captured already"
         began = time.perf_counter()
         function()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # a capture does it too: what it gives back is not the graph's
-        free, reserved = torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
+        free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         # What a collection frees on the device (another engine's graphs, say) would break the capture.
         collects = gc.isenabled()
@@ -72,10 +72,10 @@ class GraphRunner:
             if collects:
                 gc.enable()
         graph.replay()  # what is captured next may read this output, in its warm-up already
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         self._captured[key] = _Captured(graph, output)
-        self.bytes += free - torch.cuda.mem_get_info(self._device)[0]
-        self.pool_bytes += torch.cuda.memory_reserved(self._device) - reserved
+        self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
+        self.pool_bytes += torch.cuda.memory_reserved(self.device) - reserved
         self.seconds += time.perf_counter() - began
         return output
 
