@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specbatch.cli.startup import bound_spinning
 from specbatch.engine.cpu_threads import (
     CpuReading,
     ThreadGovernor,
@@ -103,6 +104,16 @@ def test_what_the_user_set_is_not_changed(name: str) -> None:
     assert torch.get_num_threads() <= 64
     torch.set_num_threads(1)
     assert new_governor(tiny_config(), {}) is None, "one thread leaves nothing to choose"
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+)
+def test_spinning_is_bounded_unless_the_user_said_how(given: dict[str, str], spins: str | None) -> None:
+    environment = dict(given)
+    bound_spinning(environment)
+    assert environment.get("GOMP_SPINCOUNT") == spins
 
 
 def test_this_machine_can_be_read() -> None:

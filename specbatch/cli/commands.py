@@ -27,7 +27,7 @@ from specbatch.cli.options import (
     all_sets,
     named_path,
 )
-from specbatch.cli.startup import import_engine, quiet_libraries, resolving
+from specbatch.cli.startup import import_engine, prepare_libraries, resolving
 from specbatch.cli.streams import guard_streams, print_data
 from specbatch.errors import InputError
 
@@ -96,7 +96,7 @@ def generate(
         from specbatch.pipeline.command import GenerateOptions, generate_file
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
-        quiet_libraries()
+        prepare_libraries()
         options = GenerateOptions(input, output, limit, overwrite, config)
         raise typer.Exit(generate_file(options, settings, startup.runtime(console), console, began=began))
 
@@ -146,7 +146,7 @@ def evaluate(
 
         sets = all_sets(set_, model, draft, method, max_tokens, temperature)
         settings = load_config(config, sets)
-        quiet_libraries()
+        prepare_libraries()
         sampling = [item.split("=", 1)[0].strip() for item in sets if item.strip().startswith("sampling.")]
         options = EvalOptions(
             tasks=tuple(tasks or ()),
@@ -192,7 +192,7 @@ def tune(
         from specbatch.tuning.start import open_rows
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
-        quiet_libraries()
+        prepare_libraries()
         options = TuneOptions(example_rows(console) if data is None else data, output, rows, seconds_of(budget), config)
         opened = open_rows(options, settings)
 
@@ -235,7 +235,7 @@ def show_config(
         from specbatch.pipeline.notes import say
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
-        quiet_libraries()
+        prepare_libraries()
         run = resolving(console)(settings)
         say(run.notes, console)
         print_data(dump_config(run.config))
