@@ -28,6 +28,7 @@ for line in sys.argv[1:]:
 
 def test_wrong_paths_are_told_without_torch(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "x"}\n' * 5)
+    (tmp_path / "theirs.jsonl").write_text("precious")
     lines = [
         "generate '' -> the name of the input is empty",
         "generate d.jsonl -o '' -> the name is empty",
@@ -39,6 +40,7 @@ def test_wrong_paths_are_told_without_torch(tmp_path: Path) -> None:
         "generate s3://b/d.jsonl -> s3: is not supported",
         "generate no.jsonl -> no.jsonl does not exist",
         "generate d.jsonl -o no/out.jsonl -> no, does not exist",
+        "generate d.jsonl -o theirs.jsonl -> no theirs.stats.json beside it",
         "tune no.jsonl -> no.jsonl does not exist",
         "tune d.jsonl -o no/tuned.yaml -> no, does not exist",
         "tune d.jsonl --set speculation.method=none -> nothing to tune",

@@ -376,6 +376,20 @@ def test_output_that_nobody_vouches_for(run: Run) -> None:
     assert partial_path(run.output).read_text() == "precious\n"
 
 
+def test_an_output_that_was_made_while_the_job_was_stopped(run: Run) -> None:
+    run.write([{"prompt": f"p{i}"} for i in range(50)])
+    with pytest.raises(RuntimeError):
+        run(engine=StubEngine(fail_at=4))
+    run.output.write_text("precious\n")
+    with pytest.raises(InputError, match=r"d\.results\.jsonl was not written by specbatch") as caught:
+        run()
+    assert "move it away" in (caught.value.hint or "")
+    assert run.output.read_text() == "precious\n"
+    run.output.unlink()
+    assert run() == 0
+    assert "resuming" in run.log
+
+
 class InterruptedAtOnce(StubEngine):
     """Ctrl-C before the first step."""
 

@@ -36,6 +36,7 @@ from specbatch.pipeline.paths import (
     partial_path,
     read_stats,
     stats_path_of,
+    usable,
 )
 from specbatch.pipeline.preview import with_checked_fields
 from specbatch.pipeline.progress import JobProgress
@@ -51,6 +52,7 @@ from specbatch.types import BatchEngine
 
 OK, SOME_FAILED = 0, 1  # exit codes
 _LOOK_AHEAD_BATCHES = 2
+_OR_OVERWRITE = f"--overwrite replaces it; {ELSEWHERE}"
 
 
 class Resolved(Protocol):
@@ -93,7 +95,6 @@ def generate_file(
     Raises SpecbatchError for everything that no row is to blame for.
     """
     output = _checked_output(options, config, console)
-    stats_path = stats_path_of(output)
     config = with_chat_template_text(config)
     parser = RowParser(config.sampling, config.data)
     source = with_checked_fields(open_source(options.input, config.data), parser)
@@ -113,7 +114,7 @@ def generate_file(
     if texts.prints_today:
         job["date (printed by the chat template)"] = datetime.date.today().isoformat()
     if not options.overwrite and output.exists() and not partial_path(output).exists():
-        return _already_finished(output, stats_path, job, models, source, console)
+        return _already_finished(output, job, models, source, console)
 
     results = ResultFile(output, job, models, overwrite=options.overwrite)
     try:
@@ -181,9 +182,10 @@ def generate_file(
             (*run.notes, *remarked),
             device_name(run.config.engine.device),
         )
-        report = build_report(job, source.name, output, results.totals, results.resumed_rows, session, made_by)
+        resumed = results.resumed_rows - results.stale_rows
+        report = build_report(job, source.name, output, results.totals, resumed, session, made_by)
         report |= {"output_file": written, "weights": models.record()}
-        write_report(stats_path, report)
+        write_report(stats_path_of(output), report)
         results.discard_partial()
     finally:
         models.stop()
@@ -212,11 +214,37 @@ def _checked_output(options: GenerateOptions, config: Config, console: Console) 
     files = job_files(output)
     source = None if options.input == "-" else Path(options.input)
     check_written(files, files_read(config, options.config_file, input=source))
-    if options.overwrite or not output.exists() or partial_path(output).exists():
+    unfinished = partial_path(output).exists()
+    if not options.overwrite and output.exists():
+        _check_existing(output, unfinished)
+    if options.overwrite or not output.exists() or unfinished:
         check_can_write(files)
     if output != named:
         console.print(f"{named} is a link: the results go to {output}", markup=False, soft_wrap=True)
     return output
+
+
+def _check_existing(output: Path, unfinished: bool) -> None:
+    """That an output which is there is one of ours. Raises InputError."""
+    with usable(output, "the output"):
+        if not unfinished:
+            _report_of(output)
+        elif not holds_results(output):  # --overwrite would drop the finished rows, too
+            raise InputError(
+                f"{output} was not written by specbatch, and the output would be written there",
+                "move it away, and run the same command again: finished rows are kept",
+            )
+
+
+def _report_of(output: Path) -> dict[str, Any]:
+    """The statistics of an output that is there. Raises InputError where there are none."""
+    stats_path = stats_path_of(output)
+    if (report := read_stats(stats_path)) is None:
+        raise InputError(
+            f"{output} exists, and no {stats_path.name} beside it says what made it",
+            _OR_OVERWRITE if holds_results(output) else ELSEWHERE,
+        )
+    return report
 
 
 def _output_path(options: GenerateOptions) -> Path:
@@ -230,21 +258,15 @@ def _output_path(options: GenerateOptions) -> Path:
     return folder / f"{input_stem(options.input)}.results.jsonl"
 
 
-def _already_finished(
-    output: Path, stats_path: Path, job: dict[str, Any], models: ModelFiles, source: Source, console: Console
-) -> int:
-    report = read_stats(stats_path)
-    hint = "--overwrite replaces it; -o PATH writes elsewhere"
-    if report is None:
-        raise InputError(
-            f"{output} exists, and no {stats_path.name} beside it says what made it",
-            hint if holds_results(output) else ELSEWHERE,
-        )
+def _already_finished(output: Path, job: dict[str, Any], models: ModelFiles, source: Source, console: Console) -> int:
+    report = _report_of(output)
     changed = differences(report["job"], json.loads(encode_line(job)))
     if changed := changed or models.differences(report.get("weights", {})):
-        raise InputError(f"{output} is the result of a different job: {'; '.join(changed)}", hint)
+        raise InputError(f"{output} is the result of a different job: {'; '.join(changed)}", _OR_OVERWRITE)
     if not source.verifiable:
-        raise InputError(f"{output} is finished; standard input is too long to tell whether it is the same", hint)
+        raise InputError(
+            f"{output} is finished; standard input is too long to tell whether it is the same", _OR_OVERWRITE
+        )
     written = report.get("output_file") or {"rows": report["rows"]["total"]}  # older versions counted only
     if changed := differences(written, {name: fact for name, fact in file_facts(output).items() if name in written}):
         raise InputError(
