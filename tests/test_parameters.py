@@ -100,7 +100,8 @@ def test_values_that_change_nothing_are_not(row: dict[str, Any]) -> None:
 def test_the_way_out_is_named() -> None:
     assert "use stop" in (refused({"stop_sequences": ["a"]}) or "")
     assert "data.system_prompt" in (refused({"system": "a"}) or "")
-    assert "`metadata`" in (refused({"regex": "a"}) or "")
+    for name in ("regex", "system", "input_ids"):  # columns of data sets
+        assert "if it is only data, put it under `metadata`, or set data.prompt_column" in (refused({name: "a"}) or "")
     head, job = parse({"prompt": "x", "metadata": {"regex": "a"}})
     assert isinstance(job, Job)
     assert head.metadata == {"regex": "a"}

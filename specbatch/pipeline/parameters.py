@@ -210,14 +210,15 @@ LONGEST_NAME = 60  # characters of a name that are looked at and shown
 _NEAR = 0.82  # difflib's ratio: `temprature` and `topk` are near, `prompt_id` and `topic` are not
 
 
-def refuse_unsupported(row: Mapping[str, Any], params: SamplingParams) -> None:
-    """Raises RowError for a parameter that would change the output and that is not implemented. `params`: the row's."""
+def refuse_unsupported(row: Mapping[str, Any], params: SamplingParams, as_data: str) -> None:
+    """Raises RowError for a parameter that would change the output and that is not implemented. `params`: the row's;
+    `as_data`: what to do with a field that is only data."""
     given = row.keys() & UNSUPPORTED.keys()
     for name in sorted(given):  # a set's order differs from process to process, and error rows are bytes of the file
         value = row[name]
         if value is not None and not _is_one_of(value, UNSUPPORTED[name]):
-            instead = f"use {_INSTEAD[name]}" if name in _INSTEAD else "a field that is only data goes under `metadata`"
-            raise RowError("unsupported_parameter", f"{name} is not supported; {instead}")
+            instead = f"use {_INSTEAD[name]}; " if name in _INSTEAD else ""
+            raise RowError("unsupported_parameter", f"{name} is not supported; {instead}if it is only data, {as_data}")
     sample = row.get("do_sample")
     if sample is not None and sample is not (params.temperature > 0):
         raise RowError("unsupported_parameter", "do_sample is not supported; temperature decides, and 0 is greedy")

@@ -4,6 +4,7 @@
     {"check":"<16 hex digits>","input":"<16 hex digits>","row":{...}}       a result; `input`: RawRow.digest
     {"check":"<16 hex digits>","specbatch_longest_row":N}                   tokens that a row may have, in all sessions
     {"check":"<16 hex digits>","specbatch_input":{...}}                     the job's input from here on; null: any
+    {"check":"<16 hex digits>","specbatch_weights":{...}}                   long files of models, see `model_files`
 
 The checksums of all lines but the first are keyed by the first: a line of another job's file does not pass.
 """

@@ -105,7 +105,7 @@ class RowParser:
         head.id = _scalar_id(row.get("id"))
         params = self._defaults if columns_are_data else override(self._defaults, row)
         if not self.makes_prompts:
-            refuse_unsupported(row, params)
+            refuse_unsupported(row, params, "put it under `metadata`, or set data.prompt_column")
         own_seed = not columns_are_data and row.get("seed") is not None
         kind, content = self._prompt(row)
         if not columns_are_data:
@@ -144,7 +144,7 @@ class RowParser:
         sampling = sampling_fields(body, envelope.chat)
         params = override(self._defaults, sampling)
         others = {name: value for name, value in body.items() if name not in KNOWN_BODY}
-        refuse_unsupported(others, params)
+        refuse_unsupported(others, params, "put it under `metadata`")
         for name in others:
             if name not in UNSUPPORTED and name != "do_sample":
                 near = meant_by(name)
