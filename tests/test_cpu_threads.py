@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from specbatch.engine.cpu_threads import (
 from specbatch.models.layers import GatedLinear, Linear
 from specbatch.models.packed import thread_counts
 from specbatch.speculation.tree import DraftShape
-from specbatch.types import Completion, SamplingParams
+from specbatch.types import Completion, NoiseKey, Request, SamplingParams
 from tests.models import random_prompts, run, tiny_config, tiny_engine
 
 
@@ -123,6 +124,49 @@ def test_this_machine_can_be_read() -> None:
     assert second.own >= first.own
 
 
+def test_a_system_that_does_not_count_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in some sandboxes. This process would seem to have just the cores that it uses, and never more."""
+    times = psutil.cpu_times(percpu=True)
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [core._replace(idle=0.0, iowait=0.0) for core in times])
+    torch.set_num_threads(4)
+    assert new_governor(tiny_config(), {}) is None
+
+
+def test_a_machine_that_cannot_be_read_for_a_while_keeps_its_threads() -> None:
+    machine = Machine(8)
+
+    def read() -> CpuReading:
+        if 5 < machine.wall < 15:
+            raise OSError(24, "Too many open files")
+        return machine.read()
+
+    governor = ThreadGovernor(
+        thread_counts(8), clock=lambda: machine.wall, read=read, set_threads=machine.set_threads
+    )
+    machine.others = 8
+    threads = machine.run(governor, 4)
+    assert threads < 8
+    machine.others = 0
+    assert machine.run(governor, 9) == threads
+    assert machine.run(governor, 20) == 8
+
+
+def test_an_idle_engine_leaves_all_threads_to_the_next() -> None:
+    """An engine that is built in the same process counts them."""
+    machine = Machine(2)
+    governor = machine.governor(thread_counts(2))
+    machine.others = 2
+    assert machine.run(governor, 3) == 1
+    engine = tiny_engine("none", dtype=torch.float32, num_pages=256, threads=governor)
+    prompts = random_prompts(2)
+    run(engine, prompts[:1], SamplingParams(max_tokens=2))
+    assert machine.threads == governor.current == 2
+    assert machine.run(governor, 3) == 1, "it goes on looking"
+    engine.submit(Request(0, prompts[0], SamplingParams(max_tokens=3), NoiseKey(0, 0, 0)))
+    engine.step()
+    assert machine.threads == 1, "not while it runs"
+
+
 def test_counts() -> None:
     assert thread_counts(1) == (1,)
     assert thread_counts(2) == (2, 1)
@@ -164,6 +208,9 @@ class Changing:
     def update(self) -> None:
         self.steps += 1
         torch.set_num_threads(1 + self.steps % 3)
+
+    def rest(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,12 @@ class CpuReading:
 
 
 def read_cpu() -> CpuReading:
-    """Raises psutil.Error or OSError where the system does not say."""
+    """Raises psutil.Error or OSError where the system does not say, as in some sandboxes, whose cores are never idle."""
     allowed = _allowed_cores()
     cores = psutil.cpu_times(percpu=True)
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for number, core in enumerate(cores) if number in allowed)
+    if not idle:
+        raise OSError("the idle time of these cores is not counted")
     return CpuReading(time.perf_counter(), idle, time.process_time())
 
 
@@ -79,15 +81,26 @@ class ThreadGovernor:
         """Follow what other processes took since the last look."""
         if self._clock() - self._last.wall < _WINDOW_SECONDS:
             return
-        last, self._last = self._last, self._read()
-        now = self._last
+        last = self._last
+        try:
+            self._last = now = self._read()
+        except (psutil.Error, OSError):  # too many open files, say: no reason to end a job
+            return
         # Cores that were idle, and cores that this process had.
         free = (now.idle - last.idle + now.own - last.own) / (now.wall - last.wall)
         wanted = max((n for n in self._counts if n <= min(free, self._quota) + _TOLERANCE), default=self._counts[0])
         self._quiet = self._quiet + 1 if wanted > self.current else 0
         if wanted < self.current or self._quiet >= _QUIET_WINDOWS:
-            self.current, self._quiet = wanted, 0
-            self._set_threads(wanted)
+            self._use(wanted)
+
+    def rest(self) -> None:
+        """All threads again: another engine may be built, and it counts what there is."""
+        if self.current != self._counts[-1]:
+            self._use(self._counts[-1])
+
+    def _use(self, count: int) -> None:
+        self.current, self._quiet = count, 0
+        self._set_threads(count)
 
 
 def limit_threads(environment: Mapping[str, str] = os.environ) -> None:

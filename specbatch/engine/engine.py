@@ -73,11 +73,14 @@ class Engine(EngineBase):
         if self._threads is not None:
             self._threads.update()
         try:
-            return self._step()
+            finished = self._step()
         except Exception as error:
             if is_out_of_memory(error):  # which may be anywhere within the step: the engine is of no use any more
                 raise self._shortage(error) from error
             raise
+        if self._threads is not None and not (self.num_running or self.num_waiting):
+            self._threads.rest()
+        return finished
 
     def _step(self) -> list[Completion]:
         began = time.perf_counter()
