@@ -440,6 +440,17 @@ def test_write_and_move() -> None:
         check()
 
 
+def test_large_healthy_keys_of_float16_do_not_count_as_nan() -> None:
+    """Their sum is beyond float16, none of them is."""
+    cache = KVCache(1, 64, 2, 8, torch.float16, CPU)
+    keys = torch.full((64, 2, 8), 200.0, dtype=torch.float16)
+    cache.write(0, torch.arange(64), keys, keys)
+    assert not cache.may_hold_nan
+    keys[3, 1, 2] = torch.inf
+    cache.write(0, torch.arange(64), keys, keys)
+    assert cache.may_hold_nan
+
+
 def test_bytes_per_slot() -> None:
     kv = KVCache(3, 10, 2, 4, torch.bfloat16, CPU)
     assert kv._kv.numel() * kv._kv.element_size() == 10 * KVCache.bytes_per_slot(3, 2, 4, torch.bfloat16)

@@ -144,8 +144,9 @@ class KVCache:
 
     def write(self, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
         """Store new keys and values, as `storable` makes them. Slots are distinct."""
-        # On a CPU a sum says at next to no cost that there is nothing to mend.
-        if self._device.type != "cpu" or not math.isfinite(float(k_THD.sum() + v_THD.sum())):
+        # On a CPU a sum says at next to no cost that there is nothing to mend. (In float16 it could overflow itself.)
+        wide = torch.promote_types(k_THD.dtype, torch.float32)
+        if self._device.type != "cpu" or not math.isfinite(float(k_THD.sum(dtype=wide) + v_THD.sum(dtype=wide))):
             k_THD, v_THD = storable(k_THD, v_THD)
             self.may_hold_nan = True
         self._kv[layer, 0].index_copy_(1, slots_T, k_THD.transpose(0, 1))
