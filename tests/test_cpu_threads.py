@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specbatch.cli.startup import bound_spinning
+from specbatch.engine import cpu_threads
 from specbatch.engine.cpu_threads import (
     CpuReading,
     ThreadGovernor,
@@ -21,8 +22,10 @@ from specbatch.engine.cpu_threads import (
     new_governor,
     read_cpu,
 )
+from specbatch.models.config import ModelConfig
 from specbatch.models.layers import GatedLinear, Linear
 from specbatch.models.packed import thread_counts
+from specbatch.speculation.sampling import distribution
 from specbatch.speculation.tree import DraftShape
 from specbatch.types import Completion, NoiseKey, Request, SamplingParams
 from tests.models import random_prompts, run, tiny_config, tiny_engine
@@ -100,11 +103,11 @@ def test_what_the_user_set_is_not_changed(name: str) -> None:
     torch.set_num_threads(64)
     limit_threads({name: "64"})
     assert torch.get_num_threads() == 64
-    assert new_governor(tiny_config(), {name: "64"}) is None
+    assert new_governor([tiny_config()], {name: "64"}) is None
     limit_threads({})
     assert torch.get_num_threads() <= 64
     torch.set_num_threads(1)
-    assert new_governor(tiny_config(), {}) is None, "one thread leaves nothing to choose"
+    assert new_governor([tiny_config()], {}) is None, "one thread leaves nothing to choose"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_a_system_that_does_not_count_idle_time(monkeypatch: pytest.MonkeyPatch)
     times = psutil.cpu_times(percpu=True)
     monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [core._replace(idle=0.0, iowait=0.0) for core in times])
     torch.set_num_threads(4)
-    assert new_governor(tiny_config(), {}) is None
+    assert new_governor([tiny_config()], {}) is None
 
 
 def test_a_machine_that_cannot_be_read_for_a_while_keeps_its_threads() -> None:
@@ -140,9 +143,7 @@ def test_a_machine_that_cannot_be_read_for_a_while_keeps_its_threads() -> None:
             raise OSError(24, "Too many open files")
         return machine.read()
 
-    governor = ThreadGovernor(
-        thread_counts(8), clock=lambda: machine.wall, read=read, set_threads=machine.set_threads
-    )
+    governor = ThreadGovernor(thread_counts(8), clock=lambda: machine.wall, read=read, set_threads=machine.set_threads)
     machine.others = 8
     threads = machine.run(governor, 4)
     assert threads < 8
@@ -182,6 +183,33 @@ def test_counts_that_give_other_bits_are_not_used() -> None:
 
     assert agreeing((3, 2, 1), lambda: attention_sample(config)) == (3, 2, 1)
     assert agreeing((3, 2, 1), sample) == (3, 1)
+
+
+def test_every_model_is_asked_for_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampled chain's text depends on the bits of the draft, too."""
+    target, draft = tiny_config(), tiny_config(hidden=64)
+
+    def sample(config: ModelConfig) -> list[torch.Tensor]:
+        return [torch.ones(1) * (torch.get_num_threads() if config is draft else 1)]
+
+    monkeypatch.setattr(cpu_threads, "attention_sample", sample)
+    torch.set_num_threads(2)
+    assert new_governor([target], {}) is not None
+    assert new_governor([target, draft], {}) is None
+
+
+@pytest.mark.parametrize("vocab", [49152, 151936])
+def test_probabilities_have_the_same_bits_with_every_number_of_threads(vocab: int) -> None:
+    """Torch adds up so many numbers in as many parts as there are threads."""
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 3
+    for params in (SamplingParams(temperature=0.9), SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)):
+        results = []
+        for count in (4, 3, 2, 1):
+            torch.set_num_threads(count)
+            results.append((distribution(logits, params), torch.log_softmax(logits, dim=-1)))
+        for p, logprobs in results:
+            assert torch.equal(p, results[0][0])
+            assert torch.equal(logprobs, results[0][1])
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 48), (576, 960), (1536, 576), (896, 4864)])

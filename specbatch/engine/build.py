@@ -28,6 +28,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.head_files import HeadCheckpoint
+from specbatch.models.packed import is_packable
 from specbatch.models.weights import TensorSource
 from specbatch.speculation.factory import DraftFactory
 from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft
@@ -74,8 +75,8 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
     threads: ThreadGovernor | None = None
     if run.device.type == "cpu":
         limit_threads()
-        if run.dtype == torch.float32:
-            threads = new_governor(run.target.config)
+        if is_packable(torch.empty(0, dtype=run.dtype)):  # of other products nobody checks the bits
+            threads = new_governor(_configs(run))
     if engine.on_device:
         torch.cuda.empty_cache()  # of an engine before this one
     available = available_memory(run.device)
@@ -194,6 +195,13 @@ def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions:
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype)
     return ModelDraft(draft, draft.new_cache(num_slots, run.kv_dtype), vocab_size)
+
+
+def _configs(run: ResolvedRun) -> list[ModelConfig]:
+    """Of the target and of what drafts: sampled texts depend on the bits of both."""
+    if run.draft is None:
+        return [run.target.config]
+    return [run.target.config, run.draft.head.decoder if isinstance(run.draft, HeadCheckpoint) else run.draft.config]
 
 
 def _eos_token_ids(run: ResolvedRun) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class CpuReading:
 
 
 def read_cpu() -> CpuReading:
-    """Raises psutil.Error or OSError where the system does not say, as in some sandboxes, whose cores are never idle."""
+    """Raises psutil.Error or OSError where the system does not say: in some sandboxes no core is ever idle."""
     allowed = _allowed_cores()
     cores = psutil.cpu_times(percpu=True)
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for number, core in enumerate(cores) if number in allowed)
@@ -110,13 +110,13 @@ def limit_threads(environment: Mapping[str, str] = os.environ) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), cores))
 
 
-def new_governor(config: ModelConfig, environment: Mapping[str, str] = os.environ) -> ThreadGovernor | None:
-    """For a float32 model on CPU; None where the number of threads must not change: the user set it, or the system does
-    not say what other processes take, or no other number gives the same bits."""
+def new_governor(configs: Sequence[ModelConfig], environment: Mapping[str, str] = os.environ) -> ThreadGovernor | None:
+    """For models whose products are packed; None where the number of threads must not change: the user set it, or the
+    system does not say what other processes take, or no other number gives the same bits."""
     counts = thread_counts(torch.get_num_threads())
     if any(environment.get(name) for name in _SET_BY_USER) or len(counts) == 1:
         return None
-    counts = agreeing(counts, lambda: attention_sample(config))
+    counts = agreeing(counts, lambda: [out for config in configs for out in attention_sample(config)])
     try:
         return ThreadGovernor(counts, cpu_quota()) if len(counts) > 1 else None
     except (psutil.Error, OSError, NotImplementedError):

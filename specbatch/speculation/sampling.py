@@ -11,6 +11,8 @@ from torch import Tensor
 from specbatch.kernels.torch_round import finite_peak
 from specbatch.types import SamplingParams, TokenLogprob
 
+_PART = 1 << 14
+
 
 def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
     """Probabilities (V,), float64, after temperature, top-k, top-p and min-p, applied in this order (each on the
@@ -34,10 +36,16 @@ def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
         ordered, index = torch.sort(p, descending=True, stable=True)
         beyond = ordered.cumsum(0) - ordered >= params.top_p
         p[index[beyond]] = 0.0
-        p /= p.sum()
+        p /= _total(p)
     if params.min_p > 0:
         p = p.masked_fill(p < params.min_p * p.max(), 0.0)
-    return p / p.sum()
+    return p / _total(p)
+
+
+def _total(p_V: Tensor) -> Tensor:
+    """The sum, in parts so short that one thread computes each: torch shares longer ones among its threads, and then
+    bits depend on their number."""
+    return torch.stack([part.sum() for part in p_V.split(_PART)]).sum()
 
 
 def is_broken(p_V: Tensor) -> bool:
