@@ -125,6 +125,16 @@ def test_a_change_that_is_taken_back_before_the_end(run: Run) -> None:
     assert run.output.read_bytes() == undisturbed(run.folder / "fresh", content)
 
 
+def test_what_a_job_goes_on_with_is_its_input_from_then_on(run: Run) -> None:
+    with pytest.raises(InputError, match="was changed while"):
+        run(engine=Meddling({1: lambda: replace_by_another(run.input)}))
+    with pytest.raises(RuntimeError):
+        run(engine=StubEngine(fail_at=1))
+    append(run.input)
+    with pytest.raises(InputError, match=r"different job: input\.size"):
+        run()
+
+
 def test_a_touched_input_is_finished(run: Run) -> None:
     assert run(engine=Meddling({5: lambda: os.utime(run.input)})) == 0
 

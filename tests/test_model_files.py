@@ -70,6 +70,16 @@ def test_the_header_and_small_files_are_hashed_whole(model: Path) -> None:
     assert len(found) == 4
 
 
+def test_a_long_header_is_hashed_whole(model: Path) -> None:
+    """It says where in the file each tensor is; of models with many tensors it is longer than a block."""
+    weights = model / "model.safetensors"
+    header = json.dumps({"w": "x" * 200_000}).encode()
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(LAYERS * LAYER))
+    before = digest(model)
+    write_at(weights, 150_000, b"y", keep_time=True)
+    assert digest(model) != before
+
+
 def touch(weights: Path) -> None:
     write_at(weights, 0, b"")
 
@@ -126,6 +136,21 @@ def test_weights_with_another_time(
         results.close()
     assert len(said) == 1  # the new time was written down, too
     assert "reading it whole" in said[0]
+
+
+def test_weights_are_known_of_a_job_that_was_killed_at_once(tmp_path: Path, model: Path) -> None:
+    """Before anything else has written them down."""
+
+    def session() -> ResultFile:
+        models = ModelFiles({"model.target": model})
+        return ResultFile(tmp_path / "o.jsonl", dict(models.digests), models, overwrite=False)
+
+    results = session()
+    results.append(0, ROW.digest(), {"index": 0, "error": {"type": "x"}})
+    results._file.close()  # as the end of a process does
+    edit(model / "model.safetensors")
+    with pytest.raises(InputError, match="written"):
+        session()
 
 
 def test_a_file_that_changes_while_it_is_hashed_is_not_known(model: Path) -> None:
