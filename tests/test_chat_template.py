@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -24,6 +25,7 @@ from specbatch.pipeline.rows import Job
 from specbatch.pipeline.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
 
+MEMORY_BEFORE = resource.getrlimit(resource.RLIMIT_AS)  # all of these tests
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 DOUBLING = "{% set n = namespace(s='x') %}{% for i in range(90) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -120,17 +122,25 @@ def test_text_that_cannot_fit_is_not_tokenized() -> None:
 
 
 def test_bounds_leave_no_trace() -> None:
-    def state() -> Any:
-        return resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
-
-    before = state()
+    handler = signal.getsignal(signal.SIGALRM)
     for work in ("'x' * 99999999999", "[i for i in iter(int, 1)]", "1 / 0", "1"):
         try:
             with Bounded(0.2, 1 << 28):
                 eval(work)
         except (OutOfBounds, ZeroDivisionError):
             pass
-        assert state() == before
+        assert resource.getrlimit(resource.RLIMIT_AS) == MEMORY_BEFORE
+        assert signal.getsignal(signal.SIGALRM) == handler
+
+
+def test_a_lower_limit_of_the_user_is_kept() -> None:
+    lower = psutil.Process().memory_info().vms + (1 << 28), MEMORY_BEFORE[1]
+    resource.setrlimit(resource.RLIMIT_AS, lower)
+    try:
+        with Bounded(10, 1 << 30):
+            assert resource.getrlimit(resource.RLIMIT_AS) == lower
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, MEMORY_BEFORE)
 
 
 def test_bounds_are_the_main_threads() -> None:
