@@ -86,3 +86,18 @@ def test_what_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         build(monkeypatch, 1 << 20, lambda batch, chunk: None)
     with pytest.raises(ModelError, match="leaves a KV cache of 0 tokens"):
         build(monkeypatch, 450 * TOKEN_BYTES, lambda batch, chunk: 450 * TOKEN_BYTES)
+
+
+def test_a_resumed_job_whose_rows_the_cache_does_not_hold() -> None:
+    """More than the first run allowed is no matter: that is what this one allows, too."""
+    engine = tiny_engine("none", num_pages=16)  # of 4 tokens
+    here = engine.limit_rows(None)
+    assert engine.limit_rows(20) == 20
+    assert engine.limits.max_prompt_tokens == 19
+    [done] = run(engine, [list(range(1, 11))], SamplingParams(max_tokens=30))
+    assert len(done.token_ids) == 10, "prompt and output together"
+    with pytest.raises(ModelError, match=f"allowed rows of {here + 1} tokens, and the KV cache of this one") as caught:
+        engine.limit_rows(here + 1)
+    assert "--overwrite" in (caught.value.hint or "")
+    assert engine.limits.max_prompt_tokens == 19, "as it was"
+    assert engine.limit_rows(None) == here

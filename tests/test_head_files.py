@@ -148,6 +148,8 @@ def test_keys_that_change_nothing_are_read(target: Checkpoint, tmp_path: Path) -
     assert not found.notes
     # EAGLE-1/2 take no features of layers.
     assert not opened(tmp_path, target, "eagle", use_aux_hidden_state=False, num_hidden_layers=1).notes
+    found = opened(tmp_path, target, "eagle", **{LAYER_IDS: [1, 3, 4]})  # it reads the last hidden state alone
+    assert (found.head.aux_layers, found.may_be_outputs, found.notes) == ((), False, ())
 
 
 def test_keys_that_nobody_knows_are_named(target: Checkpoint, tmp_path: Path) -> None:

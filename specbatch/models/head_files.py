@@ -78,7 +78,7 @@ def open_head(
     notes: list[str] = []
     if names := raw.ignored():
         notes.append(f"speculation.draft: its config.json has keys that specbatch does not know: {', '.join(names)}")
-    file_layers = raw.layer_ids() if aux_layers is None else None
+    file_layers = raw.layer_ids() if aux_layers is None and kind == "eagle3" else None
     layers = file_layers if aux_layers is None else aux_layers
     traits = HeadTraits(layers, raw.norm_before_residual(notes))
     draft_vocab_size = raw.draft_vocab_size() or config.vocab_size
