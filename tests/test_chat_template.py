@@ -69,7 +69,7 @@ def test_templates_that_write_megabytes() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{% macro f() %}{{ kwargs }}{% endmacro %}{{ f(**{'a': 1}) }}",
+        "{% macro f() %}{{ kwargs }}{% endmacro %}{{ f(**{'a': 1}) }}{{ f( **{'a': 1}) }}",
         "{{ raise_exception('no') }}",  # these may take what the rows hold
         "{{ messages[1]['content'] }}",
         "{% generation %}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('%Y') }}",
@@ -141,6 +141,13 @@ def test_a_lower_limit_of_the_user_is_kept() -> None:
             assert resource.getrlimit(resource.RLIMIT_AS) == lower
     finally:
         resource.setrlimit(resource.RLIMIT_AS, MEMORY_BEFORE)
+
+
+def test_an_alarm_that_was_set_before_is_kept() -> None:
+    before = signal.setitimer(signal.ITIMER_REAL, 1000)
+    with Bounded():
+        pass
+    assert signal.setitimer(signal.ITIMER_REAL, *before)[0] > 900
 
 
 def test_bounds_are_the_main_threads() -> None:

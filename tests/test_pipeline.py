@@ -437,6 +437,16 @@ def test_impossible_outputs(run: Run) -> None:
     assert not run.engines
 
 
+def test_an_output_that_may_not_be_replaced(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write([{"prompt": "a"}])
+    assert run() == 0
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert run() == 0, "finished already: nothing is written"
+    with pytest.raises(InputError, match="is write-protected"):
+        run(overwrite=True)
+    assert len(run.engines) == 1
+
+
 def test_a_full_disk_at_the_end_is_no_internal_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.write([{"prompt": f"p{i}"} for i in range(5)])
 
