@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +29,14 @@ TREES += ["speculation.topk=8", "speculation.num_draft_tokens=60"]
 
 
 @pytest.fixture
+def alone() -> Iterator[None]:
+    """One test at a time has all of the card, also where several processes run tests."""
+    with Path(tempfile.gettempdir(), "specbatch-test-whole-card.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
 def clean() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
@@ -35,7 +46,7 @@ def clean() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("alone", "clean")
 @pytest.mark.parametrize("card_gib", [23.2, 38.6])
 @pytest.mark.parametrize("sets", [["speculation.method=none"], TREES], ids=["plain", "60 nodes"])
 def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str]) -> None:
