@@ -128,6 +128,14 @@ def test_batches_and_chunks_are_halved_where_no_row_fits() -> None:
     assert plan.longest_row >= ENOUGH_ROW
 
 
+def test_a_smaller_size_that_fails_does_not_cost_the_larger_one_that_worked() -> None:
+    """Memory that somebody else takes meanwhile, say."""
+    short = CachePlan(8, 100, 64)
+    found = first_that_fits([(4, 64), (2, 64)], 4096, lambda batch, chunk: (short, batch) if batch == 4 else None)
+    assert found == (short, 4)
+    assert first_that_fits([(4, 64), (2, 64)], 4096, lambda batch, chunk: None) is None
+
+
 def test_what_the_user_has_set_is_not_halved() -> None:
     assert sizes_to_try(256, 8192, open_batch=False, open_chunk=False) == [(256, 8192)]
     assert sizes_to_try(64, 1024, open_batch=False, open_chunk=True) == [(64, 1024), (64, 512)]

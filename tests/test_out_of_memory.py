@@ -220,6 +220,33 @@ def test_batches_become_smaller_and_stay_so() -> None:
     assert engine.stats.preemptions == 6
 
 
+def test_graphs_go_before_the_job_does() -> None:
+    """One row alone does not fit beside them. The round that still runs is read first: it may be one of theirs."""
+    prompts = random_prompts(3, longest=12)
+    settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 1}
+    expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
+    engine = tiny_device_engine("draft_model", CHAIN, **settings)
+    executor = engine._executor
+    executor.mode, executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
+    launch, release, unread = executor.run, executor.release_graphs, []
+
+    def short(slots: list[int], sampled: bool, logprobs: bool) -> Launched:
+        if executor.runner is not None and engine.stats.rounds >= 3:
+            _no_memory()
+        return launch(slots, sampled, logprobs)
+
+    def give_back() -> bool:
+        unread.append(len(engine._reports))
+        return release()
+
+    executor.run, executor.release_graphs = short, give_back  # type: ignore[method-assign]
+    compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
+    assert executor.runner is None
+    assert executor.mode == "none"
+    assert unread == [0]
+    assert engine.stats.memory_shortages == 1
+
+
 @pytest.mark.parametrize("part", ["rounds", "prompts"])
 def test_what_does_not_fit_at_all_ends_the_job_with_an_error(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_device_engine("none", None, num_pages=256)
