@@ -40,6 +40,14 @@ def test_a_job_goes_on_without_stderr(tmp_path: Path, redirection: str) -> None:
     assert not (tmp_path / "d.results.jsonl.partial").exists()
 
 
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    """Libraries write to number 2."""
+    program = "from specbatch.cli.streams import guard_streams as g; g(); f = open('f', 'w'); f.write(str(f.fileno()))"
+    done = shell(tmp_path, f'{sys.executable} -c "{program}" <&- >&- 2>&-')
+    assert done.returncode == 0
+    assert int((tmp_path / "f").read_text()) > 2
+
+
 def test_mistakes_keep_their_exit_code_without_stderr(tmp_path: Path) -> None:
     assert shell(tmp_path, "SPECBATCH generate no.jsonl 2>/dev/full").returncode == 2
     assert shell(tmp_path, "SPECBATCH frobnicate 2>/dev/full").returncode == 2
