@@ -230,6 +230,17 @@ def test_a_result_of_another_row_in_its_place_is_computed_again(job: Job) -> Non
     assert (again, results.damaged_lines, results.stale_rows) == (1, 0, 1)
 
 
+def test_a_row_that_is_taken_back_leaves_nothing_in_the_sums() -> None:
+    """Not even the length of its histogram, which was the longest."""
+    totals, row = RowTotals(), result_of(ROWS[2])
+    totals.add(row)
+    before = asdict(totals)
+    counts = {**row["speculation"], "accept_histogram": [0, 0, 0, 1]}
+    for times in (1, -1):
+        totals.add({**row, "finish_reason": "length", "speculation": counts}, times)
+    assert asdict(totals) == before
+
+
 def test_files_of_other_versions_and_of_others_are_refused(job: Job) -> None:
     record = json.loads(job.header)
     for first, said in (
