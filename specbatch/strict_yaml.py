@@ -57,7 +57,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
-    """Of the data that `node` stands for, with each alias (*name) replaced by what it names."""
+    """Of the data under `node`, with each alias (*name) replaced by what it names."""
     if id(node) in inside:
         raise _problem("an alias (*name) of what it is a part of", node)
     if id(node) not in known:

@@ -186,8 +186,8 @@ class BatchEngine(Protocol):
         ...
 
     def limit_rows(self, tokens: int | None) -> int:
-        """Allow rows of so many tokens from now on, prompt and output together; None: what was decided when the engine
-        was built. Returns how many. Raises ModelError where the cache does not hold such a row."""
+        """Allow rows of that many tokens from now on, prompt and output together; None: what was decided when the
+        engine was built. Returns how many. Raises ModelError where the cache does not hold such a row."""
         ...
 
     def submit(self, request: Request) -> None:

@@ -172,7 +172,7 @@ def test_packaged_examples(tmp_path: Path) -> None:
         (["-o", "tuned.txt"], "is no .yaml file"),
         (["--set", "speculation.method=none"], "there is nothing to tune"),
         (["--set", "speculation.method=eagle3"], "needs speculation.draft"),
-        (["--set", "speculation.simulate_acceptance=2"], "accepts by lot"),
+        (["--set", "speculation.simulate_acceptance=2"], "accepts drafts at random"),
         (["--set", "engine.kv_cache_tokens=16"], "cannot hold one request"),
     ],
 )

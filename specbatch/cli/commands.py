@@ -168,7 +168,7 @@ def evaluate(
 def tune(
     data: Annotated[
         str | None,
-        typer.Argument(metavar="DATA", help="As for generate; without it, packaged examples stand in for your rows."),
+        typer.Argument(metavar="DATA", help="As for generate; without it, packaged example rows are used."),
     ] = None,
     config: ConfigOption = None,
     output: Annotated[

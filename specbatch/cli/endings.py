@@ -43,7 +43,7 @@ def user_errors() -> Iterator[Console]:
         if _memory_ran_out(exc):
             _tell(SpecbatchError(f"memory ran out: {exc or 'no more is given to this process'}", _MORE_MEMORY), console)
             raise typer.Exit(USAGE_ERROR) from exc
-        # not the user's mistake: shown whole, and told apart from "some rows failed"
+        # not the user's mistake: shown whole, with an exit code other than that of "some rows failed"
         console.print(traceback.format_exc(), markup=False, highlight=False)
         console.print("this is an error in specbatch; finished rows are kept, the same command goes on from there")
         raise typer.Exit(INTERNAL_ERROR) from exc

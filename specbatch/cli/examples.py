@@ -18,7 +18,7 @@ EXAMPLES = {
     "models path": ["specbatch models path smollm2-135m-instruct"],
 }
 
-# For who has no file yet: works as it stands.
+# For users who have no file yet: it works as it is.
 FIRST_RUN = (
     """for example: echo '{"prompt": "What is the capital of France?"}' > data.jsonl && specbatch generate data.jsonl"""
 )

@@ -62,7 +62,7 @@ def build_device_engine(
 ) -> DeviceEngine:
     """`drafters`: of one draft network or of none. `available`: bytes of the device that were free before the weights
     were read. `bound`: no longer row than its capacity fits. `kv_cache_tokens` None: what `memory_fraction` of what was
-    available leaves beside everything else. `sizes`: batch sizes and prompt chunks, of which the first is taken that
+    available leaves after everything else. `sizes`: batch sizes and prompt chunks, of which the first is taken that
     leaves room for rows. `prompt_graphs`: where whole rounds are graphs, prompts may be, too: their attention plans
     nothing on the host. `sampled`: requests will draw samples, so their graphs are captured too. `products_folder`:
     where the library's fastest algorithms are remembered; None: torch's choice. `say` is told what was decided, a line

@@ -174,14 +174,14 @@ class DeviceEngine(EngineBase):
 
     def _give_up(self, spans: list[PrefillSpan]) -> bool:
         """Compute these pieces of prompts later, from the beginning, and in smaller chunks. Nobody reads what the
-        failed launch wrote: slots are told anew when requests are admitted again, and pages are written first."""
+        failed launch wrote: slots are set anew when requests are admitted again, and pages are written first."""
         self._rows.forget_started()
         is_last = sum(span.end - span.start for span in spans) <= _SMALLEST_CHUNK
         self._scheduler.give_up(spans, _SMALLEST_CHUNK)
         return not is_last
 
     def _lower_batch(self, size: int, finished: list[Completion]) -> bool:
-        """From now on run so many requests at most. The failed round has left all slots as they were."""
+        """From now on run at most that many requests. The failed round has left all slots as they were."""
         if size < 1:
             return False
         while self._reports:  # who gives way is decided with everything known

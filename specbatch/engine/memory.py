@@ -1,6 +1,6 @@
 """How many tokens of keys and values fit into memory, and how long a row may be.
 
-The rule stands here once, as functions of plain numbers. `resolve.py` asks before the weights are read, with estimates;
+The rule is here once, as functions of plain numbers. `resolve.py` asks before the weights are read, with estimates;
 `build_device.py` asks again with what it has measured. On the host there is nothing to measure.
 """
 
@@ -53,7 +53,7 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the size of a cache depends on, beside memory."""
+    """What the size of a cache depends on, in addition to memory."""
 
     token_bytes: int  # of keys and values, in all caches together
     page_size: int
@@ -87,7 +87,7 @@ def bytes_for_cache(available: int, fraction: float, weights: int, reserved: int
 
 
 def plan_cache(num_bytes: int, rows: Rows, most: int | None = None) -> CachePlan:
-    """Of the largest cache in so many bytes. `most`: no longer row is wanted.
+    """Of the largest cache in `num_bytes`. `most`: no longer row is wanted.
 
     Where it is the cache that limits rows, their length is a power of two, so that it does not change with every few
     megabytes that other programs take: it decides which rows are errors.

@@ -30,13 +30,13 @@ class Driver:
 
 
 def hidden_gpus() -> bool:
-    """Whether the user told CUDA to see no GPU."""
+    """Whether the user has hidden all GPUs from CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and visible.split(",")[0].strip() in ("", "-1", "none", "NoDevFiles")
 
 
 def find_driver(root: Path = Path("/")) -> Driver | None:
-    """None where the machine has no NVIDIA GPU, as far as can be told. `root`: for tests."""
+    """None where the machine has no NVIDIA GPU, as far as files show. `root`: for tests."""
     device = (root / "dev/nvidia0").exists() or (root / "dev/dxg").exists()  # dxg: Windows' GPUs under WSL
     proc, program = root / "proc/driver/nvidia/version", shutil.which("nvidia-smi")
     if proc.is_file():
@@ -67,5 +67,5 @@ def why_unused(driver: Driver, torch_version: str = torch.__version__, cuda: str
         other = f", or install a build for CUDA 12: {_CUDA_12}" if _MIN_DRIVER[12] <= major else ""
         return f"the driver is too old for this torch ({known}). Update the driver to {needed} or later{other}"
     if not driver.has_device:
-        return f"no GPU is visible here ({known}). A container must be given it: docker run --gpus all"
+        return f"no GPU is visible here ({known}). Start a container with its GPUs: docker run --gpus all"
     return f"torch cannot use it ({known}). To see why, run: python -c 'import torch; torch.cuda.init()'"

@@ -75,7 +75,7 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
 
 
 def row_notes(plan: CachePlan, rows: Rows) -> list[str]:
-    """What a job should be told of the length of its rows: nothing, where the model sets it."""
+    """A note on the length of the job's rows; None where the model sets it."""
     if plan.longest_row == rows.max_positions:
         return []
     return [

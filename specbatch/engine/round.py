@@ -26,7 +26,7 @@ from specbatch.speculation.noise import Purpose
 from specbatch.speculation.proposer import TargetOutput
 from specbatch.speculation.slots import COLUMNS, Field, Rows, SlotState
 
-# Columns of a report in front of the tokens: how many are new, drafts verified, depth of the tree, drafts whose
+# Columns of a report before the tokens: how many are new, drafts verified, depth of the tree, drafts whose
 # probabilities are NaN.
 REPORT_COUNT, REPORT_DRAFTED, REPORT_DEPTH, REPORT_BROKEN, REPORT_TOKENS = range(5)
 MAX_TOP_LOGPROBS = 20
@@ -154,7 +154,7 @@ class Round:
         return committed
 
     def _choose(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> Tensor:
-        """(T,) the target's own token behind each node; NO_TOKEN where its logits are not finite."""
+        """(T,) the target's own token after each node; NO_TOKEN where its logits are not finite."""
         if not sampled:
             best: Tensor = self._ops.argmax(logits_TV, NO_TOKEN)
             return best

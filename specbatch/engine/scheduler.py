@@ -237,7 +237,7 @@ class Scheduler:
         self._worthwhile_tokens = min(self._worthwhile_tokens, self._chunk_tokens)
 
     def lower_batch(self, size: int) -> None:
-        """From now on so many requests run at most: the youngest others wait again."""
+        """From now on at most that many requests run: the youngest others wait again."""
         while len(self.running) > size:
             self._put_back(self.running[-1])
         self._max_batch_size = size

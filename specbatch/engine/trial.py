@@ -89,7 +89,7 @@ class Trials:
             self.target.config.num_layers,
             sum(math.prod(one.shape) for one in self.target.linears),
             prefill_chunk_tokens,
-            # With "none" too: whoever tunes captures rounds later, and is to gather prompts as the job will.
+            # With "none" too: tuning captures rounds later, and is to gather prompts as the job will.
             self.prompt_graphs and self.graphs != "phases",
         )
         prompt = rounds.items[0]  # for prompts, which are nothing to drafters
@@ -139,7 +139,7 @@ class Trials:
 
 
 def _peak(device: torch.device, function: Callable[[], None]) -> int:
-    """Bytes that `function` needs beside what was allocated before."""
+    """Bytes that `function` needs in addition to what was allocated before."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -158,8 +158,8 @@ def trial_round(round_: Round, padding: torch.Tensor, logprobs: bool) -> None:
 
 @torch.inference_mode()
 def trial_prompt(round_: Round, state: SlotState, num_tokens: int, page_size: int, device: torch.device) -> None:
-    """A chunk filled by one prompt. As many of its tokens as slots are chosen behind, as if short prompts ended there;
-    all in padding's slot, which stays done."""
+    """A chunk filled by one prompt. As many of its tokens as slots are chosen after it, as if short prompts ended
+    there; all in padding's slot, which stays done."""
     pages = -(-num_tokens // page_size)
     table = torch.arange(max(pages + 1, state.page_table_SP.shape[1]), dtype=torch.int32, device=device)[None]
     index = torch.arange(num_tokens, device=device)

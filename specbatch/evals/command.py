@@ -154,7 +154,7 @@ class _Runner:
     def run(self, plans: Sequence[Plan], config: Config, variant: str) -> int:
         """Answer the rows of all plans; `variant` "" or "none" names the folder. INTERRUPTED, or OK where every row has
         a result."""
-        # The task says which prompts are chats; those that are text run as they stand.
+        # The task says which prompts are chats; those that are text run as they are.
         own = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts_as_chat=False))
         self._shared = SharedRuntime(self._runtime, own)
         tokenizer = self._shared.resolved.tokenizer

@@ -127,7 +127,7 @@ def _holds_samples(path: Path) -> bool:
 
 
 def _prompts_of(outputs: Sequence[Path], lines: bytes) -> Callable[[Path], bool]:
-    """Whether prompts are ours: they are `lines`, this run's, or an earlier run's answers lie beside them. By
+    """Whether prompts are ours: they are `lines`, this run's, or an earlier run's answers lie in the same folder. By
     themselves they look like anybody's input."""
     return lambda path: path.read_bytes() == lines or any(map(_has_job, outputs))
 

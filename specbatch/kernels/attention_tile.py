@@ -20,7 +20,7 @@ class Tile:
 
 
 def tile_for(num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES) -> Tile:
-    """For so many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory.
+    """For that many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory.
 
     Its rows do not depend on the GPU. Its keys do, but not on the number of rows: prompts and rounds agree to the last
     bit on every GPU. GPUs that differ in shared memory may differ from each other. Stages change no bit.

@@ -159,7 +159,7 @@ def accept_chain(
     Where q_i is NaN (see `distribution`), draft i is rejected and the token drawn from p_i. Where p is NaN at the end
     of the path, the token is NO_TOKEN.
 
-    Returns (num_path_B, next_token_B, num_broken_B), int64: 1 + the number of accepted drafts, the token behind them,
+    Returns (num_path_B, next_token_B, num_broken_B), int64: 1 + the number of accepted drafts, the token after them,
     and the number of drafts whose q is NaN (of temperature 0: none, for it does not matter there).
     """
     num_drafts, vocab = drafts_BD.shape[1], p_BNV.shape[2]

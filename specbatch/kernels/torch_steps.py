@@ -202,7 +202,7 @@ def commit_round(
 
     Commit, of live slots only: `ints_SF` (in place) gets the new length and root, and is marked done where a new token
     within the limit is one of `eos_K` (unless it is to be ignored) or a stop token, or the limit is reached. The new
-    tokens are written behind the root in `tokens_SL` (in place; L = 0: no tokens are kept). Where the token behind the
+    tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). Where the token after the
     path is NO_TOKEN, the slot is done, and what goes on to be computed for it sees token 0. `num_broken_B` is reported.
 
     All integers are int64 but tokens_SL and page_table_SP, int32. `rows_B` is each sequence's slot; only a slot that is

@@ -186,7 +186,7 @@ class Decoder:
         selected: Selected | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the inputs of the layers
-        named in `capture` (EAGLE-3 features), (T, E) each: the number of layers stands for the last one's output, which
+        named in `capture` (EAGLE-3 features), (T, E) each: the number of layers means the last one's output, which
         needs all tokens."""
         step = ForwardPass(layout, self._backend, cache, self._rotary)
         x_TE = self.embedding_VE[tokens_T]

@@ -53,9 +53,9 @@ class EagleConfig:
     has_embedding: bool  # some checkpoints carry a copy of the target's embedding
     has_vocab_map: bool  # d2t and t2d; there even where the vocabulary is not reduced in some checkpoints
     # EAGLE-3: the target's layers, from 0, whose inputs are the low, middle and high feature. The number of layers
-    # stands for the last one's output.
+    # means the last one's output.
     aux_layers: tuple[int, ...] = ()
-    norm_before_residual: bool = False  # EAGLE-3: the residual of attention is the feature behind its norm
+    norm_before_residual: bool = False  # EAGLE-3: the residual of attention is the feature after its norm
     lacks_lm_head: bool = False  # EAGLE-3: the head's own final norm, then the target's LM head
 
     @property

@@ -1,5 +1,5 @@
 """Opens the directory of an EAGLE head: what its config.json asks for is done or refused by name, and its tensors come
-under the names and in the number of `eagle_head.expected_tensors`, whoever wrote them.
+under the names and in the number of `eagle_head.expected_tensors`, for files of any author.
 
 Three kinds of files are in use: those of the authors (`midlayer.*`), of NVIDIA ModelOpt (`eagle_config`) and of vLLM's
 speculators (`layers.0.*`, sizes under `transformer_layer_config`).
@@ -103,7 +103,7 @@ def after(layers: tuple[int, ...]) -> list[int]:
 
 
 class _Raw:
-    """A head's config.json. What concerns the head as a whole stands at its top, or in `eagle_config`."""
+    """A head's config.json. What concerns the head as a whole is at its top, or in `eagle_config`."""
 
     def __init__(self, raw: dict[str, Any], kind: EagleKind) -> None:
         self._kind = kind
@@ -170,8 +170,8 @@ class _Raw:
         found = self._found(key)
         values = list(found.values())
         if any(value != values[0] for value in values):
-            told = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
-            raise ModelError(f"{_FILE} contradicts itself: {told}", hint=hint)
+            names = ", ".join(f"{name} {shown(value)}" for name, value in found.items())
+            raise ModelError(f"{_FILE} contradicts itself: {names}", hint=hint)
         return values[0] if values else None
 
 

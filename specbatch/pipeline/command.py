@@ -241,7 +241,7 @@ def _report_of(output: Path) -> dict[str, Any]:
     stats_path = stats_path_of(output)
     if (report := read_stats(stats_path)) is None:
         raise InputError(
-            f"{output} exists, and no {stats_path.name} beside it says what made it",
+            f"{output} exists, but there is no {stats_path.name} that says which job wrote it",
             _OR_OVERWRITE if holds_results(output) else ELSEWHERE,
         )
     return report

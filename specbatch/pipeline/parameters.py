@@ -20,7 +20,7 @@ ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"
 SAMPLING_NAMES = {**{name: name for name in SAMPLING_FIELDS}, **ALIASES}  # -> the field
 
 _NEVER: tuple[Any, ...] = ()  # no value is neutral
-# Name -> the values that change nothing; null is one of them in every case. A type stands for all of its values: that
+# Name -> the values that change nothing; null is one of them in every case. A type means all of its values: that
 # engine would not take them, so they are data that happens to have this name.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # penalties, and other changes to the logits

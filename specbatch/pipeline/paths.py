@@ -84,7 +84,7 @@ def unless(is_ours: Callable[[Path], bool]) -> Callable[[Path], str | None]:
 
 
 def files_read(config: Config, config_file: Path | None, **others: Path | None) -> dict[str, Path]:
-    """What a command reads, by its name in messages; `others`: an underscore stands for a space. Models of the hub and
+    """What a command reads, by its name in messages; `others`: an underscore means a space. Models of the hub and
     built-in ones lie in caches and are left out, and so is what does not exist."""
     local = Path(LOCAL_NAME)
     found = {f"the {name.replace('_', ' ')}": path for name, path in others.items() if path is not None}

@@ -165,7 +165,7 @@ def _file_source(path: Path) -> Source:
 
 
 def _watch(files: Sequence[Path]) -> Callable[[], bool]:
-    """Whether the files, or what their names stand for, have been written, replaced or removed since this call."""
+    """Whether the files, or what their names link to, have been written, replaced or removed since this call."""
 
     def state() -> list[tuple[int, ...] | None]:
         return [_state(file) for file in files]

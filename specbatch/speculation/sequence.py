@@ -25,7 +25,7 @@ class Sequence:
     rounds_in_flight: int = 0
     slot: int = -1  # the device engine's row of buffers, while running
     was_admitted: bool = False  # before a preemption, perhaps
-    num_cached: int = 0  # slots whose entries others had computed, all in front of its own
+    num_cached: int = 0  # slots whose entries others had computed, all before its own
     num_uncached: int | None = None  # while waiting: tokens to compute, by the prefix cache when that was asked
     is_finished: bool = False
     pages: list[int] = field(default_factory=list)

@@ -29,7 +29,7 @@ def kept_folder(output: Path) -> Path:
 def tuned_files(output: Path) -> list[Written]:
     """All that a tuning writes."""
     report, folder = report_path(output), kept_folder(output)
-    # Plots and measurements tell nothing by themselves: what lies beside them does.
+    # Plots and measurements say nothing of their job: other files of the same folder do.
     has_report = unless(lambda path: _keys(report) >= {"verdict", "made_by"})
     has_identity = unless(lambda path: _keys(folder / IDENTITY) >= {"kinds", "widest"})
     return [

@@ -42,7 +42,7 @@ def write_tuned(tuned: Tuned, config: Config, output: Path, made_by: dict[str, A
 
     Raises TuningError where they cannot be written.
     """
-    hint = "what was measured is kept: with -o elsewhere, copy the folder .measured along"
+    hint = "what was measured is kept; if you use another -o, copy the .measured folder to its place"
     try:
         _write(tuned, config, output, made_by, console)
     except OSError as error:

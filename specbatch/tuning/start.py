@@ -37,7 +37,7 @@ def open_rows(options: TuneOptions, config: Config) -> Rows:
         )
     if config.speculation.simulate_acceptance is not None:
         raise ConfigError(
-            "speculation.simulate_acceptance accepts by lot: there is nothing to tune", hint="set it to null"
+            "speculation.simulate_acceptance accepts drafts at random: there is nothing to tune", hint="set it to null"
         )
     config = with_chat_template_text(config)
     parser, source = RowParser(config.sampling, config.data), open_source(options.data, config.data)
