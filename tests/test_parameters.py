@@ -207,9 +207,9 @@ def test_ids_that_are_given_twice_are_named_once() -> None:
     assert remarks_of([{"prompt": "x", "id": i} for i in range(9)] + [{"prompt": "x"}] * 3) == []
     ids = ["a", "b", "c", "b", "d", "a", "b"]
     (line,) = remarks_of([{"prompt": "x", "id": i} for i in ids])
-    assert line == "2 ids are on more than one row, such as those with index 0 and 5"
+    assert line == "2 ids are on more than one row, for example on those with index 0 and 5"
     (line,) = remarks_of([request("a"), {"prompt": ""}, request("b"), request("b")])
-    assert line == "1 id is on more than one row, such as those with index 2 and 3"
+    assert line == "1 id is on more than one row, for example on those with index 2 and 3"
 
 
 def test_every_known_name_is_its_own() -> None:

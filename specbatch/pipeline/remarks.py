@@ -60,7 +60,7 @@ class Remarks:
         if repeated := self._repeated():
             count, one, other = repeated
             ids = "1 id is" if count == 1 else f"{count:,} ids are"
-            lines.append(f"{ids} on more than one row, such as those with index {one:,} and {other:,}")
+            lines.append(f"{ids} on more than one row, for example on those with index {one:,} and {other:,}")
         return lines
 
     def _repeated(self) -> tuple[int, int, int] | None:
@@ -81,7 +81,8 @@ def draft_remarks(stats: EngineStats) -> list[str]:
         return []
     return [
         f"speculation.draft: the probabilities of {stats.broken_drafts:,} sampled drafts were not finite (NaN or "
-        f"infinity). They were rejected, and the target sampled alone: the results are right. {NOT_FINITE_HINT}"
+        "infinity). They were rejected, and the target sampled alone: the results are right. "
+        f"Likely cause: {NOT_FINITE_HINT}"
     ]
 
 
