@@ -309,5 +309,5 @@ def test_the_command_says_how_many_lines_are_damaged(tmp_path: Path) -> None:
     partial.write_bytes(b"".join(lines))
     assert run() == 0
     assert f"resuming: {len(lines) - 3} rows are done" in run.log
-    assert f"1 damaged lines of {partial} are left out" in run.log
+    assert f"left out 1 damaged line of {partial}:" in run.log
     assert run.output.read_bytes() == whole

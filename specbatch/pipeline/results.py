@@ -82,7 +82,8 @@ class ResultFile:
         if self._other_input and self.resumed_rows:
             notes.append("the input could not be read to its end, or changed: rows that are the same now are kept")
         if self.damaged_lines:
-            notes.append(f"{self.damaged_lines:,} damaged lines of {self._path} are left out; rows are computed again")
+            lines = "1 damaged line" if self.damaged_lines == 1 else f"{self.damaged_lines:,} damaged lines"
+            notes.append(f"left out {lines} of {self._path}: rows that are missing now are computed again")
         return notes
 
     def settle_longest_row(self, tokens: int) -> None:
