@@ -131,6 +131,7 @@ def costs(folder: Path) -> list[dict[str, object]]:
 
 def test_one_sampled_row_among_those_that_run_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device engine must be told, whether that row is traced or not."""
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
     path, session = tmp_path / "rows.jsonl", Mock(side_effect=Session)
     rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7 * (i == 5)} for i in range(30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -156,7 +157,8 @@ def test_rows_are_counted_where_nobody_says(tmp_path: Path, monkeypatch: pytest.
     assert asked.call_args.args[4] == 64
 
 
-def test_packaged_examples(tmp_path: Path) -> None:
+def test_packaged_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
     found = tune("-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", "--set", "sampling.max_tokens=8", *TINY)
     assert found.exit_code == 0, found.output
     assert "packaged examples" in found.output
