@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
@@ -162,6 +163,24 @@ def test_packaged_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = tune("-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", "--set", "sampling.max_tokens=8", *TINY)
     assert found.exit_code == 0, found.output
     assert "packaged examples" in found.output
+    assert "the least of each part took more" not in found.output
+
+
+def test_a_budget_that_was_not_kept_is_named(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
+    late = [0.0]
+
+    def slow(*args: Any) -> Any:
+        late[0] = 100.0
+        return _confirm(*args)
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0], time=time.time)
+    monkeypatch.setattr(command_module, "time", clock)
+    monkeypatch.setattr(command_module, "_confirm", slow)
+    found = tune(rows, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", *TINY)
+    assert found.exit_code == 0, found.output
+    assert "--budget was 60.0 s, and the least of each part took more: start " in found.output
+    assert "live runs 10" in found.output
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def tune_file(
     console: Console,
 ) -> Tuned:
     """Find the schedule for the rows that `open_rows` has opened. Raises SpecbatchError."""
-    until = time.perf_counter() + options.budget_seconds
+    started = time.perf_counter()
+    until = started + options.budget_seconds
 
     def say(line: str) -> None:
         say_notes([line], console)
@@ -110,18 +111,20 @@ def tune_file(
 
     with console.status("tracing: the target writes, the draft guesses"):
         began = time.perf_counter()
+        seconds_of = {"start": began - started}
         # However long the start took (kernels are compiled), the first rows have half the budget.
         trace = tuner.trace(left(_TRACE_SHARE), max(until, began + options.budget_seconds / 2))
-        trace_seconds = time.perf_counter() - began
+        seconds_of["trace"] = time.perf_counter() - began
     outputs = sum(row.num_output for row in trace.rows)
-    say(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {trace_seconds:.1f} s")
+    say(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {seconds_of['trace']:.1f} s")
     if trace.sampled and widest.depth:
         say("the rows are sampled: what chains gain is guessed from greedy ones; the live runs show it for certain")
     context = round(np.mean([row.num_prompt + row.num_output / 2 for row in trace.rows]))
     with console.status("timing rounds and prompts"):
         began = time.perf_counter()
         measurements = tuner.measure(int(context), left(_MEASURE_SHARE))
-        say(f"timed {len(measurements)} parts of rounds in {time.perf_counter() - began:.1f} s")
+        seconds_of["timing"] = time.perf_counter() - began
+        say(f"timed {len(measurements)} parts of rounds in {seconds_of['timing']:.1f} s")
     graph_sizes = ladder(run.engine.max_batch_size) if run.engine.on_device else []
     costs = CostModel.fit(measurements, graph_sizes)
     began = time.perf_counter()
@@ -151,8 +154,14 @@ def tune_file(
             f"the budget leaves {duration(seconds)}, and live runs over {count} rows are predicted to take "
             f"{duration(expected)}: --budget {duration(options.budget_seconds + expected - seconds)} or more would do"
         )
+    began = time.perf_counter()
     live = _confirm(session, compared, sample.requests, count, texts, seconds, turns_before)
     say(f"ran {len(compared)} options live, {len(live[0].seconds)} times each, over {count} rows")
+    now = time.perf_counter()
+    seconds_of["live runs"] = now - began
+    if now > until + 0.2 * options.budget_seconds:
+        parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in seconds_of.items())
+        say(f"--budget was {duration(options.budget_seconds)}, and the least of each part took more: {parts}")
     if (change := drift(live)) > _DRIFT:
         say(
             f"this machine's speed changed by {change - 1:.0%} between the live runs: other programs may be using it. "
