@@ -137,7 +137,9 @@ def test_a_gpu_that_is_asked_for_in_vain() -> None:
 def test_warnings_stand_out_on_a_terminal(terminal: bool) -> None:
     out = io.StringIO()
     colours = "standard" if terminal else None
-    console = Console(file=out, force_terminal=terminal, color_system=colours, highlight=False)  # as that of stderr
+    console = Console(
+        file=out, force_terminal=terminal, color_system=colours, no_color=False, highlight=False
+    )  # as that of stderr
     say(["engine.device: [cpu]", "warning: slow"], console)
     plain, warning = out.getvalue().splitlines()
     assert plain == "engine.device: [cpu]"

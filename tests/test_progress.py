@@ -22,7 +22,7 @@ def shown(width: int, *, terminal: bool, total: int | None = 1_200_000) -> str:
     """The last line after a minute at 12,345 tok/s."""
     file = io.StringIO()
     now = 0.0
-    console = Console(file=file, force_terminal=terminal, width=width, color_system="standard")
+    console = Console(file=file, force_terminal=terminal, width=width, color_system="standard", no_color=False)
     progress = JobProgress(console, lambda: now)
     for second in range(61):
         now = float(second)

@@ -27,7 +27,6 @@ NOBODY = 65534
 _FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")  # some are links
 _FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_WORK = "/tmp"  # in the new root
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +109,8 @@ def _map_user(user: int, group: int) -> None:
 
 
 def _enter_own_root(libc: ctypes.CDLL, folder: str, writable_mib: int) -> None:
-    """Make `folder` the root, with Python, the system's libraries and a few devices in it, all read-only, and go to its
-    /tmp. Raises OSError, and KeyError for an unknown processor."""
+    """Make `folder` the root, with Python, the system's libraries and a few devices in it, all read-only, and go to
+    an empty one that can be written. Raises OSError, and KeyError for an unknown processor."""
     machine = _MACHINES[platform.machine()]
     # Before all else: what is mounted here must not appear elsewhere.
     _mount(libc, None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -129,18 +128,20 @@ def _enter_own_root(libc: ctypes.CDLL, folder: str, writable_mib: int) -> None:
             os.makedirs(os.path.dirname(folder + path), exist_ok=True)
             os.close(os.open(folder + path, os.O_CREAT | os.O_WRONLY, 0o644))
             _mount(libc, os.path.realpath(path), folder + path, None, _MS_BIND)
-    for name in (_WORK, "/old"):
+    # Python itself may lie below /tmp, and must stay in sight.
+    work = "/sandbox" if any(path.startswith("/tmp/") for path in shown) else "/tmp"
+    for name in (work, "/old"):
         os.makedirs(folder + name, exist_ok=True)
     # struct mount_attr: set, clear, propagation, userns_fd
     attributes = (ctypes.c_uint64 * 4)(_RDONLY | _NOSUID, 0, _MS_PRIVATE, 0)
     size, root = ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.c_char_p(os.fsencode(folder))
     _check(libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, root, _AT_RECURSIVE, attributes, size))
-    _mount(libc, "tmpfs", folder + _WORK, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={writable_mib}m,mode=1777")
+    _mount(libc, "tmpfs", folder + work, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={writable_mib}m,mode=1777")
     os.chdir(folder)
     _check(libc.syscall(machine.pivot_root, b".", b"old"))
     _check(libc.umount2(b"/old", _MNT_DETACH))
-    os.chdir(_WORK)
-    os.environ["HOME"] = os.environ["TMPDIR"] = _WORK
+    os.chdir(work)
+    os.environ["HOME"] = os.environ["TMPDIR"] = work
 
 
 def _mount(
