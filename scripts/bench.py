@@ -37,8 +37,8 @@ from specbatch.config_load import config_to_dict, load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import SpecbatchError
+from specbatch.job.stats import commit, device_name, versions
 from specbatch.models.catalog import SHAPE_PREFIX
-from specbatch.pipeline.stats import commit, device_name, versions
 from specbatch.types import BatchEngine, NoiseKey, Request, SamplingParams
 
 _METHOD = re.compile(

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.attention.backend_flashinfer import FlashInferAttention
-from specbatch.attention.backend_paged import PagedAttention
+from specbatch.attention.flashinfer import FlashInferAttention
+from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import KVCache
 from specbatch.kernels.paged import PagedBatch
 

@@ -26,7 +26,7 @@ from specbatch.engine.build import build_engine
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import PHASES, GraphMode
 from specbatch.engine.resolve import resolve
-from specbatch.pipeline.stats import commit, versions
+from specbatch.job.stats import commit, versions
 
 REPEATS = 2
 

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
-from specbatch.pipeline.stats import commit, device_name, versions
+from specbatch.job.stats import commit, device_name, versions
 from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SamplingParams
 
 # Name -> options on top of the model and the data type.

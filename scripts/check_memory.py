@@ -24,7 +24,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from specbatch.config import Config
-from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
+from specbatch.job.command import GenerateOptions, Runtime, generate_file
 from specbatch.types import Completion
 from tests.stub_engine import StubEngine, StubRun, resolve
 

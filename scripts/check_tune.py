@@ -29,22 +29,22 @@ from rich.console import Console
 from tune_cells import run_cell
 
 from specbatch.config_load import load_config
+from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import build
 from specbatch.engine.resolve import resolve
 from specbatch.errors import SpecbatchError
-from specbatch.pipeline.rows import RowParser
-from specbatch.pipeline.sources import open_source
-from specbatch.pipeline.stats import commit, device_name, versions
-from specbatch.speculation.tree import DraftShape
-from specbatch.tuning.candidates import Candidate, label, num_nodes
-from specbatch.tuning.command import Tuned, tune_file
-from specbatch.tuning.confirm import repeated, told
-from specbatch.tuning.options import TuneOptions, seconds_of
-from specbatch.tuning.output import live_comparisons
-from specbatch.tuning.predict import predict
-from specbatch.tuning.rows import sample_rows
-from specbatch.tuning.schedule import Schedule
-from specbatch.tuning.start import open_rows
+from specbatch.job.rows import RowParser
+from specbatch.job.sources import open_source
+from specbatch.job.stats import commit, device_name, versions
+from specbatch.tune.candidates import Candidate, label, num_nodes
+from specbatch.tune.command import Tuned, tune_file
+from specbatch.tune.confirm import repeated, told
+from specbatch.tune.options import TuneOptions, seconds_of
+from specbatch.tune.output import live_comparisons
+from specbatch.tune.predict import predict
+from specbatch.tune.rows import sample_rows
+from specbatch.tune.schedule import Schedule
+from specbatch.tune.start import open_rows
 from specbatch.types import Request
 
 _FINALISTS = 3  # of a batch size

@@ -66,8 +66,8 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
     from specbatch.config_load import load_config
     from specbatch.engine.resolve import resolve
-    from specbatch.pipeline.rows import Job
-    from specbatch.pipeline.tokenizer import TextProcessor
+    from specbatch.job.rows import Job
+    from specbatch.job.tokenizer import TextProcessor
     from specbatch.types import EngineLimits, SamplingParams
 
     plan = resolve(load_config(None, [f"model.target={args.model}", "speculation.method=none"]))
@@ -198,7 +198,7 @@ def _counters(llm: Any) -> tuple[int, int]:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """By file: acceptance lengths, texts that are equal, margins where the others part."""
-    from specbatch.pipeline.totals import RowTotals
+    from specbatch.job.totals import RowTotals
 
     theirs = json.loads(args.vllm.read_text(encoding="utf-8"))
     totals: dict[str, RowTotals] = defaultdict(RowTotals)

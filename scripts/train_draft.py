@@ -41,9 +41,9 @@ from specbatch.config_load import load_config
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, InputError, SpecbatchError
+from specbatch.job.results import disk_errors
+from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.models.eagle_head import eagle_config, expected_tensors
-from specbatch.pipeline.results import disk_errors
-from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 STAGES = ("answers", "training", "evaluation")

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 from tune_linear import only_compile, replay_time, say
 
-from specbatch.attention.backend_paged import WORKSPACE_ROWS, num_splits
+from specbatch.attention.triton import WORKSPACE_ROWS, num_splits
 from specbatch.kernels import attention
 from specbatch.kernels.attention import Workspace, attend
 from specbatch.kernels.attention_tile import Tile, tile_for

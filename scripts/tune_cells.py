@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from specbatch.tuning.candidates import Candidate, label
-from specbatch.tuning.command import Tuned
-from specbatch.tuning.confirm import repeated, told
-from specbatch.tuning.predict import Limits
-from specbatch.tuning.schedule import Schedule
-from specbatch.tuning.session import Session
+from specbatch.tune.candidates import Candidate, label
+from specbatch.tune.command import Tuned
+from specbatch.tune.confirm import repeated, told
+from specbatch.tune.predict import Limits
+from specbatch.tune.schedule import Schedule
+from specbatch.tune.session import Session
 from specbatch.types import Completion, Request
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from specbatch.attention.interface import BatchLayout, Span
+from specbatch.draft.rng import Purpose
 from specbatch.models.decoder import Decoder
-from specbatch.speculation import neural, sampling, verify
-from specbatch.speculation.noise import Purpose
+from specbatch.oracle import neural, sampling, verify
 from specbatch.types import NoiseKey, SamplingParams
 
 Outcome = TypeVar("Outcome")

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specbatch.attention.interface import BatchLayout, Span
+from specbatch.draft.shape import DraftShape
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleKind, capture_layers
 from specbatch.models.weights import Checkpoint, open_checkpoint
-from specbatch.speculation.tree import DraftShape
 
 E, VOCAB, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 32, 61, 8, 4, 2, 8, 1e-5, 500.0
 MLP = 40

@@ -6,12 +6,12 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from specbatch.speculation.neural import NeuralProposer
-from specbatch.speculation.tracing import Drafted, TracingProposer
-from specbatch.speculation.tree import DraftShape
-from specbatch.tuning.trace import RowTrace, Trace
+from specbatch.draft.shape import DraftShape
+from specbatch.oracle.neural import NeuralProposer
+from specbatch.tune.trace import RowTrace, Trace
+from specbatch.tune.tracing import Drafted, TracingProposer
 from specbatch.types import SamplingParams
-from tests.models import run, tiny_engine
+from tests.tiny_models import run, tiny_engine
 
 
 def trace_rows(

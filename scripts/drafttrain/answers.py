@@ -16,9 +16,9 @@ from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.errors import InputError
+from specbatch.job.command import GenerateOptions, Runtime, generate_file
+from specbatch.job.paths import stats_path_of
 from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
-from specbatch.pipeline.command import GenerateOptions, Runtime, generate_file
-from specbatch.pipeline.paths import stats_path_of
 
 INTERRUPTED = 130
 

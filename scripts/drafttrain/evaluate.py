@@ -15,9 +15,9 @@ from typing import Any
 
 from drafttrain.answers import run_rows
 from drafttrain.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
+from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, InputError
-from specbatch.pipeline.totals import RowTotals
-from specbatch.speculation.tree import DraftShape
+from specbatch.job.totals import RowTotals
 
 _PLAIN = ("none", "ngram")
 

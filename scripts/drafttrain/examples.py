@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.unroll import StepRows
 from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
-from specbatch.pipeline.rows import Job
-from specbatch.pipeline.tokenizer import TextProcessor
+from specbatch.job.rows import Job
+from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
 
 LENGTH_STEP = 64  # padded lengths are multiples: few different shapes, and aligned masks

@@ -93,7 +93,7 @@ def generate(
         if input is None:
             raise InputError("no input is given", FIRST_RUN)
         from specbatch.config_load import load_config
-        from specbatch.pipeline.command import GenerateOptions, generate_file
+        from specbatch.job.command import GenerateOptions, generate_file
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         prepare_libraries()
@@ -188,8 +188,8 @@ def tune(
     """Find num_steps, topk and num_draft_tokens for your own rows, by the number of running rows."""
     with user_errors() as console:
         from specbatch.config_load import load_config
-        from specbatch.tuning.options import TuneOptions, example_rows, seconds_of
-        from specbatch.tuning.start import open_rows
+        from specbatch.tune.options import TuneOptions, example_rows, seconds_of
+        from specbatch.tune.start import open_rows
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         prepare_libraries()
@@ -199,9 +199,9 @@ def tune(
         # After all that can be checked without torch.
         import_engine()
         from specbatch.engine.build import build
-        from specbatch.pipeline.stats import commit, device_name, versions
-        from specbatch.tuning.command import tune_file
-        from specbatch.tuning.output import write_tuned
+        from specbatch.job.stats import commit, device_name, versions
+        from specbatch.tune.command import tune_file
+        from specbatch.tune.output import write_tuned
 
         tuned = tune_file(options, opened, resolving(console), build, startup.model_paths, console)
         made_by: dict[str, object] = {
@@ -232,7 +232,7 @@ def show_config(
     """Print the configuration with every `auto` decided; the reasons go to stderr."""
     with user_errors() as console:
         from specbatch.config_load import dump_config, load_config
-        from specbatch.pipeline.notes import say
+        from specbatch.job.notes import say
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         prepare_libraries()

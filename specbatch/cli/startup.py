@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from specbatch.config import Config
     from specbatch.engine.resolve import ResolvedRun
-    from specbatch.pipeline.command import Runtime
+    from specbatch.job.command import Runtime
     from specbatch.types import BatchEngine
 
 _OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model in many files take more
@@ -48,7 +48,7 @@ def _allow_open_files() -> None:
 def runtime(console: Console) -> Runtime:
     """What jobs need of the engine. Torch is imported when they first need it: that takes seconds, and mistakes in the
     command line, the input and the output are found before."""
-    from specbatch.pipeline.command import Runtime
+    from specbatch.job.command import Runtime
 
     def build(run: ResolvedRun, show: Callable[[str], None]) -> BatchEngine:
         from specbatch.engine.build import build_engine

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from specbatch.engine.append import new_sequence
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
+from specbatch.engine.sequence import Sequence
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
-from specbatch.speculation.sequence import Sequence
 from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request
 
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from specbatch.attention.backend_flashinfer import FlashInferAttention
-from specbatch.attention.backend_paged import PagedAttention
-from specbatch.attention.backend_torch import TorchAttention
+from specbatch.attention.cpu import TorchAttention
+from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.attention.interface import AttentionBackend
+from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
+from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft
 from specbatch.engine.build_device import build_device_engine
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.engine import Engine
+from specbatch.engine.factory import DraftFactory
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
 from specbatch.engine.resolve import AttentionName, ResolvedRun
 from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
@@ -30,8 +31,7 @@ from specbatch.models.eagle_head import EagleHead
 from specbatch.models.head_files import HeadCheckpoint
 from specbatch.models.packed import is_packable
 from specbatch.models.weights import TensorSource
-from specbatch.speculation.factory import DraftFactory
-from specbatch.speculation.neural import DraftNet, EagleDraft, ModelDraft
+from specbatch.oracle.engine import Engine
 from specbatch.types import BatchEngine
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from specbatch.cache.pages import PagePool
+from specbatch.draft.drafters import Drafter
+from specbatch.draft.schedule import ByBatch
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.memory import (
@@ -32,8 +34,6 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.kernels.products import choose_products
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import GatedLinear, Linear
-from specbatch.speculation.drafters import Drafter
-from specbatch.speculation.schedule import ByBatch
 
 
 def build_device_engine(

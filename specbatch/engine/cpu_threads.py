@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from specbatch.attention.backend_torch import TorchAttention
+from specbatch.attention.cpu import TorchAttention
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig

@@ -21,6 +21,9 @@ import torch
 
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
+from specbatch.cache.request_table import SlotState
+from specbatch.draft.drafters import Drafter
+from specbatch.draft.schedule import ByBatch
 from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase, check_finite
 from specbatch.engine.device_rows import DeviceRows
@@ -38,12 +41,9 @@ from specbatch.engine.round import (
     Round,
 )
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
+from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download, Transfers
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.speculation.drafters import Drafter
-from specbatch.speculation.schedule import ByBatch
-from specbatch.speculation.sequence import Sequence
-from specbatch.speculation.slots import SlotState
 from specbatch.types import (
     Completion,
     FinishReason,

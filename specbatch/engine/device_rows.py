@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from specbatch.cache.request_table import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
+from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
-from specbatch.speculation.sequence import Sequence
-from specbatch.speculation.slots import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 
 
 class DeviceRows:

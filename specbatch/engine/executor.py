@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbatch.cache.request_table import Field, SlotState
+from specbatch.draft.schedule import ByBatch
 from specbatch.engine.round import Logprobs, Round, Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.speculation.schedule import ByBatch
-from specbatch.speculation.slots import Field, SlotState
 
 GraphMode = Literal["round", "phases", "none"]
 PHASES = ("draft", "verify", "extend")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specbatch.engine.round import PromptChunk
 from specbatch.engine.scheduler import PrefillSpan
+from specbatch.engine.sequence import Sequence
 from specbatch.kernels.paged import PagedBatch, Selected
-from specbatch.speculation.sequence import Sequence
 
 Ints = list[int] | np.ndarray
 

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specbatch.attention.backend_flashinfer import DTYPES as FLASHINFER_DTYPES
-from specbatch.attention.backend_flashinfer import HEAD_DIMS as FLASHINFER_HEAD_DIMS
+from specbatch.attention.flashinfer import DTYPES as FLASHINFER_DTYPES
+from specbatch.attention.flashinfer import HEAD_DIMS as FLASHINFER_HEAD_DIMS
 from specbatch.config import Config, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, CachePlan, Rows

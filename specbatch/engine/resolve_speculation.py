@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specbatch.config import ScheduleSection, SpeculationSection
+from specbatch.draft.network import EagleDraft, ModelDraft, num_lookahead
+from specbatch.draft.schedule import ByBatch, Schedule
+from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError
 from specbatch.models.catalog import SHAPE_PREFIX, builtin_head
 from specbatch.models.head_files import HeadCheckpoint, after
 from specbatch.models.weights import Checkpoint
-from specbatch.speculation.neural import EagleDraft, ModelDraft, num_lookahead
-from specbatch.speculation.schedule import ByBatch, Schedule
-from specbatch.speculation.tree import DraftShape
 
 NEURAL = ("draft_model", "eagle", "eagle3")
 DEFAULT_NUM_STEPS = 3

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from specbatch.cache.pages import KVCache
+from specbatch.cache.request_table import COLUMNS, Field, Rows, SlotState
+from specbatch.draft.drafters import Draft, Drafter
+from specbatch.draft.network import TargetOutput
+from specbatch.draft.rng import Purpose
 from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.kernels.torch_round import NO_TOKEN
 from specbatch.kernels.torch_steps import Committed
 from specbatch.models.decoder import Decoder
-from specbatch.speculation.drafters import Draft, Drafter
-from specbatch.speculation.noise import Purpose
-from specbatch.speculation.proposer import TargetOutput
-from specbatch.speculation.slots import COLUMNS, Field, Rows, SlotState
 
 # Columns of a report before the tokens: how many are new, drafts verified, depth of the tree, drafts whose
 # probabilities are NaN.

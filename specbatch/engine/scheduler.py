@@ -15,7 +15,7 @@ from itertools import islice
 
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
-from specbatch.speculation.sequence import Sequence
+from specbatch.engine.sequence import Sequence
 
 # Evicted at once, at least: the next few requests find room without asking.
 EVICT_PAGES = 64

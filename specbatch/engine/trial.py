@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from specbatch.cache.pages import KVCache
+from specbatch.cache.request_table import SlotState
+from specbatch.draft.drafters import Drafter
+from specbatch.draft.schedule import ByBatch
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.kernels import ops_for
 from specbatch.kernels.paged import PagedBatch, Selected
 from specbatch.models.decoder import Decoder
-from specbatch.speculation.drafters import Drafter
-from specbatch.speculation.schedule import ByBatch
-from specbatch.speculation.slots import SlotState
 
 _PROMPT_GRAPHS = 16  # of a job, roughly
 _SMALLEST_CHUNK = 32  # of the trial, tokens

@@ -36,21 +36,21 @@ from specbatch.evals.sandbox import ISOLATED
 from specbatch.evals.schema import Execution, Task
 from specbatch.evals.score import Scores, read_results, sample_line, score
 from specbatch.evals.shared import SharedRuntime
-from specbatch.pipeline.atomic import write_whole
-from specbatch.pipeline.chat_template import ChatTemplate
-from specbatch.pipeline.command import (
+from specbatch.job.atomic import write_whole
+from specbatch.job.chat_template import ChatTemplate
+from specbatch.job.command import (
     OK,
     SOME_FAILED,
     GenerateOptions,
     Runtime,
     generate_file,
 )
-from specbatch.pipeline.jsonl import encode_line
-from specbatch.pipeline.paths import files_read, stats_path_of
-from specbatch.pipeline.results import disk_errors
-from specbatch.pipeline.stats import write_report
-from specbatch.pipeline.tables import print_table
-from specbatch.pipeline.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.job.jsonl import encode_line
+from specbatch.job.paths import files_read, stats_path_of
+from specbatch.job.results import disk_errors
+from specbatch.job.stats import write_report
+from specbatch.job.tables import print_table
+from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.signals import INTERRUPTED
 from specbatch.types import SamplingParams
 

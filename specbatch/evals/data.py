@@ -10,8 +10,8 @@ from typing import Any
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, RowError
 from specbatch.evals.schema import DataSource, Task
-from specbatch.pipeline.jsonl import decode_line
-from specbatch.pipeline.sources import open_source
+from specbatch.job.jsonl import decode_line
+from specbatch.job.sources import open_source
 
 DATA_FOLDER = Path(__file__).parent / "data"
 

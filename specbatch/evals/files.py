@@ -9,7 +9,7 @@ from pathlib import Path
 from specbatch.errors import InputError
 from specbatch.evals.plan import Plan, prompt_lines
 from specbatch.evals.schema import Task
-from specbatch.pipeline.paths import (
+from specbatch.job.paths import (
     Written,
     check_can_write,
     check_written,

@@ -13,7 +13,7 @@ from specbatch.errors import ConfigError, InputError
 from specbatch.evals.data import example_rows, task_rows
 from specbatch.evals.prompts import Messages, Renderer, prompts
 from specbatch.evals.schema import ExactMatch, Execution, Task
-from specbatch.pipeline.jsonl import encode_line
+from specbatch.job.jsonl import encode_line
 from specbatch.types import SamplingParams
 
 

@@ -16,8 +16,8 @@ from specbatch.evals.metrics import accuracy, standard_error
 from specbatch.evals.plan import Plan
 from specbatch.evals.schema import NoMetric
 from specbatch.evals.score import Scores
-from specbatch.pipeline.stats import commit
-from specbatch.pipeline.tables import acceptance_text
+from specbatch.job.stats import commit
+from specbatch.job.tables import acceptance_text
 
 _SHOWN_MARGINS = 4
 

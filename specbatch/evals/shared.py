@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specbatch.config import Config
-from specbatch.pipeline.command import Runtime
+from specbatch.job.command import Runtime
 from specbatch.types import BatchEngine, Completion, EngineLimits, EngineStats, Request, SpeculationCounts
 
 

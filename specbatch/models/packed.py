@@ -3,7 +3,7 @@
 oneDNN packs a weight once. That is faster for the few rows of decoding and verification (8 rows cost 1.2x of one,
 against 3x with an unpacked weight). It picks its algorithm, and with it the order of summation, by the number of
 rows and threads; so rows are computed in blocks of fixed sizes, of which a check has found that they give the same
-bits. The bitwise invariance of the CPU path rests on this; tests/test_invariance.py watches it.
+bits. The bitwise invariance of the CPU path rests on this; tests/engine/test_invariance.py watches it.
 
 Shape suffixes: T rows, R rows of one block, I input features, O output features.
 """

@@ -1,0 +1,152 @@
+"""Drafting with a network, as a chain or as a dynamic tree; shared by `draft_model`, `eagle` and `eagle3`.
+
+The network's cache lives in the sequence's pages beside the target's. Slot i of it belongs to token i (draft model)
+or to the pair of token i + 1 and the target's feature of position i (EAGLE). Either way *draft-extend* has run over
+everything up to and including the root before a round starts, and has left the logits of the first draft step. Draft
+tokens of a tree go to slots in the order in which they are drafted, with an ancestor mask; the next draft-extend
+overwrites them.
+
+Shape suffixes: B sequences, T packed tokens, K = topk, E hidden size, W draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specbatch.attention.interface import BatchLayout
+from specbatch.cache.pages import KVCache
+from specbatch.draft.shape import DraftShape
+from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.models.decoder import Decoder
+from specbatch.models.eagle_head import EagleHead
+from specbatch.models.layers import GatedLinear, Linear
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """What the target computed for newly committed tokens, packed sequence after sequence.
+
+    Sequence b committed tokens [starts[b], sequences[b].num_committed).
+    """
+
+    starts: list[int]
+    hidden_TE: Tensor  # after the final norm
+    captured: list[Tensor]  # (T, E) inputs of the layers that `Proposer.capture` names
+
+
+class DraftNet(Protocol):
+    """A draft network with its cache."""
+
+    cache: KVCache
+    capture: tuple[int, ...]
+    lead: int  # cache slots ahead of the target's committed ones between rounds: 1 if the root has one of its own
+    target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
+    feature_size: int  # E
+    reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
+    linears: list[Linear | GatedLinear]  # the matrix products of its layers
+    head: Linear | None  # None: the target's
+
+    def features(self, output: TargetOutput) -> Tensor | None:
+        """(T, E) inputs taken from the target, None for a network that needs none."""
+        ...
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor | None,
+        layout: BatchLayout | PagedBatch,
+        selected: Selected | None = None,
+    ) -> Tensor:
+        """Hidden states (T, E), or (R, E) of the selected tokens."""
+        ...
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """(R, W), float32 (float64 where the model is)."""
+        ...
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        """(R, W) in the network's dtype."""
+        ...
+
+
+def num_lookahead(shape: DraftShape, lead: int) -> int:
+    """Slots past the committed ones that a round may write: the target's tree, the draft's branches, and after a round
+    that accepted everything the draft's slot of the new root."""
+    return max(shape.num_draft_tokens + lead, lead + shape.topk * (shape.num_steps - 1))
+
+
+class ModelDraft:
+    """Any smaller model with the target's tokenizer."""
+
+    lead = 1
+    capture: tuple[int, ...] = ()
+    reads_hidden = False
+
+    def __init__(self, model: Decoder, cache: KVCache, target_vocab_size: int) -> None:
+        self.cache = cache
+        self._model = model
+        # Embeddings are padded to different sizes within one family; ids past the smaller vocabulary are never
+        # proposed.
+        self._target_vocab_size = target_vocab_size
+        self._width = min(target_vocab_size, model.config.vocab_size)
+        self.target_ids: Tensor | None = None
+        self.feature_size = model.config.hidden_size
+        self.linears = model.linears
+        self.head: Linear | None = model.head
+
+    def features(self, output: TargetOutput) -> Tensor | None:
+        return None
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor | None,
+        layout: BatchLayout | PagedBatch,
+        selected: Selected | None = None,
+    ) -> Tensor:
+        # A token past a smaller embedding is read as the last one: a worse guess, nothing more.
+        if self._model.config.vocab_size < self._target_vocab_size:
+            tokens_T = tokens_T.clamp(max=self._model.config.vocab_size - 1)
+        return self._model.forward(tokens_T, layout, self.cache, selected=selected)[0]
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._model.logits(hidden_RE)[:, : self._width]
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._model.raw_logits(hidden_RE)[:, : self._width]
+
+
+class EagleDraft:
+    """An EAGLE-1/2 or EAGLE-3 head."""
+
+    lead = 0
+
+    def __init__(self, head: EagleHead, cache: KVCache) -> None:
+        self.cache = cache
+        self.capture, self.reads_hidden = head.capture, head.reads_hidden
+        self._head = head
+        self.target_ids = head.target_ids
+        self.feature_size = head.config.hidden_size
+        self.linears, self.head = head.linears, head.head
+
+    def features(self, output: TargetOutput) -> Tensor | None:
+        return self._head.features(output.hidden_TE, output.captured)
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor | None,
+        layout: BatchLayout | PagedBatch,
+        selected: Selected | None = None,
+    ) -> Tensor:
+        assert features_TE is not None
+        return self._head.forward(tokens_T, features_TE, layout, self.cache, selected)
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._head.logits(hidden_RE)
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._head.raw_logits(hidden_RE)

@@ -1,0 +1,54 @@
+"""Draft trees: their legal shapes, their form, and the choice of nodes to verify (EAGLE-2, Li et al. 2024).
+
+Node 0 is the *root*: the last sampled token, whose key and value are not in the cache yet. A parent comes before its
+children. A chain is a tree in which every node's parent is the node before it.
+
+Shape suffixes: B sequences, N nodes, C candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specbatch.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """(num_steps, topk, num_draft_tokens): depth of drafting, branches kept at each step, nodes verified (root
+    included)."""
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
+
+    @property
+    def is_chain(self) -> bool:
+        return self.topk == 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that drafting scores: topk at the first step, topk for each of topk branches at every later one."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+    def check(self) -> None:
+        """Raises ConfigError naming the parameter that is out of its legal range."""
+        if self.num_steps < 1 or self.topk < 1:
+            raise ConfigError(
+                f"speculation.num_steps and speculation.topk must be at least 1, got {self.num_steps} and {self.topk}"
+            )
+        if self.is_chain and self.num_draft_tokens != self.num_steps + 1:
+            raise ConfigError(
+                f"speculation.num_draft_tokens must be num_steps + 1 = {self.num_steps + 1} for a chain (topk: 1),"
+                f" got {self.num_draft_tokens}",
+                hint="leave num_draft_tokens out, or raise topk to draft a tree",
+            )
+        if not 2 <= self.num_draft_tokens <= self.num_candidates + 1:
+            raise ConfigError(
+                f"speculation.num_draft_tokens must be between 2 and {self.num_candidates + 1}"
+                f" for num_steps {self.num_steps} and topk {self.topk}, got {self.num_draft_tokens}",
+                hint="a tree has the root and topk + (num_steps - 1) * topk^2 candidates",
+            )

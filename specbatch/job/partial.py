@@ -1,0 +1,99 @@
+"""The lines of `OUTPUT.partial`: JSON lines, each with a checksum over the rest of it.
+
+    {"check":"<16 hex digits>","specbatch_job":{...},"format":2}            the first line
+    {"check":"<16 hex digits>","input":"<16 hex digits>","row":{...}}       a result; `input`: RawRow.digest
+    {"check":"<16 hex digits>","specbatch_longest_row":N}                   tokens that a row may have, in all sessions
+    {"check":"<16 hex digits>","specbatch_input":{...}}                     the job's input from here on; null: any
+    {"check":"<16 hex digits>","specbatch_weights":{...}}                   long files of models, see `model_files`
+
+The checksums of all lines but the first are keyed by the first: a line of another job's file does not pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+from specbatch.errors import InputError
+from specbatch.job.jsonl import encode_line
+
+FORMAT = 2  # 1 had no checksums
+_JOB = "specbatch_job"
+_HEADER = b'"specbatch_job":'
+_START, _END = b'{"check":"', b'",'
+_CHECK_AT = len(_START)
+_FIELDS_AT = _CHECK_AT + 16 + len(_END)
+_INPUT, _ROW = b'"input":"', b'","row":'
+_INPUT_AT = len(_INPUT)
+_ROW_AT = _INPUT_AT + 16 + len(_ROW)
+
+
+class PartialLines:
+    """Writes and reads the lines after the header `first`."""
+
+    def __init__(self, first: bytes) -> None:
+        self._key = blake2b(first, digest_size=32).digest()
+
+    def row(self, digest: int, result: bytes) -> bytes:
+        """The line for a result's own line; `digest` is that of the input row."""
+        return _seal(b"%s%016x%s%s}\n" % (_INPUT, digest, _ROW, result[:-1]), self._key)
+
+    def record(self, record: Mapping[str, Any]) -> bytes:
+        """The line for what is no result."""
+        return _seal(encode_line(dict(record))[1:], self._key)
+
+    def open_record(self, line: bytes) -> dict[str, Any] | None:
+        """What `record` was given; None where the line is damaged or a result."""
+        fields = _unseal(line, self._key)
+        if fields is None or fields.startswith(_INPUT):
+            return None
+        try:
+            return dict(json.loads(b"{" + fields))
+        except (ValueError, RecursionError):
+            return None
+
+    def open_row(self, line: bytes) -> tuple[int, bytes] | None:
+        """What `row` was given; None where the line is damaged or no result."""
+        fields = _unseal(line, self._key)
+        if fields is None or not fields.startswith(_INPUT):
+            return None
+        return int(fields[_INPUT_AT : _INPUT_AT + 16], 16), fields[_ROW_AT:-2] + b"\n"
+
+
+def header_line(job: Mapping[str, Any]) -> bytes:
+    return _seal(encode_line({_JOB: dict(job), "format": FORMAT})[1:], b"")
+
+
+def read_header(line: bytes, name: str) -> dict[str, Any] | None:
+    """The job of the file `name`; None where the line is damaged. Raises InputError where the file is not ours, or of a
+    version that wrote other lines."""
+    if _unseal(line, b"") is None and (line.startswith(_START) or line[_FIELDS_AT:].startswith(_HEADER)):
+        return None
+    try:
+        header = json.loads(line)
+        job, number = dict(header[_JOB]), header.get("format", 1)
+    except (ValueError, LookupError, TypeError, RecursionError) as exc:
+        raise InputError(f"{name} is not a partial result of specbatch", "move it away, or use -o") from exc
+    if number != FORMAT:
+        raise InputError(
+            f"{name} was written by another version of specbatch (format {number}; this version has format {FORMAT})",
+            "finish it with that version; --overwrite drops it and starts again; -o PATH writes elsewhere",
+        )
+    return job
+
+
+def _seal(fields: bytes, key: bytes) -> bytes:
+    return b"%s%s%s%s" % (_START, _checksum(fields, key), _END, fields)
+
+
+def _unseal(line: bytes, key: bytes) -> bytes | None:
+    """What follows the checksum; None where it does not fit."""
+    check, fields = line[_CHECK_AT : _FIELDS_AT - len(_END)], line[_FIELDS_AT:]
+    whole = line.startswith(_START) and line[_FIELDS_AT - len(_END) : _FIELDS_AT] == _END
+    return fields if whole and check == _checksum(fields, key) else None
+
+
+def _checksum(fields: bytes, key: bytes) -> bytes:
+    return blake2b(fields, digest_size=8, key=key).hexdigest().encode()

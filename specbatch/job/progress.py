@@ -1,0 +1,123 @@
+"""Progress of a job on stderr: a live line on a terminal, a plain line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Column
+
+from specbatch.job.eta import Forecast, Work
+
+_LIVE_SECONDS = 0.2
+_PLAIN_SECONDS = 5.0
+_FORECAST_SECONDS = 1.0
+_BAR_WIDTH, _PERCENT_WIDTH = 16, 4
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What progress shows."""
+
+    done: int  # rows, earlier sessions included
+    failed: int
+    total: int | None  # None: unknown
+    acceptance_length: float | None
+    running: int
+    waiting: int
+    work: Work
+
+
+class JobProgress:
+    """Shows snapshots, at most a few a second. Clock and display start with the first one, when the model is loaded."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._forecast = Forecast()
+        self._forecast_at: float | None = None
+        self._shown_at = 0.0
+        self._live: Progress | None = None
+
+    def due(self) -> bool:
+        """Whether to make a snapshot; that costs more than asking."""
+        if self._forecast_at is None:
+            return True
+        now = self._clock()
+        return now >= self._forecast_at + _FORECAST_SECONDS or (
+            self._live is not None and now >= self._shown_at + _LIVE_SECONDS
+        )
+
+    def show(self, now: Snapshot) -> None:
+        seconds = self._clock()
+        if self._forecast_at is None:
+            self._start(seconds)
+        if self._forecast_at is None or seconds >= self._forecast_at + _FORECAST_SECONDS:
+            self._forecast.update(seconds, now.work)
+            self._forecast_at = seconds
+        if self._live is not None:
+            room = self._console.width - _BAR_WIDTH - _PERCENT_WIDTH - 2
+            self._live.update(self._task, completed=now.done, total=now.total, description=_fit(self._parts(now), room))
+        elif seconds >= self._shown_at + _PLAIN_SECONDS:
+            percent = [f"{now.done / now.total:.0%}"] if now.total else []
+            self._console.print(" · ".join(percent + self._parts(now)), markup=False, soft_wrap=True)
+        else:
+            return
+        self._shown_at = seconds
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _start(self, seconds: float) -> None:
+        self._shown_at = seconds
+        if self._console.is_terminal:
+            line = TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
+            )
+            columns = (BarColumn(bar_width=_BAR_WIDTH), TaskProgressColumn(), line)
+            self._live = Progress(*columns, console=self._console, transient=True)
+            self._task = self._live.add_task("", total=None)
+            self._live.start()
+
+    def _parts(self, now: Snapshot) -> list[str]:
+        """What there is to say, the most important first."""
+        assert self._forecast_at is not None
+        parts = []
+        if now.total is not None:
+            left = self._forecast.seconds_left
+            passed = self._clock() - self._forecast_at
+            parts.append(f"ETA {'-:--' if left is None else duration(max(left - passed, 0), digits=0)}")
+        parts.append(f"{now.done:,}/{now.total:,} rows" if now.total is not None else f"{now.done:,} rows")
+        if (speed := self._forecast.tokens_per_second) is not None:
+            parts.append(f"{speed:,.1f} tok/s")
+        if now.failed:
+            parts.append(f"{now.failed:,} failed")
+        if now.acceptance_length is not None:
+            parts.append(f"acceptance length {now.acceptance_length:.2f}")
+        parts.append(f"{now.running} running, {now.waiting} waiting")
+        return parts
+
+
+def _fit(parts: list[str], width: int) -> str:
+    """The first parts, as many as there is room for. A line that wraps would make the display jump."""
+    line = parts[0]
+    for part in parts[1:]:
+        if cell_len(f"{line} · {part}") > width:
+            break
+        line = f"{line} · {part}"
+    return line
+
+
+def duration(seconds: float, digits: int = 1) -> str:
+    """1:02:03, 2:03 or 4.5s."""
+    if round(seconds, digits) < 60:
+        return f"{seconds:.{digits}f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

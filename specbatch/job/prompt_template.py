@@ -1,0 +1,78 @@
+"""data.prompt_template: a prompt made of a row's fields, in the syntax of str.format."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from specbatch.errors import ConfigError, RowError
+from specbatch.job.bounds import Bounded
+
+_HINT = "fields are written {name} or {name[key]}; literal braces are doubled: {{ }}"
+_FIELD = re.compile(r"([^.\[\]]+)(\[[^\]]+\])*")  # no attributes: {x.__class__} would be a look into the interpreter
+_WIDEST = 10_000  # characters that a format may ask for
+
+
+class PromptTemplate:
+    """A checked template. Raises ConfigError for what no row could fill: mistakes of syntax, fields without a name,
+    conversions and formats that do not exist."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._has_nested = False
+        self.fields = tuple(dict.fromkeys(self._checked(text)))  # of the row, by name
+
+    def fill(self, row: Mapping[str, Any]) -> str:
+        """The prompt of a row. Raises RowError."""
+        for name in self.fields:
+            if row.get(name) is None:
+                raise RowError("missing_prompt", f"the row has no {name!r}, which data.prompt_template uses")
+        try:
+            # A format that the row gives ({x:{width}}) may ask for gigabytes.
+            with Bounded() if self._has_nested else contextlib.nullcontext():
+                return self._text.format_map(row)
+        except Exception as exc:  # a lookup or format that this row's value does not support
+            raise RowError("missing_prompt", f"data.prompt_template does not fit the row: {exc!r}") from exc
+
+    def _checked(self, text: str) -> list[str]:
+        try:
+            parts = list(string.Formatter().parse(text))
+        except ValueError as exc:
+            raise ConfigError(f"data.prompt_template is not a valid template: {exc}", _HINT) from exc
+        names: list[str] = []
+        for _, field, spec, conversion in parts:
+            if field is None:
+                continue
+            matched = _FIELD.fullmatch(field)
+            if matched is None or matched[1].isdigit():
+                raise ConfigError(f"data.prompt_template: {{{field}}} names no field of the row", _HINT)
+            names.append(matched[1])
+            if conversion not in (None, "r", "s", "a"):
+                raise ConfigError(f"data.prompt_template: {{{field}!{conversion}}}: the conversions are !r, !s and !a")
+            if spec and "{" in spec:
+                self._has_nested = True
+                names += self._checked(spec)
+            elif spec:
+                _check_spec(field, spec, text_only=conversion is not None)
+        return names
+
+
+def _check_spec(field: str, spec: str, *, text_only: bool) -> None:
+    """Whether any value could be written in this format: text or a number, or a date where there is a `%`."""
+    shown = f"data.prompt_template: {{{field}:{spec[:60]}}}"
+    if any(int(number[:9]) > _WIDEST for number in re.findall(r"[1-9]\d*", spec)):
+        raise ConfigError(f"{shown} asks for more than {_WIDEST:,} characters")
+    samples: tuple[Any, ...] = ("",) if text_only else ("", 0, 0.0)
+    if not any(_takes(value, spec) for value in samples) and (text_only or "%" not in spec):
+        raise ConfigError(f"{shown} is no format for text or a number", "such as {name:>10} or {share:.2f}")
+
+
+def _takes(value: Any, spec: str) -> bool:
+    try:
+        format(value, spec)
+    except ValueError:
+        return False
+    return True

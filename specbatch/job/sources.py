@@ -1,0 +1,273 @@
+"""Where rows come from: JSONL files (plain, gzip, zstd), standard input, tables, and data sets of the hub.
+
+JSONL is read here and not through `datasets`, which refuses a whole block over one malformed line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from specbatch.config import DataSection
+from specbatch.errors import InputError
+from specbatch.job.jsonl import encode_line, finite, identify_file, numbered_lines, open_lines
+from specbatch.job.paths import check_input_name
+
+_JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
+# Suffix -> (builder of `datasets`, its options). An empty CSV field is a missing one; "NA" and "None" are text.
+_TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
+    ".tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t"}),
+    ".arrow": ("arrow", {}),
+    ".json": ("json", {}),
+}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_STDIN_HEAD = 1 << 16  # bytes of standard input that identify it
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row before parsing."""
+
+    index: int  # 0-based line of the input (for tables: row)
+    data: bytes | dict[str, Any]  # a JSON line, or the columns of a table
+
+    def digest(self) -> int:
+        """64 bits that tell whether a row is still what it was when it was answered."""
+        data = self.data if isinstance(self.data, bytes) else encode_line(self.data)
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An input that can be iterated once, in constant memory."""
+
+    name: str
+    identity: dict[str, Any]  # what resume compares
+    verifiable: bool  # False: `identity` covers only the head of the content (long standard input)
+    total: int | None  # rows, where that is cheap to know; blank lines are counted
+    path: Path | None  # of a file
+    rows: Callable[[], Iterator[RawRow]]
+    touched: Callable[[], bool] = lambda: False  # whether anything has been done to its files since it was opened
+    reopen: Callable[[], Source] | None = None  # as it is now; where it can be touched
+
+
+def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> Source:
+    """The rows of `ref`: a file, `-`, a folder of tables, or `org/name` on the hub. Raises InputError."""
+    if ref == "-":
+        return _stdin_source(stdin)
+    check_input_name(ref)
+    path = Path(ref)
+    try:
+        if path.is_file():
+            return _file_source(path)
+        if path.is_dir():
+            _refuse_folder_of_lines(path)
+            return _dataset_source(ref, data, local=True)
+        if path.exists():  # a pipe or a device: it could not be read twice, and has no size
+            raise InputError(f"the input {ref} is no regular file", f"specbatch generate - -o results.jsonl < {ref}")
+        if _looks_like_a_file(ref):
+            raise InputError(f"the input {ref} does not exist", _near_hint(path))
+    except OSError as exc:  # not readable, a name that is too long
+        raise InputError(f"the input {ref[:200]} cannot be read: {exc.strerror or exc}") from exc
+    return _dataset_source(ref, data, local=False)
+
+
+def input_stem(ref: str) -> str:
+    """The name that outputs derive from: data.jsonl.gz -> data, org/name -> name."""
+    name = Path(ref).name
+    for suffix in sorted((*_JSONL, *_TABLES), key=len, reverse=True):
+        if name.lower().endswith(suffix) and len(name) > len(suffix):
+            return name[: -len(suffix)]
+    return name or "data"
+
+
+def _refuse_folder_of_lines(folder: Path) -> None:
+    """`datasets` would take the files' rows for one table and fail at the first row that has other fields."""
+    lines = sorted(p.name for p in folder.iterdir() if p.name.lower().endswith(_JSONL))
+    if lines:
+        raise InputError(
+            f"the input {folder} is a folder with JSON lines ({', '.join(lines[:3])}{', ...' * (len(lines) > 3)})",
+            f"name one file; or: cat {folder}/*.jsonl | specbatch generate - -o results.jsonl",
+        )
+
+
+def _stdin_source(given: BinaryIO | None) -> Source:
+    if given is None and sys.stdin is None:
+        raise InputError("standard input is closed", "specbatch generate - -o results.jsonl < data.jsonl")
+    stdin = given if given is not None else sys.stdin.buffer
+    # Standard input cannot be read twice, so its head stands for the whole: a resumed run must be fed the same content.
+    try:
+        head = stdin.read(_STDIN_HEAD)
+    except (OSError, ValueError) as exc:  # a folder, or opened for writing only
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise InputError(
+            f"standard input cannot be read: {reason}", "specbatch generate - -o results.jsonl < data.jsonl"
+        ) from exc
+    whole = len(head) < _STDIN_HEAD
+
+    def rows() -> Iterator[RawRow]:
+        for index, line in numbered_lines(_Joined(head, stdin), "standard input"):
+            yield RawRow(index, line)
+
+    identity = {"kind": "stdin", "sha256_of_head": hashlib.sha256(head).hexdigest(), "head_is_all": whole}
+    return Source("standard input", identity, whole, None, None, rows)
+
+
+class _Joined:
+    """The lines of `head` followed by the rest of `rest`."""
+
+    def __init__(self, head: bytes, rest: BinaryIO) -> None:
+        self._head = io.BytesIO(head)
+        self._rest = rest
+
+    def readline(self, size: int, /) -> bytes:
+        line = self._head.readline(size)
+        whole = line.endswith(b"\n") or len(line) == size
+        return line if whole else line + self._rest.readline(size - len(line))
+
+
+def _file_source(path: Path) -> Source:
+    name = str(path)
+    suffix = path.suffix.lower()
+    kind = _TABLES.get(suffix)
+    touched = _watch([path])
+    identity = identify_file(path)
+    facts = {"kind": "file", **identity.facts}
+    if kind is not None:
+        builder, options = kind
+
+        def table_rows() -> Iterator[RawRow]:
+            yield from _table_rows(name, lambda: _load_table(builder, name, options))
+
+        return Source(name, facts, True, None, path, table_rows, touched, lambda: _file_source(path))
+    if not name.lower().endswith(_JSONL):
+        raise InputError(
+            f"the input {name} has no known format",
+            f"known: {', '.join(_JSONL + tuple(_TABLES))}; or feed JSON lines through standard input: `-`",
+        )
+
+    def rows() -> Iterator[RawRow]:
+        with open_lines(path) as file:
+            for index, line in numbered_lines(file, name):
+                yield RawRow(index, line)
+
+    total = identity.num_lines if suffix not in (".gz", ".zst") else None
+    return Source(name, facts, True, total, path, rows, touched, lambda: _file_source(path))
+
+
+def _watch(files: Sequence[Path]) -> Callable[[], bool]:
+    """Whether the files, or what their names link to, have been written, replaced or removed since this call."""
+
+    def state() -> list[tuple[int, ...] | None]:
+        return [_state(file) for file in files]
+
+    before = state()
+    return lambda: state() != before
+
+
+def _state(file: Path) -> tuple[int, ...] | None:
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    # The time of change cannot be set back, as that of modification can.
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _load_table(builder: str, name: str, options: dict[str, Any]) -> Any:
+    import datasets
+
+    return datasets.load_dataset(builder, data_files=name, split="train", streaming=True, **options)
+
+
+def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
+    import datasets
+
+    if not local and not datasets.config.HF_HUB_OFFLINE:
+        _check_hub(ref)
+    try:
+        builder = datasets.load_dataset_builder(ref, data.subset)
+        splits = list(builder.info.splits or getattr(builder.config, "data_files", None) or ())
+        if splits and data.split not in splits:
+            raise InputError(
+                f"the data set {ref} has no split {data.split!r}",
+                f"its splits: {', '.join(map(str, splits))} (--set data.split=NAME)",
+            )
+    except InputError:
+        raise
+    except Exception as exc:  # `datasets` raises many kinds, and all of them mean: no such data set from here
+        what = f"the folder {ref}" if local else f"{ref} is no file here, and as a data set on the hub it"
+        raise InputError(f"{what} cannot be loaded: {_first_line(exc)}", _near_hint(Path(ref))) from exc
+    identity = {
+        "kind": "data set",
+        "name": ref,
+        "subset": data.subset,
+        "split": data.split,
+        "version": str(builder.hash),  # changes with the revision of the data set
+    }
+    info = (builder.info.splits or {}).get(data.split)
+    total = getattr(info, "num_examples", None) or None
+
+    def rows() -> Iterator[RawRow]:
+        yield from _table_rows(ref, lambda: builder.as_streaming_dataset(split=data.split))
+
+    if not local:  # a revision of the hub does not change
+        return Source(ref, identity, True, total, None, rows)
+    files = [Path(str(file)) for named in (builder.config.data_files or {}).values() for file in named]
+    return Source(ref, identity, True, total, None, rows, _watch(files), lambda: _dataset_source(ref, data, local))
+
+
+def _check_hub(ref: str) -> None:
+    """One request, where `datasets` would retry for half a minute. Raises InputError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        HfApi().dataset_info(ref, timeout=20)
+    except RepositoryNotFoundError as exc:
+        raise InputError(f"{ref} is no file here, and the hub has no such data set", _near_hint(Path(ref))) from exc
+    except Exception as exc:  # network errors come in many kinds
+        raise InputError(
+            f"{ref} is no file here, and the hub cannot be asked for a data set of this name: {_first_line(exc)}",
+            "HF_HUB_OFFLINE=1 uses what an earlier run has fetched",
+        ) from exc
+
+
+def _table_rows(name: str, load: Callable[[], Any]) -> Iterator[RawRow]:
+    index = -1
+    try:
+        for index, columns in enumerate(load()):
+            yield RawRow(index, finite(columns))  # an empty CSV field arrives as NaN
+    except Exception as exc:  # whatever the reader raises, this table cannot be read on
+        raise InputError(f"{name} cannot be read past row {index + 1}: {_first_line(exc)}") from exc
+
+
+def _looks_like_a_file(ref: str) -> bool:
+    return (
+        ref.lower().endswith(_JSONL + tuple(_TABLES) + (".gz", ".zst", ".txt"))
+        or not _HUB_NAME.fullmatch(ref)
+        or ("/" in ref and Path(ref).parent.is_dir())
+    )
+
+
+def _near_hint(path: Path) -> str | None:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    near = difflib.get_close_matches(path.name, (p.name for p in folder.iterdir() if p.is_file()), n=3)
+    return f"did you mean {' or '.join(str(folder / n) for n in near)}?" if near else None
+
+
+def _first_line(exc: BaseException) -> str:
+    cause = exc.__cause__ if exc.__cause__ is not None and not str(exc).strip() else exc
+    text = str(cause).strip().splitlines()
+    return text[0] if text else type(cause).__name__

@@ -1,0 +1,84 @@
+"""Tables at the end of a command, for the reader at the terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from specbatch.job.progress import duration
+
+_UNCUT = 0.05  # tokens per round that the ends of rows may take without a word
+
+
+def print_table(table: Table, console: Console) -> None:
+    """In a log or a pipe: no blanks at the ends of lines, and no line folded."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    text = io.StringIO()
+    Console(file=text, width=10_000).print(table)
+    for line in text.getvalue().splitlines():
+        console.print(line.rstrip(), markup=False, soft_wrap=True)
+
+
+def acceptance_text(speculation: Mapping[str, Any], draft_rate_by_position: Sequence[float]) -> str | None:
+    """What drafts were worth, with what explains a length that does not go with the share that was kept. None: there
+    were no rounds. `speculation`: as stats.json has it; the rates are of the last session."""
+    length, rate = speculation["acceptance_length"], speculation["acceptance_rate"]
+    if length is None:
+        return None
+    text = f"{length:.2f} tokens per round"
+    if rate is None:
+        return f"{text}, no drafts"
+    histogram = speculation["accept_histogram"]
+    uncut = 1 + sum(kept * rounds for kept, rounds in enumerate(histogram)) / sum(histogram)
+    if uncut - length >= _UNCUT:  # a row that ends with a draft has no use for the token after it
+        text += f" ({uncut:.2f} before the ends of rows cut it)"
+    drafting = draft_rate_by_position[0] if draft_rate_by_position else 1.0
+    if drafting < 0.995:
+        text += f", drafts in {_percent(drafting)} of rounds"
+    return f"{text}, {rate:.0%} of drafts kept"
+
+
+def _percent(share: float) -> str:
+    return "less than 1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def closing_table(report: dict[str, Any]) -> Table:
+    """The main figures of stats.json for the reader at the terminal."""
+    rows, session = report["rows"], report["session"]
+    seconds, speculation = session["seconds"], report["speculation"]
+    table = Table(title=_warning(report), show_header=False, box=None, pad_edge=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")  # the path of the output is never cut
+    done = f"{rows['ok']:,} ok, {rows['failed']:,} failed"
+    table.add_row("rows", done + (f" ({session['resumed_rows']:,} from before)" if session["resumed_rows"] else ""))
+    table.add_row("tokens", f"{report['tokens']['prompt']:,} prompt, {report['tokens']['completion']:,} completion")
+    split = ", ".join(f"{name} {duration(seconds[name])}" for name in ("load", "prefill", "decode", "io"))
+    table.add_row("time", f"{duration(seconds['total'])} ({split})")
+    if session["output_tokens_per_second"]:
+        table.add_row("speed", f"{session['output_tokens_per_second']:,.1f} output tok/s")
+    if (shown := acceptance_text(speculation, session["draft_rate_by_position"])) is not None:
+        table.add_row("acceptance", shown)
+    if session["cache_hit_rate"]:
+        table.add_row("prefix cache", f"{session['cache_hit_rate']:.0%} of prompt tokens")
+    if session["preemptions"]:
+        table.add_row("preemptions", f"{session['preemptions']:,}")
+    if session["memory_shortages"]:
+        table.add_row("memory", f"ran out {session['memory_shortages']:,} times: batches were made smaller")
+    table.add_row("output", escape(report["output"]))
+    return table
+
+
+def _warning(report: dict[str, Any]) -> str | None:
+    """The title of the closing table where the texts are no answers."""
+    whys = ["random weights"] if report["random_weights"] else []
+    if report["simulated"]:
+        length = report["config"]["speculation"]["simulate_acceptance"]
+        whys.insert(0, f"SIMULATED acceptance of {length:g} tokens per round")
+    return f"{', '.join(whys)}: the texts are no answers" if whys else None

@@ -1,0 +1,230 @@
+"""The engine: a continuous batch, advanced by prompt chunks and speculative rounds.
+
+A round is draft -> verify -> accept -> commit -> draft-extend.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from specbatch.attention.interface import BatchLayout, Span
+from specbatch.cache.pages import KVCache, PagePool
+from specbatch.cache.prefix import PrefixIndex
+from specbatch.draft.network import TargetOutput
+from specbatch.engine.append import append_tokens
+from specbatch.engine.base import EngineBase
+from specbatch.engine.cpu_threads import ThreadGovernor
+from specbatch.engine.scheduler import PrefillSpan, Scheduler
+from specbatch.engine.sequence import Sequence
+from specbatch.kernels.out_of_memory import is_out_of_memory
+from specbatch.models.decoder import Decoder
+from specbatch.oracle.proposer import Proposer
+from specbatch.oracle.sampling import token_logprob
+from specbatch.oracle.tree import DraftTree
+from specbatch.oracle.verify import Accepted, sample_token, verify
+from specbatch.types import Completion, FinishReason
+
+
+class Engine(EngineBase):
+    """Runs requests to completion. See `types.BatchEngine` for what each method promises."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        proposer: Proposer,
+        cache: KVCache,
+        pool: PagePool,
+        *,
+        max_length: int,
+        longest_row: int | None = None,
+        max_batch_size: int,
+        prefill_chunk_tokens: int,
+        prefix_cache: bool,
+        eos_token_ids: tuple[int, ...],
+        threads: ThreadGovernor | None = None,
+    ) -> None:
+        self._target = target
+        self._proposer = proposer
+        self._cache = cache
+        self._page_size = pool.page_size
+        self._eos = frozenset(eos_token_ids)
+        self._threads = threads
+        prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
+        scheduler = Scheduler(pool, prefix, proposer.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens)
+        super().__init__(scheduler, target.config.vocab_size, max_length, longest_row)
+        # What drafting, the target and draft-extend took in the last round.
+        self.phase_seconds = 0.0, 0.0, 0.0
+
+    def redraft(self, proposer: Proposer) -> None:
+        """Draft so from now on, with the same draft network or none. The engine must be idle, and was built for the
+        widest; what its prefix cache holds is of use to the network that it was computed with only."""
+        assert not self.num_running, "requests are running"
+        assert not self.num_waiting, "requests are waiting"
+        assert proposer.num_lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
+        self._proposer = proposer
+
+    def _start(self, seq: Sequence) -> None:
+        self._proposer.start(seq)
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        if self._threads is not None:
+            self._threads.update()
+        try:
+            finished = self._step()
+        except Exception as error:
+            if is_out_of_memory(error):  # which may be anywhere within the step: the engine is of no use any more
+                raise self._shortage(error) from error
+            raise
+        if self._threads is not None and not (self.num_running or self.num_waiting):
+            self._threads.rest()
+        return finished
+
+    def _step(self) -> list[Completion]:
+        began = time.perf_counter()
+        spans = self._scheduler.plan_prefill()
+        if spans:
+            finished = self._prefill(spans)
+            self._stats.prefill_seconds += time.perf_counter() - began
+            return finished
+        sequences = self._scheduler.plan_round()
+        if not sequences:
+            return []
+        finished = self._round(sequences)
+        self._stats.decode_seconds += time.perf_counter() - began
+        return finished
+
+    def _prefill(self, spans: list[PrefillSpan]) -> list[Completion]:
+        tokens = [token for s in spans for token in s.seq.tokens[s.start : s.end]]
+        layout = self._layout([Span(s.seq.pages, s.start, s.end - s.start) for s in spans])
+        hidden, captured = self._target.forward(self._tensor(tokens), layout, self._cache, self._proposer.capture)
+        last_rows, row = [], -1
+        for s in spans:
+            row += s.end - s.start
+            self._count_prefill(s)
+            if s.end == len(s.seq.tokens):
+                last_rows.append(row)
+        first_logits = iter(self._target.logits(hidden[last_rows]) if last_rows else ())
+        finished = []
+        for s in spans:
+            s.seq.num_committed = s.end
+            if s.end == len(s.seq.tokens):
+                logits = next(first_logits)
+                token = sample_token(logits, s.seq, position=len(s.seq.tokens))
+                reason = self._append(s.seq, [token], logits[None])
+                if reason is not None:
+                    finished.append((s.seq, reason))
+        # A request that ends with its first token is drafted for all the same: later rows may share its pages, and
+        # those hold the draft's entries too. Only if a stop string took that token away there is nothing to extend to.
+        whole = {s.seq for s in spans if len(s.seq.tokens) > s.end}
+        self._extend([(s.seq, s.start) for s in spans], hidden, captured, whole)
+        for s in spans:
+            if s.seq in whole or self._proposer.cache is None:
+                self._scheduler.share(s.seq)
+        return [self._complete(seq, reason) for seq, reason in finished]
+
+    def _round(self, sequences: list[Sequence]) -> list[Completion]:
+        began = time.perf_counter()
+        tree = self._proposer.propose(sequences)
+        drafted = time.perf_counter()
+        hidden, captured, logits = self._verify_forward(sequences, tree)
+        verified = time.perf_counter()
+        accepted = verify(sequences, tree, logits)
+        self._compact(sequences, tree, accepted)
+
+        finished, rows, starts, first = [], [], [], 0
+        for b, (seq, kept) in enumerate(zip(sequences, accepted, strict=True)):
+            path_rows = [first + node for node in kept.path]
+            first += tree.num_nodes[b]
+            rows += path_rows
+            starts.append((seq, seq.num_committed))
+            drafts = tree.tokens_BN[b, kept.path[1:]].tolist()
+            before = len(seq.tokens)
+            reason = self._append(seq, [*drafts, kept.next_token], logits[path_rows])
+            committed = len(seq.tokens) - before
+            seq.counts.record(
+                drafted=tree.num_nodes[b] - 1,
+                depth=max(tree.depths(b)),
+                accepted=min(len(drafts), committed),
+                committed=committed,
+            )
+            self._stats.broken_drafts += kept.num_broken
+            seq.num_committed += len(kept.path)
+            if reason is not None:
+                finished.append((seq, reason))
+        self._stats.rounds += 1
+        going_on = set(sequences) - {seq for seq, _ in finished}
+        committed_at = time.perf_counter()
+        self._extend(starts, hidden[rows], [c[rows] for c in captured], going_on)
+        self.phase_seconds = drafted - began, verified - drafted, time.perf_counter() - committed_at
+        return [self._complete(seq, reason) for seq, reason in finished]
+
+    def _verify_forward(self, sequences: list[Sequence], tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Target forward over all real nodes: node j of a tree lies at slot num_committed + j, at position + its
+        depth."""
+        spans, tokens = [], []
+        for b, seq in enumerate(sequences):
+            n = tree.num_nodes[b]
+            positions = None if tree.is_chain else [seq.num_committed + depth for depth in tree.depths(b)]
+            spans.append(Span(seq.pages, seq.num_committed, n, positions, tree.mask(b)))
+            tokens.append(tree.tokens_BN[b, :n])
+        hidden, captured = self._target.forward(
+            torch.cat(tokens).to(self._target.device), self._layout(spans), self._cache, self._proposer.capture
+        )
+        return hidden, captured, self._target.logits(hidden)
+
+    def _compact(self, sequences: list[Sequence], tree: DraftTree, accepted: list[Accepted]) -> None:
+        """Make the target KV of accepted paths contiguous. A chain's already is."""
+        if tree.is_chain:
+            return
+        size = self._page_size
+        source: list[int] = []
+        target: list[int] = []
+        for seq, kept in zip(sequences, accepted, strict=True):
+            for depth, node in enumerate(kept.path):
+                if node != depth:
+                    for slots, i in ((source, seq.num_committed + node), (target, seq.num_committed + depth)):
+                        slots.append(seq.pages[i // size] * size + i % size)
+        if source:
+            self._cache.move(self._tensor(source), self._tensor(target))
+
+    def _append(self, seq: Sequence, tokens: list[int], logits_RV: Tensor) -> FinishReason | None:
+        """Append new tokens up to where the request ends; `logits_RV` are those that each was drawn from."""
+        before = len(seq.tokens)
+        reason = append_tokens(seq, tokens, self._eos)
+        new = seq.tokens[before:]
+        self._stats.generated_tokens += len(new)
+        params = seq.request.params
+        if params.logprobs is not None:
+            seq.logprobs += [
+                token_logprob(logits, token, params.logprobs) for logits, token in zip(logits_RV, new, strict=False)
+            ]
+        return reason
+
+    def _extend(
+        self, starts: list[tuple[Sequence, int]], hidden_TE: Tensor, captured: list[Tensor], wanted: set[Sequence]
+    ) -> None:
+        """Draft-extend over what each sequence committed since its start, for those in `wanted`."""
+        keep: list[tuple[Sequence, int]] = []
+        rows: list[int] = []
+        row = 0
+        for seq, start in starts:
+            count = seq.num_committed - start
+            if seq in wanted:
+                keep.append((seq, start))
+                rows += range(row, row + count)
+            row += count
+        if not keep:
+            return
+        if len(keep) < len(starts):
+            hidden_TE, captured = hidden_TE[rows], [c[rows] for c in captured]
+        self._proposer.extend([seq for seq, _ in keep], TargetOutput([start for _, start in keep], hidden_TE, captured))
+
+    def _layout(self, spans: list[Span]) -> BatchLayout:
+        return BatchLayout.build(spans, self._page_size, self._target.device)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, device=self._target.device)

@@ -1,0 +1,49 @@
+"""What a draft method is to the engine: something that proposes a tree for each sequence, and that is told what the
+target computed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from specbatch.cache.pages import KVCache
+from specbatch.draft.network import TargetOutput
+from specbatch.engine.sequence import Sequence
+from specbatch.oracle.tree import DraftTree
+
+
+class Proposer(Protocol):
+    """A draft method."""
+
+    @property
+    def num_lookahead(self) -> int:
+        """Slots past the committed ones that a round needs, in either cache."""
+        ...
+
+    @property
+    def prefix_lookahead(self) -> int:
+        """Tokens past a page on which the draft's entries in that page depend (see `PrefixIndex`)."""
+        ...
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """Target layers whose inputs `extend` needs."""
+        ...
+
+    @property
+    def cache(self) -> KVCache | None:
+        """The draft's own cache, addressed by the same pages as the target's."""
+        ...
+
+    def start(self, seq: Sequence) -> None:
+        """A sequence was admitted: its first `num_committed` tokens came from the prefix cache. Also after a
+        preemption."""
+        ...
+
+    def extend(self, sequences: list[Sequence], output: TargetOutput) -> None:
+        """Draft-extend: follow what was committed, by a prefill chunk or a round."""
+        ...
+
+    def propose(self, sequences: list[Sequence]) -> DraftTree:
+        """Draft one tree for each sequence, each with at least its root."""
+        ...

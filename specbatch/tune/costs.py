@@ -1,0 +1,240 @@
+"""What a round costs, from measurements of its parts at some batch sizes and widths.
+
+Each part is a surface over (batch, width) that does not fall along either axis: more work takes no less time, and what
+a measurement says against that within its noise is noise. What falls by more is kept as it is: a library takes other
+kernels for other sizes, and may well multiply 32 rows in less time than 16. A batch costs what the next size does for
+which graphs are captured, since it is padded to that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.draft.shape import DraftShape
+from specbatch.tune.candidates import Candidate, NgramShape, max_path
+from specbatch.tune.errors import TuningError
+from specbatch.tune.monotone import filled, monotone_grid
+
+# What is measured, and over which width.
+KINDS = {
+    "verify": "nodes of a row's chain, num_draft_tokens",
+    "verify_tree": "the same of trees with branches, which need masks; as chains where not measured",
+    "draft_start": "topk; the first draft step, which has its hidden states already",
+    "draft_step": "branches of a row, topk; every later draft step",
+    "extend": "tokens of a row, the longest path",
+    "prefill": "tokens of a prompt chunk; its batch is 1",
+    "prefill_plain": "the same without a draft network, where that was timed apart",
+    "plain": "1; a whole round of plain decoding, without a draft network",
+    "lookup": "1; finding n-grams, if that is not in `verify`",
+    "overhead": "1; what a whole drafting round takes beyond its parts, if anything",
+    "copies": "1; on a GPU, what any round takes beyond its graph",
+    "host": "1; what a round takes the host, while a GPU works on the one before: no round takes less",
+}
+OPTIONAL = ("lookup", "overhead", "copies", "host")  # 0 where not measured
+# What plain rounds have of a part, by which sizes are filled in at which only those were timed.
+_PLAIN = {"verify": "plain", "verify_tree": "plain", "extend": "extend"}
+# A cell that was not measured is filled in, and counts next to nothing in the fit.
+_FILLED_WEIGHT = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    kind: str  # of KINDS
+    batch: int  # rows
+    width: int
+    milliseconds: float
+    noise: float = math.inf  # relative; inf: of unknown size. Of repetitions the largest counts
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A measurement (the mean of its repetitions) beside the fit."""
+
+    kind: str
+    batch: int
+    width: int
+    measured_ms: float
+    fitted_ms: float
+
+    @property
+    def percent(self) -> float:
+        """Fitted against measured."""
+        return 100.0 * (self.fitted_ms / self.measured_ms - 1.0) if self.measured_ms else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surface:
+    """Milliseconds over (batch, width); piecewise bilinear, straight on with the last slope above what was measured
+    (level, where that falls), constant below."""
+
+    batches: tuple[int, ...]  # ascending
+    widths: tuple[int, ...]  # ascending
+    ms_BW: NDArray[np.float64]
+
+    def at(self, batch: int, width: float) -> float:
+        # Above what was measured, slopes that fall against each other must not make more cost less.
+        batches = [batch, *(b for b in self.batches if b < batch)] if width > self.widths[-1] else [batch]
+        widths = [width, *(w for w in self.widths if w < width)] if batch > self.batches[-1] else [width]
+        return max(self._bilinear(b, w) for b in batches for w in widths)
+
+    def _bilinear(self, batch: int, width: float) -> float:
+        b, t = _segment(self.batches, batch)
+        w, u = _segment(self.widths, width)
+        low = _along(self.ms_BW[b], w, u)
+        high = _along(self.ms_BW[min(b + 1, len(self.batches) - 1)], w, u)
+        return _between(low, high, t)
+
+
+def _along(ms_W: NDArray[np.float64], w: int, u: float) -> float:
+    return _between(float(ms_W[w]), float(ms_W[min(w + 1, len(ms_W) - 1)]), u)
+
+
+def _between(low: float, high: float, share: float) -> float:
+    """Beyond both (`share` > 1), a fall that was measured does not go on: it would end below nothing."""
+    return high if share > 1 and high < low else low + share * (high - low)
+
+
+def _segment(axis: tuple[int, ...], value: float) -> tuple[int, float]:
+    """Index of the segment that holds `value`, the last one for what is above, and where in it: 0 .. 1, or more."""
+    if len(axis) == 1 or value <= axis[0]:
+        return 0, 0.0
+    index = min(bisect_left(axis, value), len(axis) - 1) - 1
+    return index, (value - axis[index]) / (axis[index + 1] - axis[index])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostModel:
+    """Milliseconds of rounds and of prompt chunks."""
+
+    surfaces: dict[str, Surface]
+    residuals: tuple[Residual, ...]
+    graph_sizes: tuple[int, ...]  # batch sizes that batches are padded to, ascending; (): none
+    # Nodes that a row's round of lookups verifies on average, where that is not always num_draft_tokens.
+    nodes: Mapping[Candidate, float] = field(default_factory=dict)
+
+    @staticmethod
+    def fit(measurements: Sequence[Measurement], graph_sizes: Sequence[int] = ()) -> CostModel:
+        """Repeated measurements of one point are averaged. Raises TuningError for a kind that is not in KINDS, and for
+        values that are no times."""
+        points: dict[str, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+        noise: dict[tuple[str, int, int], float] = defaultdict(float)
+        for m in measurements:
+            if m.kind not in KINDS:
+                raise TuningError(f"{m.kind!r} is no kind of measurement", hint=f"the kinds are {', '.join(KINDS)}")
+            if m.batch < 1 or m.width < 1 or not 0 <= m.milliseconds < float("inf"):
+                raise TuningError(f"not a measurement: {m}")
+            points[m.kind][m.batch, m.width].append(m.milliseconds)
+            place = m.kind, m.batch, m.width
+            noise[place] = max(noise[place], m.noise)
+        surfaces: dict[str, Surface] = {}
+        residuals: list[Residual] = []
+        for kind, values in points.items():
+            plain = _of_one_token(points.get(_PLAIN.get(kind, ""), {}))
+            noise_of = {(batch, width): noise[kind, batch, width] for batch, width in values}
+            surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain), noise_of)
+            for (batch, width), repeated in sorted(values.items()):
+                mean = float(np.mean(repeated))
+                residuals.append(Residual(kind, batch, width, mean, surface.at(batch, width)))
+        return CostModel(surfaces, tuple(residuals), tuple(sorted(graph_sizes)))
+
+    def round_ms(self, batch: int, candidate: Candidate | None) -> float:
+        """A round of `batch` rows. Raises TuningError naming what was not measured."""
+        if candidate is None:
+            return self.plain_ms(batch)
+        nodes = self.nodes.get(candidate, candidate.num_draft_tokens)
+        has_branches = isinstance(candidate, DraftShape) and not candidate.is_chain and "verify_tree" in self.surfaces
+        verify = self.part_ms("verify_tree" if has_branches else "verify", batch, nodes)
+        verify += self.part_ms("overhead", batch, 1)
+        if isinstance(candidate, NgramShape):
+            return self._live(batch, verify + self.part_ms("lookup", batch, 1))
+        draft = self.part_ms("draft_start", batch, candidate.topk)
+        if candidate.num_steps > 1:
+            draft += (candidate.num_steps - 1) * self.part_ms("draft_step", batch, candidate.topk)
+        return self._live(batch, draft + verify + self.part_ms("extend", batch, max_path(candidate)))
+
+    def plain_ms(self, batch: int, *, followed: bool = False) -> float:
+        """A round of plain decoding; `followed`: with the draft network brought along, for later rounds to draft."""
+        extend = self.part_ms("extend", batch, 1) if followed else 0.0
+        return self._live(batch, self.part_ms("plain", batch, 1) + extend)
+
+    def _live(self, batch: int, ms: float) -> float:
+        """Of rounds that the host launches and reads while the one before is running."""
+        host = self._surface("host").at(batch, 1) if "host" in self.surfaces else 0.0
+        return max(host, ms + self.part_ms("copies", batch, 1))
+
+    def prefill_ms(self, tokens: int, *, followed: bool = True) -> float:
+        """A prompt chunk; `followed`: by the draft network, too, where there is one."""
+        kind = "prefill" if followed or "prefill_plain" not in self.surfaces else "prefill_plain"
+        return self._surface(kind).at(1, tokens)
+
+    def part_ms(self, kind: str, batch: int, width: float) -> float:
+        """One part of a round. Raises TuningError for one that was not measured, unless it is optional."""
+        if kind in OPTIONAL and kind not in self.surfaces:
+            return 0.0
+        return self._surface(kind).at(self._padded(batch), width)
+
+    def _surface(self, kind: str) -> Surface:
+        if kind not in self.surfaces:
+            raise TuningError(
+                f"there is no measurement of {kind} (over {KINDS[kind]})",
+                hint=f"measured are: {', '.join(sorted(self.surfaces)) or 'none'}",
+            )
+        return self.surfaces[kind]
+
+    def _padded(self, batch: int) -> int:
+        place = bisect_left(self.graph_sizes, batch)
+        return self.graph_sizes[place] if place < len(self.graph_sizes) else batch
+
+
+def _of_one_token(values: Mapping[tuple[int, int], Sequence[float]]) -> dict[int, float]:
+    """By batch size."""
+    return {batch: float(np.mean(repeated)) for (batch, width), repeated in values.items() if width == 1}
+
+
+def _beyond_plain(
+    values: Mapping[tuple[int, int], Sequence[float]], plain: Mapping[int, float]
+) -> dict[tuple[int, int], float]:
+    """A part at batch sizes at which only plain rounds were measured: what it takes longer than those, which show where
+    rounds rise by leaps. Between two measured sizes that stays what it is while the weights are read anyway, then rises
+    with the rows (a roofline, Williams et al. 2009), and is on no account more than on the line between them."""
+    found: dict[tuple[int, int], float] = {}
+    for width in {width for _, width in values}:
+        known = sorted(batch for batch, w in values if w == width and batch in plain)
+        more = {batch: float(np.mean(values[batch, width])) - plain[batch] for batch in known}
+        for low, high in itertools.pairwise(known):
+            for batch in plain:
+                if low < batch < high:
+                    line = more[low] + (batch - low) / (high - low) * (more[high] - more[low])
+                    found[batch, width] = plain[batch] + min(line, max(more[low], more[high] * batch / high))
+    return found
+
+
+def _fit(
+    values: Mapping[tuple[int, int], Sequence[float]],
+    between: Mapping[tuple[int, int], float],
+    noise: Mapping[tuple[int, int], float],
+) -> Surface:
+    """`between`: cells that were not measured, but are known better than by filling them in."""
+    batches = sorted({batch for batch, _ in (*values, *between)})
+    widths = sorted({width for _, width in values})
+    means_BW = np.full((len(batches), len(widths)), np.nan)
+    weights_BW = np.full(means_BW.shape, _FILLED_WEIGHT)
+    for (batch, width), guess in between.items():
+        means_BW[batches.index(batch), widths.index(width)] = guess
+    for (batch, width), repeated in values.items():
+        place = batches.index(batch), widths.index(width)
+        means_BW[place], weights_BW[place] = float(np.mean(repeated)), len(repeated)
+    fitted_BW = monotone_grid(filled(means_BW, batches, widths), weights_BW)
+    for (batch, width), share in noise.items():
+        place = batches.index(batch), widths.index(width)
+        if math.isfinite(share) and abs(fitted_BW[place] - means_BW[place]) > share * means_BW[place]:
+            fitted_BW[place] = means_BW[place]
+    return Surface(tuple(batches), tuple(widths), fitted_BW)

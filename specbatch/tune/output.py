@@ -1,0 +1,138 @@
+"""Writes what tuning found: a configuration to run with, a report, tables and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specbatch.config import Config
+from specbatch.config_load import config_to_dict
+from specbatch.errors import InputError
+from specbatch.job.atomic import write_whole
+from specbatch.job.stats import device_name
+from specbatch.job.tables import print_table
+from specbatch.tune.command import Tuned
+from specbatch.tune.confirm import speedups
+from specbatch.tune.errors import TuningError
+from specbatch.tune.files import MARK, plot_paths, report_path
+from specbatch.tune.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
+from specbatch.tune.report import (
+    Comparison,
+    choices_table,
+    comparisons_table,
+    costs_table,
+    duration,
+    evidence,
+    json_report,
+    jsonable,
+    options_table,
+    tuned_yaml,
+)
+
+_PLOTTED = 5  # candidates in the plot over batch sizes
+
+
+def write_tuned(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
+    """`config` as the user gave it. The report and the plots lie beside the output.
+
+    Raises TuningError where they cannot be written.
+    """
+    hint = "what was measured is kept; if you use another -o, copy the .measured folder to its place"
+    try:
+        _write(tuned, config, output, made_by, console)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TuningError(f"cannot write {error.filename or output}: {reason}", hint=hint) from error
+    except InputError as error:
+        raise TuningError(error.message, hint=hint) from error
+
+
+def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
+    comparisons = live_comparisons(tuned)
+    for table in (costs_table(tuned.forecast.costs), choices_table(tuned.result), options_table(tuned.result)):
+        print_table(table, console)
+    print_table(comparisons_table(comparisons), console)
+    schedule = None if tuned.winner is None else tuned.winner.schedule
+    header, comments = evidence(tuned.result)
+    if schedule != tuned.result.best.schedule:  # all of that is said of the predicted best
+        header, comments = [f"(Predicted to be the fastest was {tuned.result.best.schedule}.)"], []
+    says = _verdict(tuned)
+    lines = [MARK, says, *_live_lines(tuned), *header]
+    # The schedule is of these drafts: with another target, `auto` would be others.
+    if schedule is not None:
+        decided = tuned.run.config.speculation
+        config = replace(config, speculation=replace(config.speculation, method=decided.method, draft=decided.draft))
+    text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
+    write_whole(output, text.encode())
+    report = json_report(tuned.result, tuned.forecast.costs, list(tuned.forecast.replays.values()), comparisons)
+    report |= {"verdict": says, "winner": None if schedule is None else str(schedule), "made_by": made_by}
+    names = ("seconds", "tokens", "tokens_per_round")
+    runs = [{"what": o.name} | {n: getattr(o, n) for n in names} for o in tuned.live]
+    files = zip(runs, tuned.file_seconds, strict=True)
+    report["live_runs"] = jsonable([run | {"file_seconds": seconds} for run, seconds in files])
+    beside = report_path(output)
+    write_whole(beside, json.dumps(report, indent=1).encode())
+    written = [output, beside, *_plots(tuned, comparisons, output, console)]
+    console.print(says, style="bold", markup=False, soft_wrap=True)
+    console.print(f"written: {', '.join(str(path) for path in written)}", markup=False, soft_wrap=True)
+    console.print(f"specbatch generate DATA -c {output}", markup=False)
+
+
+def live_comparisons(tuned: Tuned) -> list[Comparison]:
+    """Predicted and measured tokens per second of the live runs."""
+    found = []
+    for one, said in zip(tuned.live, tuned.predicted_live, strict=True):
+        rates = sorted(one.rates)
+        found.append(Comparison(one.name, None, said.tokens_per_second, one.tokens_per_second, rates[0], rates[-1]))
+    return found
+
+
+def _verdict(tuned: Tuned) -> str:
+    if tuned.winner is None:
+        pairs = zip(tuned.live, speedups(tuned.live), strict=False)
+        found = "; ".join(f"{one.name}: {gain:.2f}x, {_interval(low, high)}" for one, (gain, low, high) in pairs)
+        return (
+            f"Undecided: nothing was clearly faster or slower than plain decoding ({found}). Your settings are kept. "
+            "A longer --budget or a quiet machine may decide it."
+        )
+    if tuned.winner.schedule.is_plain:
+        return "Speculation does not pay on this file: plain decoding was faster, outside the noise."
+    place = next(i for i, one in enumerate(tuned.live) if one.chosen == tuned.winner.schedule)
+    gain, low, high = speedups(tuned.live)[place]
+    return f"{gain:.2f}x as fast as plain decoding ({_interval(low, high)}), live, over the same rows."
+
+
+def _interval(low: float, high: float) -> str:
+    return f"90% interval {low:.2f} to {high:.2f}" if math.isfinite(high) else "one run, so the noise is unknown"
+
+
+def _live_lines(tuned: Tuned) -> list[str]:
+    """With what was chosen by, which may be another than the fastest of these runs."""
+    return [
+        f"Live, {len(one.seconds)} runs: {one.name}: {one.tokens_per_second:,.1f} tok/s,"
+        f" {one.tokens_per_round:.2f} tokens a round; the whole file by that: {duration(seconds)}."
+        for one, seconds in zip(tuned.live, tuned.file_seconds, strict=True)
+    ]
+
+
+def _plots(tuned: Tuned, comparisons: list[Comparison], output: Path, console: Console) -> list[Path]:
+    caption = Caption(", ".join(tuned.run.description.values()), device_name(tuned.run.config.engine.device))
+    paths = plot_paths(output)
+    shown = [c for choice in tuned.result.choices for c in [choice.ranked[0].candidate] if c is not None]
+    shown += [c for option in tuned.result.fixed for c in option.schedule.candidates if c is not None]
+    batches, replays = [choice.batch for choice in tuned.result.choices], list(tuned.forecast.replays.values())
+    try:
+        plot_acceptance(replays, tuned.rank_shares, caption, paths[0])
+        plot_throughput(
+            replays, tuned.forecast.costs, batches, list(dict.fromkeys(shown))[:_PLOTTED], caption, paths[1]
+        )
+        plot_comparisons(comparisons, "tokens per second", caption, paths[2])
+    except TuningError as error:
+        console.print(f"no plots: {error.message} ({error.hint})", markup=False)
+        return []
+    return paths

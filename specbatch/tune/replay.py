@@ -1,0 +1,289 @@
+"""How many rounds each traced row would take with a candidate: its drafts at every position are known, so the rounds
+are walked as the engine would walk them.
+
+A round at position p that accepts a drafts commits a + 1 tokens: those and the target's own; at the row's end what is
+past it is cut. The prefill drew the first token. That is what `types.SpeculationCounts` counts in a run: rounds, tokens
+committed, and drafts kept by depth.
+
+Exact for greedy text with chains and n-grams, for sampled text with trees and n-grams (whose acceptance draws the
+numbers that plain sampling draws), and for smaller trees but for the rounds counted in `num_unknown` (see `subtrees`).
+For sampled text with chains it is the expectation over the draft's draws, where the trace has `accept_PS`; else the
+greedy chain stands in for the sampled one.
+
+Shape suffixes: R rows, P positions of all rows, S draft steps, Q candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.draft.shape import DraftShape
+from specbatch.tune.candidates import Candidate, NgramShape, max_path, num_nodes
+from specbatch.tune.errors import TuningError
+from specbatch.tune.lookup import Lookup
+from specbatch.tune.positions import Positions, leading, stacked, true_tokens
+from specbatch.tune.subtrees import Ranks, WideTrees
+from specbatch.tune.trace import Trace
+
+MAX_NGRAM_DRAFTS = 127  # of a round
+_CHUNK = 64  # candidates walked at once, which bounds the memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """A candidate on the traced rows. Counts are whole numbers, but for expectations (sampled chains)."""
+
+    candidate: Candidate
+    rounds_R: NDArray[np.float64]  # verify passes after the prefill
+    tokens_R: NDArray[np.int64]  # tokens that those committed
+    unknown_R: NDArray[np.float64]  # rounds whose drafts the trace does not hold for certain
+    accepted_at: tuple[float, ...]  # [s]: rounds of all rows that kept a draft of step s
+    idle_R: NDArray[np.float64] | None = None  # lookups: rounds that find nothing, and so draft nothing
+
+    @property
+    def rounds(self) -> float:
+        return float(self.rounds_R.sum())
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of all rows together: tokens / rounds. A row of few tokens a round counts with its many rounds, as it does in
+        a running batch."""
+        return float(self.tokens_R.sum()) / self.rounds
+
+    @property
+    def nodes_per_round(self) -> float:
+        """Verified in a row's round on average, where rounds that draft nothing verify the root alone."""
+        idle = 0.0 if self.idle_R is None else float(self.idle_R.sum())
+        return 1.0 + (num_nodes(self.candidate) - 1) * (1.0 - idle / self.rounds)
+
+    @property
+    def num_unknown(self) -> float:
+        return float(self.unknown_R.sum())
+
+    @property
+    def unknown_share(self) -> float:
+        """Of the rounds."""
+        return self.num_unknown / self.rounds
+
+    def of_rows(self, rows: slice | NDArray[np.intp]) -> Replay:
+        """Of these traced rows alone; `accepted_at` stays that of all."""
+        return replace(
+            self,
+            rounds_R=self.rounds_R[rows],
+            tokens_R=self.tokens_R[rows],
+            unknown_R=self.unknown_R[rows],
+            idle_R=None if self.idle_R is None else self.idle_R[rows],
+        )
+
+    def rates(self) -> NDArray[np.float64]:
+        """(R,) each row's own tokens per round; that of all for a row without rounds."""
+        has = self.rounds_R > 0
+        return np.where(has, self.tokens_R / np.where(has, self.rounds_R, 1.0), self.tokens_per_round)
+
+    def interval(self, level: float = 0.9, num_samples: int = 1000, seed: int = 0) -> tuple[float, float]:
+        """Bootstrap interval of `tokens_per_round`: percentiles over samples of the rows, drawn with replacement
+        (Efron 1979)."""
+        rows = self.rounds_R > 0
+        count = int(rows.sum())
+        draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=num_samples)
+        ratios = (draws @ self.tokens_R[rows]) / (draws @ self.rounds_R[rows])
+        low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
+        return float(low), float(high)
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What candidates share, made when the first of them asks for it."""
+
+    chain_P: NDArray[np.int16] | None = None
+    no_chain_P: NDArray[np.bool_] | None = None
+    trees: WideTrees | None = None
+    ranks: dict[int, Ranks] = field(default_factory=dict)
+    lookup: Lookup | None = None
+
+
+class Replayer:
+    """Replays candidates of one trace. Keeps what they share, so one instance for all of them."""
+
+    def __init__(self, trace: Trace) -> None:
+        """Raises TuningError for a trace without a single round."""
+        self._trace = trace
+        self._positions = Positions.of(trace)
+        self._true_PS = true_tokens(trace, self._positions, trace.depth)
+        self._prepared = _Prepared()
+
+    def replay(self, candidate: Candidate) -> Replay:
+        """Raises TuningError for a candidate that is illegal or wider or deeper than the trace."""
+        return self.replay_all([candidate])[0]
+
+    def replay_all(self, candidates: Sequence[Candidate]) -> list[Replay]:
+        """`replay` for each of many, faster."""
+        replays: list[Replay] = []
+        for begin in range(0, len(candidates), _CHUNK):
+            part = candidates[begin : begin + _CHUNK]
+            found = [None if self._is_drawn(candidate) else self._accepted(candidate) for candidate in part]
+            known = [pair[0] for pair in found if pair is not None]
+            visits = iter(self._walk(np.stack(known))) if known else iter(())
+            for candidate, pair in zip(part, found, strict=True):
+                if pair is None:
+                    replays.append(self._expected(candidate))
+                else:
+                    replays.append(self._counted(candidate, *pair, next(visits)))
+        return replays
+
+    def rank_shares(self) -> NDArray[np.float64] | None:
+        """(S, topk + 1): how often the true token of a step is the draft's first, second ... choice behind the true
+        ones, and in the last column none of its choices; None for a trace without drafts. Of a trace of chains, which
+        know first choices only, the two columns are right and wrong."""
+        if self._trace.topk > 1:
+            return self._wide_trees().rank_shares(self._true_PS)
+        if self._trace.topk == 0 or self._trace.depth == 0:
+            return None
+        right_P, no_chain_P = self._chain(self._trace.depth)
+        shares_SK = np.zeros((self._trace.depth, 2))
+        for step in range(self._trace.depth):
+            asked_P = (self._true_PS[:, step] >= 0) & ~no_chain_P & (right_P >= step)
+            right = float((right_P[asked_P] > step).mean()) if asked_P.any() else 0.0
+            shares_SK[step] = right, (1.0 - right) if asked_P.any() else 0.0
+        return shares_SK
+
+    def _is_drawn(self, candidate: Candidate) -> bool:
+        """A chain whose drafts are drawn: how far it is accepted is known as a probability."""
+        self._check(candidate)
+        is_chain = isinstance(candidate, DraftShape) and candidate.is_chain
+        return is_chain and self._trace.sampled and any(row.accept_PS is not None for row in self._trace.rows)
+
+    def _check(self, candidate: Candidate) -> None:
+        candidate.check()
+        trace = self._trace
+        if isinstance(candidate, NgramShape):
+            if candidate.num_draft_tokens > MAX_NGRAM_DRAFTS + 1:
+                raise TuningError(
+                    f"num_draft_tokens is {candidate.num_draft_tokens}: at most {MAX_NGRAM_DRAFTS + 1} are replayed"
+                )
+        elif candidate.num_steps > trace.depth or candidate.topk > trace.topk:
+            raise TuningError(
+                f"{candidate} is deeper or wider than the trace of {trace.depth} steps and topk {trace.topk}",
+                hint="trace deeper and wider",
+            )
+
+    def _accepted(self, candidate: Candidate) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+        """(P,) drafts that a round at each position accepts, and whether that is not certain."""
+        if isinstance(candidate, NgramShape):
+            if self._prepared.lookup is None:
+                self._prepared.lookup = Lookup(self._trace, self._positions, MAX_NGRAM_DRAFTS)
+            right_P, _ = self._prepared.lookup.accepted(candidate.min_match, candidate.max_match)
+            drafts = np.int16(candidate.num_draft_tokens - 1)
+            return np.minimum(right_P, drafts), np.zeros(len(right_P), dtype=np.bool_)
+        steps, topk = candidate.num_steps, candidate.topk
+        if candidate.is_chain:
+            return self._chain(steps)
+        ranks = self._ranks(topk)
+        return ranks.accepted(steps, candidate.num_draft_tokens), ranks.unknown(steps, candidate.num_draft_tokens)
+
+    def _chain(self, steps: int) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+        if self._prepared.chain_P is None:
+            chain_PS = stacked(self._trace, "chain_PS", self._trace.depth)
+            if chain_PS is None:
+                raise TuningError("the trace has no chains of drafts")
+            self._prepared.chain_P = leading(chain_PS == self._true_PS)
+            self._prepared.no_chain_P = chain_PS[:, 0] == -1
+        assert self._prepared.no_chain_P is not None
+        return np.minimum(self._prepared.chain_P, np.int16(steps)), self._prepared.no_chain_P
+
+    def _wide_trees(self) -> WideTrees:
+        if self._prepared.trees is None:
+            self._prepared.trees = WideTrees(self._trace, self._true_PS)
+        return self._prepared.trees
+
+    def _ranks(self, topk: int) -> Ranks:
+        trees = self._wide_trees()
+        if topk not in self._prepared.ranks:
+            self._prepared.ranks[topk] = trees.ranks(topk)
+        return self._prepared.ranks[topk]
+
+    def _walk(self, accepted_QP: NDArray[np.int16]) -> NDArray[np.bool_]:
+        """(Q, P) the positions at which rounds begin, all rows of all candidates side by side."""
+        visited_QP = np.zeros(accepted_QP.shape, dtype=np.bool_)
+        here = np.broadcast_to(self._positions.first_R, (len(accepted_QP), len(self._positions.first_R))).ravel()
+        last = np.broadcast_to(self._positions.last_R, (len(accepted_QP), len(self._positions.first_R))).ravel()
+        queue = np.repeat(np.arange(len(accepted_QP)), len(self._positions.first_R))
+        while True:
+            going = here < last
+            if not going.all():
+                here, last, queue = here[going], last[going], queue[going]
+            if not len(here):
+                return visited_QP
+            visited_QP[queue, here] = True
+            here = here + accepted_QP[queue, here] + 1
+
+    def _counted(
+        self,
+        candidate: Candidate,
+        accepted_P: NDArray[np.int16],
+        unknown_P: NDArray[np.bool_],
+        visits_P: NDArray[np.bool_],
+    ) -> Replay:
+        depths = np.bincount(accepted_P, weights=visits_P, minlength=max_path(candidate))
+        at_least = depths[::-1].cumsum()[::-1]
+        idle_R = None
+        if isinstance(candidate, NgramShape):
+            assert self._prepared.lookup is not None
+            _, drafts_P = self._prepared.lookup.accepted(candidate.min_match, candidate.max_match)
+            idle_R = self._by_row(visits_P & ~drafts_P)
+        return Replay(
+            candidate,
+            self._by_row(visits_P),
+            self._positions.num_committed_R,
+            self._by_row(visits_P & unknown_P),
+            tuple(float(value) for value in at_least[1:]),
+            idle_R,
+        )
+
+    def _by_row(self, values_P: NDArray[np.bool_]) -> NDArray[np.float64]:
+        row_P = np.repeat(np.arange(len(self._positions.first_R)), self._positions.num_outputs_R)
+        counts: NDArray[np.float64] = np.bincount(row_P[values_P], minlength=len(self._positions.first_R)).astype(
+            np.float64
+        )
+        return counts
+
+    def _expected(self, candidate: Candidate) -> Replay:
+        """Visits of positions as probabilities, from the first on: a round at p begins the next at p + a + 1 with the
+        probability of accepting a drafts there. All rows side by side."""
+        assert isinstance(candidate, DraftShape)
+        steps, sizes_R = candidate.num_steps, self._positions.num_outputs_R
+        rows = len(sizes_R)
+        longest = int(sizes_R.max())
+        kept_RPS = np.zeros((rows, longest, steps))  # probability of keeping each draft
+        for r, row in enumerate(self._trace.rows):
+            if row.accept_PS is None:
+                continue
+            known = np.clip(row.accept_PS[:, :steps], 0.0, 1.0)
+            left = np.arange(row.num_output - 1, -1, -1)[:, None] > np.arange(steps)
+            kept_RPS[r, : row.num_output] = np.cumprod(np.where(left, known, 0.0), axis=1)
+        visits_RP = np.zeros((rows, longest + steps + 1))
+        visits_RP[:, 0] = 1.0
+        accepted_at = np.zeros(steps)
+        for p in range(longest - 1):
+            here_R = np.where(p < sizes_R - 1, visits_RP[:, p], 0.0)
+            at_least = np.concatenate((np.ones((rows, 1)), kept_RPS[:, p], np.zeros((rows, 1))), axis=1)
+            visits_RP[:, p + 1 : p + steps + 2] += here_R[:, None] * (at_least[:, :-1] - at_least[:, 1:])
+            accepted_at += here_R @ kept_RPS[:, p]
+        counted = np.arange(longest + steps + 1) < (sizes_R - 1)[:, None]
+        return Replay(
+            candidate,
+            (visits_RP * counted).sum(axis=1),
+            self._positions.num_committed_R,
+            np.zeros(rows),
+            tuple(accepted_at.tolist()),
+        )
+
+
+def replay(trace: Trace, candidate: Candidate) -> Replay:
+    """One candidate of a trace (`Replayer` keeps what many share). Raises TuningError for one that is illegal, or wider
+    or deeper than the trace."""
+    return Replayer(trace).replay(candidate)

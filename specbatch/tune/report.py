@@ -1,0 +1,265 @@
+"""What tuning found, as a configuration to run with, as JSON and as tables."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.table import Table
+
+from specbatch.tune.candidates import Candidate, NgramShape, label
+from specbatch.tune.costs import CostModel
+from specbatch.tune.replay import Replay
+from specbatch.tune.schedule import Schedule, ScheduleEntry
+from specbatch.tune.search import Option, Point, SearchResult
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A prediction beside a live run, both in the same unit."""
+
+    what: str
+    batch: int | None  # rows; None: a whole file
+    predicted: float
+    measured: float
+    low: float | None = None  # of the measured, where it was repeated
+    high: float | None = None
+
+    @property
+    def percent(self) -> float:
+        """Predicted against measured."""
+        return 100.0 * (self.predicted / self.measured - 1.0)
+
+
+def with_schedule(config: Mapping[str, Any], schedule: Schedule) -> dict[str, Any]:
+    """A copy of a configuration (as `config_to_dict` makes it) that runs `schedule`. One of plain decoding alone is
+    `method: none`."""
+    tuned = copy.deepcopy(dict(config))
+    section = dict(tuned.get("speculation") or {})
+    section |= {"num_steps": None, "topk": 1, "num_draft_tokens": None, "schedule": None}
+    if schedule.is_plain:
+        section |= {"method": "none", "draft": None}
+    else:
+        section["schedule"] = [_entry(entry, schedule) for entry in schedule.entries]
+        matches = {(c.min_match, c.max_match) for c in schedule.candidates if isinstance(c, NgramShape)}
+        assert len(matches) <= 1, f"one range of match lengths for all entries, not {matches}"
+        for min_match, max_match in matches:
+            section["ngram"] = {**(section.get("ngram") or {}), "min_match": min_match, "max_match": max_match}
+    tuned["speculation"] = section
+    return tuned
+
+
+def _entry(entry: ScheduleEntry, schedule: Schedule) -> dict[str, int]:
+    candidate = entry.candidate
+    if candidate is None:
+        return {"max_batch": entry.max_batch, "num_steps": 0}
+    if isinstance(candidate, NgramShape):
+        return {"max_batch": entry.max_batch, "num_draft_tokens": candidate.num_draft_tokens}
+    return {"max_batch": entry.max_batch, **dataclasses.asdict(candidate)}
+
+
+def tuned_yaml(
+    config: Mapping[str, Any], schedule: Schedule | None, *, header: Sequence[str] = (), comments: Sequence[str] = ()
+) -> str:
+    """The text of `with_schedule`; without a schedule, of the configuration as it is.
+
+    `header`: lines of a comment on top. `comments`: one for each entry of the schedule."""
+    tuned = dict(config) if schedule is None else with_schedule(config, schedule)
+    lines = [f"# {line}".rstrip() for line in header]
+    for name, section in tuned.items():
+        entries = None
+        if name == "speculation":
+            section = dict(section)
+            entries = section.pop("schedule")
+        lines += ["", *_dumped({name: section})] if lines else _dumped({name: section})
+        if name == "speculation":
+            lines += ["  schedule: null"] if entries is None else ["  schedule:"]
+            for i, entry in enumerate(entries or ()):
+                comment = f"  # {comments[i]}" if i < len(comments) and comments[i] else ""
+                inside = ", ".join(f"{key}: {value}" for key, value in entry.items())
+                lines.append(f"    - {{{inside}}}{comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _dumped(value: Any) -> list[str]:
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+    return text.rstrip("\n").split("\n")
+
+
+def evidence(result: SearchResult) -> tuple[list[str], list[str]]:
+    """Header and comments for `tuned_yaml`, from the predictions."""
+    best, plain = result.best.prediction, result.plain.prediction
+    header = [
+        f"Predicted for {best.num_rows} rows: {duration(best.seconds)}"
+        f" (prefill {duration(best.prefill_seconds)}, steady {duration(best.steady_seconds)},"
+        f" drain {duration(best.drain_seconds)}), {best.tokens_per_second:,.0f} tok/s.",
+        f"Plain decoding: {duration(plain.seconds)}.",
+    ]
+    if result.fixed:
+        fixed = result.fixed[0]
+        header.append(f"Best single shape, {fixed.schedule.name}: {duration(fixed.prediction.seconds)}.")
+    if not result.pays:
+        header.append("Speculation does not pay on this file: nothing is predicted to be faster than plain decoding.")
+    return header, [_comment(point) for point in result.entries]
+
+
+def _comment(point: Point) -> str:
+    text = f"{point.tokens_per_second:,.0f} tok/s at {point.batch}, {point.round_ms:.2f} ms a round"
+    if point.candidate is None:
+        return text
+    return f"{text}, {point.tokens_per_round:.2f} tokens a round ({point.low:.2f}-{point.high:.2f})"
+
+
+def duration(seconds: float) -> str:
+    """For people: 12.3 s, 2 min 5 s, 3 h 10 min."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def json_report(
+    result: SearchResult,
+    costs: CostModel,
+    replays: Sequence[Replay],
+    comparisons: Sequence[Comparison] = (),
+) -> dict[str, Any]:
+    """Everything that can be put into a JSON file."""
+    report = {
+        "pays": result.pays,
+        "best": _option(result.best),
+        "fixed": [_option(option) for option in result.fixed],
+        "plain": _option(result.plain),
+        "entries": [_point(point) for point in result.entries],
+        "by_batch": [
+            {"batch": c.batch, "ranked": [_point(p) for p in c.ranked], "plain": _point(c.plain)}
+            for c in result.choices
+        ],
+        "dropped": [{"candidate": _candidate(d.candidate), "reason": d.reason} for d in result.dropped],
+        "num_candidates": result.num_candidates,
+        "costs": [{**dataclasses.asdict(r), "percent": r.percent} for r in costs.residuals],
+        "graph_sizes": costs.graph_sizes,
+        "replays": [_replay(replay) for replay in replays],
+        "live": [{**dataclasses.asdict(c), "percent": c.percent} for c in comparisons],
+    }
+    plain: dict[str, Any] = jsonable(report)
+    return plain
+
+
+def _candidate(candidate: Candidate | None) -> dict[str, Any] | None:
+    return None if candidate is None else {"label": label(candidate), **dataclasses.asdict(candidate)}
+
+
+def _option(option: Option) -> dict[str, Any]:
+    p = option.prediction
+    return {
+        "schedule": [{"max_batch": e.max_batch, "candidate": _candidate(e.candidate)} for e in option.schedule.entries],
+        "seconds": p.seconds,
+        "tokens_per_second": p.tokens_per_second,
+        "mean_batch": p.mean_batch,
+        **{f.name: getattr(p, f.name) for f in dataclasses.fields(p) if f.name != "tokens_by_batch"},
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {
+        **{f.name: getattr(point, f.name) for f in dataclasses.fields(point)},
+        "candidate": _candidate(point.candidate),
+        "tokens_per_second": point.tokens_per_second,
+    }
+
+
+def _replay(replay: Replay) -> dict[str, Any]:
+    low, high = replay.interval()
+    return {
+        "candidate": _candidate(replay.candidate),
+        "rounds": replay.rounds,
+        "tokens": int(replay.tokens_R.sum()),
+        "tokens_per_round": replay.tokens_per_round,
+        "low": low,
+        "high": high,
+        "accepted_at": replay.accepted_at,
+        "unknown_share": replay.unknown_share,
+    }
+
+
+def jsonable(value: Any) -> Any:
+    """Dataclasses, arrays and tuples as JSON has them; what is no finite number as null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return jsonable(value.tolist())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def costs_table(costs: CostModel) -> Table:
+    """Every measurement, a line for each part and batch size, and by how much the fit differs where it does."""
+    table = _table("Costs", "part", "batch", "milliseconds by width, and by how much the fit differs")
+    table.columns[-1].justify = "left"
+    lines: dict[tuple[str, int], list[str]] = {}
+    for r in costs.residuals:
+        # No spaces: lines break between widths.
+        differs = f"({r.percent:+.1f}%)" if abs(r.percent) >= 0.1 else ""
+        if not r.measured_ms and r.fitted_ms >= 0.0005:  # no percentage of that
+            differs = f"(fitted:{r.fitted_ms:.3f})"
+        lines.setdefault((r.kind, r.batch), []).append(f"{r.width}:{r.measured_ms:.3f}{differs}")
+    for (kind, batch), cells in lines.items():
+        table.add_row(kind, str(batch), "  ".join(cells))
+    return table
+
+
+def choices_table(result: SearchResult) -> Table:
+    """The best candidate at each batch size, beside plain decoding."""
+    table = _table(
+        "Best by batch size", "batch", "best", "tokens/round", "90%", "ms/round", "tok/s", "plain tok/s", "gain"
+    )
+    for choice in result.choices:
+        best, plain = choice.ranked[0], choice.plain
+        gain = best.tokens_per_second / plain.tokens_per_second
+        table.add_row(
+            str(choice.batch), label(best.candidate), f"{best.tokens_per_round:.2f}", f"{best.low:.2f}-{best.high:.2f}",
+            f"{best.round_ms:.2f}", f"{best.tokens_per_second:,.0f}", f"{plain.tokens_per_second:,.0f}", f"{gain:.2f}x",
+        )  # fmt: skip
+    return table
+
+
+def options_table(result: SearchResult) -> Table:
+    """Predicted times of the file: the schedule, the best single candidates, plain decoding."""
+    table = _table("Predicted for the file", "", "total", "prefill", "steady", "drain", "tok/s")
+    rows = [("best", result.best), *(("single", o) for o in result.fixed), ("plain", result.plain)]
+    for name, option in rows:
+        p = option.prediction
+        parts = (p.seconds, p.prefill_seconds, p.steady_seconds, p.drain_seconds)
+        table.add_row(f"{name}: {option.schedule.name}", *map(duration, parts), f"{p.tokens_per_second:,.0f}")
+    return table
+
+
+def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
+    """Predicted beside measured."""
+    table = _table("Predicted and live", "", "batch", "predicted", "measured", "interval", "difference")
+    for c in comparisons:
+        interval = "" if c.low is None or c.high is None else f"{c.low:,.1f}-{c.high:,.1f}"
+        batch = "file" if c.batch is None else str(c.batch)
+        table.add_row(c.what, batch, f"{c.predicted:,.1f}", f"{c.measured:,.1f}", interval, f"{c.percent:+.1f}%")
+    return table
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table

@@ -1,0 +1,94 @@
+"""A sample of the user's rows: some to trace, more for their lengths and to run live."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import islice
+
+from specbatch.errors import InputError, RowError
+from specbatch.job.rows import RowParser
+from specbatch.job.sources import RawRow, Source
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.types import EngineLimits, NoiseKey, Request
+
+_MOST_DRAWN = 1024
+FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    requests: list[Request]  # all that were drawn, in that order; each has a stream of noise of its own
+    num_to_trace: int  # of these the first
+    prompt_tokens: list[int]  # of all that were drawn
+    common_prefix: int  # tokens that all of these begin with
+    num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
+    num_drawn: int
+    num_failed: int  # of these
+    max_tokens: int  # the most that a sampled row may write
+
+    @property
+    def to_trace(self) -> list[Request]:
+        return self.requests[: self.num_to_trace]
+
+
+def check_enough(source: Source) -> None:
+    """Before models are loaded. Raises InputError for a file of fewer rows than `sample_rows` needs, whatever is in
+    them. Other sources may be read but once."""
+    if source.path is not None and (count := sum(1 for _ in islice(source.rows(), FEWEST_ROWS))) < FEWEST_ROWS:
+        raise _too_few(source, count, "")
+
+
+def sample_rows(
+    source: Source, parser: RowParser, texts: TextProcessor, limits: EngineLimits, num_rows: int, seed: int
+) -> Sample:
+    """`num_rows` rows drawn evenly from all of the source, with others up to 1024 in all.
+
+    Raises InputError where too few can run.
+    """
+    draw = random.Random(seed)
+    kept: list[RawRow] = []
+    total = 0
+    for total, raw in enumerate(source.rows(), start=1):  # reservoir sampling (Vitter 1985)
+        if len(kept) < max(_MOST_DRAWN, num_rows):
+            kept.append(raw)
+        elif (place := draw.randrange(total)) < len(kept):
+            kept[place] = raw
+    draw.shuffle(kept)
+    requests: list[Request] = []
+    lengths: list[int] = []
+    common: list[int] = []
+    num_failed, max_tokens, completions = 0, 1, 0
+    for raw in kept:
+        head, job = parser.parse(raw)
+        if isinstance(job, RowError):
+            num_failed += 1
+            continue
+        try:
+            prompt = texts.encode(job, limits)
+        except RowError:
+            num_failed += 1
+            continue
+        common = _common_prefix(common, prompt) if lengths else prompt
+        lengths += [len(prompt)] * job.num_computed
+        completions += job.num_computed
+        max_tokens = max(max_tokens, job.params.max_tokens)
+        noise = NoiseKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
+        requests.append(Request(len(requests), prompt, job.params, noise, texts.stop_check(job.params)))
+    if len(requests) < FEWEST_ROWS:
+        raise _too_few(source, len(requests), f" ({num_failed} of {len(kept)} rows fail)" if num_failed else "")
+    expected = round(total * completions / len(kept))
+    to_trace = min(num_rows, len(requests))
+    return Sample(requests, to_trace, lengths, len(common), expected, len(kept), num_failed, max_tokens)
+
+
+def _too_few(source: Source, count: int, failed: str) -> InputError:
+    return InputError(
+        f"{source.name} has {count} rows to tune on, and {FEWEST_ROWS} are the least{failed}",
+        "`specbatch generate` says what is wrong with rows that fail" if failed else "give more rows like those to run",
+    )
+
+
+def _common_prefix(first: list[int], second: list[int]) -> list[int]:
+    pairs = enumerate(zip(first, second, strict=False))
+    return first[: next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))]

@@ -1,0 +1,182 @@
+"""The FlashInfer backend without FlashInfer: over a fake of its wrapper in torch that reads the same buffers, and the
+kernel that writes masks for it. `test_flashinfer.py` runs the real one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import specbatch.engine.resolve as resolving
+from specbatch.attention.flashinfer import FlashInferAttention
+from specbatch.config import EngineSection
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.resolve_speculation import check_mask_size
+from specbatch.errors import ConfigError, ModelError
+from specbatch.kernels import torch_mask
+from specbatch.models.config import ModelConfig
+from specbatch.types import SamplingParams
+from tests import fake_flashinfer
+from tests.tiny_models import random_prompts, run, tiny_config, tiny_device_engine
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+SHAPES = [
+    ("none", None),
+    ("ngram", DraftShape(3, 1, 4)),
+    ("draft_model", DraftShape(3, 1, 4)),
+    ("eagle", DraftShape(5, 4, 8)),
+    ("eagle3", DraftShape(7, 10, 60)),
+]
+
+
+@pytest.mark.skipif(CUDA, reason="the fake reads device memory from the host")
+@pytest.mark.parametrize(("method", "shape"), SHAPES)
+def test_engine_over_the_fake_gives_the_same_tokens(
+    method: str, shape: DraftShape | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64: prompts in chunks, a batch that grows and shrinks, recomputed requests, every kind of round."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "made", 0)
+    prompts = random_prompts(8, seed=1, longest=30, shared=6)
+    num_pages = 40 if shape is not None and shape.topk > 1 else 24
+    settings = {"num_pages": num_pages, "prefill_chunk_tokens": 17, "eos": (5,)}
+    params = SamplingParams(max_tokens=16)
+    expected = run(tiny_device_engine(method, shape, **settings), prompts, params)
+    engine = tiny_device_engine(method, shape, **settings, backend=FlashInferAttention)
+    assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
+    assert engine.stats.preemptions > 0
+    assert fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper.made > 0, "something else computed it"
+
+
+@pytest.mark.skipif(CUDA, reason="plans on the CPU")
+def test_another_flashinfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers under other names would be replaced in vain."""
+
+    class Renamed(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)  # type: ignore[arg-type]
+            del self._custom_mask_buf
+
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    monkeypatch.setattr(fake_flashinfer, "BatchPrefillWithPagedKVCacheWrapper", Renamed)
+    engine = tiny_device_engine(backend=FlashInferAttention)
+    with pytest.raises(ModelError, match="keeps its buffers in another way"):
+        run(engine, [[1, 2, 3]], SamplingParams(max_tokens=2))
+
+
+def naive_mask(words: list[list[int]], mask_start: int, start: int, num_queries: int) -> list[int]:
+    """The bits of one sequence, one after the other."""
+    bits = []
+    for query in range(num_queries):
+        for key in range(start + num_queries):
+            j = key - mask_start
+            inside = 0 <= j < 32 * len(words[query])
+            bits.append(int(j < 0 or (inside and (words[query][j // 32] >> (j % 32)) & 1)))
+    return bits
+
+
+def unpacked(mask_BZ: Tensor, row: int, count: int) -> list[int]:
+    return np.unpackbits(mask_BZ[row].cpu().numpy(), bitorder="little")[:count].tolist()
+
+
+MASKS = [(1, 1, [0, 7, 64], 0), (4, 1, [0, 13, 50], 0), (8, 2, [3, 31, 40], 3), (60, 2, [0, 5, 90], 0)]
+
+
+@pytest.mark.parametrize(("num_queries", "num_words", "starts", "lead"), MASKS)
+@pytest.mark.parametrize("kind", ["torch", pytest.param("triton", marks=[pytest.mark.gpu] if CUDA else [])])
+def test_mask_bits(kind: str, num_queries: int, num_words: int, starts: list[int], lead: int) -> None:
+    """`lead`: new tokens lie that many slots behind the start of the mask, as the later steps of a draft's tree do."""
+    if kind == "triton":
+        pytest.importorskip("triton")
+        from specbatch.kernels.mask_bits import tree_mask_bits
+    else:
+        tree_mask_bits = torch_mask.tree_mask_bits
+    device = DEVICE if kind == "triton" else torch.device("cpu")
+    generator = torch.Generator().manual_seed(num_queries)
+    low, high = -(2**31), 2**31
+    words = torch.randint(low, high, (len(starts) * num_queries, num_words), generator=generator, dtype=torch.int64)
+    mask_starts = [start - lead for start in starts]
+    max_keys = max(starts) + num_queries + 9
+    mask = tree_mask_bits(
+        words.int().to(device),
+        torch.tensor(mask_starts, dtype=torch.int32, device=device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        num_queries,
+        max_keys,
+    )
+    assert mask.dtype == torch.uint8
+    assert mask.shape == (len(starts), -(-num_queries * max_keys // 8))
+    for b, (start, mask_start) in enumerate(zip(starts, mask_starts, strict=True)):
+        own = words.view(len(starts), num_queries, -1)[b].tolist()
+        expected = naive_mask(own, mask_start, start, num_queries)
+        assert unpacked(mask, b, len(expected)) == expected
+
+
+def has_packages(*names: str) -> object:
+    return lambda name: object() if name in names else None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "packages", "message", "hint"),
+    [
+        ("cuda", torch.bfloat16, ("triton",), "flashinfer-python, which is not installed", "specbatch[gpu]"),
+        ("cuda", torch.bfloat16, ("flashinfer",), "needs the package triton", "torch"),
+        ("cuda", torch.float32, ("triton", "flashinfer"), "bfloat16 or float16, not cuda and float32", "triton"),
+        ("cpu", torch.bfloat16, ("triton", "flashinfer"), "needs a CUDA device", "torch"),
+    ],
+)
+def test_what_flashinfer_needs(
+    device: str, dtype: torch.dtype, packages: tuple[str, ...], message: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolving.importlib.util, "find_spec", has_packages(*packages))
+    with pytest.raises(ConfigError, match=message) as error:
+        resolving._resolve_engine(EngineSection(attention="flashinfer"), torch.device(device), dtype, [])
+    assert hint in str(error.value.hint)
+
+
+def test_flashinfer_is_a_device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolving.importlib.util, "find_spec", has_packages("triton", "flashinfer"))
+    device, notes = torch.device("cuda"), []
+    settings = resolving._resolve_engine(EngineSection(attention="flashinfer"), device, torch.float16, notes)
+    assert (settings.attention, settings.graphs, settings.on_device) == ("flashinfer", "round", True)
+    assert resolving._resolve_engine(EngineSection(), device, torch.float16, notes).attention == "triton"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_dtype", "message"),
+    [
+        ({"head_dim": 80}, torch.bfloat16, "heads of 64, 128, 256, not 80"),
+        ({"head_dim": 64, "sliding_windows": (None, 128)}, torch.bfloat16, "no sliding windows"),
+        ({"head_dim": 64}, torch.float8_e4m3fn, "no fp8_e4m3 cache with heads of 64"),
+        ({"head_dim": 128}, torch.float8_e4m3fn, None),
+        ({"head_dim": 64}, torch.bfloat16, None),
+    ],
+)
+def test_models_that_flashinfer_knows(changes: dict, kv_dtype: torch.dtype, message: str | None) -> None:
+    config: ModelConfig = tiny_config(**changes)
+    if message is None:
+        resolving._check_flashinfer(config, kv_dtype)
+        return
+    with pytest.raises(ConfigError, match=message) as error:
+        resolving._check_flashinfer(config, kv_dtype)
+    assert "engine.attention: triton" in str(error.value.hint)
+
+
+def test_the_package_is_optional() -> None:
+    """Importing the backend must not import flashinfer, which CPU users do not have."""
+    source = Path(resolving.__file__).parents[1] / "attention" / "backend_flashinfer.py"
+    assert not any(
+        line.startswith(("import flashinfer", "from flashinfer")) for line in source.read_text().splitlines()
+    )
+
+
+def test_masks_of_more_than_two_gib_are_refused() -> None:
+    check_mask_size(DraftShape(7, 1, 8), 1024, 2**20)  # chains have none
+    check_mask_size(DraftShape(7, 10, 60), 256, 8192)
+    with pytest.raises(ConfigError, match=r"at most 2 GiB.* take 2\.0"):
+        check_mask_size(DraftShape(7, 10, 128), 1024, 131072)

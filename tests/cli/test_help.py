@@ -1,0 +1,142 @@
+"""Help, short cuts of --set, shell completion, and the template of a configuration."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from specbatch.cli import app
+from specbatch.cli.options import all_sets
+from specbatch.config_load import default_config_text, load_config
+from specbatch.errors import ConfigError
+from tests.cli.test_cli import ROOT, environment
+from tests.stub_engine import stub_modules
+
+ROOT_COMMAND: Any = typer.main.get_command(app)
+WIDE = {"TERM": "dumb", "COLUMNS": "250"}
+
+
+def commands(command: Any = ROOT_COMMAND, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*path, name))
+
+
+PATHS = list(commands())
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[" ".join(path) or "specbatch" for path in PATHS])
+def test_every_help_ends_with_examples_that_parse(path: tuple[str, ...]) -> None:
+    short = CliRunner().invoke(app, [*path, "-h"], env=WIDE)
+    assert short.exit_code == 0
+    assert CliRunner().invoke(app, [*path, "--help"], env=WIDE).stdout == short.stdout
+    _, title, examples = short.stdout.rpartition("Example")
+    assert title, short.stdout
+    lines = [line.strip() for line in examples.splitlines()[1:] if line.strip()]
+    assert lines[0].startswith(" ".join(("specbatch", *path))), lines
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        assert program == "specbatch"
+        command = ROOT_COMMAND
+        while arguments and arguments[0] in getattr(command, "commands", {}):
+            command = command.commands[arguments.pop(0)]
+        command.make_context("specbatch", arguments)  # raises UsageError for what the command does not have
+
+
+def test_the_commands_are_those_of_the_readme() -> None:
+    names = {path[0] for path in PATHS if len(path) == 1}
+    assert names == {"generate", "tune", "eval", "config", "init", "models"}
+    readme = ROOT / "README.md"
+    if not readme.is_file():
+        pytest.skip("no checkout")
+    listed = readme.read_text(encoding="utf-8").split("## Commands")[1].split("```")[1]
+    assert {line.split()[1] for line in listed.strip().splitlines()} == names
+
+
+def test_generate_alone_shows_what_to_type(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["generate"], env=WIDE)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    hint = done.stderr.split("hint: for example: ")[1].replace("\n", " ").strip()
+    first, second = hint.split(" && ")
+    assert second == "specbatch generate data.jsonl"
+    subprocess.run(first, shell=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "data.jsonl").read_text() == '{"prompt": "What is the capital of France?"}\n'
+
+
+SHORT_CUTS = ["--model", "m", "--draft", "d", "--method", "eagle", "--max-tokens", "7", "--temperature", "0.25"]
+
+
+def test_short_cuts_set_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, all_sets(["engine.seed=3"], "m", "d", "eagle", 7, 1e-7))
+    assert (config.model.target, config.speculation.draft, config.speculation.method) == ("m", "d", "eagle")
+    assert (config.sampling.max_tokens, config.sampling.temperature, config.engine.seed) == (7, 1e-7, 3)
+    assert all_sets(None, None, None, None, None, None) == []
+    with pytest.raises(ConfigError, match=r"--max-tokens and --set sampling.max_tokens are both given"):
+        all_sets(["sampling.max_tokens=7"], None, None, None, 7, None)
+
+
+def test_config_takes_all_short_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, module in stub_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    done = CliRunner().invoke(app, ["config", *SHORT_CUTS])
+    assert done.exit_code == 0, done.stderr
+    for line in ("target: m", "draft: d", "method: eagle", "max_tokens: 7", "temperature: 0.25"):
+        assert f"  {line}\n" in done.stdout
+    for command in ("generate", "tune", "eval"):
+        assert set(SHORT_CUTS[::2]) <= {
+            flag for parameter in ROOT_COMMAND.commands[command].params for flag in parameter.opts
+        }
+    mistaken = CliRunner().invoke(app, ["config", "--method", "ngrm"])
+    assert mistaken.exit_code == 2
+    assert "did you mean ngram?" in mistaken.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("gen", ["generate"]),
+        ("generate --method ng", ["ngram"]),
+        ("generate --set sampling.temp", ["sampling.temperature="]),
+        ("eval gsm8k_", ["gsm8k_chat"]),
+        ("models pull smollm2-135m-instruct-", ["smollm2-135m-instruct-eagle3"]),
+    ],
+)
+def test_shell_completion(tmp_path: Path, typed: str, expected: list[str]) -> None:
+    words = f"specbatch {typed}"
+    shell = {"_SPECBATCH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    command = [sys.executable, "-m", "specbatch"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(**shell), text=True, capture_output=True, timeout=60)
+    assert done.stdout.split() == expected, done.stderr
+
+
+def test_init_writes_the_template_and_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["init"])
+    assert (done.exit_code, done.stdout) == (0, ""), done.stderr
+    written = (tmp_path / "specbatch.yaml").read_text(encoding="utf-8")
+    assert written == default_config_text()
+    assert "# 0 = greedy." in written
+    os.remove("specbatch.yaml")
+    default = load_config()
+    Path("specbatch.yaml").write_text(written)
+    assert load_config() == default
+    Path("specbatch.yaml").write_text("engine: {seed: 5}")
+    again = CliRunner().invoke(app, ["init"])
+    assert again.exit_code == 2
+    assert "specbatch.yaml exists already" in again.stderr
+    assert Path("specbatch.yaml").read_text() == "engine: {seed: 5}"
+    assert CliRunner().invoke(app, ["init", "no/such.yaml"]).exit_code == 2
+    assert CliRunner().invoke(app, ["init", "other.yaml"]).exit_code == 0
+    assert Path("other.yaml").read_text(encoding="utf-8") == written

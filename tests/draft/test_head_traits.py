@@ -1,0 +1,109 @@
+"""`norm_before_residual`, other layer ids and a missing LM head through both engines: what is computed, and that texts
+stay plain decoding's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specbatch.cache.request_table import Field, Rows, SlotState
+from specbatch.draft.drafters import Draft, NeuralDrafter
+from specbatch.draft.shape import DraftShape
+from specbatch.models.config import expected_tensors as decoder_tensors
+from specbatch.models.eagle_head import EagleConfig, capture_layers
+from specbatch.models.eagle_head import expected_tensors as head_tensors
+from specbatch.models.rope import RopeConfig
+from specbatch.types import SamplingParams
+from tests.eagle_reference import THETA, VOCAB, E, Reference, target_features
+from tests.tiny_models import (
+    RandomTensors,
+    random_prompts,
+    run,
+    tiny_config,
+    tiny_decoder,
+    tiny_device_engine,
+    tiny_engine,
+)
+
+LAYERS = 7  # of the tiny target
+CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 2, 6)
+TRAITS: dict[str, dict[str, Any]] = {
+    "normed residual": {"norm_before_residual": True},
+    "other layers": {"aux_layers": (0, 1, 6)},
+    "last output": {"aux_layers": (1, 4, LAYERS), "norm_before_residual": True},
+    "no LM head": {"lacks_lm_head": True},
+}
+GREEDY = SamplingParams(max_tokens=8)
+SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=5)
+
+
+@dataclass
+class Seen:
+    """What a row drafted from, and what it drafted."""
+
+    row: int
+    length: int
+    feature_E: Tensor
+    drafts: list[int]
+
+
+@pytest.mark.parametrize("name", ["usual", *TRAITS])
+def test_the_device_engine_drafts_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every round, of prompts that end in one chunk and of such that do not."""
+    head_config = tiny_config(1, rope=RopeConfig(theta=THETA))
+    traits = TRAITS.get(name, {})
+    engine = tiny_device_engine("eagle3", CHAIN, num_pages=256, prefill_chunk_tokens=9, decoder=head_config, **traits)
+    seen: list[Seen] = []
+    real = NeuralDrafter.draft
+
+    def draft(self: NeuralDrafter, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+        features = state.features_SE[rows.rows_B].clone()
+        found = real(self, rows, state, sampled)
+        for b in (rows.field(Field.DONE) == 0).nonzero().view(-1).tolist():
+            row, length = int(rows.field(Field.STREAM)[b]), int(rows.length_B[b])
+            seen.append(Seen(row, length, features[b], found.tokens_BN[b].tolist()))
+        return found
+
+    monkeypatch.setattr(NeuralDrafter, "draft", draft)
+    prompts = random_prompts(3, shared=6)
+    texts = [prompt + c.token_ids for prompt, c in zip(prompts, run(engine, prompts, GREEDY), strict=True)]
+
+    config = tiny_config(LAYERS)
+    target = tiny_decoder(config, torch.float64)
+    layers = traits.get("aux_layers", capture_layers(LAYERS))
+    head = EagleConfig("eagle3", head_config, E, VOCAB, False, False, False, layers)
+    weights = RandomTensors(head_tensors(head), 7)._tensors
+    files: Any = SimpleNamespace(tensors=RandomTensors(decoder_tensors(config), 0))
+    if name == "no LM head":
+        weights["lm_head.weight"] = files.tensors.load("lm_head.weight")
+    reference = Reference("eagle3", weights, files, traits.get("norm_before_residual", False))
+    assert len(seen) >= 15
+    for one in seen:
+        tokens = texts[one.row][: one.length + 1]  # the root is the last
+        features = target_features(target, reference, tokens[:-1], layers)
+        assert torch.allclose(one.feature_E, reference.forward(tokens[1:], features)[-1], atol=1e-4)  # float32 angles
+        [longest] = [path for path in reference.tree(tokens[1:], features, CHAIN) if len(path) == CHAIN.num_steps]
+        assert one.drafts == [tokens[-1], *longest]
+
+
+@pytest.mark.parametrize(("name", "shape"), [*((name, CHAIN) for name in TRAITS), ("last output", TREE)])
+def test_texts_are_plain_decodings_and_both_engines_agree(name: str, shape: DraftShape) -> None:
+    prompts = random_prompts(4, shared=6)
+    settings: dict[str, Any] = {"num_pages": 256, "prefill_chunk_tokens": 16}
+    usual = run(tiny_engine("eagle3", shape, **settings), prompts, SAMPLED)
+    traits = TRAITS[name]
+    for params in (GREEDY, SAMPLED):
+        oracle = run(tiny_engine("eagle3", shape, **settings, **traits), prompts, params)
+        device = run(tiny_device_engine("eagle3", shape, **settings, **traits), prompts, params)
+        assert [c.token_ids for c in device] == [c.token_ids for c in oracle]
+        assert [c.speculation for c in device] == [c.speculation for c in oracle]
+        if params is GREEDY:
+            seven = run(tiny_device_engine("none", num_layers=LAYERS, **settings), prompts, params)
+            assert [c.token_ids for c in oracle] == [c.token_ids for c in seven]
+        elif shape.is_chain:  # p/q: what was drafted is in the text
+            assert [c.token_ids for c in oracle] != [c.token_ids for c in usual]

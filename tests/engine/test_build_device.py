@@ -1,0 +1,113 @@
+"""The device engine's builder on a CPU, with a card that is made up: its memory, and what a trial takes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.cache.pages import KVCache
+from specbatch.draft.schedule import ByBatch
+from specbatch.draft.shape import DraftShape
+from specbatch.engine import build_device, trial
+from specbatch.engine.build_device import build_device_engine
+from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.factory import DraftFactory
+from specbatch.engine.memory import Rows, plan_cache, sizes_to_try
+from specbatch.errors import ModelError
+from specbatch.kernels import ops_for
+from specbatch.types import SamplingParams
+from tests.tiny_models import (
+    CPU,
+    MAX_LENGTH,
+    VOCAB,
+    paged_of,
+    random_prompts,
+    run,
+    tiny_config,
+    tiny_decoder,
+    tiny_engine,
+)
+
+SHAPE = DraftShape(3, 1, 4)
+TOKEN_BYTES = 2 * 3 * 2 * 8 * 8  # of the tiny model in float64
+
+
+def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any, **options: Any) -> tuple[DeviceEngine, list[str]]:
+    """`working`: bytes that a trial takes, by batch and chunk; None: more than there is."""
+
+    class Measured(trial.Trials):
+        def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> trial.Trial:
+            taken = working(max_batch_size, prefill_chunk_tokens)
+            if taken is None:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            monkeypatch.setattr(trial, "_peak", lambda device, function: (function(), taken)[1])
+            return super().run(max_batch_size, prefill_chunk_tokens)
+
+    resize = KVCache.resize  # numpy has no views of nothing
+    monkeypatch.setattr(KVCache, "resize", lambda cache, num_slots: resize(cache, max(4, num_slots)))
+    monkeypatch.setattr(build_device, "Trials", Measured)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    target = tiny_decoder(tiny_config(3), torch.float64, attention=paged_of)
+    drafts = DraftFactory(None, (1, 3), VOCAB, 4, CPU, ops_for(CPU, torch.float64))
+    rows = Rows(TOKEN_BYTES, 4, SHAPE.num_draft_tokens, MAX_LENGTH, 64, spare_pages=1)
+    said: list[str] = []
+    settings: dict[str, Any] = {
+        "sizes": sizes_to_try(64, 1024, open_batch=True, open_chunk=True), "kv_cache_tokens": None
+    } | options  # fmt: skip
+    engine = build_device_engine(
+        target, ByBatch.always(SHAPE).map(drafts.drafter), dtype=torch.float64, kv_dtype=torch.float64, device=CPU,
+        available=free, bound=plan_cache(free, rows), rows=rows, memory_fraction=0.9, prefix_cache=True, graphs="none",
+        prompt_graphs=False, sampled=False, keeps_tokens=True, eos_token_ids=(), simulate=None, products_folder=None,
+        say=said.append, show=lambda progress: None, **settings,
+    )  # fmt: skip
+    return engine, said
+
+
+def test_a_roomy_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, said = build(monkeypatch, 1 << 30, lambda batch, chunk: 1000)
+    assert engine.limits.max_prompt_tokens + 1 == MAX_LENGTH
+    assert not any("longest row" in line or "max_batch_size" in line for line in said)
+    prompts, params = random_prompts(5), SamplingParams(max_tokens=12)
+    expected = run(tiny_engine("ngram", SHAPE, num_pages=256), prompts, params)
+    assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
+
+
+def test_a_card_that_holds_short_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the trial takes is not known before: the row becomes shorter, not the start an error."""
+    free = 450 * TOKEN_BYTES
+    engine, said = build(monkeypatch, free, lambda batch, chunk: 100 * TOKEN_BYTES)
+    assert engine.limits.max_prompt_tokens + 1 == 256
+    assert engine.limit_rows(280) == 280, "a resumed job may have had a little more"
+    assert any(line.startswith("longest row: 256 tokens") for line in said)
+
+
+def test_batches_and_chunks_that_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 700 * TOKEN_BYTES
+    engine, said = build(monkeypatch, free, lambda batch, chunk: None if batch > 16 else 10 * TOKEN_BYTES)
+    assert engine._max_batch_size == 16
+    assert any(line.startswith("engine.max_batch_size: 16, engine.prefill_chunk_tokens: 512") for line in said)
+
+
+def test_what_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="does not hold one round"):
+        build(monkeypatch, 1 << 20, lambda batch, chunk: None)
+    with pytest.raises(ModelError, match="leaves a KV cache of 0 tokens"):
+        build(monkeypatch, 450 * TOKEN_BYTES, lambda batch, chunk: 450 * TOKEN_BYTES)
+
+
+def test_a_resumed_job_whose_rows_the_cache_does_not_hold() -> None:
+    """More than the first run allowed is no matter: that is what this one allows, too."""
+    engine = tiny_engine("none", num_pages=16)  # of 4 tokens
+    here = engine.limit_rows(None)
+    assert engine.limit_rows(20) == 20
+    assert engine.limits.max_prompt_tokens == 19
+    [done] = run(engine, [list(range(1, 11))], SamplingParams(max_tokens=30))
+    assert len(done.token_ids) == 10, "prompt and output together"
+    with pytest.raises(ModelError, match=f"allowed rows of {here + 1} tokens, and the KV cache of this one") as caught:
+        engine.limit_rows(here + 1)
+    assert "--overwrite" in (caught.value.hint or "")
+    assert engine.limits.max_prompt_tokens == 19, "as it was"
+    assert engine.limit_rows(None) == here

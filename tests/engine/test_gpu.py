@@ -1,0 +1,218 @@
+"""Both engines on a CUDA device. The oracle's tokens on CPU are the measure, in float64 over the torch twins and in
+float32 over the Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.executor import GraphMode
+from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.engine.test_nonfinite import all_nan, nan_embedding
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    ("none", None),
+    ("ngram", DraftShape(3, 1, 4)),
+    ("draft_model", DraftShape(3, 1, 4)),
+    ("draft_model", DraftShape(5, 4, 8)),
+    ("eagle", DraftShape(3, 1, 4)),
+    ("eagle", DraftShape(5, 4, 8)),
+    ("eagle3", DraftShape(7, 10, 60)),
+]
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)]
+)
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_cuda_equals_cpu(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
+    prompts = random_prompts(5, shared=10)
+    cpu = run(tiny_engine(method, shape, num_pages=256), prompts, params)
+    gpu = run(tiny_engine(method, shape, num_pages=256, device=torch.device("cuda")), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+    assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
+
+
+CUDA = torch.device("cuda")
+DEVICE_CASES = [*CASES, ("draft_model", DraftShape(1, 1, 2)), ("eagle3", DraftShape(1, 1, 2))]
+GREEDY = SamplingParams(max_tokens=24)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
+
+
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), DEVICE_CASES)
+def test_device_engine_equals_cpu_in_float64(
+    method: str, shape: DraftShape | None, params: SamplingParams, graphs: GraphMode
+) -> None:
+    """Batches shrink from 8 to 1, so padded graphs are replayed after larger ones."""
+    prompts = random_prompts(9, shared=10)
+    settings = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
+    cpu = run(tiny_engine(method, shape, **settings), prompts, params)
+    gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+    assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
+
+
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), DEVICE_CASES)
+def test_kernels_give_the_tokens_of_the_cpu_in_float32(
+    method: str, shape: DraftShape | None, params: SamplingParams, graphs: GraphMode
+) -> None:
+    prompts = random_prompts(9, shared=10)
+    settings = {"num_pages": 512, "max_batch_size": 8, "eos": (5,), "dtype": torch.float32}
+    cpu = run(tiny_engine(method, shape, **settings), prompts, params)
+    gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+
+
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize("shape", [DraftShape(3, 1, 4), DraftShape(5, 4, 8)], ids=str)
+@pytest.mark.parametrize(
+    "traits",
+    [{"norm_before_residual": True}, {"aux_layers": (0, 1, 6)}, {"aux_layers": (1, 4, 7)}, {"lacks_lm_head": True}],
+    ids=str,
+)
+def test_other_traits_of_an_eagle3_head(traits: dict[str, Any], shape: DraftShape, graphs: GraphMode) -> None:
+    """A sampled chain's text depends on what was drafted. Layer 7 of 7: the last one's output."""
+    prompts = random_prompts(9, shared=10)
+    settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, **traits}
+    cpu = run(tiny_engine("eagle3", shape, **settings), prompts, SAMPLED)
+    gpu = run(tiny_device_engine("eagle3", shape, **settings, device=CUDA, graphs=graphs), prompts, SAMPLED)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_page_sizes(page_size: int) -> None:
+    prompts = random_prompts(6, shared=10)
+    shape = DraftShape(5, 4, 8)
+    cpu = run(tiny_engine("eagle3", shape, num_pages=256, dtype=torch.float32), prompts, GREEDY)
+    settings = {"num_pages": 4096 // page_size, "page_size": page_size, "dtype": torch.float32}
+    gpu = run(tiny_device_engine("eagle3", shape, **settings, device=CUDA, graphs="round"), prompts, GREEDY)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+
+
+def test_preemption() -> None:
+    prompts = random_prompts(8, seed=1, longest=30)
+    shape = DraftShape(3, 1, 4)
+    expected = run(tiny_engine("eagle3", shape, num_pages=256, dtype=torch.float32), prompts, GREEDY)
+    engine = tiny_device_engine(
+        "eagle3", shape, num_pages=26, prefill_chunk_tokens=7, dtype=torch.float32, device=CUDA, graphs="round"
+    )
+    assert [c.token_ids for c in run(engine, prompts, GREEDY)] == [c.token_ids for c in expected]
+    assert engine.stats.preemptions > 0
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize(("method", "shape"), DEVICE_CASES)
+def test_keys_and_values_in_float8(method: str, shape: DraftShape | None, graphs: GraphMode) -> None:
+    """In float64, over the twins: the CPU's tokens."""
+    prompts = random_prompts(9, shared=10)
+    settings = {"num_pages": 512, "max_batch_size": 8, "eos": (5,), "kv_dtype": FP8}
+    cpu = run(tiny_device_engine(method, shape, **settings), prompts, GREEDY)
+    gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, GREEDY)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+@pytest.mark.parametrize(("method", "shape"), DEVICE_CASES)
+def test_kernels_over_keys_and_values_in_float8(method: str, shape: DraftShape | None, page_size: int) -> None:
+    """In float32, speculative against plain, most prompts of them: a key whose last bit differs may round to float8's
+    next value, 2**-4 away, and turn a near tie."""
+    prompts = random_prompts(16, shared=10)
+    layers = 7 if method == "eagle3" else 3
+    settings = {
+        "num_pages": 2048 // page_size,
+        "page_size": page_size,
+        "max_batch_size": 8,
+        "dtype": torch.float32,
+        "kv_dtype": FP8,
+        "device": CUDA,
+        "graphs": "round",
+        "num_layers": layers,
+    }
+    expected = run(tiny_device_engine("none", None, **settings), prompts, GREEDY)
+    actual = run(tiny_device_engine(method, shape, **settings), prompts, GREEDY)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(actual, expected, strict=True))
+    assert same >= 14
+
+
+@pytest.mark.parametrize(("method", "shape"), [("none", None), *CASES[1:]])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_nothing_waits_for_the_device(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
+    """Prompts and rounds, eager and as graphs, with torch's own detector of synchronisation set to raise."""
+    for graphs in ("none", "round"):
+        settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, "device": CUDA}
+        engine = tiny_device_engine(method, shape, **settings, graphs=graphs)
+        run(engine, random_prompts(9), params)  # compiles and captures
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(engine, random_prompts(9, seed=1), params)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_padding_writes_nothing() -> None:
+    """A batch of 3 runs in the graph of 4: no slot but those of the three requests' pages changes."""
+    engine = tiny_device_engine(
+        "eagle3", DraftShape(5, 4, 8), num_pages=128, dtype=torch.float32, device=CUDA, graphs="round"
+    )
+    run(engine, random_prompts(4), GREEDY)  # fills the caches with something
+    caches = [engine._round._cache, engine._round.drafter.net.cache]
+    for i, prompt in enumerate(random_prompts(3, seed=1)):
+        engine.submit(Request(i, prompt, SamplingParams(max_tokens=100), NoiseKey(0, i, 0)))
+    engine.step()
+    torch.cuda.synchronize()
+    before = [cache.all_layers.clone() for cache in caches]
+    for _ in range(3):
+        engine.step()
+    torch.cuda.synchronize()
+    own = {page for seq in engine._scheduler.running for page in seq.pages}
+    assert len(engine._scheduler.running) == 3
+    others = [slot for page in range(129) if page not in own for slot in range(page * 4, page * 4 + 4)]
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache.all_layers[:, :, :, others], old[:, :, :, others])
+        assert not torch.equal(cache.all_layers, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_logits_that_are_not_finite_fail_their_rows_alone(
+    method: str, shape: DraftShape | None, params: SamplingParams, graphs: GraphMode, dtype: torch.dtype
+) -> None:
+    """In prompts and in what rows write: tokens, ends and counts are the CPU's."""
+    prompts = [[token % 50 for token in prompt] for prompt in random_prompts(7, shared=10)]
+    prompts = [[*prompt, 60] if i in (1, 4) else prompt for i, prompt in enumerate(prompts)]
+    settings = {"num_pages": 512, "max_batch_size": 8, "spoil": nan_embedding(55, 60), "dtype": dtype}
+    cpu = run(tiny_engine(method, shape, **settings), prompts, params)
+    gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+    assert [c.finish_reason for c in gpu] == [c.finish_reason for c in cpu]
+    assert {str(c.finish_reason) for c in gpu} == {"error", "length"}
+
+
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_broken_draft_is_rejected(method: str, graphs: GraphMode) -> None:
+    prompts = random_prompts(5, shared=10)
+    settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32}
+    spoil = {"spoil_draft": all_nan("lm_head.weight")}
+    for shape in (DraftShape(3, 1, 4), DraftShape(5, 4, 8)):
+        for params in (GREEDY, SAMPLED):
+            host = tiny_engine(method, shape, **settings, **spoil)
+            device = tiny_device_engine(method, shape, **settings, **spoil, device=CUDA, graphs=graphs)
+            cpu, gpu = run(host, prompts, params), run(device, prompts, params)
+            assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+            assert device.stats.broken_drafts == host.stats.broken_drafts

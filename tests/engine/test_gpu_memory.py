@@ -1,0 +1,100 @@
+"""A GPU whose memory is short: at the start, at a capture, in a round."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.config_load import load_config
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.build import build_engine
+from specbatch.engine.executor import GraphMode
+from specbatch.engine.memory import GIB
+from specbatch.engine.resolve import resolve
+from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+TREES = ["speculation.method=eagle3", "speculation.draft=shape:eagle3", "speculation.num_steps=5"]
+TREES += ["speculation.topk=8", "speculation.num_draft_tokens=60"]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One test at a time has all of the card, also where several processes run tests."""
+    with Path(tempfile.gettempdir(), "specbatch-test-whole-card.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("alone", "clean")
+@pytest.mark.parametrize("card_gib", [23.2, 38.6])
+@pytest.mark.parametrize("sets", [["speculation.method=none"], TREES], ids=["plain", "60 nodes"])
+def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str]) -> None:
+    """The rest of this card is taken by somebody else."""
+    free = torch.cuda.mem_get_info()[0]
+    if free < card_gib * GIB:
+        pytest.skip("less memory is free")
+    ballast = torch.empty(free - int(card_gib * GIB), dtype=torch.uint8, device="cuda")
+    options = ["model.target=shape:llama-3-8b", "engine.device=cuda", *sets]
+    engine: Any = build_engine(resolve(load_config(None, options)))
+    assert engine.limits.max_prompt_tokens + 1 >= 4096
+    num_rows = 300
+    for i in range(num_rows):
+        params = SamplingParams(
+            max_tokens=20, temperature=0.8 * (i >= 200), ignore_eos=True, logprobs=1 if i % 50 == 7 else None
+        )
+        engine.submit(Request(i, [1 + (i * 31 + j) % 1000 for j in range(50)], params, NoiseKey(0, i, 0)))
+    finished = 0
+    while finished < num_rows:
+        finished += len(engine.step())
+    assert engine.stats.memory_shortages == 0
+    used = engine._executor.runner.bytes
+    assert used <= engine.start_bytes["graphs_reserved"], "graphs that were captured in mid-run counted in"
+    del engine, ballast
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("graphs", ["none", "round", "phases"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_memory_that_runs_out_in_mid_run(graphs: GraphMode, temperature: float) -> None:
+    """What two rows need is there, and what sixteen need is not: batches shrink, captures break off, graphs are given
+    back, texts stay."""
+    shape, vocab = DraftShape(5, 4, 8), 60001
+    settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 16, "vocab": vocab, "prefill_chunk_tokens": 16}
+    params = SamplingParams(max_tokens=12, temperature=temperature, logprobs=1 if graphs == "none" else None)
+    prompts = random_prompts(17, vocab=vocab, longest=14)
+    expected = run(tiny_engine("draft_model", shape, **settings), prompts, params)
+    engine = tiny_device_engine("draft_model", shape, **settings, device=CUDA, graphs=graphs)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run(engine, prompts[:2], params)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    needed = torch.cuda.max_memory_reserved() if graphs == "none" else torch.cuda.memory_reserved() + (24 << 20)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, needed / total))
+    done = run(engine, prompts, params)
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    assert [c.speculation for c in done] == [c.speculation for c in expected]
+    executor = engine._executor
+    assert engine.stats.memory_shortages > 0 or executor._uncaptured

@@ -1,0 +1,164 @@
+"""On CPU in float32 a row's result has the same bits however the batch is composed and the sequence is cut.
+
+Resumed files equal uninterrupted ones byte for byte because of this. It rests on properties of oneDNN and the BLAS
+that are checked here at the sizes of real models.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.attention.cpu import TorchAttention
+from specbatch.attention.interface import BatchLayout, Span
+from specbatch.cache.pages import KVCache
+from specbatch.draft.shape import DraftShape
+from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
+from specbatch.types import SamplingParams
+from tests.tiny_models import CPU, random_prompts, run, tiny_engine
+
+ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 257]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [(16, 48), (32, 61), (576, 960), (576, 3072), (1536, 576), (896, 1152), (4864, 896), (1536, 2048), (8960, 1536)],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(inputs: int, outputs: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear(
+        torch.randn(outputs, inputs, generator=generator) * 0.02,
+        torch.randn(outputs, generator=generator) if bias else None,
+    )
+    x = torch.randn(512, inputs, generator=generator)
+    whole = linear(x)
+    for rows in ROWS:
+        assert torch.equal(linear(x[:rows]), whole[:rows]), f"{rows} rows differ"
+        assert torch.equal(linear(x[100 : 100 + rows]), whole[100 : 100 + rows]), f"{rows} rows at an offset differ"
+
+
+def test_elementwise() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 1152, generator=generator) * 3
+    norm = RMSNorm(torch.randn(1152, generator=generator), 1e-5)
+    for rows in ROWS:
+        assert torch.equal(norm(x[:rows]), norm(x)[:rows])
+        assert torch.equal(torch.exp(x[7 : 7 + rows]), torch.exp(x)[7 : 7 + rows])  # merges of attention chunks
+    rotary = Rotary(torch.rand(32, generator=generator), 1.0, 300, torch.float32, CPU)
+    heads = x.view(300, 18, 64)
+    whole = Rotary.apply(heads, *rotary.at(torch.arange(300)))
+    for rows in ROWS:
+        assert torch.equal(
+            Rotary.apply(heads[9 : 9 + rows], *rotary.at(torch.arange(9, 9 + rows))), whole[9 : 9 + rows]
+        )
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 48), (576, 1536), (896, 4864)])
+def test_gated_linear(inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(outputs, inputs, generator=generator) * 0.02 for _ in range(2))
+    gated = GatedLinear(gate, up, None, None)
+    x = torch.randn(400, inputs, generator=generator)
+    whole = gated(x)
+    torch.testing.assert_close(whole, torch.nn.functional.silu(x @ gate.T) * (x @ up.T), atol=1e-5, rtol=1e-4)
+    for rows in ROWS:
+        assert torch.equal(gated(x[:rows]), whole[:rows])
+        assert torch.equal(gated(x[100 : 100 + rows]), whole[100 : 100 + rows])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(9, 3, 64), (4, 4, 64), (14, 2, 64), (12, 2, 128), (32, 8, 128), (8, 1, 256), (5, 5, 80)],
+)
+def test_attention(heads: int, kv_heads: int, dim: int) -> None:
+    """300 tokens in one piece, against pieces, a decode step, a batch with longer neighbours, and a tree with other
+    branches."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(300, h, dim, generator=generator) for h in (heads, kv_heads, kv_heads))
+    page, pages = 16, [*range(19, 0, -1), *range(20, 60)]
+    backend = TorchAttention(heads, kv_heads, dim, CPU)
+    cache = KVCache(1, 60 * page, kv_heads, dim, torch.float32, CPU)
+    other = list(range(20, 60))
+    cache._kv[..., 20 * page :, :] = torch.randn(2, kv_heads, 40 * page, dim, generator=generator)
+    whole_layout = BatchLayout.build([Span(pages, 0, 300)], page, CPU)
+    cache.write(0, whole_layout.slots_T, k, v)
+    whole = backend.attend(backend.plan(whole_layout), q, cache, 0, None)
+
+    def check(
+        spans: list[Span], rows: list[tuple[int, int]], window: int | None = None, expected: torch.Tensor = whole
+    ) -> None:
+        """`rows[i]` = the tokens of the sequence that span i computes; spans of other sequences have none."""
+        queries = [
+            q[a:b] if b else torch.ones(span.num_tokens, heads, dim) for span, (a, b) in zip(spans, rows, strict=True)
+        ]
+        layout = BatchLayout.build(spans, page, CPU)
+        out = backend.attend(backend.plan(layout), torch.cat(queries), cache, 0, window)
+        first = 0
+        for span, (a, b) in zip(spans, rows, strict=True):
+            if b:
+                assert torch.equal(out[first : first + span.num_tokens], expected[a:b]), f"tokens {a}..{b}"
+            first += span.num_tokens
+
+    for start, count in [
+        (0, 1),
+        (0, 5),
+        (0, 128),
+        (3, 140),
+        (127, 1),
+        (128, 1),
+        (129, 3),
+        (250, 50),
+        (299, 1),
+        (290, 8),
+    ]:
+        check([Span(pages, start, count)], [(start, start + count)])
+        check(
+            [Span(other, 500, 1), Span(pages, start, count), Span(other, 20, 30)],
+            [(0, 0), (start, start + count), (0, 0)],
+        )
+    windowed = backend.attend(backend.plan(whole_layout), q, cache, 0, 50)
+    assert not torch.allclose(windowed, whole)
+    # A tree whose branch 0-2-5-6 is tokens 250..253, its nodes at slots that plain decoding would give to other tokens.
+    tree = torch.eye(7).bool()
+    for node, parent in enumerate([0, 0, 1, 1, 2, 5], start=1):
+        tree[node] |= tree[parent]
+    depths, branch = [0, 1, 1, 2, 2, 2, 3], [0, 2, 5, 6]
+    layout = BatchLayout.build([Span(pages, 250, 7, [250 + d for d in depths], tree), Span(other, 100, 3)], page, CPU)
+    saved = cache._kv.clone()
+    rows = torch.full((7,), 0)
+    rows[branch] = torch.arange(250, 254)
+    cache.write(0, layout.slots_T[:7], k[rows], v[rows])
+    for window, expected in ((None, whole), (50, windowed)):
+        out = backend.attend(backend.plan(layout), torch.cat((q[rows], q[:3])), cache, 0, window)
+        assert torch.equal(out[branch], expected[250:254])
+    cache._kv.copy_(saved)
+
+    for start, count in [(0, 40), (200, 100), (299, 1), (128, 5)]:
+        check([Span(pages, start, count), Span(other, 400, 2)], [(start, start + count), (0, 0)], 50, windowed)
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("none", None),
+        ("ngram", DraftShape(3, 1, 4)),
+        ("draft_model", DraftShape(5, 4, 8)),
+        ("eagle", DraftShape(3, 1, 4)),
+    ],
+)
+def test_engine_logprobs_have_the_same_bits(method: str, shape: DraftShape | None) -> None:
+    """Log-probabilities, not only tokens: equal between plain and speculative decoding and between all schedules."""
+    params = SamplingParams(max_tokens=20, logprobs=2)
+    prompts = random_prompts(6, shared=10)
+    options = [
+        {},
+        {"max_batch_size": 1, "prefix_cache": False},
+        {"prefill_chunk_tokens": 3},
+        {"page_size": 16},
+        {"max_batch_size": 6},
+    ]
+    plain = [c.logprobs for c in run(tiny_engine("none", dtype=torch.float32, num_pages=256), prompts, params)]
+    for option in options:
+        engine = tiny_engine(method, shape, dtype=torch.float32, **{"num_pages": 256, **option})  # type: ignore[arg-type]
+        assert [c.logprobs for c in run(engine, prompts, params)] == plain, option

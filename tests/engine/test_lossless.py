@@ -1,0 +1,174 @@
+"""The project's first property: speculation does not change the output, on any path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.draft.shape import DraftShape
+from specbatch.types import SamplingParams
+from tests.marks import slow_on_cpu
+from tests.tiny_models import random_prompts, run, tiny_config, tiny_decoder, tiny_engine
+
+SHAPES = {
+    "chain-3": DraftShape(3, 1, 4),
+    "chain-1": DraftShape(1, 1, 2),
+    "chain-7": DraftShape(7, 1, 8),
+    "tree-2-2": DraftShape(2, 2, 4),
+    "tree-5-4-8": DraftShape(5, 4, 8),
+    "tree-7-10-60": DraftShape(7, 10, 60),
+}
+METHODS = ["ngram", "draft_model", "eagle"]  # eagle3 needs a deeper target and has tests of its own
+CASES = [(m, s) for m in METHODS for s in SHAPES if m != "ngram" or s.startswith("chain")]
+# On the CPU the widest tree takes as long as all others.
+FAST = [slow_on_cpu(m, s) if s == "tree-7-10-60" else (m, s) for m, s in CASES]
+PRUNED = [slow_on_cpu(s, 30) if s == "tree-7-10-60" else (s, 30) for s in SHAPES]
+GREEDY = SamplingParams(max_tokens=32)
+SAMPLED = SamplingParams(max_tokens=32, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, seed=5)
+
+
+def texts(completions: list) -> list[tuple[list[int], str]]:
+    return [(c.token_ids, str(c.finish_reason)) for c in completions]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    repeated = [[5, 6, 7, 8, 9] * 4, [3] * 12]  # something for n-grams to find
+    return random_prompts(4, shared=17) + random_prompts(2, seed=1) + repeated
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[list[int]]) -> list[tuple[list[int], str]]:
+    return texts(run(tiny_engine("none", prefix_cache=False), prompts, GREEDY))
+
+
+def test_plain_output_is_worth_comparing(plain: list[tuple[list[int], str]]) -> None:
+    """Different prompts give different texts, and those are not one token over and over."""
+    assert len({tuple(tokens) for tokens, _ in plain}) == len(plain)
+    assert sum(len(set(tokens)) > 4 for tokens, _ in plain) > len(plain) // 2
+
+
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_greedy_equals_plain(
+    method: str, shape: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]
+) -> None:
+    completions = run(tiny_engine(method, SHAPES[shape], num_pages=256), prompts, GREEDY)
+    assert texts(completions) == plain
+    if method == "draft_model":
+        assert sum(c.speculation.accepted for c in completions) > 0, (
+            "nothing was ever accepted: the test would prove little"
+        )
+
+
+@pytest.fixture(scope="module")
+def plain6(prompts: list[list[int]]) -> list[tuple[list[int], str]]:
+    """Plain decoding of the six-layer target, through an EAGLE-3 engine whose drafts can never be right."""
+    from specbatch.oracle.ngram import NoProposer
+
+    engine = tiny_engine("eagle3", SHAPES["chain-1"], num_pages=256)
+    engine._proposer = NoProposer()  # type: ignore[assignment]
+    return texts(run(engine, prompts, GREEDY))
+
+
+@pytest.mark.parametrize(("shape", "draft_vocab"), [*((s, None) for s in SHAPES), *PRUNED])
+def test_eagle3_equals_its_plain(shape: str, draft_vocab: int | None, prompts: list[list[int]], plain6: list) -> None:
+    engine = tiny_engine("eagle3", SHAPES[shape], num_pages=256, draft_vocab=draft_vocab)
+    assert texts(run(engine, prompts, GREEDY)) == plain6
+
+
+@pytest.mark.parametrize(("method", "shape"), FAST)
+def test_preemption_changes_nothing(
+    method: str, shape: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]
+) -> None:
+    """A cache so small that requests are thrown out and recomputed."""
+    lookahead = tiny_engine(method, SHAPES[shape], num_pages=256)._proposer.num_lookahead
+    longest = max(map(len, prompts)) + GREEDY.max_tokens
+    engine = tiny_engine(method, SHAPES[shape], num_pages=(longest + lookahead) // 4 + 3)
+    assert texts(run(engine, prompts, GREEDY)) == plain
+    assert engine.stats.preemptions > 0, "the cache was too large to preempt anything"
+
+
+@pytest.mark.parametrize("change", ["batch-1", "batch-8", "no-prefix", "chunk-3", "page-1", "page-16"])
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "eagle"])
+def test_scheduling_changes_nothing(
+    change: str, method: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]
+) -> None:
+    options = {
+        "batch-1": {"max_batch_size": 1},
+        "batch-8": {"max_batch_size": 8},
+        "no-prefix": {"prefix_cache": False},
+        "chunk-3": {"prefill_chunk_tokens": 3},
+        "page-1": {"page_size": 1, "num_pages": 700},
+        "page-16": {"page_size": 16},
+    }[change]
+    shape = SHAPES["chain-3"] if method != "eagle" else SHAPES["tree-5-4-8"]
+    engine = tiny_engine(method, shape, **{"num_pages": 256, **options})  # type: ignore[arg-type]
+    assert texts(run(engine, prompts, GREEDY)) == plain
+    if change != "no-prefix":
+        assert change in ("chunk-3", "page-16") or engine.stats.cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"), [("ngram", "chain-3"), ("draft_model", "tree-5-4-8"), ("eagle", "tree-2-2")]
+)
+def test_sampled_deterministic_drafts_equal_plain_sampling(method: str, shape: str, prompts: list[list[int]]) -> None:
+    """Trees and n-grams draw the numbers that plain sampling draws: the same tokens, not only the same distribution."""
+    plain = texts(run(tiny_engine("none"), prompts, SAMPLED))
+    completions = run(tiny_engine(method, SHAPES[shape], num_pages=256), prompts, SAMPLED)
+    assert texts(completions) == plain
+    assert sum(c.speculation.accepted for c in completions) > 0
+
+
+def test_sampled_chain_does_not_depend_on_scheduling(prompts: list[list[int]]) -> None:
+    """p/q chains are another draw from the same distribution, but the same one however requests are scheduled."""
+    shape = SHAPES["chain-3"]
+    base = run(tiny_engine("draft_model", shape, num_pages=256), prompts, SAMPLED)
+    others = [
+        tiny_engine("draft_model", shape, num_pages=256, max_batch_size=1, prefix_cache=False),
+        tiny_engine("draft_model", shape, num_pages=256, max_batch_size=8, prefill_chunk_tokens=5),
+        tiny_engine("draft_model", shape, num_pages=27),
+    ]
+    for engine in others:
+        completions = run(engine, prompts, SAMPLED)
+        assert texts(completions) == texts(base)
+        assert [c.speculation for c in completions] == [c.speculation for c in base]
+    assert others[-1].stats.preemptions > 0
+
+
+@pytest.mark.parametrize("shape", [DraftShape(3, 1, 4), DraftShape(3, 4, 37)])
+def test_a_perfect_draft_is_accepted(shape: DraftShape, prompts: list[list[int]]) -> None:
+    """The target drafting for itself, so draft caches, positions and draft-extend are right: a chain is accepted
+    whole, and so is one branch of a tree that verifies every candidate (unless the best path fell out of the beam)."""
+    engine = tiny_engine("draft_model", shape, num_pages=256)
+    net = engine._proposer._net  # type: ignore[attr-defined]
+    net._model = engine._target
+    net.cache = engine._target.new_cache(256 * 4, torch.float64)
+    counts = [c.speculation for c in run(engine, prompts, GREEDY)]
+    if shape.is_chain:
+        assert all(c.rounds == -(-(GREEDY.max_tokens - 1) // (shape.num_steps + 1)) for c in counts)
+    else:
+        assert sum(c.accepted_at[2] for c in counts) > 0.9 * sum(c.proposed_at[2] for c in counts)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
+def test_requests_of_one_token_leave_a_whole_prefix_behind(method: str) -> None:
+    """A request that ends in its prefill shares its pages: the draft's entries in them must be there too."""
+    prompt = random_prompts(1, seed=3, longest=1, shared=20)[0]
+    later = [[*prompt, 3, 4], [*prompt, 7]]
+    fresh = run(tiny_engine(method, SHAPES["chain-3"], prefix_cache=False), later, SAMPLED)
+    engine = tiny_engine(method, SHAPES["chain-3"])
+    run(engine, [prompt], SamplingParams(max_tokens=1))
+    run(engine, [[9] * 24], SamplingParams(max_tokens=8))  # scribbles over what was freed
+    shared = run(engine, later, SAMPLED)
+    assert engine.stats.cached_prompt_tokens > 0
+    assert texts(shared) == texts(fresh)
+    assert [c.speculation for c in shared] == [c.speculation for c in fresh]
+
+
+def test_a_draft_model_with_a_smaller_embedding() -> None:
+    """Embeddings of one family are padded to different sizes: a token past the draft's must not abort the run."""
+    engine = tiny_engine("draft_model", SHAPES["chain-3"])
+    net = engine._proposer._net  # type: ignore[attr-defined]
+    net._model, net._width = tiny_decoder(tiny_config(2, vocab=50), torch.float64), 50
+    prompts = [[1, 2, 55, 3]]
+    assert texts(run(engine, prompts, GREEDY)) == texts(run(tiny_engine("none"), prompts, GREEDY))

@@ -1,0 +1,317 @@
+"""Memory that runs out while rows run: no text changes, nothing is lost, and what cannot go on says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.executor import Launched, _copy_into
+from specbatch.engine.round import Round
+from specbatch.errors import MemoryShortage
+from specbatch.kernels.out_of_memory import is_out_of_memory
+from specbatch.oracle.engine import Engine
+from specbatch.types import Completion, NoiseKey, Request, SamplingParams
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+
+CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 4, 8)
+CASES = [("ngram", CHAIN), ("draft_model", CHAIN), ("draft_model", TREE), ("eagle3", TREE)]
+GREEDY = SamplingParams(max_tokens=10)
+SAMPLED = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.9, logprobs=2)
+
+
+# Beside views: a copy in place, which puts slots back, and what numpy asks of a report that is there.
+_NO_MEMORY = (torch.ops.aten.copy_.default, torch.ops.aten.resolve_conj.default, torch.ops.aten.resolve_neg.default)
+
+
+class Shortage(TorchDispatchMode):
+    """Operations on tensors within `step` are counted. The first one from each number in `at` on that may allocate
+    raises: between the launch of a chunk or a round and its end, most do."""
+
+    def __init__(self, at: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        super().__init__()
+        self._at = set(at)
+        self.count = self.raised = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        due = {number for number in self._at if number <= self.count}
+        if due and not (func.is_view or func in _NO_MEMORY):
+            self._at -= due
+            self.raised += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return func(*args, **(kwargs or {}))
+
+
+def run_short(engine: DeviceEngine, prompts: list[list[int]], params: SamplingParams, mode: Shortage) -> dict[int, Any]:
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+    done: dict[int, Completion] = {}
+    while len(done) < len(prompts):
+        with mode:
+            finished = engine.step()
+        done |= {completion.request_id: completion for completion in finished}
+        engine.check_integrity()
+    return done
+
+
+def compare(done: dict[int, Completion], expected: list[Completion]) -> None:
+    assert [done[i].token_ids for i in range(len(expected))] == [c.token_ids for c in expected]
+    assert [done[i].finish_reason for i in range(len(expected))] == [c.finish_reason for c in expected]
+    assert [done[i].speculation for i in range(len(expected))] == [c.speculation for c in expected]
+    for i, theirs in enumerate(expected):
+        mine = [one.logprob for one in done[i].logprobs or []]
+        assert mine == pytest.approx([one.logprob for one in theirs.logprobs or []], abs=1e-6)
+
+
+def check_shortages(method: str, shape: DraftShape | None, params: SamplingParams, runs: int, padded: bool) -> None:
+    """Chunks of prompts, in pieces too, and rounds: each run with a shortage at some operation, and with others soon
+    after it."""
+    prompts = random_prompts(4, shared=9, longest=30)
+    settings: dict[str, Any] = {"num_pages": 128, "eos": (5,), "prefill_chunk_tokens": 24}
+
+    def made() -> DeviceEngine:
+        return tiny_device_engine(method, shape, **settings, graph_tokens=128 if padded else 0)
+
+    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    whole = Shortage()
+    compare(run_short(made(), prompts, params, whole), expected)
+    failed = 0
+    for first in random.Random(len(method)).sample(range(1, whole.count), runs):
+        mode = Shortage({first, first + 7, first + 90})
+        engine = made()
+        compare(run_short(engine, prompts, params, mode), expected)
+        assert engine.stats.memory_shortages == mode.raised
+        assert engine.stats.prompt_tokens == sum(map(len, prompts))
+        failed += mode.raised
+    assert failed > 0
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_operations_run_out(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
+    check_shortages(method, shape, params, runs=2, padded=params is GREEDY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True], ids=["as they are", "padded"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_many_operations_run_out(method: str, shape: DraftShape | None, params: SamplingParams, padded: bool) -> None:
+    check_shortages(method, shape, params, runs=60, padded=padded)
+
+
+class Replays:
+    """Stands in for a `GraphRunner` on a CPU. A capture runs its function twice, as a GPU's does, and runs out of
+    memory the second time where `fails` says so of its key. A replay writes where the captured function did."""
+
+    def __init__(self, fails: Callable[[Any], bool]) -> None:
+        self._fails = fails
+        self._captured: dict[Any, tuple[Callable[[], Any], Any]] = {}
+        self.outputs: dict[Any, Any] = {}
+        self.tried: list[Any] = []
+        self.num_replays = 0
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._captured
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def capture(self, key: Any, function: Callable[[], Any]) -> Any:
+        assert key not in self._captured
+        self.tried.append(key)
+        function()
+        with Shortage({5} if self._fails(key) else set()):
+            self.outputs[key] = function()
+        self._captured[key] = function, self.outputs[key]
+        return self.outputs[key]
+
+    def drop(self, key: Any) -> None:
+        self._captured.pop(key, None)
+
+    def replace_output(self, key: Any, output: Any) -> None:
+        self.outputs[key] = output
+
+    def replay(self, key: Any) -> Any:
+        self.num_replays += 1
+        function, memory = self._captured[key]
+        _copy_into(memory, function())
+        return self.outputs[key]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_a_graph_that_does_not_fit(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
+    """That batch runs eagerly, its capture is not tried again, and the other sizes are graphs as ever. Rows enter and
+    leave while the capture breaks off."""
+    prompts = random_prompts(5, shared=9, longest=30)
+    params = replace(params, logprobs=None)
+    settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
+    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    engine = tiny_device_engine(method, shape, **settings)
+    executor = engine._executor
+    runner = Replays(lambda key: key[1] == 4)
+    executor.mode, executor.runner = "round", runner  # type: ignore[assignment]
+    done = run(engine, prompts, params)
+    compare(dict(enumerate(done)), expected)
+    assert [key[1] for key in runner.tried].count(4) == 1
+    assert runner.num_replays > 0
+    assert ("round", 4, 0, params.temperature > 0) not in runner
+    assert engine.stats.memory_shortages == 0, "nothing had to become smaller"
+    for key in runner._captured:
+        assert isinstance(runner.outputs[key], Launched), "what else a round leaves is memory of other sizes"
+
+
+@pytest.mark.parametrize("failing", ["draft", "verify", "extend"])
+def test_phases_that_do_not_fit(failing: str) -> None:
+    """One of three: none of them is kept."""
+    prompts = random_prompts(5, shared=9, longest=30)
+    settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
+    expected = run(tiny_engine("draft_model", TREE, **settings), prompts, GREEDY)
+    engine = tiny_device_engine("draft_model", TREE, **settings)
+    executor = engine._executor
+    runner = Replays(lambda key: key[0] == failing and key[1] == 4)
+    executor.mode, executor.runner = "phases", runner  # type: ignore[assignment]
+    compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
+    assert {key[1] for key in runner._captured} <= {1, 2}
+    assert runner.num_replays > 0
+
+
+def test_prompts_whose_graph_does_not_fit() -> None:
+    prompts = random_prompts(5, shared=9, longest=30)
+    settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
+    expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
+    engine = tiny_device_engine("draft_model", CHAIN, **settings, graph_tokens=128)
+    engine._executor.mode = "round"
+    engine._prompts._runner = runner = Replays(lambda key: True)  # type: ignore[assignment]
+    compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
+    assert len(runner.tried) == len(set(runner.tried)) > 1
+    assert not runner.num_replays
+
+
+def test_batches_become_smaller_and_stay_so() -> None:
+    prompts = random_prompts(12, longest=12)
+    settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 8}
+    expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
+    engine = tiny_device_engine("draft_model", CHAIN, **settings)
+    executor, most = engine._executor, []
+    launch = executor.run
+
+    def short(slots: list[int], sampled: bool, logprobs: bool) -> Launched:
+        most.append(len(slots))
+        if len(slots) > 3:
+            with Shortage({200}):
+                return launch(slots, sampled, logprobs)
+        return launch(slots, sampled, logprobs)
+
+    executor.run = short  # type: ignore[method-assign]
+    compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
+    assert most[:3] == [8, 4, 2]
+    assert max(most[2:]) == 2
+    assert engine.stats.memory_shortages == 2
+    assert engine.stats.preemptions == 6
+
+
+def test_graphs_go_before_the_job_does() -> None:
+    """One row alone does not fit beside them. The round that still runs is read first: it may be one of theirs."""
+    prompts = random_prompts(3, longest=12)
+    settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 1}
+    expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
+    engine = tiny_device_engine("draft_model", CHAIN, **settings)
+    executor = engine._executor
+    executor.mode, executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
+    launch, release, unread = executor.run, executor.release_graphs, []
+
+    def short(slots: list[int], sampled: bool, logprobs: bool) -> Launched:
+        if executor.runner is not None and engine.stats.rounds >= 3:
+            _no_memory()
+        return launch(slots, sampled, logprobs)
+
+    def give_back() -> bool:
+        unread.append(len(engine._reports))
+        return release()
+
+    executor.run, executor.release_graphs = short, give_back  # type: ignore[method-assign]
+    compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
+    assert executor.runner is None
+    assert executor.mode == "none"
+    assert unread == [0]
+    assert engine.stats.memory_shortages == 1
+
+
+@pytest.mark.parametrize("part", ["rounds", "prompts"])
+def test_what_does_not_fit_at_all_ends_the_job_with_an_error(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_device_engine("none", None, num_pages=256)
+    monkeypatch.setattr(Round, "__call__" if part == "rounds" else "prefill", _no_memory)
+    with pytest.raises(MemoryShortage, match="memory ran out") as caught:
+        run(engine, random_prompts(5), GREEDY)
+    assert "finished rows are kept" in (caught.value.hint or "")
+    assert engine.stats.memory_shortages <= 12
+
+
+def _no_memory(*args: Any, **kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+
+
+def test_an_error_that_is_none_of_memory_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Round, "prefill", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run(tiny_device_engine("none", None), random_prompts(2), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to ..."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_are_meant(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+
+
+def test_an_error_over_one_of_memory_is_one() -> None:
+    """A capture that breaks off for want of memory may end with another error."""
+    with pytest.raises(RuntimeError) as caught:
+        _broken_capture()
+    assert is_out_of_memory(caught.value)
+
+
+def _broken_capture() -> None:
+    try:
+        _no_memory()
+    finally:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_the_hosts_engine_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that finished before are the caller's already; the engine's state is not to be trusted any more."""
+    engine = tiny_engine("draft_model", CHAIN, num_pages=256)
+    for i, prompt in enumerate(random_prompts(3)):
+        engine.submit(Request(i, prompt, GREEDY, NoiseKey(0, i, 0)))
+    while engine.num_waiting or not engine.is_prefilled:
+        engine.step()
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: 8 bytes")
+
+    monkeypatch.setattr(Engine, "_verify_forward", full)
+    with pytest.raises(MemoryShortage, match="the machine's memory ran out while 3 rows ran"):
+        engine.step()

@@ -1,0 +1,367 @@
+"""Chunks of whole prompts, padded to few shapes: on a CPU run as they are, on a GPU graphs. Texts are the oracle's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specbatch.attention.triton import PagedAttention
+from specbatch.draft.drafters import NoDrafter
+from specbatch.draft.schedule import ByBatch
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.prompt_graphs import PromptGraphs
+from specbatch.engine.prompts import ChunkShape, PromptPacker
+from specbatch.engine.round import PromptChunk, Round
+from specbatch.engine.scheduler import PrefillSpan
+from specbatch.engine.sequence import Sequence
+from specbatch.engine.transfers import Transfers
+from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.tiny_models import CPU, random_prompts, run, tiny_device_engine, tiny_engine
+
+CASES = [
+    ("none", None),
+    ("ngram", DraftShape(3, 1, 4)),
+    ("draft_model", DraftShape(3, 1, 4)),
+    ("draft_model", DraftShape(3, 4, 8)),
+    ("eagle", DraftShape(3, 1, 4)),
+    ("eagle3", DraftShape(4, 3, 12)),
+]
+GREEDY = SamplingParams(max_tokens=24)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
+CUDA = torch.device("cuda")
+SETTINGS: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
+
+
+def many_prompts() -> list[list[int]]:
+    """Some share a prefix, two are longer than a chunk."""
+    return random_prompts(14, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
+
+
+def shapes_used(monkeypatch: pytest.MonkeyPatch) -> list[ChunkShape | None]:
+    """Of every chunk from now on, the shape that it is padded to."""
+    used: list[ChunkShape | None] = []
+    shape_of = PromptGraphs._shape
+
+    def noted(graphs: PromptGraphs, packed: Any) -> ChunkShape | None:
+        used.append(shape_of(graphs, packed))
+        return used[-1]
+
+    monkeypatch.setattr(PromptGraphs, "_shape", noted)
+    return used
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_texts_are_the_same(
+    method: str, shape: DraftShape | None, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that share a prefix, some found in the cache; some longer than a chunk, and so in pieces."""
+    prompts, settings = many_prompts(), SETTINGS
+    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    used = shapes_used(monkeypatch)
+    engine = tiny_device_engine(method, shape, **settings, prefill_chunk_tokens=64, graph_tokens=128)
+    actual = run(engine, prompts, params)
+    assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+    assert [c.speculation for c in actual] == [c.speculation for c in expected]
+    padded = {one for one in used if one is not None}
+    assert len(padded) > 1
+    assert None in used, "a piece of a prompt is not padded"
+    assert engine.stats.cached_prompt_tokens > 0
+    assert {one.rows for one in padded} <= {1, 4, 8}
+    state = engine._state
+    assert bool(state.ints_SF[state.padding, 3]), "padding is done"
+
+
+@pytest.mark.parametrize(("method", "shape"), [("draft_model", DraftShape(3, 1, 4)), ("eagle3", DraftShape(3, 2, 6))])
+def test_rows_that_are_computed_again(method: str, shape: DraftShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted row comes back with its root known: its chunk is padded, too."""
+    prompts = random_prompts(12, seed=1, longest=12)
+    params = SamplingParams(max_tokens=30)
+    expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)
+    used = shapes_used(monkeypatch)
+    engine = tiny_device_engine(method, shape, num_pages=40, max_batch_size=8, graph_tokens=128)
+    actual = run(engine, prompts, params)
+    assert engine.stats.preemptions > 0
+    assert any(used)
+    assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+
+
+def test_log_probabilities_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = shapes_used(monkeypatch)
+    prompts, params = random_prompts(3), SamplingParams(max_tokens=4, logprobs=2)
+    engine = tiny_device_engine("none", None, graph_tokens=128)
+    actual, expected = run(engine, prompts, params), run(tiny_engine("none", None), prompts, params)
+    assert [len(c.logprobs or []) for c in actual] == [4, 4, 4]
+    assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+    assert not used
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_a_chunk_of_nothing_touches_padding_alone(method: str) -> None:
+    """That is what is run when a graph is captured, with other rows in the middle of their texts."""
+    engine = tiny_device_engine(method, DraftShape(3, 1, 4), graph_tokens=128, num_pages=128)
+    for i, prompt in enumerate(random_prompts(3)):
+        engine.submit(Request(i, prompt, GREEDY, NoiseKey(0, i, 0)))
+    for _ in range(4):
+        engine.step()
+    round_, state = engine._round, engine._state
+    kept = [state.ints_SF, state.features_SE, state.tokens_SL, state.page_table_SP]
+    caches = [round_._cache, *([round_.drafter.net.cache] if round_.drafter.net is not None else [])]
+    spare = caches[0].all_layers.shape[3] - 1  # of no page
+    before = [part[:-1].clone() for part in kept] + [cache.all_layers[..., :spare, :].clone() for cache in caches]
+    packer = engine._packer
+    chunk_of_nothing(packer, round_, ChunkShape(64, 4, 64))
+    after = [part[:-1] for part in kept] + [cache.all_layers[..., :spare, :] for cache in caches]
+    for mine, theirs in zip(after, before, strict=True):
+        assert torch.equal(mine, theirs)
+    assert bool(state.ints_SF[state.padding, 3])
+
+
+@torch.inference_mode()
+def chunk_of_nothing(packer: PromptPacker, round_: Round, shape: ChunkShape) -> None:
+    arrays = packer.pack([]).padded(shape, round_.state.padding)
+    longs, ints = (Transfers(CPU).upload(part) for part in (arrays.longs, arrays.ints))
+    for sampled in (False, True):
+        round_.prefill(packer.chunk(arrays, longs, ints, round_.state.page_table_SP, shape.queries), sampled)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "queries", "expected"),
+    [
+        (63, 1, 63, (64, 1, 64)),
+        (64, 1, 64, (128, 1, 128)),
+        (900, 3, 256, (1024, 4, 256)),
+        (900, 5, 257, (1024, 12, 1024)),
+        (1023, 12, 100, (1024, 12, 256)),
+        (200, 4, 60, (256, 4, 256)),
+        (1024, 1, 1024, None),
+    ],
+)
+def test_shapes(tokens: int, rows: int, queries: int, expected: tuple[int, int, int] | None) -> None:
+    """More tokens than there are, rows in steps of four, at most as many as there are places."""
+    packed = PromptPacker(4, None).pack([])
+    packed.target.tokens = [0] * tokens
+    packed.target.rows = packed.rows = [0] * rows
+    packed.target.max_queries = queries
+    graphs = PromptGraphs(PromptPacker(4, None), Transfers(CPU), CPU, 12, 1024)
+    assert graphs._shape(packed) == expected
+    # The draft network may have more: a token of its own of each prompt, or what it lags behind.
+    packed.target, packed.draft = packed.draft, packed.target
+    packed.target.rows = packed.rows
+    assert graphs._shape(packed) == expected
+    packed.rows = [0] * (rows - 1)
+    assert graphs._shape(packed) is None, "a prompt goes on"
+
+
+class StandIn:
+    """What a graph does that a function does not, on a CPU: all that Python knew at its capture stays as it was, and
+    its output is overwritten by the next replay. Capturing must change nothing."""
+
+    def __init__(self, engine: DeviceEngine) -> None:
+        self._engine = engine
+        self._captured: dict[Any, tuple[Callable[[], Tensor], Tensor]] = {}
+        self.num_replays = 0
+        engine._executor.mode = "round"
+        engine._prompts._runner = self  # type: ignore[assignment]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._captured
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def capture(self, key: Any, function: Callable[[], Tensor]) -> None:
+        assert key not in self._captured
+        before = [part.clone() for part in live(self._engine)]
+        self._captured[key] = function, function()
+        for mine, theirs in zip(live(self._engine), before, strict=True):
+            assert torch.equal(mine, theirs), "a capture wrote to somebody's slots"
+
+    def replay(self, key: Any) -> Tensor:
+        function, output = self._captured[key]
+        self.num_replays += 1
+        return output.copy_(function())
+
+
+def live(engine: DeviceEngine) -> list[Tensor]:
+    """What belongs to requests: not padding's slot, nor the spare slot of the caches."""
+    state, round_ = engine._state, engine._round
+    caches = [round_._cache, *([round_.drafter.net.cache] if round_.drafter.net is not None else [])]
+    parts = [state.ints_SF, state.features_SE, state.tokens_SL, state.page_table_SP]
+    return [*(part[:-1] for part in parts), *(cache.all_layers[..., :-1, :] for cache in caches)]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention on a GPU leaves out what is beyond the bound of a row's tokens, and of tokens of no row it leaves what
+    was in that memory; the twin does neither."""
+    make, attend = PromptPacker.chunk, PagedAttention.attend
+
+    def garbage(backend: PagedAttention, plan: Any, *args: Any) -> Tensor:
+        out = attend(backend, plan, *args)
+        out[int(plan[0].query_starts[-1]) :] = torch.nan
+        return out
+
+    def checked(*args: Any) -> PromptChunk:
+        chunk = make(*args)
+        for layout in (chunk.layout, chunk.draft_layout):
+            if layout is not None:
+                counts = layout.query_starts.diff()
+                assert int(counts.min()) >= 0
+                assert int(counts.max()) <= layout.max_queries
+        return chunk
+
+    monkeypatch.setattr(PromptPacker, "chunk", checked)
+    monkeypatch.setattr(PagedAttention, "attend", garbage)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_what_python_knew_at_a_capture_stays(method: str, shape: DraftShape | None) -> None:
+    """Rows that sample and rows that do not, chunks of the same shape and of other contents."""
+    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
+    oracle = tiny_engine(method, shape, **settings)
+    engine = tiny_device_engine(method, shape, **settings, prefill_chunk_tokens=64, graph_tokens=128)
+    runner = StandIn(engine)
+    for seed, params in enumerate((GREEDY, SAMPLED)):
+        params = replace(params, max_tokens=4)
+        prompts = random_prompts(14, seed=seed, shared=10)
+        actual, expected = run(engine, prompts, params), run(oracle, prompts, params)
+        assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+        assert [c.speculation for c in actual] == [c.speculation for c in expected]
+    assert runner.num_replays > len(runner) > 2
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("method", "shape"), [CASES[2], CASES[4], CASES[5]])
+def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShape) -> None:
+    """Drafting differently changes what a chunk computes, and leaves its shape as it is."""
+    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "prefix_cache": False}
+    prompts, params = random_prompts(5), SamplingParams(max_tokens=6)
+    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    engine = tiny_device_engine(method, shape, **settings, graph_tokens=128)
+    drafter = engine._round.drafter
+    runner = StandIn(engine)
+    for drafts in (False, True, False, True):
+        engine.redraft(ByBatch.always(drafter if drafts else NoDrafter()), "none")
+        engine._executor.mode = "round"
+        actual = run(engine, prompts, params)
+        assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+        if drafts:
+            assert [c.speculation for c in actual] == [c.speculation for c in expected]
+    assert runner.num_replays > len(runner)
+
+
+def test_other_modes_launch_prompts() -> None:
+    engine = tiny_device_engine("none", None, graph_tokens=128)
+    runner = StandIn(engine)
+    engine._executor.mode = "phases"
+    run(engine, random_prompts(5), GREEDY)
+    assert not len(runner)
+
+
+@pytest.mark.parametrize("lead", [None, 0, 1])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_where_packed_tokens_lie(page_size: int, lead: int | None) -> None:
+    """Pieces that begin and end anywhere in a page, with a draft side that lags: against one token at a time."""
+    rng = random.Random(page_size)
+    for _ in range(50):
+        spans = [random_span(rng, slot, page_size, lead) for slot in range(rng.randint(1, 6))]
+        expected = [one_by_one(spans, page_size, None)]
+        if lead is not None:
+            expected.append(one_by_one(spans, page_size, lead))
+        packed = PromptPacker(page_size, lead).pack(spans)
+        ended = [span for span in spans if span.end == span.seq.prefill_end]
+        for side, (tokens, positions, slots, ends) in zip((packed.target, packed.draft), expected, strict=False):
+            longs = [list(part) for part in side.longs]
+            assert longs[:3] == [tokens, positions, slots]
+            assert longs[3] == [ends[i + 1] - 1 for i, span in enumerate(spans) if span in ended]
+            assert side.ends == ends
+            assert side.max_queries == max(ends[i + 1] - ends[i] for i in range(len(spans)))
+        assert packed.ready == [span.seq.slot for span in ended]
+        assert packed.lengths == [span.end for span in ended]
+        assert packed.all_end == (len(ended) == len(spans))
+        assert [s.seq.draft for s in spans] == [s.seq.draft if lead is None else s.end + lead for s in spans]
+
+
+def random_span(rng: random.Random, slot: int, page_size: int, lead: int | None) -> PrefillSpan:
+    """Of a new request, or of one that is computed again; `start` and the draft side anywhere."""
+    num_prompt, num_more = rng.randint(1, 40), rng.choice([0, 0, 1, 5])
+    tokens = [rng.randrange(1, 1000) for _ in range(num_prompt + num_more)]
+    request = Request(slot, tokens[:num_prompt], GREEDY, NoiseKey(0, slot, 0))
+    seq = Sequence(request, tokens, 100, slot=slot)
+    start = rng.randrange(seq.prefill_end)
+    end = rng.choice([seq.prefill_end, rng.randint(start + 1, seq.prefill_end)])
+    seq.pages = rng.sample(range(500), (seq.prefill_end + 2) // page_size + 1)
+    seq.draft = rng.randint(0, start) if lead is not None else 0
+    return PrefillSpan(seq, start, end, True, 0)
+
+
+def one_by_one(
+    spans: list[PrefillSpan], page_size: int, lead: int | None
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Tokens, positions, slots and where each sequence's end; of the draft network unless `lead` is None."""
+    tokens, positions, slots, ends = [], [], [], [0]
+    for span in spans:
+        seq = span.seq
+        first, end, shift = (span.start, span.end, 0) if lead is None else (seq.draft, span.end + lead, 1 - lead)
+        for i in range(first, end):
+            tokens.append(seq.tokens[i + shift] if i + shift < len(seq.tokens) else 0)
+            positions.append(i)
+            slots.append(seq.pages[i // page_size] * page_size + i % page_size)
+        ends.append(len(tokens))
+    return tokens, positions, slots, ends
+
+
+def test_lists_are_aligned() -> None:
+    """At 16 bytes, padded or not: for another address Triton would compile its kernels anew, in the middle of a run."""
+    packer = PromptPacker(4, 1)
+    packed = packer.pack([random_span(random.Random(i), i, 4, 1) for i in range(3)])
+    all_arrays = [packed.arrays(), packer.pack([]).padded(ChunkShape(64, 7, 64), 9)]
+    for arrays in all_arrays:
+        longs, ints = (Transfers(CPU).upload(part) for part in (arrays.longs, arrays.ints))
+        views = arrays.views(longs, ints)
+        for whole, parts in zip((longs, ints), views, strict=True):
+            assert all((part.data_ptr() - whole.data_ptr()) % 16 == 0 for part in parts)
+        assert [len(part) for part in views[0]] == list(arrays.long_sizes)
+        assert [len(part) for part in views[1]] == list(arrays.int_sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_graphs_give_the_same_texts(
+    method: str, shape: DraftShape | None, params: SamplingParams, dtype: torch.dtype
+) -> None:
+    """Captured with other rows running; float64 over the twins, float32 over the kernels."""
+    prompts, settings = many_prompts(), SETTINGS | {"dtype": dtype}
+    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    engine = tiny_device_engine(
+        method, shape, **settings, device=CUDA, graphs="round", prefill_chunk_tokens=64, graph_tokens=128
+    )
+    for _ in range(2):  # captured, then replayed
+        actual = run(engine, prompts, params)
+        assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+    assert num_graphs(engine) > 1
+
+
+@pytest.mark.gpu
+def test_only_whole_rounds_have_graphs_of_prompts() -> None:
+    prompts = random_prompts(5)
+    engine = tiny_device_engine("none", None, device=CUDA, graphs="phases", graph_tokens=128)
+    run(engine, prompts, GREEDY)
+    assert num_graphs(engine) == 0
+
+
+def num_graphs(engine: DeviceEngine) -> int:
+    runner = engine._prompts._runner
+    assert runner is not None
+    return len(runner)

@@ -1,0 +1,232 @@
+"""Lines and rows: what each kind of row becomes."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from specbatch.config import DataSection
+from specbatch.errors import ConfigError, RowError
+from specbatch.job.jsonl import decode_line, encode_line, numbered_lines
+from specbatch.job.prompt_template import PromptTemplate
+from specbatch.job.rows import Job, RowHead, RowParser
+from specbatch.job.sources import RawRow
+from specbatch.types import SamplingParams
+
+DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5)
+
+
+def parse(row: Any, data: DataSection | None = None) -> tuple[RowHead, Job | RowError]:
+    raw = row if isinstance(row, bytes) else json.dumps(row).encode()
+    return RowParser(DEFAULTS, data or DataSection()).parse(RawRow(5, raw))
+
+
+def job_of(row: Any, data: DataSection | None = None) -> Job:
+    _, job = parse(row, data)
+    assert isinstance(job, Job), job
+    return job
+
+
+def test_blank_lines_are_skipped_but_counted() -> None:
+    text = b'\xef\xbb\xbf{"a": 1}\r\n\n   \r\n{"b": "\x00"}\n{"c"'
+    assert list(numbered_lines(io.BytesIO(text), "x")) == [(0, b'{"a": 1}'), (3, b'{"b": "\x00"}'), (4, b'{"c"')]
+
+
+@pytest.mark.parametrize("value", ["é😀 \u2028 \x00", "\ud800", [1, 2.5, None, True], {"k": {"l": []}}, 10**30])
+def test_lines_round_trip(value: Any) -> None:
+    line = encode_line({"v": value})
+    assert line.count(b"\n") == 1
+    assert json.loads(line) == {"v": value}
+
+
+def test_columns_of_unknown_types_are_the_same_text_in_each_process() -> None:
+    class Image:
+        pass
+
+    kept = [Image(), Image()]
+    lines = {encode_line({"image": image}) for image in kept}
+    digests = {RawRow(0, {"image": image}).digest() for image in kept}
+    assert len(lines) == len(digests) == 1
+    assert b"Image object" in lines.pop()
+
+
+def test_numbers_that_json_lacks_become_null() -> None:
+    assert json.loads(encode_line({"v": [float("nan"), {"w": float("inf")}]})) == {"v": [None, {"w": None}]}
+
+
+BAD_LINES: list[tuple[bytes, str]] = [
+    (b"{", "invalid_json"),
+    (b'{"prompt": "x"} trailing', "invalid_json"),
+    (b'{"prompt": NaN}', "invalid_json"),
+    (b'{"prompt": ' + b"9" * 5000 + b"}", "invalid_json"),
+    (b"[" * 100_000, "invalid_json"),
+    (b'{"prompt": "x", "deep": ' + b"[" * 990 + b"]" * 990 + b"}", "invalid_json"),  # readable, but not writable again
+    (b'"text"', "invalid_json"),
+    (b"[1]", "invalid_json"),
+    (b'{"prompt": "\x00"}', "invalid_json"),
+    (b'{"prompt": "\xff\xfe"}', "invalid_text"),
+]
+
+
+@pytest.mark.parametrize(("line", "type"), BAD_LINES)
+def test_bad_lines(line: bytes, type: str) -> None:
+    with pytest.raises(RowError) as caught:
+        decode_line(line)
+    assert caught.value.type == type
+
+
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({}, "missing_prompt"),
+    ({"prompt": None}, "missing_prompt"),
+    ({"text": "x"}, "missing_prompt"),
+    ({"prompt": 3}, "invalid_type"),
+    ({"prompt": ["x"]}, "invalid_type"),
+    ({"prompt": "x", "messages": []}, "invalid_type"),
+    ({"prompt": "x", "id": {"a": 1}}, "invalid_type"),
+    ({"prompt_token_ids": "x"}, "invalid_type"),
+    ({"prompt_token_ids": [1, True]}, "invalid_type"),
+    ({"prompt_token_ids": [1.0]}, "invalid_type"),
+    ({"prompt_token_ids": [-1]}, "invalid_type"),
+    ({"messages": "x"}, "invalid_type"),
+    ({"messages": []}, "empty_prompt"),
+    ({"messages": ["x"]}, "invalid_type"),
+    ({"messages": [{"content": "x"}]}, "invalid_type"),
+    ({"messages": [{"role": "user"}]}, "invalid_type"),
+    ({"messages": [{"role": "user", "content": 3}]}, "invalid_type"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "unsupported_parameter"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "unsupported_parameter"),
+    ({"prompt": "x", "max_tokens": "5"}, "invalid_type"),
+    ({"prompt": "x", "max_tokens": True}, "invalid_type"),
+    ({"prompt": "x", "max_tokens": 0}, "invalid_value"),
+    ({"prompt": "x", "max_tokens": 10**12}, "invalid_value"),
+    ({"prompt": "x", "temperature": -1}, "invalid_value"),
+    ({"prompt": "x", "temperature": "hot"}, "invalid_type"),
+    ({"prompt": "x", "top_p": 0}, "invalid_value"),
+    ({"prompt": "x", "top_k": 1.5}, "invalid_type"),
+    ({"prompt": "x", "seed": "s"}, "invalid_type"),
+    ({"prompt": "x", "seed": 2**64}, "invalid_value"),
+    ({"prompt": "x", "stop": [1]}, "invalid_type"),
+    ({"prompt": "x", "stop": ""}, "invalid_value"),
+    ({"prompt": "x", "stop_token_ids": [True]}, "invalid_type"),
+    ({"prompt": "x", "ignore_eos": 1}, "invalid_type"),
+    ({"prompt": "x", "logprobs": 21}, "invalid_value"),
+    ({"prompt": "x", "n": 0}, "invalid_value"),
+    ({"prompt": "x", "presence_penalty": 0.5}, "unsupported_parameter"),
+    ({"prompt": "x", "logit_bias": {"1": 2}}, "unsupported_parameter"),
+    ({"prompt": "x", "tools": [{}]}, "unsupported_parameter"),
+    ({"prompt": "x", "response_format": {"type": "json_object"}}, "unsupported_parameter"),
+    ({"prompt": "x", "echo": True}, "unsupported_parameter"),
+    ({"prompt": "x", "stream": True}, "unsupported_parameter"),
+    ({"prompt": "x", "best_of": 3}, "unsupported_parameter"),
+    ({"prompt": "x", "max_completion_tokens": "3"}, "invalid_type"),
+    ({"prompt": "x", "max_tokens": 3, "max_new_tokens": 4}, "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("row", "type"), BAD_ROWS)
+def test_bad_rows_are_errors_of_their_own(row: dict[str, Any], type: str) -> None:
+    head, error = parse({**row, "note": 1})
+    assert isinstance(error, RowError), error
+    assert error.type == type
+    assert head.index == 5
+    assert head.metadata is not None
+    assert head.metadata["note"] == 1
+
+
+def test_deep_rows_within_the_bound_come_back() -> None:
+    row = decode_line(b'{"deep": ' + b"[" * 99 + b"1e999" + b"]" * 99 + b', "flat": ' + b"[[]," * 0 + b'"[[[["}')
+    assert encode_line(row).endswith(b"\n")
+
+
+def test_the_first_of_several_unsupported_parameters_is_named() -> None:
+    """Not the first of a set, whose order differs from process to process: error rows are part of the file's bytes."""
+    _, error = parse({"suffix": "a", "prompt": "x", "echo": True, "best_of": 3, "tools": [1], "logit_bias": {"1": 2}})
+    assert isinstance(error, RowError)
+    assert error.message.startswith("best_of is not supported")
+
+
+def test_infinite_and_nan_overrides_are_refused() -> None:
+    _, error = parse(b'{"prompt": "x", "temperature": 1e999}')
+    assert isinstance(error, RowError)
+    assert error.type == "invalid_value"
+
+
+def test_overrides() -> None:
+    job = job_of({"prompt": "x", "temperature": 0, "stop": "a", "stop_token_ids": [1], "n": 2, "seed": 3, "top_p": 1})
+    expected = SamplingParams(9, 0.0, stop=("a",), stop_token_ids=(1,), n=2, seed=3)
+    assert job.params == expected
+    assert job.own_seed
+    neutral = {"presence_penalty": 0, "tools": [], "stream": False, "echo": None, "best_of": 1, "max_tokens": None}
+    assert job_of({"prompt": "x", **neutral}).params == DEFAULTS
+
+
+def test_kinds_of_prompt() -> None:
+    assert job_of({"prompt": "x"}).content == "x"
+    assert job_of({"prompt_token_ids": [1, 2]}).kind == "token_ids"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert job_of({"messages": [{"role": "user", "content": parts}]}).content == [{"role": "user", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "metadata"),
+    [
+        ({}, None),
+        ({"a": 1, "b": [2]}, {"a": 1, "b": [2]}),
+        ({"metadata": {"a": 1}}, {"a": 1}),
+        ({"metadata": {"a": 1}, "b": 2}, {"a": 1, "b": 2}),
+        ({"metadata": {"a": 1}, "a": 2}, {"metadata": {"a": 1}, "a": 2}),
+        ({"metadata": 3, "a": 2}, {"metadata": 3, "a": 2}),
+    ],
+)
+def test_unknown_fields_are_carried_through(row: dict[str, Any], metadata: Any) -> None:
+    head, _ = parse({"prompt": "x", "id": 7, "max_tokens": 3, **row})
+    assert head.metadata == metadata
+    assert head.id == 7
+
+
+def test_prompt_template() -> None:
+    data = DataSection(prompt_template="Q: {question} {turns[0]}\nA:")
+    row = {"question": "why", "turns": ["t"], "prompt": "ignored", "max_tokens": 2, "suffix": "data here"}
+    head, job = parse(row, data)
+    assert isinstance(job, Job)
+    assert job.content == "Q: why t\nA:"
+    assert job.params.max_tokens == 2
+    assert head.metadata == {"question": "why", "turns": ["t"], "prompt": "ignored", "suffix": "data here"}
+    for bad in ({"turns": ["t"]}, {"question": None, "turns": ["t"]}, {"question": "why", "turns": []}):
+        _, error = parse(bad, data)
+        assert isinstance(error, RowError)
+        assert error.type == "missing_prompt"
+
+
+def test_prompt_column() -> None:
+    data = DataSection(prompt_column="q")
+    assert job_of({"q": "x"}, data).content == "x"
+    assert job_of({"q": [{"role": "user", "content": "x"}]}, data).kind == "messages"
+    for row, type in (({"prompt": "x"}, "missing_prompt"), ({"q": 3}, "invalid_type")):
+        _, error = parse(row, data)
+        assert isinstance(error, RowError)
+        assert error.type == type
+
+
+def test_columns_of_a_table_are_data_under_a_template() -> None:
+    parser = RowParser(DEFAULTS, DataSection(prompt_template="{city}"))
+    head, job = parser.parse(RawRow(0, {"city": "Oslo", "temperature": -4.0, "n": "many"}))
+    assert isinstance(job, Job)
+    assert job.params == DEFAULTS
+    assert head.metadata == {"city": "Oslo", "temperature": -4.0, "n": "many"}
+    _, job = RowParser(DEFAULTS, DataSection()).parse(RawRow(0, {"prompt": "x", "max_tokens": 2, "stop": None}))
+    assert isinstance(job, Job)
+    assert job.params.max_tokens == 2
+
+
+@pytest.mark.parametrize("template", ["{}", "{0}", "{a", "{a.b}", "}"])
+def test_templates_that_cannot_work(template: str) -> None:
+    with pytest.raises(ConfigError, match="prompt_template"):
+        PromptTemplate(template)
+
+
+def test_template_fields() -> None:
+    assert PromptTemplate("{a} {{x}} {b[0]} {a!r}").fields == ("a", "b")

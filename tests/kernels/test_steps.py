@@ -1,0 +1,275 @@
+"""The small operations of a round, torch twins and Triton kernels alike, against plain Python and the device engine's
+layout. Without a GPU, the kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specbatch.cache.request_table import NUM_FIELDS, Field
+from specbatch.kernels.torch_round import NO_TOKEN
+from specbatch.kernels.torch_steps import Beam, Committed, SlotColumns
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+pytestmark = [pytest.mark.gpu] if CUDA else []
+COLUMNS = SlotColumns(Field.LENGTH, Field.ROOT, Field.LIMIT, Field.DONE, Field.IGNORE_EOS, Field.STOP, 2)
+PAGE = 4
+
+
+@pytest.fixture(params=["torch_steps", "round_steps"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    if request.param == "round_steps":
+        pytest.importorskip("triton")
+    return importlib.import_module(f"specbatch.kernels.{request.param}")
+
+
+def on_device(values: object) -> Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+def slot_table(num_slots: int, num_pages: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(num_slots * num_pages, generator=generator).int().view(num_slots, num_pages).to(DEVICE)
+
+
+@pytest.mark.parametrize("case", ["chain", "tree", "draft step", "extend", "plain"])
+def test_span_layout(ops: ModuleType, case: str) -> None:
+    """The arguments that a round gives it, against the same in plain Python."""
+    lengths, ends = [0, 3, 17, 30, 5], [0, 0, 1, 0, 0]  # the fourth ends where its pages do
+    ints = torch.zeros(5, NUM_FIELDS, dtype=torch.int64, device=DEVICE)
+    ints[:, Field.LENGTH], ints[:, Field.DONE] = on_device(lengths), on_device(ends)
+    table = slot_table(5, 8, 0)
+    length, done = ints[:, Field.LENGTH], ints[:, Field.DONE]
+    depths, counts = [0, 1, 1, 2, 2, 3], [1, 3, 2, 2, 1]
+    arguments: dict[str, tuple[int, dict[str, Any]]] = {
+        "plain": (1, {}),
+        "chain": (2, {"start": 3, "position": 3}),
+        "tree": (6, {"depths_BQ": on_device([depths]).expand(5, -1)}),
+        "draft step": (4, {"start": 9, "position": 3, "position_stride": 0, "mask_start": 1}),
+        "extend": (3, {"start": 1, "position": 1, "num_written_B": on_device(counts)}),
+    }
+    num_queries, options = arguments[case]
+    found = ops.span_layout(table, PAGE, length, done, num_queries, **options)
+    start, position = options.get("start", 0), options.get("position", 0)
+    slots, positions = [], []
+    for b in range(5):
+        for q in range(num_queries):
+            place = lengths[b] + start + q
+            page = int(table[b, min(place // PAGE, table.shape[1] - 1)])
+            written = not ends[b] and (case != "extend" or q < counts[b])
+            slots.append(page * PAGE + place % PAGE if written else -1)
+            behind = depths[q] if case == "tree" else q * options.get("position_stride", 1)
+            positions.append(lengths[b] + position + behind)
+    assert found.slots_T.tolist() == slots
+    assert found.positions_T.tolist() == positions
+    assert found.starts_B.tolist() == [n + start for n in lengths]
+    assert found.mask_starts_B.tolist() == [n + options.get("mask_start", 0) for n in lengths]
+    assert found.query_starts.tolist() == [b * num_queries for b in range(6)]
+
+
+@pytest.mark.parametrize(("k", "num_steps"), [(1, 1), (3, 4), (4, 5), (10, 7)])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_beam(ops: ModuleType, k: int, num_steps: int, mapped: bool) -> None:
+    batch, vocab = 3, 40
+    rng = random.Random(k)
+    target_ids = on_device(rng.sample(range(100), vocab)) if mapped else None
+    num_candidates = k + (num_steps - 1) * k * k
+    words = -(-k * max(num_steps - 1, 1) // 32)
+
+    def step_of(rows: int) -> tuple[list, list]:
+        scores = [[[-rng.randrange(1, 6) / 2 for _ in range(k)] for _ in range(rows)] for _ in range(batch)]
+        return scores, [[rng.sample(range(vocab), k) for _ in range(rows)] for _ in range(batch)]
+
+    def name(token: int) -> int:
+        return token if target_ids is None else int(target_ids[token])
+
+    scores, ids = step_of(1)
+    candidates, beam = ops.beam_start(
+        on_device([s[0] for s in scores]), on_device([i[0] for i in ids]), target_ids, num_candidates, words
+    )
+    # Of each sequence (token, score, parent); and its branches, as places among these, with what they see.
+    nodes = [[(name(t), s, -1) for t, s in zip(ids[b][0], scores[b][0], strict=True)] for b in range(batch)]
+    branches = [[(i, {i}) for i in range(k)] for _ in range(batch)]
+    for step in range(1, num_steps):
+        check_beam(beam, nodes, branches)
+        scores, ids = step_of(k)
+        beam = ops.beam_expand(candidates, beam, on_device(scores), on_device(ids), target_ids, step)
+        for b in range(batch):
+            first = len(nodes[b])
+            for i, (place, _) in enumerate(branches[b]):
+                total = nodes[b][place][1]
+                nodes[b] += [(name(t), total + s, place) for t, s in zip(ids[b][i], scores[b][i], strict=True)]
+            best = sorted(range(first, len(nodes[b])), key=lambda place: (-nodes[b][place][1], place))[:k]
+            assert beam.parent_BK[b].tolist() == [(place - first) // k for place in best]
+            branches[b] = [
+                (place, branches[b][(place - first) // k][1] | {step * k + j}) for j, place in enumerate(best)
+            ]
+    check_beam(beam, nodes, branches)
+    tokens, scores, parents = (x.tolist() for x in candidates)
+    assert [list(zip(*rows, strict=True)) for rows in zip(tokens, scores, parents, strict=True)] == nodes
+
+
+def check_beam(beam: Beam, nodes: list[list[tuple]], branches: list[list[tuple[int, set[int]]]]) -> None:
+    for b, branch in enumerate(branches):
+        assert beam.index_BK[b].tolist() == [place for place, _ in branch]
+        assert beam.tokens_BK[b].tolist() == [nodes[b][place][0] for place, _ in branch]
+        assert beam.scores_BK[b].tolist() == [nodes[b][place][1] for place, _ in branch]
+        for words, (_, seen) in zip(beam.seen_BKW[b].tolist(), branch, strict=True):
+            bits = {32 * w + i for w, word in enumerate(words) for i in range(32) if word >> i & 1}
+            assert bits == {bit for bit in seen if bit < 32 * len(words)}
+
+
+class Slots:
+    """State of 12 slots and padding, in Python and on the device; sequences of every kind of ending."""
+
+    def __init__(self, seed: int, keeps_tokens: bool) -> None:
+        rng = random.Random(seed)
+        self.ints = [[rng.randrange(10) for _ in range(NUM_FIELDS)] for _ in range(13)]
+        for slot, ints in enumerate(self.ints):
+            ints[Field.LENGTH] = rng.randrange(20)
+            ints[Field.LIMIT] = ints[Field.LENGTH] + 1 + rng.choice([1, 2, 5, 40])
+            ints[Field.DONE] = int(slot in (4, 12))
+            ints[Field.IGNORE_EOS] = rng.randrange(2)
+            ints[Field.STOP :] = [rng.choice([-1, rng.randrange(12)]) for _ in ints[Field.STOP :]]
+        self.history = [[rng.randrange(100) for _ in range(32 if keeps_tokens else 0)] for _ in range(13)]
+        self.table = slot_table(13, 16, seed)
+        self.ints_SF = on_device(self.ints)
+        self.tokens_SL = torch.tensor(self.history, dtype=torch.int32, device=DEVICE).view(13, -1)
+
+    def commit(self, slot: int, tokens: list[int], eos: list[int]) -> None:
+        """What the engine of the host does with new tokens. NO_TOKEN ends the request; the device goes on with 0."""
+        ints = self.ints[slot]
+        if ints[Field.DONE]:
+            return
+        length = ints[Field.LENGTH]
+        room = ints[Field.LIMIT] - length - 1
+        failed, tokens = tokens[-1] == NO_TOKEN, [max(token, 0) for token in tokens]
+        stops = ints[Field.STOP : Field.STOP + 2] + ([] if ints[Field.IGNORE_EOS] else eos)
+        ints[Field.DONE] = int(failed or len(tokens) >= room or any(t in stops for t in tokens[:room]))
+        ints[Field.LENGTH] = min(length + len(tokens), ints[Field.LIMIT] - 1)
+        ints[Field.ROOT] = tokens[-1]
+        for i, token in enumerate(tokens, start=length + 1):
+            if i < len(self.history[slot]):
+                self.history[slot][i] = token
+
+    def slot_of(self, slot: int, index: int) -> int:
+        return int(self.table[slot, index // PAGE]) * PAGE + index % PAGE
+
+
+def random_trees(batch: int, num_nodes: int, depth: int, rng: random.Random) -> tuple[list, list, list, list]:
+    """Tokens, parents, depths and choices, which often follow the tree."""
+    tokens, parents, depths, choice = [], [], [], []
+    for _ in range(batch):
+        row_tokens, row_parents, row_depths = [0], [-1], [0]
+        taken = set()
+        while len(row_tokens) < num_nodes:
+            parent, token = rng.randrange(len(row_tokens)), rng.randrange(12)
+            if (parent, token) not in taken and row_depths[parent] < depth:
+                taken.add((parent, token))
+                row_tokens.append(token)
+                row_parents.append(parent)
+                row_depths.append(row_depths[parent] + 1)
+        row_choice = [rng.choice([NO_TOKEN, rng.randrange(12), rng.randrange(12)]) for _ in range(num_nodes)]
+        for node in range(1, num_nodes):
+            if rng.random() < 0.7:
+                row_choice[row_parents[node]] = row_tokens[node]
+        tokens.append(row_tokens)
+        parents.append(row_parents)
+        depths.append(row_depths)
+        choice.append(row_choice)
+    return tokens, parents, depths, choice
+
+
+@pytest.mark.parametrize("keeps_tokens", [False, True])
+@pytest.mark.parametrize("case", ["root alone", "chain", "short chains", "drawn", "tree", "given path"])
+def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
+    lengths, failed = set(), set()
+    for seed in range(3):
+        rng = random.Random(seed)
+        state = Slots(seed, keeps_tokens)
+        rows = [*rng.sample(range(12), 8), 12, 12]
+        batch, eos = len(rows), [3, 11]
+        num_nodes = {"root alone": 1, "tree": 20, "given path": 20}.get(case, 6)
+        is_tree = num_nodes == 20
+        max_path = 5 if is_tree else num_nodes
+        tokens, parents, depths, choice = random_trees(batch, num_nodes, 4 if is_tree else num_nodes, rng)
+        if not is_tree:
+            parents = [list(range(-1, num_nodes - 1))] * batch
+            for b in range(batch):
+                for node in range(1, num_nodes):
+                    choice[b][node - 1] = tokens[b][node] if rng.random() < 0.7 else rng.choice([NO_TOKEN, 3, 8])
+        sizes = [rng.randrange(1, num_nodes + 1) if case == "short chains" else num_nodes for _ in rows]
+        paths = [walk(*row) for row in zip(tokens, parents, choice, sizes, strict=True)]
+        drawn = [rng.choice([NO_TOKEN, rng.randrange(12), rng.randrange(12)]) for _ in rows]
+        broken = [rng.randrange(num_nodes) if case == "drawn" else 0 for _ in rows]
+        if case in ("drawn", "given path"):
+            paths = [path[: rng.randrange(1, len(path) + 1)] for path in paths]
+        new = [
+            [*(tokens[b][node] for node in path[1:]), drawn[b] if case == "drawn" else choice[b][path[-1]]]
+            for b, path in enumerate(paths)
+        ]
+        before = [list(ints) for ints in state.ints]
+        options: dict[str, Tensor] = {}
+        if is_tree:
+            options |= {"parents_BN": on_device(parents), "depths_BN": on_device(depths)}
+        if case == "short chains":
+            options["num_nodes_B"] = on_device(sizes)
+        if case in ("drawn", "given path"):
+            options["num_path_B"] = on_device([len(path) for path in paths])
+        if case == "given path":
+            options["path_BN"] = on_device([path + [7] * (num_nodes - len(path)) for path in paths])
+        if case == "drawn":
+            options |= {"next_token_B": on_device(drawn), "num_broken_B": on_device(broken)}
+        found: Committed = ops.commit_round(
+            state.ints_SF,
+            state.tokens_SL,
+            state.table,
+            on_device(rows),
+            COLUMNS,
+            PAGE,
+            on_device(eos),
+            max_path,
+            on_device(tokens),
+            None if case == "drawn" else on_device(choice),
+            **options,
+        )
+        for b, (slot, path) in enumerate(zip(rows, paths, strict=True)):
+            state.commit(slot, new[b], eos)
+            length, live = before[slot][Field.LENGTH], not before[slot][Field.DONE]
+            pad = [0] * (max_path - len(path))
+            assert found.path_BM[b].tolist() == path + pad
+            assert found.tokens_BM[b].tolist() == [*new[b][:-1], max(new[b][-1], 0), *pad]
+            depth = max(depths[b]) if is_tree else sizes[b] - 1
+            report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], *new[b], *pad]
+            assert found.report_BZ[b].tolist() == report
+            assert found.picked_T.view(batch, -1)[b].tolist() == [b * num_nodes + node for node in path + pad]
+            for place, node in enumerate(path):
+                moved = live and node != place
+                at = b * max_path + place
+                assert found.source_T[at] == state.slot_of(slot, length + node)
+                assert found.target_T[at] == (state.slot_of(slot, length + place) if moved else -1)
+            assert found.target_T.view(batch, -1)[b, len(path) :].tolist() == [-1] * len(pad)
+            lengths.add(len(path))
+            failed.add(new[b][-1] == NO_TOKEN)
+        assert found.num_path_B.tolist() == [len(path) for path in paths]
+        assert state.ints_SF.tolist() == state.ints
+        assert state.tokens_SL.tolist() == state.history
+        assert found.report_BZ.dtype == torch.int32
+    assert len(lengths) > 1 or case == "root alone"
+    assert failed == {False, True}
+
+
+def walk(tokens: list[int], parents: list[int], choice: list[int], size: int) -> list[int]:
+    path = [0]
+    while True:
+        children = [n for n in range(1, size) if parents[n] == path[-1] and tokens[n] == choice[path[-1]]]
+        if not children:
+            return path
+        path += children

@@ -1,0 +1,223 @@
+"""`shape:NAME`: the published geometries, reproducible random weights, and runs without any file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specbatch.cli import app
+from specbatch.config import Config
+from specbatch.config_load import load_config
+from specbatch.engine.build import build_engine
+from specbatch.engine.resolve import resolve
+from specbatch.errors import ConfigError, ModelError
+from specbatch.models.config import ModelConfig, expected_tensors
+from specbatch.models.eagle_head import target_ids_of
+from specbatch.models.head_files import HeadCheckpoint
+from specbatch.models.shapes import RandomSource, open_shape, open_shape_head, shape_config, shapes
+from specbatch.models.tokenizer import byte_tokenizer
+from specbatch.types import NoiseKey, Request, SamplingParams
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def config(*sets: str) -> Config:
+    return load_config(None, ["engine.kv_cache_tokens=2048", "engine.device=cpu", *sets])
+
+
+def num_parameters(model: ModelConfig) -> int:
+    return sum(torch.Size(shape).numel() for shape in expected_tensors(model).values())
+
+
+# (parameters as the model cards count them, theta, eps, positions, vocabulary, tied)
+PUBLISHED = {
+    "llama-3-8b": (8_030_261_248, 500000.0, 1e-5, 8192, 128256, False),
+    "llama-3.2-1b": (1_235_814_400, 500000.0, 1e-5, 131072, 128256, True),
+    "qwen3-8b": (8_190_735_360, 1e6, 1e-6, 40960, 151936, False),
+    "qwen2.5-7b": (7_615_616_512, 1e6, 1e-6, 131072, 152064, False),
+    "qwen2.5-1.5b": (1_543_714_304, 1e6, 1e-6, 131072, 151936, True),
+    "smollm2-135m": (134_515_008, 100000.0, 1e-5, 8192, 49152, True),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_geometries_are_the_published_ones(name: str) -> None:
+    c = shape_config(f"shape:{name}")
+    values = (num_parameters(c), c.rope.theta, c.rms_norm_eps, c.max_position_embeddings, c.vocab_size)
+    assert (*values, c.tie_word_embeddings) == PUBLISHED[name]
+    assert c.rope.scaling == ("llama3" if name == "llama-3.2-1b" else "none")
+    assert c.qk_norm == (name == "qwen3-8b")
+    assert c.qkv_bias == name.startswith("qwen2.5")
+    assert set(c.sliding_windows) == {None}
+
+
+def test_the_70b_subset_is_8_of_80_layers() -> None:
+    c = shape_config("shape:llama-3-70b-8l")
+    embeddings = 2 * c.vocab_size * c.hidden_size + c.hidden_size
+    assert (num_parameters(c) - embeddings) * 10 + embeddings == 70_553_706_496
+    assert c.num_layers == 8
+
+
+def test_llama_32_rope_scaling() -> None:
+    rope = shape_config("shape:llama-3.2-1b").rope
+    assert (rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position) == (32, 1, 4, 8192)
+
+
+def test_weights_are_random_and_reproducible() -> None:
+    checkpoint = open_shape("shape:tiny", torch.bfloat16, CPU)
+    again = open_shape("shape:tiny", torch.bfloat16, CPU)
+    assert checkpoint.path is None
+    assert checkpoint.description == "random weights"
+    assert set(checkpoint.tensors.shapes()) == set(expected_tensors(checkpoint.config))
+    for name, shape in checkpoint.tensors.shapes().items():
+        tensor = checkpoint.tensors.load(name)
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.shape == shape
+        assert torch.equal(tensor, again.tensors.load(name)), name
+    query = checkpoint.tensors.load("model.layers.0.self_attn.q_proj.weight")
+    assert not torch.equal(query, checkpoint.tensors.load("model.layers.1.self_attn.q_proj.weight"))
+    assert 0.019 < query.float().std() < 0.021
+    norm = checkpoint.tensors.load("model.norm.weight").float()
+    assert 0.98 < norm.mean() < 1.02
+    assert norm.std() > 0
+    with pytest.raises(KeyError):
+        checkpoint.tensors.load("nothing")
+
+
+def test_head_maps_are_one_to_one() -> None:
+    target = shape_config("shape:llama-3-8b")
+    opened = open_shape_head("shape:eagle3-32k", "eagle3", target, torch.float32, CPU)
+    head, tensors = opened.head, opened.tensors
+    assert (head.draft_vocab_size, head.has_vocab_map, head.feature_size) == (32000, True, 4096)
+    assert tensors.shapes()["lm_head.weight"] == (32000, 4096)
+    ids = target_ids_of(tensors.load("d2t"), tensors.load("t2d"), target.vocab_size)
+    assert ids.shape == (32000,)
+    whole = open_shape_head("shape:eagle3", "eagle3", target, torch.float32, CPU)
+    assert (whole.head.draft_vocab_size, whole.head.has_vocab_map) == (128256, False)
+    assert "d2t" not in whole.tensors.shapes()
+
+
+@pytest.mark.parametrize("name", sorted(shapes()))
+@pytest.mark.parametrize("head", ["shape:eagle3-32k", "shape:eagle3", "shape:eagle"])
+def test_every_geometry_has_heads(name: str, head: str) -> None:
+    target = shape_config(f"shape:{name}")
+    opened = open_shape_head(head, "eagle" if head == "shape:eagle" else "eagle3", target, torch.float32, CPU)
+    assert opened.head.decoder.num_kv_heads == target.num_kv_heads
+    assert isinstance(opened.tensors, RandomSource)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message", "hint"),
+    [
+        (["model.target=shape:llama3-8b"], "no shape 'llama3-8b'", "did you mean shape:llama-3-8b? known: shape:llama"),
+        (["model.target=shape:zzz"], "no shape 'zzz'", "known: shape:llama-3-8b, shape:llama-3.2-1b"),
+        (["model.target=shape:eagle3"], "is a draft head", "speculation.draft"),
+        (["speculation.draft=shape:eagle4"], "no shape 'eagle4'", "did you mean shape:eagle"),
+        (["speculation.draft=shape:llama-3-8b"], "is a model, not a draft head", "shape:eagle3-32k"),
+        (["speculation.draft=shape:eagle"], "does not fit speculation.method eagle3", "shape:eagle3"),
+        (["speculation.method=draft_model", "speculation.draft=shape:eagle3"], "is a draft head", ""),
+        (["speculation.method=draft_model", "speculation.draft=shape:smollm2-135m"], "vocabulary sizes differ", ""),
+    ],
+)
+def test_mistakes_name_what_is_known(sets: list[str], message: str, hint: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve(config("model.target=shape:tiny", "speculation.method=eagle3", "speculation.draft=shape:eagle3", *sets))
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("method", "draft"),
+    [
+        ("eagle3", "shape:eagle3-32k"),
+        ("eagle3", "shape:eagle3"),
+        ("eagle", "shape:eagle"),
+        ("draft_model", "shape:tiny"),
+    ],
+)
+def test_speculation_runs_and_says_that_weights_are_random(method: str, draft: str) -> None:
+    base = ["model.target=shape:tiny", "sampling.max_tokens=8"]
+    run = resolve(config(*base, f"speculation.method={method}", f"speculation.draft={draft}"))
+    assert run.description["target"] == "shape:tiny (llama, random weights)"
+    assert "random weights" in run.description["draft"]
+    if draft == "shape:eagle3-32k":
+        assert isinstance(run.draft, HeadCheckpoint)
+        assert run.draft.head.draft_vocab_size == 256
+    engines = [build_engine(run), build_engine(resolve(config(*base, "speculation.method=none")))]
+    texts = []
+    for engine in engines:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        engine.submit(Request(0, run.tokenizer.encode("Hello"), params, NoiseKey(0, 0, 0)))
+        done = []
+        while not done:
+            done = engine.step()
+        texts.append(done[0].token_ids)
+        assert len(done[0].token_ids) == 8
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("sets", "message", "hint"),
+    [
+        (["speculation.method=none"], "needs drafts to accept", "speculation.method"),
+        (["speculation.num_steps=1"], "is 2.5, but a round of 1 steps commits at most 2 tokens", "num_steps"),
+        (["speculation.num_draft_tokens=2"], "at most 2 tokens", "num_steps"),
+        (["speculation.method=ngram", "speculation.num_draft_tokens=2"], "at most 2 tokens", "num_steps"),
+        ([], "speculation.simulate_acceptance needs engine.device cuda, and not engine.attention", "null"),
+    ],
+)
+def test_acceptance_that_cannot_be_simulated(sets: list[str], message: str, hint: str) -> None:
+    base = ["model.target=shape:tiny", "speculation.method=eagle3", "speculation.draft=shape:eagle3"]
+    with pytest.raises(ConfigError) as caught:
+        resolve(config(*base, "speculation.simulate_acceptance=2.5", *sets))
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_byte_tokenizer() -> None:
+    tokenizer = byte_tokenizer(600, (0, 270))
+    text = "Ä bit of\n text \x00 <5> 漢"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    assert 0 not in ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([300, 599]) == "<300><599>"
+    assert tokenizer.decode([0, ids[-1], 270], skip_special_tokens=True) == tokenizer.decode([ids[-1]])
+    assert tokenizer.eos_token_id == 0
+    assert len(tokenizer.get_vocab()) == 600
+    with pytest.raises(ModelError):
+        byte_tokenizer(200)
+
+
+def test_generate_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole command: results, and statistics that say what the weights are."""
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
+    arguments = ["generate", "d.jsonl", "--set", "model.target=shape:tiny", "--set", "sampling.max_tokens=4"]
+    arguments += ["--set", "engine.device=cpu", "--set", "engine.kv_cache_tokens=1024"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    stats = json.loads(Path("d.results.stats.json").read_text())
+    assert stats["models"]["target"] == "shape:tiny (llama, random weights)"
+    assert stats["random_weights"] is True
+    assert stats["simulated"] is False
+    assert "random weights" in done.output
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 0
+    assert "finished already" in again.output
+
+
+@pytest.mark.slow
+def test_generate_with_the_geometry_of_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["generate", str(ROOT / "examples/questions.jsonl"), "-o", "out.jsonl", "--limit", "3"]
+    arguments += ["--set", "model.target=shape:smollm2-135m", "--set", "sampling.max_tokens=8"]
+    arguments += ["--set", "engine.device=cpu", "--set", "engine.kv_cache_tokens=4096"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert len(Path("out.jsonl").read_text().splitlines()) == 3

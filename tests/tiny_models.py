@@ -1,0 +1,317 @@
+"""Tiny random models for tests."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specbatch.attention.cpu import TorchAttention
+from specbatch.attention.flashinfer import FlashInferAttention
+from specbatch.attention.interface import AttentionBackend
+from specbatch.attention.triton import PagedAttention
+from specbatch.cache.pages import PagePool
+from specbatch.cache.request_table import SlotState
+from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft, num_lookahead
+from specbatch.draft.schedule import ByBatch, Schedule
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.cpu_threads import ThreadGovernor
+from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.executor import GraphMode, RoundExecutor
+from specbatch.engine.factory import DraftFactory
+from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.round import Round
+from specbatch.kernels import ops_for
+from specbatch.models.config import ModelConfig
+from specbatch.models.config import expected_tensors as decoder_tensors
+from specbatch.models.decoder import Decoder, loader
+from specbatch.models.eagle_head import EagleConfig, EagleHead, capture_layers
+from specbatch.models.eagle_head import expected_tensors as head_tensors
+from specbatch.models.rope import RopeConfig
+from specbatch.oracle.engine import Engine
+from specbatch.types import Completion, NoiseKey, Request, SamplingParams
+
+CPU = torch.device("cpu")
+MAX_LENGTH = 512
+VOCAB = 61
+
+
+class RandomTensors:
+    """A checkpoint of random weights. A tensor depends on its name and the seed alone, so a model with fewer layers
+    is the deeper one cut short: a draft that is often right."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int, scale: float = 0.25) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+            self._tensors[name] = 1.0 + noise if "norm" in name else noise
+
+    def load(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def tiny_config(num_layers: int = 2, hidden: int = 32, vocab: int = VOCAB, **changes: object) -> ModelConfig:
+    values: dict[str, object] = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 48,
+        "num_layers": num_layers,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(theta=10000.0, scaling="none"),
+        "max_position_embeddings": MAX_LENGTH,
+        "tie_word_embeddings": False,
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "sliding_windows": (None,) * num_layers,
+        "eos_token_ids": (0,),
+    } | changes
+    return ModelConfig(**values)  # type: ignore[arg-type]
+
+
+def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttention:
+    return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
+
+
+Spoil = Callable[[dict[str, Tensor]], None]  # changes a checkpoint's tensors
+
+
+def paged_of(config: ModelConfig, device: torch.device = CPU) -> PagedAttention:
+    """The device engine's, over its twin; in float64."""
+    return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.float64, device)
+
+
+AttentionOf = Callable[[ModelConfig, torch.device], AttentionBackend]
+
+
+def tiny_decoder(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    scale: float = 0.25,
+    device: torch.device = CPU,
+    attention: AttentionOf = attention_of,
+    num_positions: int = MAX_LENGTH + 128,
+    spoil: Spoil | None = None,
+) -> Decoder:
+    tensors = RandomTensors(decoder_tensors(config), seed, scale)
+    if spoil is not None:
+        spoil(tensors._tensors)
+    load = loader(tensors, dtype, device)
+    return Decoder(config, load, attention(config, device), num_positions, dtype, device)
+
+
+def tiny_draft_net(
+    method: str,
+    target: Decoder,
+    num_slots: int,
+    kv_dtype: torch.dtype,
+    *,
+    draft_vocab: int | None,
+    draft_seed: int,
+    scale: float,
+    attention: AttentionOf = attention_of,
+    spoil: Spoil | None = None,
+    **traits: Any,
+) -> DraftNet:
+    """The draft of `target`, as wide as it and of its type. `traits`: of an EAGLE head's `EagleConfig`."""
+    hidden, vocab, head_dim = target.config.hidden_size, target.config.vocab_size, target.config.head_dim
+    dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
+    if method == "draft_model":
+        draft_config = tiny_config(2, hidden, vocab, head_dim=head_dim)
+        draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions, spoil)
+        return ModelDraft(draft, draft.new_cache(num_slots, kv_dtype), vocab)
+    head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
+    kind = "eagle3" if method == "eagle3" else "eagle"
+    width = draft_vocab or vocab
+    layers = capture_layers(target.config.num_layers) if kind == "eagle3" else ()
+    head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab, layers)  # type: ignore[arg-type]
+    head = replace(head, **traits)
+    tensors = RandomTensors(
+        {n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
+    )
+    if spoil is not None:
+        spoil(tensors._tensors)
+    # every other token, so that the offsets are not constant
+    ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
+    tensors._tensors["d2t"] = ids - torch.arange(width)
+    tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    load = loader(tensors, dtype, device)
+    backend = attention(head_config, device)
+    model = EagleHead(head, load, tensors.load, target, backend, num_positions, dtype, device)
+    return EagleDraft(model, model.new_cache(num_slots, kv_dtype))
+
+
+def as_schedule(shape: DraftShape | Schedule | None) -> Schedule:
+    return shape if isinstance(shape, ByBatch) else ByBatch.always(shape)
+
+
+def tiny_engine(
+    method: str = "none",
+    shape: DraftShape | Schedule | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_batch_size: int = 4,
+    prefill_chunk_tokens: int = 32,
+    prefix_cache: bool = True,
+    vocab: int = VOCAB,
+    draft_vocab: int | None = None,
+    draft_seed: int = 0,
+    scale: float = 0.25,
+    hidden: int = 32,
+    eos: tuple[int, ...] = (),
+    device: torch.device = CPU,
+    threads: ThreadGovernor | None = None,
+    num_layers: int | None = None,
+    spoil: Spoil | None = None,
+    spoil_draft: Spoil | None = None,
+    **traits: Any,
+) -> Engine:
+    """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer
+    less). `traits`: of an EAGLE head."""
+    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden, vocab)
+    target = tiny_decoder(config, dtype, scale=scale, device=device, spoil=spoil)
+    pool = PagePool(num_pages, page_size)
+    num_slots = num_pages * page_size
+    net = None
+    if method not in ("none", "ngram"):
+        net = tiny_draft_net(
+            method,
+            target,
+            num_slots,
+            dtype,
+            draft_vocab=draft_vocab,
+            draft_seed=draft_seed,
+            scale=scale,
+            spoil=spoil_draft,
+            **traits,
+        )
+
+    drafts = DraftFactory(net, (1, 3), vocab, page_size, device, ops_for(device, dtype))
+    proposer = drafts.proposer(as_schedule(shape))
+    max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
+    return Engine(
+        target,
+        proposer,
+        target.new_cache(num_slots, dtype),
+        pool,
+        max_length=max_length,
+        max_batch_size=max_batch_size,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        prefix_cache=prefix_cache,
+        eos_token_ids=eos,
+        threads=threads,
+    )
+
+
+def tiny_device_engine(
+    method: str = "none",
+    shape: DraftShape | Schedule | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    kv_dtype: torch.dtype | None = None,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_batch_size: int = 4,
+    prefill_chunk_tokens: int = 32,
+    prefix_cache: bool = True,
+    vocab: int = VOCAB,
+    draft_vocab: int | None = None,
+    draft_seed: int = 0,
+    scale: float = 0.25,
+    hidden: int = 32,
+    num_layers: int | None = None,
+    eos: tuple[int, ...] = (),
+    device: torch.device = CPU,
+    graphs: GraphMode = "none",
+    simulate: float | None = None,
+    backend: type[PagedAttention | FlashInferAttention] = PagedAttention,
+    head_dim: int = 8,
+    graph_tokens: int = 0,
+    spoil: Spoil | None = None,
+    spoil_draft: Spoil | None = None,
+    **traits: Any,
+) -> DeviceEngine:
+    """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins. `kv_dtype` None: `dtype`.
+    `num_layers`: of the target; None: as many as `method` needs."""
+
+    def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
+        return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+
+    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden, vocab, head_dim=head_dim)
+    lookahead, schedule = 1, as_schedule(shape)
+    for one in schedule.items:
+        if one is not None:
+            own = one.num_draft_tokens if method == "ngram" else num_lookahead(one, method == "draft_model")
+            lookahead = max(lookahead, own)
+    max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
+    # As large as they are in earnest: what reads past them must show.
+    target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil)
+    pool = PagePool(num_pages, page_size)
+    num_slots = (num_pages + 1) * page_size  # the last page is spare
+    ops = ops_for(device, dtype)
+    net = None
+    if method not in ("none", "ngram"):
+        net = tiny_draft_net(
+            method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
+            scale=scale, attention=paged, spoil=spoil_draft, **traits,
+        )  # fmt: skip
+    drafters = schedule.map(DraftFactory(net, (1, 3), vocab, page_size, device, ops).drafter)
+    assert max(drafter.num_lookahead for drafter in drafters.items) == lookahead
+    pages_per_slot = pool.pages_for(max_length + lookahead)
+    state = SlotState(max_batch_size, pages_per_slot, max_length, hidden, method == "ngram", dtype, device)
+    cache = target.new_cache(num_slots, kv_dtype or dtype)
+    rounds = drafters.map(lambda drafter: Round(target, cache, drafter, state, page_size, eos, ops, simulate))
+    executor = RoundExecutor(rounds, max_batch_size, device, graphs)
+    return DeviceEngine(
+        executor,
+        pool,
+        device,
+        vocab_size=vocab,
+        max_length=max_length,
+        max_batch_size=max_batch_size,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        prefix_cache=prefix_cache,
+        eos_token_ids=eos,
+        chunk_cost=ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens),
+    )
+
+
+def run(
+    engine: Engine | DeviceEngine, prompts: list[list[int]], params: SamplingParams, check: bool = True
+) -> list[Completion]:
+    """All prompts to the end, in their order, with page accounting checked after every step."""
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(i, prompt, params, NoiseKey(params.seed or 0, i, 0)))
+    done: dict[int, Completion] = {}
+    while len(done) < len(prompts):
+        for completion in engine.step():
+            done[completion.request_id] = completion
+        if check:
+            engine.check_integrity()
+    return [done[i] for i in range(len(prompts))]
+
+
+def random_prompts(
+    count: int, seed: int = 0, vocab: int = VOCAB, longest: int = 40, shared: int = 0
+) -> list[list[int]]:
+    """Prompts of 1 to `longest` tokens behind `shared` common ones; token 0 (end of sequence) does not occur."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(size: int) -> list[int]:
+        return torch.randint(1, vocab, (size,), generator=generator).tolist()
+
+    prefix = tokens(shared)
+    return [prefix + tokens(int(torch.randint(1, longest + 1, (1,), generator=generator))) for _ in range(count)]

@@ -1,0 +1,308 @@
+"""The predicted time of a file, against a simulation that goes round by round, and against a run of the engine."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.gathering import ChunkCost
+from specbatch.tune.candidates import Candidate, lookahead
+from specbatch.tune.costs import CostModel, Measurement
+from specbatch.tune.errors import TuningError
+from specbatch.tune.predict import FileProfile, Limits, Prediction, Simulation, predict
+from specbatch.tune.replay import Replay, Replayer
+from specbatch.tune.schedule import Schedule, ScheduleEntry
+from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tracing import trace_rows
+
+CHAIN, TREE = DraftShape(2, 1, 3), DraftShape(3, 2, 8)
+MIXED = Schedule((ScheduleEntry(2, TREE), ScheduleEntry(5, CHAIN), ScheduleEntry(6, None)))
+ROOMY = Limits(max_running=6, kv_tokens=100_000, prefill_chunk=64)
+
+
+def costs() -> CostModel:
+    points = [("verify", 5.0, 0.1), ("draft_start", 0.5, 0.01), ("draft_step", 0.7, 0.01), ("extend", 0.6, 0.02)]
+    measured = [
+        Measurement(kind, b, w, base + slope * b * w) for kind, base, slope in points for b in (1, 16) for w in (1, 16)
+    ]
+    measured += [Measurement("plain", b, 1, 4.5 + 0.1 * b) for b in (1, 16)]
+    return CostModel.fit([*measured, *(Measurement("prefill", 1, t, 2.0 + 0.05 * t) for t in (1, 64))])
+
+
+def replay_of(candidate: Candidate, outputs: np.ndarray, seed: int) -> Replay:
+    """Rows of very different rates."""
+    rates = np.random.default_rng(seed).uniform(1.1, candidate.num_draft_tokens, len(outputs))
+    tokens = np.maximum(outputs - 1, 0)
+    return Replay(candidate, tokens / rates, tokens, np.zeros(len(outputs)), ())
+
+
+def profile_of(num_rows: int, seed: int = 0, kinds: int = 13) -> tuple[FileProfile, dict[Candidate, Replay]]:
+    rng = np.random.default_rng(seed)
+    outputs = rng.integers(1, 60, kinds)
+    replays = {c: replay_of(c, outputs, seed + i) for i, c in enumerate((CHAIN, TREE))}
+    return FileProfile(rng.integers(5, 90, 29), outputs, num_rows, max_tokens=50), replays
+
+
+def round_by_round(
+    profile: FileProfile,
+    limits: Limits,
+    model: CostModel,
+    replays: dict[Candidate, Replay],
+    schedule: Schedule,
+    seed: int = 0,
+) -> tuple[float, float, float, float, int, int]:
+    """Milliseconds of prompts, of rounds up to the last admission and behind it; tokens up to there; rounds;
+    preemptions."""
+    rng, kinds = np.random.default_rng(seed), len(profile.output_tokens_R)
+    order = [k for _ in range(-(-profile.num_rows // kinds)) for k in rng.permutation(kinds).tolist()]
+    prompts = [int(profile.prompt_tokens[i % len(profile.prompt_tokens)]) for i in range(profile.num_rows)]
+    made = [0.0] * profile.num_rows
+    ends = [max(1, min(int(profile.output_tokens_R[k]), profile.max_tokens)) for k in order[: profile.num_rows]]
+    neural = any(c is not None for c in schedule.candidates)
+    ahead = max(lookahead(c, limits.lead if neural else 0) for c in schedule.candidates)
+    waiting, running = list(range(profile.num_rows)), list[int]()
+    prefill = decode = at_last = tokens_at_last = 0.0
+    rounds = preemptions = 0
+    idle: dict[int, int] = {}
+
+    def pages(row: int) -> int:
+        return math.ceil((prompts[row] + max(made[row] - 1, 0.0) + ahead) / limits.page_size)
+
+    capacity = limits.kv_tokens // limits.page_size
+    often = schedule.at(limits.max_running)
+    own_rounds = np.clip(profile.output_tokens_R - 1, 0, profile.max_tokens - 1)
+    own_rounds = own_rounds / (1.0 if often is None else replays[often].rates())
+    gather = 1 if limits.chunk_cost is None else limits.chunk_cost.places(limits.max_running, own_rounds.mean())
+    while waiting or running:
+        admitted, tokens = 0, 0.0
+        free = limits.max_running - len(running)
+        few = limits.chunk_cost is not None and free < min(gather, len(waiting))
+        tokens_of = sum(prompts[row] + max(made[row] - 1, 0.0) for row in waiting[:free])
+        if few and limits.chunk_cost is not None and tokens_of < limits.chunk_cost.tokens:
+            free = 0  # they wait until more places are free
+        while waiting and free and len(running) < limits.max_running:
+            row = waiting[0]
+            if sum(map(pages, running)) + pages(row) + len(running) > capacity:
+                break
+            running.append(waiting.pop(0))
+            tokens += prompts[row] + max(made[row] - 1, 0.0)
+            made[row], admitted = max(made[row], 1.0), admitted + 1
+            idle.setdefault(row, limits.rounds_behind)
+        if admitted:
+            left = round(tokens)
+            while left:
+                chunk = min(left, limits.prefill_chunk)
+                prefill, left = prefill + model.prefill_ms(chunk), left - chunk
+            running = [row for row in running if made[row] < ends[row] or idle[row]]
+            at_last, tokens_at_last = decode, sum(made)
+            continue
+        while len(running) > 1 and sum(map(pages, running)) > capacity:
+            waiting.insert(0, running.pop())
+            preemptions += 1
+        batch = len(running)
+        candidate = schedule.at(batch)
+        decode += model.plain_ms(batch, followed=neural) if candidate is None else model.round_ms(batch, candidate)
+        rounds += 1
+        for row in running:
+            rate = 1.0 if candidate is None else float(replays[candidate].rates()[order[row]])
+            if made[row] < ends[row] - 1e-9:
+                made[row] = min(made[row] + rate, ends[row])
+            else:
+                idle[row] -= 1
+        running = [row for row in running if made[row] < ends[row] - 1e-9 or idle[row]]
+    return prefill, at_last, decode - at_last, tokens_at_last, rounds, preemptions
+
+
+@pytest.mark.parametrize("schedule", [MIXED, Schedule.always(None), Schedule.always(TREE)], ids=str)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ROOMY,
+        replace(ROOMY, max_running=1),
+        replace(ROOMY, rounds_behind=1),
+        replace(ROOMY, max_running=12, chunk_cost=ChunkCost(3.0, 160)),
+        replace(ROOMY, max_running=40, rounds_behind=1, chunk_cost=ChunkCost(9.0, 600)),
+        replace(ROOMY, kv_tokens=320, page_size=4),
+        replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, lead=1, rounds_behind=2),
+        replace(ROOMY, kv_tokens=320, page_size=4, max_running=12, chunk_cost=ChunkCost(9.0, 250)),
+    ],
+    ids=["roomy", "one", "behind", "gathered", "gathered behind", "tight", "tighter", "tight and gathered"],
+)
+def test_events_equal_round_by_round(limits: Limits, schedule: Schedule) -> None:
+    profile, replays = profile_of(70)
+    found = predict(profile, limits, costs(), replays, schedule)
+    prefill, steady, drain, tokens, rounds, preemptions = round_by_round(profile, limits, costs(), replays, schedule)
+    assert found.rounds == rounds
+    assert found.steady_tokens == pytest.approx(tokens)
+    assert found.steady_tokens_per_second == pytest.approx(tokens / (prefill + steady) * 1e3)
+    assert found.preemptions == preemptions
+    assert found.prefill_seconds == pytest.approx(prefill / 1e3)
+    assert found.steady_seconds == pytest.approx(steady / 1e3)
+    assert found.drain_seconds == pytest.approx(drain / 1e3)
+    assert found.num_simulated == found.num_rows == 70
+    if limits.kv_tokens == 320:
+        assert preemptions > 0, "nothing was ever preempted"
+    if limits.chunk_cost is not None and limits.kv_tokens > 320:  # where the cache is full, places are free
+        assert rounds != predict(profile, replace(limits, chunk_cost=None), costs(), replays, schedule).rounds
+
+
+def test_tokens_are_all_there() -> None:
+    profile, replays = profile_of(13 * 4)
+    found = predict(profile, ROOMY, costs(), replays, MIXED)
+    ends = np.clip(profile.output_tokens_R, 1, profile.max_tokens)
+    assert found.output_tokens == pytest.approx(4 * ends.sum())
+    assert found.tokens_by_batch.sum() == pytest.approx(4 * (ends - 1).sum())
+    assert len(found.tokens_by_batch) == ROOMY.max_running + 1
+    assert 1 < found.mean_batch <= 6
+    assert found.tokens_per_second == pytest.approx(found.output_tokens / found.seconds)
+
+
+@pytest.mark.parametrize("kv_tokens", [100_000, 320])
+def test_extrapolation_equals_the_whole_simulation(kv_tokens: int) -> None:
+    profile, replays = profile_of(6000)
+    limits = replace(ROOMY, kv_tokens=kv_tokens)
+    whole = predict(profile, limits, costs(), replays, MIXED, min_simulated=6000)
+    part = predict(profile, limits, costs(), replays, MIXED, min_simulated=1000)
+    assert (whole.num_simulated, part.num_simulated) == (6000, 1000)
+    for name in (
+        "seconds",
+        "prefill_seconds",
+        "steady_seconds",
+        "rounds",
+        "output_tokens",
+        "tokens_per_second",
+        "steady_tokens",
+    ):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name), rel=0.01), name
+    assert part.mean_batch == pytest.approx(whole.mean_batch, rel=0.01)
+
+
+def test_ten_million_rows_take_no_longer() -> None:
+    profile, replays = profile_of(10_000_000)
+    began = time.perf_counter()
+    found = predict(profile, replace(ROOMY, max_running=64), costs(), replays, MIXED)
+    assert time.perf_counter() - began < 5
+    small = predict(replace(profile, num_rows=100_000), replace(ROOMY, max_running=64), costs(), replays, MIXED)
+    assert found.seconds == pytest.approx(100 * small.seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("kv_tokens", [ROOMY.kv_tokens, 400])
+def test_a_shared_prefix_is_computed_and_kept_once(kv_tokens: int) -> None:
+    profile, replays = profile_of(40)
+    longer = replace(profile, prompt_tokens=profile.prompt_tokens + 1000, shared_prefix=1000)
+    limits = replace(ROOMY, prefill_chunk=1000, kv_tokens=kv_tokens)
+    one = predict(profile, limits, costs(), replays, MIXED)
+    other = predict(longer, replace(limits, kv_tokens=limits.kv_tokens + 1000), costs(), replays, MIXED)
+    assert other.prefill_seconds == pytest.approx(one.prefill_seconds + costs().prefill_ms(1000) / 1e3)
+    assert (other.rounds, other.preemptions) == (one.rounds, one.preemptions)
+
+
+def test_rows_that_cannot_run() -> None:
+    profile, replays = profile_of(10)
+    with pytest.raises(TuningError, match="do not fit a cache of 60 tokens"):
+        predict(profile, replace(ROOMY, kv_tokens=60), costs(), replays, MIXED)
+    with pytest.raises(TuningError, match="no rows"):
+        replace(profile, num_rows=0)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["oracle", "device"])
+def test_rounds_of_a_real_run(on_device: bool) -> None:
+    """The engine's own count of rounds, for rows that are the traced ones. The device engine notices a round late that
+    a row has ended."""
+    prompts, params = random_prompts(14, seed=2), SamplingParams(max_tokens=24)
+    shape = DraftShape(3, 1, 4)
+    trace = trace_rows("draft_model", prompts, params, 1, 3, eos=(13, 52))
+    replays: dict[Candidate, Replay] = {shape: Replayer(trace).replay(shape)}
+    make = tiny_device_engine if on_device else tiny_engine
+    engine = make("draft_model", shape, num_pages=256, max_batch_size=4, eos=(13, 52), prefix_cache=False)
+    run(engine, prompts, params)
+    profile = replace(FileProfile.of(trace, params.max_tokens), in_order=True)
+    limits = Limits(
+        max_running=4, kv_tokens=1024, prefill_chunk=32, page_size=4, lead=1, rounds_behind=1 if on_device else 0
+    )
+    found: Prediction = predict(profile, limits, costs(), replays, Schedule.always(shape))
+    assert found.output_tokens == pytest.approx(engine.stats.generated_tokens)
+    assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("cost", "longest", "pages"),
+    [
+        (ChunkCost(1.0, 400), 60, 1024),
+        (ChunkCost(0.2, 400), 60, 1024),  # fewer than a quarter of the places
+        (ChunkCost(4.0, 30), 60, 1024),  # the prompts' tokens decide
+        (ChunkCost(4.0, 400), 8, 1024),
+        (ChunkCost(1.0, 400), 60, 230),  # rows are preempted
+    ],
+)
+def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> None:
+    """Where short prompts are gathered: the engine's own count of rounds and of the chunks that admit rows."""
+    engine = tiny_device_engine(
+        num_layers=1, num_pages=pages, max_batch_size=32, prefill_chunk_tokens=512, prefix_cache=False
+    )
+    engine.chunk_cost, engine._scheduler._worthwhile_tokens = cost, cost.tokens
+    generator, prompts = np.random.default_rng(1), random_prompts(200, seed=3, longest=9)
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=int(generator.integers(1, longest + 1)), ignore_eos=True)
+        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+    admissions, done, waiting = 0, {}, len(prompts)
+    while len(done) < len(prompts):
+        done |= {c.request_id: len(c.token_ids) for c in engine.step()}
+        admissions += engine.num_waiting < waiting
+        waiting = engine.num_waiting
+    lengths = zip((len(prompt) for prompt in prompts), (done[i] for i in range(len(prompts))), strict=True)
+    profile = FileProfile(*(np.array(part) for part in zip(*lengths, strict=True)), 200, longest, in_order=True)
+    limits = Limits(32, 4 * pages, 512, 4, rounds_behind=1, chunk_cost=cost)
+    simulation = Simulation(profile, limits, costs(), {}, Schedule.always(None), 0, 200)
+    simulation.run()
+    found = simulation.prediction()
+    assert found.output_tokens == engine.stats.generated_tokens
+    assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.03, abs=1)
+    assert (found.preemptions > 0) == (engine.stats.preemptions > 0) == (pages < 1024)
+    # The engine gathers more at first: its mean begins with the rows that end first, which are short.
+    assert len(simulation._marks) == pytest.approx(admissions, rel=0.25)
+    assert simulation._gather == pytest.approx(engine._scheduler.gather, abs=1)
+    assert len(simulation._marks) < 0.8 * len(ungathered(profile, limits)._marks)
+
+
+def ungathered(profile: FileProfile, limits: Limits) -> Simulation:
+    simulation = Simulation(
+        profile, replace(limits, chunk_cost=None), costs(), {}, Schedule.always(None), 0, profile.num_rows
+    )
+    simulation.run()
+    return simulation
+
+
+def test_extrapolation_with_gathering() -> None:
+    profile, replays = profile_of(6000)
+    limits = replace(ROOMY, max_running=24, chunk_cost=ChunkCost(2.0, 300))
+    whole = predict(profile, limits, costs(), replays, MIXED, min_simulated=6000)
+    part = predict(profile, limits, costs(), replays, MIXED, min_simulated=1000)
+    assert (whole.num_simulated, part.num_simulated) == (6000, 1000)
+    for name in ("seconds", "prefill_seconds", "rounds", "output_tokens"):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name), rel=0.01), name
+
+
+def test_gathering_follows_the_rounds_of_full_batches() -> None:
+    """Of the schedule's shape there, and of rows that are cut at max_tokens."""
+    outputs = np.array([41, 401])
+    replays: dict[Candidate, Replay] = {
+        CHAIN: Replay(CHAIN, np.array([20.0, 200.0]), outputs - 1, np.zeros(2), ()),
+    }
+    schedule = Schedule((ScheduleEntry(4, CHAIN), ScheduleEntry(64, None)))
+    limits, profile = (
+        replace(ROOMY, max_running=64, chunk_cost=ChunkCost(0.1, 1000)),
+        FileProfile(np.array([5, 5]), outputs, 2, max_tokens=61),
+    )
+
+    def gathered(schedule: Schedule) -> int:
+        return Simulation(profile, limits, costs(), replays, schedule, 0, 100)._gather
+
+    assert gathered(schedule) == ChunkCost(0.1, 0).places(64, 50) == 4
+    assert gathered(Schedule.always(CHAIN)) == ChunkCost(0.1, 0).places(64, 25) == 6

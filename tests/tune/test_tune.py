@@ -1,0 +1,503 @@
+"""`specbatch tune` as a user runs it, over models of random weights that take no time."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from itertools import starmap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from specbatch.cli import app
+from specbatch.config_load import load_config
+from specbatch.draft.shape import DraftShape
+from specbatch.engine import resolve_speculation
+from specbatch.engine.resolve import resolve
+from specbatch.errors import SpecbatchError
+from specbatch.job.sources import RawRow
+from specbatch.tune import command as command_module
+from specbatch.tune import confirm as confirm_module
+from specbatch.tune.command import (
+    _compared,
+    _confirm,
+    _file_seconds,
+    _limits,
+    _resolve_widest,
+    _shared,
+    _winner,
+    part_seconds,
+)
+from specbatch.tune.confirm import Live, confirm, drift, repeated, speedups
+from specbatch.tune.options import rows_to_trace
+from specbatch.tune.output import _verdict
+from specbatch.tune.predict import FileProfile
+from specbatch.tune.rows import Sample, sample_rows
+from specbatch.tune.schedule import Schedule
+from specbatch.tune.search import Option
+from specbatch.tune.session import OutOfTime, Session
+from specbatch.tune.tuner import Widest
+from specbatch.types import NoiseKey, Request, SamplingParams
+from tests.tiny_models import tiny_device_engine, tiny_engine
+
+TINY = ["--set", "model.target=shape:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
+TINY += ["--set", "engine.prefill_chunk_tokens=64"]
+DRAFT = ["--set", "speculation.method=draft_model", "--set", "speculation.draft=shape:tiny"]
+DRAFT += ["--set", "engine.prefix_cache=false"]
+BEFORE = "were traced before"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        json.dumps({"prompt": f"The words that all rows begin with. {i}: " + "ab " * i, "max_tokens": 6 + i})
+        for i in range(6)
+    ]
+    path.write_text("\n".join([*lines, "{broken"]) + "\n")
+    return path
+
+
+def tune(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, ["tune", *map(str, args)])
+
+
+@pytest.mark.parametrize("method", [[], DRAFT], ids=["ngram", "draft_model"])
+def test_writes_a_configuration_that_runs(
+    rows: Path, tmp_path: Path, method: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "tuned.yaml"
+    profile_of, repeating = Mock(side_effect=FileProfile.of), Mock(side_effect=repeated)
+    monkeypatch.setattr(FileProfile, "of", profile_of)
+    monkeypatch.setattr(command_module, "repeated", repeating)
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 2)
+    found = tune(rows, "-o", output, "--rows", "4", "--budget", "60s", *TINY, *method)
+    assert found.exit_code == 0, found.output
+    assert "1 of the 7 rows that were drawn fail and are left out" in found.output
+    alike = "6 completions, 4 sampled; the prompts begin with the same 32 tokens"
+    assert (alike in found.output) == (method != DRAFT), "which is of no account without a prefix cache"
+    assert profile_of.call_args_list[0].args[-1] == 32 * (method != DRAFT), "the file's; live runs cache nothing"
+    drawn, count, _ = repeating.call_args.args
+    assert len({tuple(row.prompt_token_ids) for row in drawn}) == count == 6, "four traced, and the two that were not"
+    assert [row.request_id for row in drawn] == [*range(6)], "those traced first"
+    assert all(row.check_stop is None for row in drawn)
+    text = output.read_text()
+    assert text.startswith("# Written by `specbatch tune`.")
+    config = load_config(output)
+    resolve(config)
+    if "Undecided" not in text:
+        assert config.speculation.method != "auto", "the schedule is of the drafts that were tuned"
+    assert (config.speculation.method == "none") == ("plain decoding was faster" in text)
+    report = json.loads((tmp_path / "tuned.report.json").read_text())
+    assert (report["made_by"]["rows"], report["made_by"]["traced_rows"]) == (4, 4)
+    assert report["verdict"] in text
+    assert {"plain", "best", "by_batch", "costs", "replays", "live", "made_by"} <= set(report)
+    assert all(len(run["seconds"]) >= 2 for run in report["live_runs"])
+    # What was chosen by is told.
+    assert text.count("the whole file by that: ") == len(report["live_runs"])
+    plain, off = report["live_runs"][-1], report["live"][-1]
+    corrected = report["plain"]["seconds"] * off["predicted"] / off["measured"]
+    assert plain["file_seconds"] == pytest.approx(corrected)
+    generated = CliRunner().invoke(app, ["generate", str(rows), "-c", str(output), "-o", str(tmp_path / "out.jsonl")])
+    assert generated.exit_code == 1, generated.output  # the broken row
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 7
+    # Again: what was measured is still there.
+    again = tune(rows, "-o", output, "--rows", "4", "--budget", "60s", *TINY, *method)
+    assert again.exit_code == 0, again.output
+    assert BEFORE in again.output
+    assert "were timed before" in again.output
+    assert {m["batch"] for m in costs(tmp_path) if m["kind"] == "plain"} == {1, 2, 4}, "the rest was timed then"
+
+
+def test_measurements_of_other_rows_are_not_used(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
+    output = tmp_path / "tuned.yaml"
+    for num_rows, is_kept in (("4", False), ("4", True), ("5", False)):
+        found = tune(rows, "-o", output, "--rows", num_rows, "--budget", "60s", *TINY)
+        assert found.exit_code == 0, found.output
+        assert (BEFORE in found.output) == is_kept, found.output
+
+
+def costs(folder: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads((folder / "tuned.measured" / "costs.json").read_text())
+    return found
+
+
+def test_one_sampled_row_among_those_that_run_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device engine must be told, whether that row is traced or not."""
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
+    path, session = tmp_path / "rows.jsonl", Mock(side_effect=Session)
+    rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7 * (i == 5)} for i in range(30)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(command_module, "Session", session)
+    found = tune(path, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", *TINY)
+    assert found.exit_code == 0, found.output
+    assert "the rows are sampled" not in found.output, "none of those that were traced"
+    assert session.call_args.args[2]
+
+
+def test_how_many_rows_are_traced() -> None:
+    assert [rows_to_trace(False, places) for places in (1, 16, 256)] == [64, 64, 64]
+    assert [rows_to_trace(True, places) for places in (1, 8, 16, 32, 256)] == [64, 64, 128, 256, 256]
+    found = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "200"})
+    assert "64; on a GPU 8 batches, but 64 to 256" in found.output
+
+
+def test_rows_are_counted_where_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "rows.jsonl", Mock(side_effect=SpecbatchError("enough"))
+    path.write_text('{"prompt": "a"}\n' * 5)
+    monkeypatch.setattr(command_module, "sample_rows", asked)
+    assert tune(path, "-o", tmp_path / "t.yaml", *TINY).exit_code == 2
+    assert asked.call_args.args[4] == 64
+
+
+def test_packaged_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
+    found = tune("-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", "--set", "sampling.max_tokens=8", *TINY)
+    assert found.exit_code == 0, found.output
+    assert "packaged examples" in found.output
+    assert "the least of each part took more" not in found.output
+
+
+def test_a_budget_that_was_not_kept_is_named(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
+    late = [0.0]
+
+    def slow(*args: Any) -> Any:
+        late[0] = 100.0
+        return _confirm(*args)
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0], time=time.time)
+    monkeypatch.setattr(command_module, "time", clock)
+    monkeypatch.setattr(command_module, "_confirm", slow)
+    found = tune(rows, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", *TINY)
+    assert found.exit_code == 0, found.output
+    assert "--budget was 60.0 s, and the least of each part took more: start " in found.output
+    assert "live runs 1 min 4" in found.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--budget", "soon"], "--budget soon: not a time"),
+        (["--budget", "0s"], "--budget 0s: not a time"),
+        (["--budget", "5"], "5s is seconds, 5m minutes"),
+        (["-o", "nowhere/tuned.yaml"], "the folder of the output, nowhere, does not exist"),
+        (["-o", "tuned.txt"], "is no .yaml file"),
+        (["--set", "speculation.method=none"], "there is nothing to tune"),
+        (["--set", "speculation.method=eagle3"], "needs speculation.draft"),
+        (["--set", "speculation.simulate_acceptance=2"], "accepts drafts at random"),
+        (["--set", "engine.kv_cache_tokens=16"], "cannot hold one request"),
+    ],
+)
+def test_mistakes(rows: Path, tmp_path: Path, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = tune(rows, *TINY, *args)
+    assert found.exit_code == 2, found.output
+    assert message in " ".join(found.output.split())
+
+
+def test_copies_of_a_row_stop_by_themselves() -> None:
+    request = Request(0, [1, 2], SamplingParams(stop=("x",)), NoiseKey(0, 5, 0))
+    made = repeated([request, request], 5, lambda params: lambda tokens, new: None)
+    assert len({id(r.check_stop) for r in made}) == len({r.request_id for r in made}) == 5
+    assert len({r.noise.stream for r in made}) == 5
+
+
+def test_speed_counts_the_tokens_of_each() -> None:
+    """An option that writes less is not faster for it."""
+    short, long = (
+        Live(Schedule.always(None), (1.0, 1.0), (50, 50), 1.0),
+        Live(Schedule.always(None), (2.0, 2.0), (100, 100), 1.0),
+    )
+    assert speedups([short, long]) == [pytest.approx((1.0, 1.0, 1.0))]
+
+
+def live(*rates: float) -> Live:
+    return Live(Schedule.always(None), tuple(100 / rate for rate in rates), (100,) * len(rates), 1.0)
+
+
+def test_the_noise_of_all_options_makes_the_interval() -> None:
+    # Two options alone: Student's paired test. Logs differ by 0.1 and 0.3: mean 0.2, margin 6.31 * 0.1414 / sqrt(2).
+    (pair,) = speedups([live(math.exp(0.1), math.exp(0.5)), live(1.0, math.exp(0.2))])
+    assert pair == pytest.approx((math.exp(0.2), math.exp(0.2 - 0.631), math.exp(0.2 + 0.631)), rel=1e-4)
+    # What slows all of a turn down by the same factor is no noise.
+    assert speedups([live(12, 6), live(9, 4.5), live(10, 5)]) == [
+        pytest.approx((1.2, 1.2, 1.2)),
+        pytest.approx((0.9, 0.9, 0.9)),
+    ]
+    # 14% in each of two turns, among options that repeat within 3%: told from noise with four of them, not with two.
+    options = [live(75.5, 78.2), live(59.2, 61.9), live(60.4, 62.0), live(66.5, 68.7)]
+    assert speedups(options)[0][1] > 1.1
+    (once,) = speedups([live(2.0), live(1.0)])
+    assert once == (2.0, 0.0, math.inf)
+
+
+SHAPES = tuple(Schedule.always(DraftShape(steps, 1, steps + 1)) for steps in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("rates", "winner", "says"),
+    [
+        # By how far they repeat, turns of 30% more or less tell nothing.
+        ([(12, 12.1), (15, 15.1), (9, 9.1), (10, 10)], 1, "1.50x as fast as plain decoding (90% interval 1.4"),
+        ([(12, 9), (10, 14), (9, 12), (10, 10)], None, "Undecided"),
+        ([(9, 9.1), (8, 8.1), (7, 7.1), (10, 10)], 3, "Speculation does not pay"),
+        ([(9, 9.1), (10, 10.1), (7, 7.1), (10, 10)], None, "Undecided"),  # one of them is as fast
+        ([(20,), (15,), (12,), (10,)], None, "Undecided"),  # one turn says nothing of the noise
+    ],
+)
+def test_the_fastest_wins_if_it_beats_plain_decoding_outside_the_noise(
+    rates: list[tuple[float, ...]], winner: int | None, says: str
+) -> None:
+    schedules = (*SHAPES, Schedule.always(None))
+    predicted: list[Any] = [SimpleNamespace(seconds=60, tokens_per_second=10) for _ in schedules]
+    options = [Option(*pair) for pair in zip(schedules, predicted, strict=True)]
+    runs = [replace(live(*of), chosen=schedule) for of, schedule in zip(rates, schedules, strict=True)]
+    found = _winner(options, runs, _file_seconds(options, runs, predicted))
+    assert found is (None if winner is None else options[winner])
+    tuned: Any = SimpleNamespace(winner=found, live=runs)
+    assert _verdict(tuned).startswith(says)
+
+
+def test_the_winner_is_the_fastest_with_the_whole_file() -> None:
+    """The rows that run live may end, say, with a larger part of them alone: what is faster there was predicted so."""
+    schedules = (*SHAPES[:2], Schedule.always(None))
+    whole: list[Any] = [SimpleNamespace(seconds=seconds) for seconds in (10.0, 10.2, 20.0)]
+    options = [Option(*pair) for pair in zip(schedules, whole, strict=True)]
+    runs = [replace(live(rate, rate), chosen=s) for rate, s in zip((100, 105, 50), schedules, strict=True)]
+
+    def winner(*rates: float) -> Option | None:
+        predicted: list[Any] = [SimpleNamespace(tokens_per_second=rate) for rate in rates]
+        return _winner(options, runs, _file_seconds(options, runs, predicted))
+
+    assert winner(100, 110, 50) is options[0]  # 10 against 10.2 * 110 / 105 = 10.7 seconds
+    assert winner(100, 100, 50) is options[1]  # 10.2 * 100 / 105 = 9.7 seconds
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "seconds", "turns_before", "count"),
+    [
+        (10**6, 1000.0, 0, 800),  # eight batches
+        (300, 1000.0, 0, 300),  # the file
+        (10**6, 151.0, 0, 355),  # five turns of 355 rows, not of 533, in 151 seconds: three options and plain decoding
+        (10**6, 151.0, 1, 236),  # six turns
+        (10**6, 60.0, 0, 200),  # two batches, where five turns do not fit
+        (10**6, 17.0, 0, 58),  # fewer, for two turns
+        (10**6, 17.0, 1, 58),
+        (10**6, 15.0, 1, 38),
+        (10**6, 1.9, 0, 8),
+    ],
+)
+def test_rows_of_a_live_run(num_rows: int, seconds: float, turns_before: int, count: int) -> None:
+    options = [
+        Option(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
+        for i, schedule in enumerate((*SHAPES, Schedule.always(None)))
+    ]
+    result: Any = SimpleNamespace(best=options[0], fixed=options[:3], plain=options[3])
+    forecast: Any = SimpleNamespace(
+        limits=SimpleNamespace(max_running=100),
+        # Two hundredths of a second a row.
+        seconds=lambda schedule, count: 0.02 * count,
+    )
+    compared, found = _compared(result, forecast, [], num_rows, seconds, turns_before)
+    assert (compared, found) == (options, count)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_comes_first_is_not_timed(on_device: bool) -> None:
+    """The first run of so many rows takes longer, whichever option's it is: on a GPU their prompts become graphs. On
+    a CPU only what any rows have in common."""
+    known: set[int] = set()
+
+    def run(requests: list[Request], until: float = math.inf) -> Any:
+        count = len(requests)
+        first = not known or (on_device and count not in known)
+        known.add(count)
+        counts = SimpleNamespace(acceptance_length=2.0)
+        return SimpleNamespace(seconds=count + 100.0 * first, num_tokens=10 * count, counts=counts)
+
+    session: Any = SimpleNamespace(use=Mock(), run=Mock(side_effect=run))
+    options = (*SHAPES, Schedule.always(None))
+    requests = [Request(i, [1, 2], SamplingParams(max_tokens=100), NoiseKey(0, i, 0)) for i in range(20)]
+    found = confirm(session, options, lambda: requests, lambda turns: turns == 3, whole_first=on_device)
+    assert [one.seconds for one in found] == [(20.0,) * 3] * 4
+    assert [len(call.args[0]) for call in session.run.call_args_list] == [20 if on_device else 2] * 4 + [20] * 12
+    lengths = [call.args[0][0].params.max_tokens for call in session.run.call_args_list]
+    assert lengths == [100 if on_device else 8] * 4 + [100] * 12
+    used = [call.args for call in session.use.call_args_list]
+    turn = used[:4]
+    assert used == [*turn, *turn, *reversed(turn), *turn], "no option is always the first"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "turns_before", "turns"),
+    [(1e9, 0, 5), (100.0, 0, 3), (100.0, 1, 2), (125.0, 1, 3), (1.0, 0, 2), (1.0, 1, 2)],
+)
+def test_turns_end_before_the_time_is_up(
+    seconds: float, turns_before: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn takes 30 seconds, and so does one that is not timed; two there are in any case."""
+    now = [0.0]
+    monkeypatch.setattr(command_module.time, "perf_counter", lambda: now[0])
+
+    def run(requests: list[Request], until: float = math.inf) -> Any:
+        now[0] += 15.0 * (len(requests) > 2)
+        return SimpleNamespace(seconds=1.0, num_tokens=10, counts=SimpleNamespace(acceptance_length=2.0))
+
+    def repeat(requests: list[Request], count: int, stop_check: Any) -> list[Request]:
+        return requests[:count]
+
+    monkeypatch.setattr(command_module, "repeated", repeat)
+    session: Any = SimpleNamespace(use=Mock(), run=run)
+    options: Any = [SimpleNamespace(schedule=SHAPES[0]), SimpleNamespace(schedule=Schedule.always(None))]
+    requests = [Request(i, [1, 2], SamplingParams(), NoiseKey(0, i, 0)) for i in range(20)]
+    live = _confirm(session, options, requests, 10, Mock(), seconds, turns_before)
+    assert [len(one.seconds) for one in live] == [turns, turns]
+    assert now[0] == 30.0 * (turns + turns_before)
+
+
+def test_a_turn_that_goes_past_the_budget_is_dropped() -> None:
+    """But for the first: without it nothing ran live."""
+    runs: list[float] = []
+
+    def run(requests: list[Request], until: float = math.inf) -> Any:
+        runs.append(until)
+        if len(runs) == 2 + 5 and until < math.inf:
+            raise OutOfTime
+        return SimpleNamespace(seconds=1.0, num_tokens=10, counts=SimpleNamespace(acceptance_length=2.0))
+
+    session: Any = SimpleNamespace(use=Mock(), run=run)
+    live = confirm(session, [SHAPES[0], Schedule.always(None)], list, lambda turns: False, True, until=7.0)
+    assert runs == [math.inf] * 4 + [7.0] * 3
+    assert [one.seconds for one in live] == [(1.0, 1.0)] * 2, "the third turn is not whole"
+
+
+def test_a_change_of_the_machines_speed_is_seen() -> None:
+    assert drift([live(10, 5), live(20, 10)]) == pytest.approx(2.0)
+    assert drift([live(10, 10.1), live(20, 19.8)]) == pytest.approx(1.0, abs=0.01)
+    assert drift([live(10), live(20)]) == 1.0
+
+
+def test_little_time_is_for_fewer_options() -> None:
+    options = [
+        Option(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
+        for i, schedule in enumerate((*SHAPES, Schedule.always(None)))
+    ]
+    result: Any = SimpleNamespace(best=options[0], fixed=options[:3], plain=options[3])
+    forecast: Any = SimpleNamespace(limits=SimpleNamespace(max_running=100), seconds=lambda _, count: count)
+    for seconds, compared, count in ((80.0, options, 8), (60.0, [*options[:2], options[3]], 8), (1.0, None, 4)):
+        found = _compared(result, forecast, [], 1000, seconds, 0)
+        assert found == (compared or [options[0], options[3]], count)
+
+
+def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
+    schedules = [Schedule.always(DraftShape(steps, 1, steps + 1)) for steps in (1, 2, 3, 4, 5)]
+    options = [
+        Option(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
+        for i, schedule in enumerate((*schedules, Schedule.always(None)))
+    ]
+    result: Any = SimpleNamespace(best=options[0], fixed=options[:5], plain=options[5])
+    forecast: Any = SimpleNamespace(limits=SimpleNamespace(max_running=4), seconds=lambda schedule, count: 0.02 * count)
+    # 64 were traced: more than two batches, and more than eight.
+    for seconds in (1000.0, 15.0):
+        compared, count = _compared(result, forecast, [Mock()] * 64, 10**6, seconds, 0)
+        assert compared == [*options[:3], options[5]]
+        assert count == 64
+
+
+def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a target of which a head comes along."""
+    sets = [*TINY[1::2], "model.target=shape:smollm2-135m", "speculation.method=auto"]
+    run, widest = _resolve_widest(load_config(None, sets), resolve)
+    assert (run.config.speculation.method, widest.depth) == ("ngram", 0)
+    head = "builtin:smollm2-135m-instruct-eagle3"
+    monkeypatch.setattr(resolve_speculation, "builtin_head", lambda target: head)
+    run, widest = _resolve_widest(load_config(None, sets), resolve)
+    assert (run.config.speculation.method, run.config.speculation.draft) == ("eagle3", head)
+    assert widest.depth > 1
+
+
+def test_too_few_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    found = tune(path, "-o", tmp_path / "t.yaml", *TINY)
+    assert found.exit_code == 2
+    assert "3 rows to tune on, and 4 are the least (1 of 4 rows fail)" in " ".join(found.output.split())
+    assert "says what is wrong with rows that fail" in found.output
+    # As many as there are may not be enough: told before a model is looked for.
+    path.write_text('{"prompt": "a"}\n' * 3)
+    found = tune(path, "-o", tmp_path / "t.yaml", "--set", "model.target=missing.gguf")
+    assert found.exit_code == 2
+    assert "3 rows to tune on, and 4 are the least\nhint: give more rows" in found.output
+
+
+def test_what_is_shared_are_full_pages_and_not_the_last_token() -> None:
+    assert [_shared(common, 16) for common in (0, 1, 16, 17, 32, 33, 40)] == [0, 0, 0, 16, 16, 32, 32]
+    assert [_shared(common, 1) for common in (0, 1, 2)] == [0, 0, 1]
+
+
+def sampled(prompts: list[bytes], num_rows: int) -> Sample:
+    """Of rows whose prompts have a token for each byte."""
+    source: Any = SimpleNamespace(rows=lambda: starmap(RawRow, enumerate(prompts)), name="rows")
+    parser: Any = SimpleNamespace(
+        parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams(), num_computed=1))
+    )
+    texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
+    limits: Any = None
+    return sample_rows(source, parser, texts, limits, num_rows, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "common"),
+    [(["abcd", "abce", "abc"], 3), (["abcd", "abcd"], 4), (["abc", "xbc", "abc"], 0), (["ab", "abcd", "abcx"], 2)],
+)
+def test_what_all_sampled_prompts_begin_with(prompts: list[str], common: int) -> None:
+    assert sampled([prompt.encode() for prompt in prompts * 2], 4).common_prefix == common
+
+
+def test_rows_to_trace_and_rows_drawn_behind_them() -> None:
+    prompts = [f"row {i}".encode() for i in range(2000)]
+    sample = sampled(prompts, 64)
+    assert (len(sample.requests), sample.num_to_trace, sample.num_rows) == (1024, 64, 2000)
+    assert sample.to_trace == sample.requests[:64]
+    assert [request.request_id for request in sample.requests] == [*range(1024)]
+    assert len({request.noise.stream for request in sample.requests}) == 1024
+    assert [len(request.prompt_token_ids) for request in sample.requests] == sample.prompt_tokens
+    sample = sampled(prompts, 10**4)
+    assert sample.to_trace == sample.requests, "no more are drawn than are traced"
+    assert len(sample.requests) == sample.num_to_trace == 2000
+
+
+def test_the_first_rows_are_a_sample_of_a_sorted_file() -> None:
+    sample = sampled([b"a" * (1 + i) for i in range(1000)], 64)
+    lengths = [len(request.prompt_token_ids) for request in sample.to_trace]
+    assert 400 < np.mean(lengths) < 600, "whose standard error is 36"
+
+
+@pytest.mark.parametrize(
+    ("remaining", "seconds"), [(100.0, 40.0), (50.0, 20.0), (20.0, 10.0), (0.0, 10.0), (-30.0, 10.0)]
+)
+def test_a_part_has_its_share_of_what_remains_and_a_tenth_of_the_budget_at_least(
+    remaining: float, seconds: float
+) -> None:
+    assert part_seconds(100.0, remaining, 0.4) == pytest.approx(seconds)
+
+
+def test_limits_know_what_the_engine_gathers() -> None:
+    engine = tiny_device_engine(num_layers=1)
+    built: Any = SimpleNamespace(engine=engine, drafts=SimpleNamespace(net=None))
+    resolved = SimpleNamespace(max_batch_size=4, prefill_chunk_tokens=32, page_size=4, on_device=True)
+    limits = _limits(SimpleNamespace(engine=resolved), built, Widest(1, 1, 2, 64))  # type: ignore[arg-type]
+    assert limits.chunk_cost == engine.chunk_cost
+    assert (limits.kv_tokens, limits.rounds_behind, limits.max_verify_tokens) == (256, 1, 64)
+    built.engine, resolved.on_device = tiny_engine(), False
+    limits = _limits(SimpleNamespace(engine=resolved), built, Widest(1, 1, 2, 64))  # type: ignore[arg-type]
+    assert (limits.chunk_cost, limits.rounds_behind) == (None, 0)
