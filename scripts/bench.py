@@ -39,7 +39,7 @@ from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import SpecbatchError
 from specbatch.job.stats import commit, device_name, versions
 from specbatch.models.catalog import SHAPE_PREFIX
-from specbatch.types import BatchEngine, NoiseKey, Request, SamplingParams
+from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 
 _METHOD = re.compile(
     r"(?P<name>none|ngram|draft_model|eagle3?)"
@@ -383,7 +383,7 @@ class Bench:
 def generate(engine: BatchEngine, rows: Rows) -> Measured:
     """All rows, submitted at once, to the end; greedy, end-of-sequence tokens ignored."""
     requests = [
-        Request(i, prompt, SamplingParams(max_tokens=length, ignore_eos=True), NoiseKey(0, i, 0))
+        Request(i, prompt, SamplingParams(max_tokens=length, ignore_eos=True), RngKey(0, i, 0))
         for i, (prompt, length) in enumerate(zip(rows.prompts, rows.lengths, strict=True))
     ]
     before = copy.deepcopy(engine.stats)

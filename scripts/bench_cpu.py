@@ -25,7 +25,7 @@ from specbatch.config import Config, EngineSection, ModelSection, SpeculationSec
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.models.tokenizer import load_tokenizer
-from specbatch.types import BatchEngine, NoiseKey, Request, SamplingParams
+from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 
 
 def main() -> None:
@@ -117,7 +117,7 @@ def generate(engine: BatchEngine, prompts: list[list[int]], params: SamplingPara
     before = engine.stats.generated_tokens
     began, left = time.perf_counter(), len(prompts)
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
     while left:
         left -= len(engine.step())
     seconds = time.perf_counter() - began

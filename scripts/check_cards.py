@@ -24,7 +24,7 @@ from specbatch.engine.build import build_engine
 from specbatch.engine.memory import GIB
 from specbatch.engine.resolve import resolve
 from specbatch.errors import SpecbatchError
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 
 METHODS = {
     "none": ["speculation.method=none"],
@@ -76,7 +76,7 @@ def run_rows(engine: Any, num_rows: int) -> dict[str, Any]:
             max_tokens=64 + i % 64, temperature=0.8 if sampled else 0.0, ignore_eos=True, logprobs=logprobs
         )
         prompt = [(i * 7919 + j * 104729) % engine.limits.vocab_size for j in range(1 + i % PROMPT_TOKENS)]
-        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
     finished = 0
     while finished < num_rows:
         finished += len(engine.step())

@@ -30,7 +30,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.job.stats import commit, device_name, versions
-from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SamplingParams
+from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
 
 # Name -> options on top of the model and the data type.
 RUNS: dict[str, list[str]] = {
@@ -71,10 +71,10 @@ def main() -> None:
     check.add_argument("--run", action="append", help="only these; may be repeated")
     check.add_argument("--rows", type=int)
     check.add_argument("--commit")
-    noise = commands.add_parser("noise")
-    noise.add_argument("oracle", type=Path)
-    noise.add_argument("--rows", type=int, default=50)
-    for command in (record, check, noise):
+    rng = commands.add_parser("noise")
+    rng.add_argument("oracle", type=Path)
+    rng.add_argument("--rows", type=int, default=50)
+    for command in (record, check, rng):
         command.add_argument("--model", required=True)
         command.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
@@ -98,7 +98,7 @@ def options(text: Sequence[str]) -> list[str]:
 def run_rows(engine: BatchEngine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[Completion], float]:
     began = time.perf_counter()
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
     done: dict[int, Completion] = {}
     while len(done) < len(prompts):
         done |= {c.request_id: c for c in engine.step()}

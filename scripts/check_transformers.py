@@ -30,7 +30,7 @@ from specbatch.models.config import parse_hf_config
 from specbatch.models.eagle_head import EagleConfig, expected_tensors
 from specbatch.models.tokenizer import load_tokenizer
 from specbatch.models.weights import open_checkpoint
-from specbatch.types import BatchEngine, Completion, NoiseKey, Request, SamplingParams
+from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
 
 TIE_MARGIN = 1e-4
 IN_FULL = ("none", "ngram", "draft_model chain 2/1/3")  # on all rows; the others on --few-rows
@@ -153,7 +153,7 @@ def random_head(target: Path, folder: Path, kind: str) -> Path:
 
 def run(engine: BatchEngine, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
     done: dict[int, Completion] = {}
     while len(done) < len(prompts):
         done |= {c.request_id: c for c in engine.step()}

@@ -167,7 +167,7 @@ def _runs_in_ours(args: argparse.Namespace) -> Callable[[list[list[int]]], int]:
     from specbatch.config_load import load_config
     from specbatch.engine.build import build
     from specbatch.engine.resolve import resolve
-    from specbatch.types import NoiseKey, Request, SamplingParams
+    from specbatch.types import Request, RngKey, SamplingParams
 
     drafts = ["method=none"]
     if args.head:
@@ -179,7 +179,7 @@ def _runs_in_ours(args: argparse.Namespace) -> Callable[[list[list[int]]], int]:
 
     def count_tokens(prompts: list[list[int]]) -> int:
         for i, ids in enumerate(prompts):
-            engine.submit(Request(i, ids, params, NoiseKey(0, i, 0)))
+            engine.submit(Request(i, ids, params, RngKey(0, i, 0)))
         done, tokens = 0, 0
         while done < len(prompts):
             for completion in engine.step():

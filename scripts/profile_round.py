@@ -22,7 +22,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.resolve import resolve
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 
 CONTEXT = 1000
 
@@ -64,7 +64,7 @@ def profile_rounds(engine: DeviceEngine, batch: int, rounds: int) -> dict[str, A
     params = SamplingParams(max_tokens=(rounds + 8) * 8, ignore_eos=True)
     for i in range(batch):
         prompt = [(i * 7919 + j * 104729) % engine.limits.vocab_size for j in range(CONTEXT)]
-        engine.submit(Request(-1 - i, prompt, params, NoiseKey(0, i, 0)))
+        engine.submit(Request(-1 - i, prompt, params, RngKey(0, i, 0)))
     with profile(activities=[ProfilerActivity.CUDA]) as prompts:
         while engine.num_waiting:
             engine.step()

@@ -33,7 +33,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class NoiseKey:
+class RngKey:
     """Where a request's random numbers come from: Philox key `seed` (64 bit), counter words `stream` (64 bit) and
     `sample`.
 
@@ -58,7 +58,7 @@ class Request:
     request_id: int  # unique among the requests in flight; chosen by the caller
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    noise: NoiseKey
+    rng: RngKey
     check_stop: StopCheck | None = None  # None: no stop strings
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specbatch.attention.interface import BatchLayout, Span
-from specbatch.draft.rng import Purpose
+from specbatch.draft.rng import Draw
 from specbatch.models.decoder import Decoder
 from specbatch.oracle import neural, sampling, verify
-from specbatch.types import NoiseKey, SamplingParams
+from specbatch.types import RngKey, SamplingParams
 
 Outcome = TypeVar("Outcome")
 
@@ -29,9 +29,9 @@ class Coins:
         self._step = 0
         self._intervals: dict[object, tuple[float, float]] = {}
 
-    def uniform(self, noise: NoiseKey, position: int, purpose: Purpose) -> Coin:
+    def uniform(self, rng: RngKey, position: int, purpose: Draw) -> Coin:
         """Stands in for `noise.uniform`."""
-        return Coin(self, (noise.stream, noise.sample, position, purpose))
+        return Coin(self, (rng.stream, rng.sample, position, purpose))
 
     def draw(self, p_V: Tensor, u: object) -> int:
         """The real draw, in the middle of a cell and at both of its ends."""

@@ -194,5 +194,5 @@ def target_features(
     oracle engine, in float64."""
     layout = BatchLayout.build([Span([0], 0, len(tokens))], len(tokens), decoder.device)
     cache = decoder.new_cache(len(tokens), torch.float64)
-    hidden, captured = decoder.forward(torch.tensor(tokens), layout, cache, layers)
-    return reference.linear(torch.cat(captured, -1), "fc") if reference.eagle3 else hidden
+    hidden, aux_hidden_states = decoder.forward(torch.tensor(tokens), layout, cache, layers)
+    return reference.linear(torch.cat(aux_hidden_states, -1), "fc") if reference.eagle3 else hidden

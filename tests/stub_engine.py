@@ -26,8 +26,8 @@ from specbatch.types import (
     EngineLimits,
     EngineStats,
     FinishReason,
-    NoiseKey,
     Request,
+    RngKey,
     SpeculationCounts,
     TokenLogprob,
 )
@@ -66,9 +66,9 @@ class StubTokenizer:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 
-def stub_tokens(prompt: Sequence[int], noise: NoiseKey, max_tokens: int, ignore_eos: bool) -> list[int]:
+def stub_tokens(prompt: Sequence[int], rng: RngKey, max_tokens: int, ignore_eos: bool) -> list[int]:
     """What the stub generates: lower-case letters and spaces, sometimes ended by EOS before max_tokens."""
-    state = hashlib.blake2b(repr((list(prompt), noise.seed, noise.stream, noise.sample)).encode(), digest_size=8)
+    state = hashlib.blake2b(repr((list(prompt), rng.seed, rng.stream, rng.sample)).encode(), digest_size=8)
     rng = random.Random(int.from_bytes(state.digest(), "big"))
     length = rng.randint(1, 24)
     tokens = [rng.choice(b"abcdefghij klmnop") for _ in range(min(length, max_tokens))]
@@ -143,7 +143,7 @@ class StubEngine:
 
     def _complete(self, request: Request) -> Completion:
         params = request.params
-        tokens = stub_tokens(request.prompt_token_ids, request.noise, params.max_tokens, params.ignore_eos)
+        tokens = stub_tokens(request.prompt_token_ids, request.rng, params.max_tokens, params.ignore_eos)
         reason = FinishReason.STOP if tokens[-1] == EOS else FinishReason.LENGTH
         for i, token in enumerate(tokens):
             if token in params.stop_token_ids:

@@ -15,7 +15,7 @@ from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
-from specbatch.cache.request_table import SlotState
+from specbatch.cache.request_table import RequestTable
 from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft, num_lookahead
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
@@ -33,7 +33,7 @@ from specbatch.models.eagle_head import EagleConfig, EagleHead, capture_layers
 from specbatch.models.eagle_head import expected_tensors as head_tensors
 from specbatch.models.rope import RopeConfig
 from specbatch.oracle.engine import Engine
-from specbatch.types import Completion, NoiseKey, Request, SamplingParams
+from specbatch.types import Completion, Request, RngKey, SamplingParams
 
 CPU = torch.device("cpu")
 MAX_LENGTH = 512
@@ -48,8 +48,8 @@ class RandomTensors:
         self._tensors: dict[str, Tensor] = {}
         for name, shape in shapes.items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
-            noise = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
-            self._tensors[name] = 1.0 + noise if "norm" in name else noise
+            rng = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+            self._tensors[name] = 1.0 + rng if "norm" in name else rng
 
     def load(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -271,7 +271,7 @@ def tiny_device_engine(
     drafters = schedule.map(DraftFactory(net, (1, 3), vocab, page_size, device, ops).drafter)
     assert max(drafter.num_lookahead for drafter in drafters.items) == lookahead
     pages_per_slot = pool.pages_for(max_length + lookahead)
-    state = SlotState(max_batch_size, pages_per_slot, max_length, hidden, method == "ngram", dtype, device)
+    state = RequestTable(max_batch_size, pages_per_slot, max_length, hidden, method == "ngram", dtype, device)
     cache = target.new_cache(num_slots, kv_dtype or dtype)
     rounds = drafters.map(lambda drafter: Round(target, cache, drafter, state, page_size, eos, ops, simulate))
     executor = RoundExecutor(rounds, max_batch_size, device, graphs)
@@ -294,7 +294,7 @@ def run(
 ) -> list[Completion]:
     """All prompts to the end, in their order, with page accounting checked after every step."""
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(i, prompt, params, NoiseKey(params.seed or 0, i, 0)))
+        engine.submit(Request(i, prompt, params, RngKey(params.seed or 0, i, 0)))
     done: dict[int, Completion] = {}
     while len(done) < len(prompts):
         for completion in engine.step():

@@ -82,7 +82,7 @@ class FrozenTarget:
         load = loader(checkpoint.tensors, dtype, device)
         self._decoder = Decoder(c, load, PaddedAttention(c), max_length, dtype, device)
         self._cache = OneLayerCache(1, max_tokens, c.num_kv_heads, c.head_dim, dtype, device)
-        self._capture = capture_layers(c.num_layers)
+        self._aux_layers = capture_layers(c.num_layers)
         self._draft_ids_W = draft_ids_W.to(device)
         self._draft_of_V = torch.full((c.vocab_size,), -1, dtype=torch.int64, device=device)
         self._draft_of_V[self._draft_ids_W] = torch.arange(draft_ids_W.shape[0], device=device)
@@ -100,7 +100,7 @@ class FrozenTarget:
         slots_T = torch.arange(batch * length, device=device)
         spans = [Span([b], 0, length) for b in range(batch)]
         layout = BatchLayout(spans, length, slots_T, slots_T % length)
-        hidden_TE, captured = self._decoder.forward(tokens_BL.view(-1), layout, self._cache, self._capture)
+        hidden_TE, captured = self._decoder.forward(tokens_BL.view(-1), layout, self._cache, self._aux_layers)
         return torch.cat(captured, dim=-1).view(batch, length, -1), hidden_TE
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ MAX_STOP_IDS = 6  # looked for on the device; of a request with more, the host f
 
 
 class Field(IntEnum):
-    """Columns of `SlotState.ints_SF`."""
+    """Columns of `RequestTable.ints_SF`."""
 
     LENGTH = 0  # committed: tokens whose target KV is written
     ROOT = 1  # the last sampled token: node 0 of the next tree
@@ -43,7 +43,7 @@ COLUMNS = SlotColumns(
 )
 
 
-class SlotState:
+class RequestTable:
     """The buffers. They are made once; captured graphs hold their addresses."""
 
     def __init__(
@@ -73,10 +73,10 @@ class SlotState:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchView:
     """The slots of one batch, gathered at the start of a round."""
 
-    rows_B: Tensor  # int64, slot numbers
+    req_idx_B: Tensor  # int64, slot numbers
     ints_BF: Tensor
     floats_B3: Tensor
     page_table_BP: Tensor
@@ -84,8 +84,15 @@ class Rows:
     ops: ModuleType
 
     @staticmethod
-    def gather(state: SlotState, rows_B: Tensor, page_size: int, ops: ModuleType) -> Rows:
-        return Rows(rows_B, state.ints_SF[rows_B], state.floats_S3[rows_B], state.page_table_SP[rows_B], page_size, ops)
+    def gather(state: RequestTable, req_idx_B: Tensor, page_size: int, ops: ModuleType) -> BatchView:
+        return BatchView(
+            req_idx_B,
+            state.ints_SF[req_idx_B],
+            state.floats_S3[req_idx_B],
+            state.page_table_SP[req_idx_B],
+            page_size,
+            ops,
+        )
 
     def field(self, field: Field) -> Tensor:
         """(B,) int64"""
@@ -101,7 +108,7 @@ class Rows:
         return self.floats_B3[:, 0], self.field(Field.TOP_K), self.floats_B3[:, 1], self.floats_B3[:, 2]
 
     @property
-    def noise(self) -> tuple[Tensor, Tensor, Tensor]:
+    def rng(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.field(Field.SEED), self.field(Field.STREAM), self.field(Field.SAMPLE)
 
     def layout(

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specbatch.cache.request_table import Field, Rows, SlotState
+from specbatch.cache.request_table import BatchView, Field, RequestTable
 from specbatch.draft.network import DraftNet, num_lookahead
-from specbatch.draft.rng import Purpose
+from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels.torch_steps import Candidates
 
@@ -42,7 +42,7 @@ class Drafter(Protocol):
     num_lookahead: int  # slots past the committed ones that a round may write
     net: DraftNet | None  # what draft-extend runs; None: nothing
 
-    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
         """`sampled`: some row may have a positive temperature."""
         ...
 
@@ -54,9 +54,9 @@ class NoDrafter:
 
     def __init__(self, net: DraftNet | None = None) -> None:
         self.net = net
-        self.num_lookahead = 1 if net is None else 1 + net.lead
+        self.num_lookahead = 1 if net is None else 1 + net.draft_kv_offset
 
-    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
         return Draft(rows.field(Field.ROOT)[:, None])
 
 
@@ -71,10 +71,10 @@ class NgramDrafter:
         self._min_match, self._max_match = min_match, max_match
         self._lookup = ops.ngram_lookup
 
-    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
         drafts, count = self._lookup(
             state.tokens_SL,
-            rows.rows_B,
+            rows.req_idx_B,
             state.ints_SF[:, Field.LENGTH] + 1,
             state.ints_SF[:, Field.LIMIT],
             self._min_match,
@@ -95,23 +95,23 @@ class NeuralDrafter:
         self.num_nodes = shape.num_draft_tokens
         self.branches = shape.topk
         self.max_path = min(shape.num_steps + 1, shape.num_draft_tokens)
-        self.num_lookahead = num_lookahead(shape, net.lead)
+        self.num_lookahead = num_lookahead(shape, net.draft_kv_offset)
 
-    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
         return self.chain(rows, state, sampled) if self._shape.is_chain else self._tree(rows, state)
 
-    def chain(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+    def chain(self, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
         """A chain of num_steps drafts, whatever topk is."""
-        hidden_BE = state.features_SE[rows.rows_B]
+        hidden_BE = state.features_SE[rows.req_idx_B]
         tokens, probs = [rows.field(Field.ROOT)], []
         for step in range(self._shape.num_steps):
             if step > 0:
                 # Behind the committed slots of the draft's cache, the root's among them where it has one.
-                place = self._net.lead + step - 1
+                place = self._net.draft_kv_offset + step - 1
                 hidden_BE = self._net.forward(tokens[-1], hidden_BE, rows.layout(1, start=place, position=place))
             logits = self._net.raw_logits(hidden_BE)
             if sampled:
-                u = self._ops.uniform(*rows.noise, rows.length_B + (step + 1), Purpose.DRAFT)
+                u = self._ops.uniform(*rows.rng, rows.length_B + (step + 1), Draw.DRAFT)
                 probs.append(self._ops.distribution(logits, *rows.sampling))
                 ids = self._ops.draw(probs[-1], u)
             else:
@@ -119,7 +119,7 @@ class NeuralDrafter:
             tokens.append(ids if self._net.target_ids is None else self._net.target_ids[ids])
         return Draft(torch.stack(tokens, dim=1), probs_BDW=torch.stack(probs, dim=1) if probs else None)
 
-    def _tree(self, rows: Rows, state: SlotState) -> Draft:
+    def _tree(self, rows: BatchView, state: RequestTable) -> Draft:
         candidates = self.candidates(rows, state)
         nodes = self._ops.select_nodes(
             rows.field(Field.ROOT),
@@ -131,10 +131,10 @@ class NeuralDrafter:
         )
         return Draft(nodes[0], None, *nodes[1:])
 
-    def candidates(self, rows: Rows, state: SlotState) -> Candidates:
+    def candidates(self, rows: BatchView, state: RequestTable) -> Candidates:
         """What trees are chosen from: topk drafts of the root, and topk of each of the best topk at every step."""
-        hidden_BE = state.features_SE[rows.rows_B]
-        batch, k, lead = hidden_BE.shape[0], self._shape.topk, self._net.lead
+        hidden_BE = state.features_SE[rows.req_idx_B]
+        batch, k, draft_kv_offset = hidden_BE.shape[0], self._shape.topk, self._net.draft_kv_offset
         target_ids = self._net.target_ids
         words = max(1, -(-k * (self._shape.num_steps - 1) // 32))
         scores, ids = self._ops.draft_topk(self._net.raw_logits(hidden_BE), k)
@@ -143,11 +143,11 @@ class NeuralDrafter:
         for step in range(1, self._shape.num_steps):
             layout = rows.layout(
                 k,
-                start=lead + (step - 1) * k,
-                position=lead + step - 1,
+                start=draft_kv_offset + (step - 1) * k,
+                position=draft_kv_offset + step - 1,
                 position_stride=0,
                 mask_TW=beam.seen_BKW.view(batch * k, words),
-                mask_start=lead,
+                mask_start=draft_kv_offset,
             )
             out = self._net.forward(beam.tokens_BK.reshape(-1), features, layout)
             scores, ids = self._ops.draft_topk(self._net.raw_logits(out), k)

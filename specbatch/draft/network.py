@@ -19,7 +19,7 @@ from torch import Tensor
 from specbatch.attention.interface import BatchLayout
 from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
-from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.layers import GatedLinear, Linear
@@ -29,20 +29,20 @@ from specbatch.models.layers import GatedLinear, Linear
 class TargetOutput:
     """What the target computed for newly committed tokens, packed sequence after sequence.
 
-    Sequence b committed tokens [starts[b], sequences[b].num_committed).
+    Sequence b committed tokens [starts[b], sequences[b].num_computed_tokens).
     """
 
     starts: list[int]
     hidden_TE: Tensor  # after the final norm
-    captured: list[Tensor]  # (T, E) inputs of the layers that `Proposer.capture` names
+    aux_hidden_states: list[Tensor]  # (T, E) inputs of the layers that `Proposer.capture` names
 
 
 class DraftNet(Protocol):
     """A draft network with its cache."""
 
     cache: KVCache
-    capture: tuple[int, ...]
-    lead: int  # cache slots ahead of the target's committed ones between rounds: 1 if the root has one of its own
+    aux_layers: tuple[int, ...]
+    draft_kv_offset: int  # slots that the draft's cache is ahead of the target's between rounds: 1 if the root has one
     target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
     feature_size: int  # E
     reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
@@ -58,7 +58,7 @@ class DraftNet(Protocol):
         tokens_T: Tensor,
         features_TE: Tensor | None,
         layout: BatchLayout | PagedBatch,
-        selected: Selected | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         """Hidden states (T, E), or (R, E) of the selected tokens."""
         ...
@@ -72,17 +72,17 @@ class DraftNet(Protocol):
         ...
 
 
-def num_lookahead(shape: DraftShape, lead: int) -> int:
+def num_lookahead(shape: DraftShape, draft_kv_offset: int) -> int:
     """Slots past the committed ones that a round may write: the target's tree, the draft's branches, and after a round
     that accepted everything the draft's slot of the new root."""
-    return max(shape.num_draft_tokens + lead, lead + shape.topk * (shape.num_steps - 1))
+    return max(shape.num_draft_tokens + draft_kv_offset, draft_kv_offset + shape.topk * (shape.num_steps - 1))
 
 
 class ModelDraft:
     """Any smaller model with the target's tokenizer."""
 
-    lead = 1
-    capture: tuple[int, ...] = ()
+    draft_kv_offset = 1
+    aux_layers: tuple[int, ...] = ()
     reads_hidden = False
 
     def __init__(self, model: Decoder, cache: KVCache, target_vocab_size: int) -> None:
@@ -105,12 +105,12 @@ class ModelDraft:
         tokens_T: Tensor,
         features_TE: Tensor | None,
         layout: BatchLayout | PagedBatch,
-        selected: Selected | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         # A token past a smaller embedding is read as the last one: a worse guess, nothing more.
         if self._model.config.vocab_size < self._target_vocab_size:
             tokens_T = tokens_T.clamp(max=self._model.config.vocab_size - 1)
-        return self._model.forward(tokens_T, layout, self.cache, selected=selected)[0]
+        return self._model.forward(tokens_T, layout, self.cache, logits_indices=logits_indices)[0]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         return self._model.logits(hidden_RE)[:, : self._width]
@@ -122,28 +122,28 @@ class ModelDraft:
 class EagleDraft:
     """An EAGLE-1/2 or EAGLE-3 head."""
 
-    lead = 0
+    draft_kv_offset = 0
 
     def __init__(self, head: EagleHead, cache: KVCache) -> None:
         self.cache = cache
-        self.capture, self.reads_hidden = head.capture, head.reads_hidden
+        self.aux_layers, self.reads_hidden = head.aux_layers, head.reads_hidden
         self._head = head
         self.target_ids = head.target_ids
         self.feature_size = head.config.hidden_size
         self.linears, self.head = head.linears, head.head
 
     def features(self, output: TargetOutput) -> Tensor | None:
-        return self._head.features(output.hidden_TE, output.captured)
+        return self._head.features(output.hidden_TE, output.aux_hidden_states)
 
     def forward(
         self,
         tokens_T: Tensor,
         features_TE: Tensor | None,
         layout: BatchLayout | PagedBatch,
-        selected: Selected | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         assert features_TE is not None
-        return self._head.forward(tokens_T, features_TE, layout, self.cache, selected)
+        return self._head.forward(tokens_T, features_TE, layout, self.cache, logits_indices)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         return self._head.logits(hidden_RE)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from specbatch.types import NoiseKey
+from specbatch.types import RngKey
 
 _MASK = 0xFFFFFFFF
 
 
-class Purpose(IntEnum):
+class Draw(IntEnum):
     """What a draw decides about the token at its position. Every position is decided by independent draws."""
 
     SAMPLE = 0  # the token itself, drawn from the target's distribution
@@ -34,13 +34,13 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
-def uniform(noise: NoiseKey, position: int, purpose: Purpose) -> float:
+def uniform(rng: RngKey, position: int, purpose: Draw) -> float:
     """A draw from [0, 1) with 53 bits."""
     counter = (
         position & _MASK,
-        (noise.sample << 8 | purpose) & _MASK,
-        noise.stream & _MASK,
-        noise.stream >> 32 & _MASK,
+        (rng.sample << 8 | purpose) & _MASK,
+        rng.stream & _MASK,
+        rng.stream >> 32 & _MASK,
     )
-    high, low, _, _ = philox4x32(counter, (noise.seed & _MASK, noise.seed >> 32 & _MASK))
+    high, low, _, _ = philox4x32(counter, (rng.seed & _MASK, rng.seed >> 32 & _MASK))
     return ((high << 32 | low) >> 11) * 2.0**-53

@@ -63,7 +63,7 @@ class EngineBase:
     @property
     def is_prefilled(self) -> bool:
         """Whether the prompts of all running requests are computed."""
-        return all(seq.is_computed for seq in self._scheduler.running)
+        return all(seq.prefill_done for seq in self._scheduler.running)
 
     def tokens_so_far(self) -> dict[int, int]:
         begun = [*self._scheduler.running, *(seq for seq in self._scheduler.waiting if seq.was_admitted)]
@@ -85,7 +85,7 @@ class EngineBase:
     def submit(self, request: Request) -> None:
         self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
 
-    def abandon(self) -> None:
+    def abort_all(self) -> None:
         """Drop all requests unfinished: for measurements, and for who gives up."""
         for seq in list(self._scheduler.running):
             seq.is_finished = True

@@ -21,34 +21,34 @@ import torch
 
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
-from specbatch.cache.request_table import SlotState
+from specbatch.cache.request_table import RequestTable
 from specbatch.draft.drafters import Drafter
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase, check_finite
-from specbatch.engine.device_rows import DeviceRows
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.round import (
-    REPORT_BROKEN,
-    REPORT_COUNT,
-    REPORT_DEPTH,
-    REPORT_DRAFTED,
-    REPORT_TOKENS,
+    OUTPUT_BROKEN,
+    OUTPUT_COUNT,
+    OUTPUT_DEPTH,
+    OUTPUT_DRAFTED,
+    OUTPUT_TOKENS,
     Logprobs,
     Round,
 )
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
+from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Download, Transfers
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.types import (
     Completion,
     FinishReason,
-    NoiseKey,
     Request,
+    RngKey,
     SamplingParams,
     TokenLogprob,
 )
@@ -94,22 +94,22 @@ class DeviceEngine(EngineBase):
         rounds = executor.rounds.items
         self._executor = executor
         self._round: Round = rounds[0]  # for prompts, which are nothing to drafters
-        self._state: SlotState = self._round.state
+        self._state: RequestTable = self._round.state
         self._eos = frozenset(eos_token_ids)
         net = self._round.drafter.net
-        prefix = PrefixIndex(pool, 1 - net.lead if net is not None else 0) if prefix_cache else None
+        prefix = PrefixIndex(pool, 1 - net.draft_kv_offset if net is not None else 0) if prefix_cache else None
         lookahead = max(round_.drafter.num_lookahead for round_ in rounds)
         scheduler = Scheduler(
             pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens,
-            worthwhile_tokens=chunk_cost.tokens,
+            min_prefill_tokens=chunk_cost.tokens,
         )  # fmt: skip
         super().__init__(scheduler, vocab_size, max_length, longest_row)
         self.chunk_cost = chunk_cost
         self._device = device
         self._transfers = Transfers(device)
-        self._packer = PromptPacker(pool.page_size, None if net is None else net.lead)
+        self._packer = PromptPacker(pool.page_size, None if net is None else net.draft_kv_offset)
         self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, chunk_cost.graph_tokens)
-        self._rows = DeviceRows(self._state, self._transfers, max_batch_size)
+        self._rows = TableWriter(self._state, self._transfers, max_batch_size)
         self._max_batch_size = max_batch_size
         self._forget_rounds()
         self._reports: deque[_Report] = deque()
@@ -195,10 +195,10 @@ class DeviceEngine(EngineBase):
         params = [seq.request.params for seq in rows]
         wants_logprobs = any(p.logprobs is not None for p in params)
         launched = self._executor.run(
-            [seq.slot for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs
+            [seq.req_idx for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs
         )
         max_path = self._executor.rounds.at(len(rows)).drafter.max_path
-        report, logprobs = self._transfers.download(launched.report_BZ), self._download(launched.logprobs)
+        report, logprobs = self._transfers.download(launched.output_BZ), self._download(launched.logprobs)
         for seq in rows:
             seq.num_in_flight += max_path
             seq.rounds_in_flight += 1
@@ -209,20 +209,20 @@ class DeviceEngine(EngineBase):
         self._rows.upload_started()
         self._rows.upload_pages([s.seq for s in spans])
         packed = self._packer.pack(spans)
-        ready = [s.seq for s in spans if s.end == s.seq.prefill_end]
+        ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
         params = [seq.request.params for seq in ready]
         sampled, wants_logprobs = any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
         tokens, logprobs = self._prompts.run(self._round, packed, sampled, wants_logprobs, self._executor.mode)
         chosen, downloads = self._transfers.download(tokens), self._download(logprobs)
         for s in spans:
             self._count_prefill(s)
-            s.seq.num_committed = s.end
+            s.seq.num_computed_tokens = s.end
             # Whoever is given these pages reads them behind this chunk.
             self._scheduler.share(s.seq)
         first_tokens: list[Sequence | None] = []
         for seq in ready:
             # A request that is computed again after a preemption has its root already.
-            first_tokens.append(seq if len(seq.tokens) == seq.num_committed else None)
+            first_tokens.append(seq if len(seq.tokens) == seq.num_computed_tokens else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
         self._reports.append(_Report(first_tokens, chosen, downloads, None))
         # Launching a chunk takes the host longer than many a round.
@@ -272,11 +272,11 @@ class DeviceEngine(EngineBase):
     def _forget_rounds(self) -> None:
         """Before any row has ended, short prompts wait for a sixteenth of the places."""
         self._rounds_of_rows = RoundsOfRows()
-        self._scheduler.gather = max(1, self._max_batch_size // 16)
+        self._scheduler.min_free_requests = max(1, self._max_batch_size // 16)
 
     def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
         self._rounds_of_rows.add(seq.counts.rounds)
-        self._scheduler.gather = self.chunk_cost.places(self._max_batch_size, self._rounds_of_rows.mean)
+        self._scheduler.min_free_requests = self.chunk_cost.places(self._max_batch_size, self._rounds_of_rows.mean)
         return super()._complete(seq, reason)
 
     def _read_prompt(self, seq: Sequence, report: list[int]) -> FinishReason | None:
@@ -284,18 +284,18 @@ class DeviceEngine(EngineBase):
         return append_tokens(seq, report, self._eos)
 
     def _read_round(self, seq: Sequence, report: list[int], max_path: int) -> FinishReason | None:
-        count = report[REPORT_COUNT]
+        count = report[OUTPUT_COUNT]
         assert count >= 1, f"request {seq.request.request_id} ended on the device only"
         seq.rounds_in_flight -= 1
         seq.num_in_flight -= max_path
-        seq.num_committed += count
-        self._stats.broken_drafts += report[REPORT_BROKEN]
+        seq.num_computed_tokens += count
+        self._stats.broken_drafts += report[OUTPUT_BROKEN]
         before = len(seq.tokens)
-        reason = append_tokens(seq, report[REPORT_TOKENS : REPORT_TOKENS + count], self._eos)
+        reason = append_tokens(seq, report[OUTPUT_TOKENS : OUTPUT_TOKENS + count], self._eos)
         committed = len(seq.tokens) - before
         seq.counts.record(
-            drafted=report[REPORT_DRAFTED],
-            depth=report[REPORT_DEPTH],
+            drafted=report[OUTPUT_DRAFTED],
+            depth=report[OUTPUT_DEPTH],
             accepted=min(count - 1, committed),
             committed=committed,
         )
@@ -305,11 +305,11 @@ class DeviceEngine(EngineBase):
         """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
         launched for the new request comes behind that round."""
         self._rows.start(seq, self._scheduler.running)
-        seq.draft = seq.num_committed
+        seq.draft = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
 
     @torch.inference_mode()
-    def redraft(
+    def set_drafters(
         self,
         drafters: ByBatch[Drafter],
         mode: GraphMode,
@@ -345,10 +345,10 @@ class DeviceEngine(EngineBase):
         if self._executor.runner is not None:
             self._executor.capture(False, lambda progress: None)
 
-    def abandon(self) -> None:
+    def abort_all(self) -> None:
         while self._reports:  # what is under way writes to its pages
             self._read()
-        super().abandon()
+        super().abort_all()
         self._rows.forget_started()
 
     def time_phases(self, batch_size: int, context: int = 1000, repeats: int = 20) -> dict[str, float]:
@@ -361,17 +361,17 @@ class DeviceEngine(EngineBase):
     ) -> list[dict[str, float]]:
         """Milliseconds that draft, verify, draft-extend and all of a round take for `batch_size` requests of `context`
         tokens, with each of the drafters: a graph of each's own. CUDA only; the engine must be idle."""
-        self._stand(batch_size, context)
+        self._start_dummy_batch(batch_size, context)
         running = self._scheduler.plan_round()
         self._rows.upload_pages(running)
-        slots = [seq.slot for seq in running]
+        slots = [seq.req_idx for seq in running]
         assert len(slots) == batch_size, "the cache does not hold so many rows"
         device, times = self._state.ints_SF.device, []
         for drafter in drafters:
             one = ByBatch.always(self._round.drafting(drafter))
             executor = RoundExecutor(one, self._max_batch_size, device, "none")
             times.append(executor.time_phases(slots, repeats))
-        self.abandon()
+        self.abort_all()
         return times
 
     @torch.inference_mode()
@@ -379,7 +379,7 @@ class DeviceEngine(EngineBase):
         """Milliseconds of a round of `batch_size` requests of `context` tokens as the engine now drafts, launched and
         read as ever: (all of it, the part in which the host was busy). The engine must be idle, and must not draft so
         much that one of the requests, with TIMED_TOKENS to write each, ends meanwhile."""
-        self._stand(batch_size, context)
+        self._start_dummy_batch(batch_size, context)
         for _ in range(3):
             check_finite(self.step())
         began, waited, rounds = time.perf_counter(), self.waited_seconds, self._stats.rounds
@@ -388,10 +388,10 @@ class DeviceEngine(EngineBase):
         whole, waited = time.perf_counter() - began, self.waited_seconds - waited
         assert self._stats.rounds - rounds == steps, "not every step was a round"
         assert self.num_running == batch_size, "requests have ended, or the cache does not hold so many"
-        self.abandon()
+        self.abort_all()
         return 1e3 * whole / steps, 1e3 * (whole - waited) / steps
 
-    def _stand(self, batch_size: int, context: int) -> None:
+    def _start_dummy_batch(self, batch_size: int, context: int) -> None:
         """Requests to time rounds of, their prompts computed and everything read."""
         assert not self._scheduler.running, "requests are running"
         assert not self._scheduler.waiting, "requests are waiting"
@@ -399,8 +399,8 @@ class DeviceEngine(EngineBase):
         context = max(1, min(context, self.limits.max_prompt_tokens - TIMED_TOKENS))
         for i in range(batch_size):
             prompt = [(i * 7919 + j * 104729) % self.limits.vocab_size for j in range(context)]
-            self.submit(Request(-1 - i, prompt, params, NoiseKey(0, i, 0)))
-        while self._scheduler.waiting or not all(seq.is_computed for seq in self._scheduler.running):
+            self.submit(Request(-1 - i, prompt, params, RngKey(0, i, 0)))
+        while self._scheduler.waiting or not all(seq.prefill_done for seq in self._scheduler.running):
             check_finite(self.step())
         while self._reports:
             check_finite(self._read())
@@ -408,13 +408,13 @@ class DeviceEngine(EngineBase):
     def check_integrity(self) -> None:
         """Assert that every page is accounted for, and every slot too. For tests, between steps."""
         super().check_integrity()
-        slots = [seq.slot for seq in self._scheduler.running]
+        slots = [seq.req_idx for seq in self._scheduler.running]
         assert len(set(slots)) == len(slots), "two requests share a slot"
 
 
 def _surely_ends(seq: Sequence) -> bool:
     """Every round under way commits a token at least: with so many the request is at its end."""
-    return len(seq.tokens) + seq.rounds_in_flight >= seq.max_length or not seq.is_computed
+    return len(seq.tokens) + seq.rounds_in_flight >= seq.max_length or not seq.prefill_done
 
 
 def _token_logprob(

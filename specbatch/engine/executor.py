@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.cache.request_table import Field, SlotState
+from specbatch.cache.request_table import Field, RequestTable
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.round import Logprobs, Round, Verified
 from specbatch.engine.transfers import Transfers
@@ -47,12 +47,12 @@ def padded_sizes(items: ByBatch[Any], max_batch_size: int) -> list[tuple[int, in
 class Launched:
     """What a round will have decided, valid until the next launch."""
 
-    report_BZ: Tensor  # see `Committed`
+    output_BZ: Tensor  # see `Committed`
     logprobs: Logprobs | None
 
     @staticmethod
     def of(verified: Verified) -> Launched:
-        return Launched(verified.committed.report_BZ, verified.logprobs)
+        return Launched(verified.committed.output_BZ, verified.logprobs)
 
 
 class RoundExecutor:
@@ -127,12 +127,12 @@ class RoundExecutor:
             self._upload(saved)
 
     def _capture_round(self, runner: GraphRunner, size: int, i: int, sampled: bool) -> None:
-        rows_B, round_, key = self._rows_B[:size], self.rounds.items[i], (size, i, sampled)
+        req_idx_B, round_, key = self._rows_B[:size], self.rounds.items[i], (size, i, sampled)
         if self.mode == "round":
             # The report alone: what else a round leaves is memory that other sizes can use.
-            runner.capture(("round", *key), lambda: Launched.of(round_(rows_B, sampled)))
+            runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, sampled)))
             return
-        rows, draft = runner.capture(("draft", *key), lambda: round_.draft(rows_B, sampled))
+        rows, draft = runner.capture(("draft", *key), lambda: round_.draft(req_idx_B, sampled))
         verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, sampled))
         runner.capture(("extend", *key), lambda: round_.extend(verified))
         if not self._eager_phases:  # which write to the others' outputs
@@ -148,21 +148,21 @@ class RoundExecutor:
         """Launch a round of these slots."""
         size, i = self._padded(len(slots)), self.rounds.index(len(slots))
         self._upload(slots + [self._padding] * (size - len(slots)))
-        rows_B = self._rows_B[:size]
+        req_idx_B = self._rows_B[:size]
         round_, key = self.rounds.items[i], (size, i, sampled)
         if self.runner is None or logprobs:
-            return self._eager(round_, rows_B, sampled, logprobs)
+            return self._eager(round_, req_idx_B, sampled, logprobs)
         first = ("round" if self.mode == "round" else "draft", *key)
         if first not in self.runner and key not in self._uncaptured:  # the first batch of its kind
             self._capture(*key)
         if key in self._uncaptured:
-            return self._eager(round_, rows_B, sampled, logprobs)
+            return self._eager(round_, req_idx_B, sampled, logprobs)
         launched: Launched
         if self.mode == "round":
             launched = self.runner.replay(("round", *key))
             return launched
         if self._eager_phases:
-            rows, draft = self._phase("draft", key, lambda: round_.draft(rows_B, sampled))
+            rows, draft = self._phase("draft", key, lambda: round_.draft(req_idx_B, sampled))
             verified = self._phase("verify", key, lambda: round_.verify(rows, draft, sampled))
             self._phase("extend", key, lambda: round_.extend(verified))
             return Launched.of(verified)
@@ -171,10 +171,10 @@ class RoundExecutor:
         self.runner.replay(("extend", *key))
         return launched
 
-    def _eager(self, round_: Round, rows_B: Tensor, sampled: bool, logprobs: bool) -> Launched:
+    def _eager(self, round_: Round, req_idx_B: Tensor, sampled: bool, logprobs: bool) -> Launched:
         put_back = _kept(round_.state)
         try:
-            return Launched.of(round_(rows_B, sampled, logprobs))
+            return Launched.of(round_(req_idx_B, sampled, logprobs))
         except Exception as error:
             # Past the commit, the slots have moved on, and nobody would ever read where to. What else a round writes
             # lies past the committed slots of each row: the next one writes it again.
@@ -198,14 +198,14 @@ class RoundExecutor:
         """Median milliseconds of each phase and of the round that they make, one graph with events between its phases,
         over these slots as they stand; what they hold is put back after every round."""
         size, round_ = self._padded(len(slots)), self.rounds.at(len(slots))
-        rows_B = torch.full((size,), self._padding, dtype=torch.int64, device=self._rows_B.device)
-        rows_B[: len(slots)] = torch.tensor(slots, device=self._rows_B.device)
+        req_idx_B = torch.full((size,), self._padding, dtype=torch.int64, device=self._rows_B.device)
+        req_idx_B[: len(slots)] = torch.tensor(slots, device=self._rows_B.device)
         runner, state = GraphRunner(self._rows_B.device), round_.state
         marks = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(PHASES) + 1)]
 
         def marked() -> Verified:
             marks[0].record()
-            rows, draft = round_.draft(rows_B, False)
+            rows, draft = round_.draft(req_idx_B, False)
             marks[1].record()
             verified = round_.verify(rows, draft, False)
             marks[2].record()
@@ -229,7 +229,7 @@ class RoundExecutor:
         return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _kept(state: SlotState) -> Callable[[], None]:
+def _kept(state: RequestTable) -> Callable[[], None]:
     """What makes all slots as they are now. It takes no memory on the device."""
     ints, features = state.ints_SF.clone(), state.features_SE.clone()
 
@@ -241,7 +241,7 @@ def _kept(state: SlotState) -> Callable[[], None]:
 
 
 @contextmanager
-def _put_back(state: SlotState) -> Iterator[Callable[[], None]]:
+def _put_back(state: RequestTable) -> Iterator[Callable[[], None]]:
     """What makes all slots as they were; they are made so in the end, too."""
     put_back = _kept(state)
     try:

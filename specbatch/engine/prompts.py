@@ -16,7 +16,7 @@ from torch import Tensor
 from specbatch.engine.round import PromptChunk
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
-from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.kernels.paged import LogitsIndices, PagedBatch
 
 Ints = list[int] | np.ndarray
 
@@ -72,7 +72,7 @@ class PackedPrompts:
 
     def arrays(self) -> HostArrays:
         rows, ready = len(self.target.rows), len(self.ready)
-        longs = [n for one in (self.target, self.draft) for n in (*[len(one.tokens)] * 3, len(one.selected))]
+        longs = [n for one in (self.target, self.draft) for n in (*[len(one.tokens)] * 3, len(one.logits_indices))]
         longs += [rows, ready, ready, ready, ready]
         ints = [len(part) for part in self._ints]
         starts = np.array(self.target.ends, dtype=np.int32), np.array(self.draft.ends, dtype=np.int32)
@@ -115,9 +115,9 @@ class PackedPrompts:
 class PromptPacker:
     """`lead` is that of the draft network; None without one."""
 
-    def __init__(self, page_size: int, lead: int | None) -> None:
+    def __init__(self, page_size: int, draft_kv_offset: int | None) -> None:
         self._page_size = page_size
-        self._lead = lead
+        self._lead = draft_kv_offset
 
     def pack(self, spans: Seq[PrefillSpan]) -> PackedPrompts:
         """Moves each sequence's draft side (`Sequence.draft`: valid slots of the draft's cache) along."""
@@ -126,9 +126,9 @@ class PromptPacker:
         for span in spans:
             seq = span.seq
             target.add(seq, span.start, span.end, seq.tokens[span.start : span.end])
-            ends = span.end == seq.prefill_end
+            ends = span.end == seq.num_prefill_tokens
             if ends:
-                packed.ready.append(seq.slot)
+                packed.ready.append(seq.req_idx)
                 packed.rows.append(len(target.rows) - 1)
                 packed.lengths.append(span.end)
                 packed.roots.append(seq.tokens[span.end] if span.end < len(seq.tokens) else -1)
@@ -154,20 +154,22 @@ class PromptPacker:
         tables_RP = tables_BP[rows_R]
         host_starts = arrays.query_starts
 
-        def layout(i: int, last_R: Tensor) -> tuple[PagedBatch, Selected]:
+        def layout(i: int, last_R: Tensor) -> tuple[PagedBatch, LogitsIndices]:
             """`last_R`: the slot of each prompt's last token."""
-            _, positions, slots, selected = parts[4 * i : 4 * i + 4]
+            _, positions, slots, logits_indices = parts[4 * i : 4 * i + 4]
             batch = PagedBatch(
                 slots, positions, tables_BP, self._page_size, starts[2 * i], starts[2 * i + 1], queries,
                 host_query_starts=None if host_starts is None else host_starts[i],
             )  # fmt: skip
-            return batch, Selected.of(batch, selected, last_R, tables_RP)
+            return batch, LogitsIndices.of(batch, logits_indices, last_R, tables_RP)
 
-        target, selected = layout(0, lengths_R - 1)
+        target, logits_indices = layout(0, lengths_R - 1)
         draft = draft_selected = None
         if self._lead is not None:
             draft, draft_selected = layout(1, lengths_R - 1 + self._lead)
-        return PromptChunk(parts[0], target, ready_R, selected, lengths_R, roots_R, parts[4], draft, draft_selected)
+        return PromptChunk(
+            parts[0], target, ready_R, logits_indices, lengths_R, roots_R, parts[4], draft, draft_selected
+        )
 
 
 class _Packed:
@@ -181,7 +183,7 @@ class _Packed:
         self.rows: list[int] = []  # the engine's slot of each sequence
         self.starts: list[int] = []
         self.ends: list[int] = [0]
-        self.selected: list[int] = []  # the last tokens of prompts that end here
+        self.logits_indices: list[int] = []  # the last tokens of prompts that end here
         self.max_queries = 1
 
     def add(self, seq: Sequence, start: int, end: int, tokens: list[int]) -> None:
@@ -190,13 +192,13 @@ class _Packed:
         self._first_pages.append(len(self._pages) - start // size)
         self._pages += seq.pages[start // size : -(-end // size)]
         self.tokens += tokens
-        self.rows.append(seq.slot)
+        self.rows.append(seq.req_idx)
         self.starts.append(start)
         self.ends.append(len(self.tokens))
         self.max_queries = max(self.max_queries, end - start)
 
     def select_last(self) -> None:
-        self.selected.append(len(self.tokens) - 1)
+        self.logits_indices.append(len(self.tokens) - 1)
 
     @property
     def longs(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -206,7 +208,7 @@ class _Packed:
         positions = np.arange(len(self.tokens)) + np.repeat(np.array(self.starts, dtype=np.int64) - ends[:-1], counts)
         pages = np.array(self._pages, dtype=np.int64)
         page = pages[positions // self._page_size + np.repeat(np.array(self._first_pages, dtype=np.int64), counts)]
-        return self.tokens, positions, page * self._page_size + positions % self._page_size, self.selected
+        return self.tokens, positions, page * self._page_size + positions % self._page_size, self.logits_indices
 
 
 def _joined(lists: Seq[Ints], sizes: Seq[int], fills: Seq[int], dtype: np.dtype) -> np.ndarray:

@@ -180,8 +180,8 @@ def lookahead_of(speculation: SpeculationSection) -> int:
     shapes = [shape for shape in schedule_of(speculation).items if shape is not None]
     if speculation.method not in NEURAL:
         return max((shape.num_draft_tokens for shape in shapes), default=1)
-    lead = ModelDraft.lead if speculation.method == "draft_model" else EagleDraft.lead
-    return max(num_lookahead(shape, lead) for shape in shapes)
+    draft_kv_offset = ModelDraft.draft_kv_offset if speculation.method == "draft_model" else EagleDraft.draft_kv_offset
+    return max(num_lookahead(shape, draft_kv_offset) for shape in shapes)
 
 
 def schedule_of(speculation: SpeculationSection) -> Schedule:

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from specbatch.cache.pages import KVCache
-from specbatch.cache.request_table import COLUMNS, Field, Rows, SlotState
+from specbatch.cache.request_table import COLUMNS, BatchView, Field, RequestTable
 from specbatch.draft.drafters import Draft, Drafter
 from specbatch.draft.network import TargetOutput
-from specbatch.draft.rng import Purpose
-from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.draft.rng import Draw
+from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.kernels.torch_round import NO_TOKEN
 from specbatch.kernels.torch_steps import Committed
 from specbatch.models.decoder import Decoder
 
 # Columns of a report before the tokens: how many are new, drafts verified, depth of the tree, drafts whose
 # probabilities are NaN.
-REPORT_COUNT, REPORT_DRAFTED, REPORT_DEPTH, REPORT_BROKEN, REPORT_TOKENS = range(5)
+OUTPUT_COUNT, OUTPUT_DRAFTED, OUTPUT_DEPTH, OUTPUT_BROKEN, OUTPUT_TOKENS = range(5)
 MAX_TOP_LOGPROBS = 20
 _LOGPROB_ROWS = 32  # rows of a batch whose log-probabilities are computed at once
 # Up to so many rows a draft-extend only streams weights, and computing the hidden states of all of them costs nothing.
@@ -48,10 +48,10 @@ class Logprobs:
 class Verified:
     """What draft-extend needs of a verification."""
 
-    rows: Rows
+    rows: BatchView
     committed: Committed
     hidden_TE: Tensor
-    captured: list[Tensor]
+    aux_hidden_states: list[Tensor]
     logprobs: Logprobs | None
 
 
@@ -63,7 +63,7 @@ class Round:
         target: Decoder,
         cache: KVCache,
         drafter: Drafter,
-        state: SlotState,
+        state: RequestTable,
         page_size: int,
         eos_token_ids: tuple[int, ...],
         ops: ModuleType,
@@ -86,31 +86,33 @@ class Round:
 
     def _follow(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self._capture = drafter.net.capture if drafter.net is not None else ()
+        self._aux_layers = drafter.net.aux_layers if drafter.net is not None else ()
         self._reads_hidden = drafter.net is not None and drafter.net.reads_hidden
 
     @property
     def num_positions(self) -> int:
         return self._target.num_positions
 
-    def __call__(self, rows_B: Tensor, sampled: bool, logprobs: bool = False) -> Verified:
-        """One round of the slots `rows_B` (int64; the padding slot may repeat). `sampled`: some row may have a positive
-        temperature."""
-        rows, draft = self.draft(rows_B, sampled)
+    def __call__(self, req_idx_B: Tensor, sampled: bool, logprobs: bool = False) -> Verified:
+        """One round of the requests `req_idx_B` (int64; padding's index may repeat). `sampled`: some request may have a
+        positive temperature."""
+        rows, draft = self.draft(req_idx_B, sampled)
         verified = self.verify(rows, draft, sampled, logprobs)
         self.extend(verified)
         return verified
 
-    def draft(self, rows_B: Tensor, sampled: bool) -> tuple[Rows, Draft]:
-        rows = Rows.gather(self.state, rows_B, self._page_size, self._ops)
+    def draft(self, req_idx_B: Tensor, sampled: bool) -> tuple[BatchView, Draft]:
+        rows = BatchView.gather(self.state, req_idx_B, self._page_size, self._ops)
         return rows, self.drafter.draft(rows, self.state, sampled)
 
-    def verify(self, rows: Rows, draft: Draft, sampled: bool, logprobs: bool = False) -> Verified:
+    def verify(self, rows: BatchView, draft: Draft, sampled: bool, logprobs: bool = False) -> Verified:
         """The target's forward pass over all nodes, acceptance, and the commit of what was accepted."""
         batch, num_nodes = draft.tokens_BN.shape
         mask = None if draft.mask_BNW is None else draft.mask_BNW.view(batch * num_nodes, -1)
         layout = rows.layout(num_nodes, depths_BQ=draft.depths_BN, mask_TW=mask)
-        hidden, captured = self._target.forward(draft.tokens_BN.reshape(-1), layout, self._cache, self._capture)
+        hidden, aux_hidden_states = self._target.forward(
+            draft.tokens_BN.reshape(-1), layout, self._cache, self._aux_layers
+        )
         logits = self._target.raw_logits(hidden)
         committed = self._accept_and_commit(rows, draft, logits, sampled)
         if draft.parents_BN is not None:  # a chain's path is contiguous as it is
@@ -119,10 +121,10 @@ class Round:
         chosen = None
         if logprobs:
             width = committed.path_BM.shape[1]
-            chosen = logprobs_of(logits[committed.picked_T].view(batch, width, -1), committed.tokens_BM)
-        return Verified(rows, committed, hidden, captured, chosen)
+            chosen = logprobs_of(logits[committed.accept_index_T].view(batch, width, -1), committed.tokens_BM)
+        return Verified(rows, committed, hidden, aux_hidden_states, chosen)
 
-    def _accept_and_commit(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> Committed:
+    def _accept_and_commit(self, rows: BatchView, draft: Draft, logits_TV: Tensor, sampled: bool) -> Committed:
         """End-of-sequence and stop tokens are looked for before the length is. What lies behind them is cut by the
         host, which decides the same way again; here it only matters who goes on."""
         choice = path = num_path = next_token = num_broken = None
@@ -136,7 +138,7 @@ class Round:
             self.state.ints_SF,
             self.state.tokens_SL,
             self.state.page_table_SP,
-            rows.rows_B,
+            rows.req_idx_B,
             COLUMNS,
             self._page_size,
             self._eos,
@@ -153,7 +155,7 @@ class Round:
         )
         return committed
 
-    def _choose(self, rows: Rows, draft: Draft, logits_TV: Tensor, sampled: bool) -> Tensor:
+    def _choose(self, rows: BatchView, draft: Draft, logits_TV: Tensor, sampled: bool) -> Tensor:
         """(T,) the target's own token after each node; NO_TOKEN where its logits are not finite."""
         if not sampled:
             best: Tensor = self._ops.argmax(logits_TV, NO_TOKEN)
@@ -161,20 +163,19 @@ class Round:
         num_nodes = draft.tokens_BN.shape[1]
         depth = torch.arange(num_nodes, device=logits_TV.device) if draft.depths_BN is None else draft.depths_BN
         position = (rows.length_B[:, None] + depth + 1).reshape(-1)
-        u = self._ops.uniform(*(x.repeat_interleave(num_nodes) for x in rows.noise), position, Purpose.SAMPLE)
+        u = self._ops.uniform(*(x.repeat_interleave(num_nodes) for x in rows.rng), position, Draw.SAMPLE)
         chosen: Tensor = self._ops.sample(logits_TV, *(x.repeat_interleave(num_nodes) for x in rows.sampling), u)
         return chosen
 
-    def _accept_drawn(self, rows: Rows, draft: Draft, logits_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _accept_drawn(self, rows: BatchView, draft: Draft, logits_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert draft.probs_BDW is not None
         assert self.drafter.net is not None
         batch, num_nodes = draft.tokens_BN.shape
         p = self._ops.distribution(logits_TV, *(x.repeat_interleave(num_nodes) for x in rows.sampling))
         position = rows.length_B[:, None] + torch.arange(1, num_nodes + 1, device=logits_TV.device)
-        noise = tuple(x[:, None] for x in rows.noise)
+        rng = tuple(x[:, None] for x in rows.rng)
         u = {
-            purpose: self._ops.uniform(*noise, position, purpose)
-            for purpose in (Purpose.ACCEPT, Purpose.RESIDUAL, Purpose.SAMPLE)
+            purpose: self._ops.uniform(*rng, position, purpose) for purpose in (Draw.ACCEPT, Draw.RESIDUAL, Draw.SAMPLE)
         }
         num_drafts = torch.full_like(rows.length_B, num_nodes - 1)
         num_path, next_token, num_broken = self._ops.accept_chain(
@@ -184,18 +185,18 @@ class Round:
             p.view(batch, num_nodes, -1),
             num_drafts,
             rows.floats_B3[:, 0],
-            u[Purpose.ACCEPT][:, :-1],
-            u[Purpose.RESIDUAL][:, :-1],
-            u[Purpose.SAMPLE],
+            u[Draw.ACCEPT][:, :-1],
+            u[Draw.RESIDUAL][:, :-1],
+            u[Draw.SAMPLE],
         )
         return num_path, next_token, num_broken
 
-    def _simulated(self, rows: Rows, draft: Draft) -> tuple[Tensor | None, Tensor]:
+    def _simulated(self, rows: BatchView, draft: Draft) -> tuple[Tensor | None, Tensor]:
         """A path of random length with the wanted mean: along the chain (no path then), or down to a tree's first node
         of that depth."""
         assert self._simulate is not None
         num_nodes = draft.tokens_BN.shape[1]
-        u = self._ops.uniform(*rows.noise, rows.length_B, Purpose.ACCEPT)
+        u = self._ops.uniform(*rows.rng, rows.length_B, Draw.ACCEPT)
         whole = int(self._simulate)
         wanted = torch.where(u < self._simulate - whole, whole + 1, whole)
         if draft.parents_BN is None:
@@ -210,15 +211,15 @@ class Round:
         path = torch.where(on_path.bool(), nodes, num_nodes).sort(dim=1).values
         return torch.where(path < num_nodes, path, 0), num_path
 
-    def _ends(self, rows: Rows, tokens_BM: Tensor, counted_BM: Tensor) -> Tensor:
+    def _ends(self, rows: BatchView, tokens_BM: Tensor, counted_BM: Tensor) -> Tensor:
         """(B,) bool: an end-of-sequence or stop token is among the counted ones."""
         ends = (tokens_BM[:, :, None] == self._eos).any(dim=2) & (rows.field(Field.IGNORE_EOS) == 0)[:, None]
         stops = (tokens_BM[:, :, None] == rows.ints_BF[:, None, Field.STOP :]).any(dim=2)
         return ((ends | stops) & counted_BM).any(dim=1)
 
-    def _remember(self, rows_B: Tensor, index_BM: Tensor, tokens_BM: Tensor, kept_BM: Tensor) -> None:
+    def _remember(self, req_idx_B: Tensor, index_BM: Tensor, tokens_BM: Tensor, kept_BM: Tensor) -> None:
         """Write tokens to the slots' histories; what is not kept goes to padding's."""
-        row = torch.where(kept_BM, rows_B[:, None], self.state.padding)
+        row = torch.where(kept_BM, req_idx_B[:, None], self.state.padding)
         index = index_BM.clamp(max=self.state.tokens_SL.shape[1] - 1)
         self.state.tokens_SL.index_put_((row, index), tokens_BM.int())
 
@@ -230,18 +231,20 @@ class Round:
             return
         rows, committed = verified.rows, verified.committed
         batch, width = committed.path_BM.shape
-        layout = rows.layout(width, start=net.lead, position=net.lead, num_written_B=committed.num_path_B)
-        picked = committed.picked_T
+        layout = rows.layout(
+            width, start=net.draft_kv_offset, position=net.draft_kv_offset, num_written_B=committed.num_path_B
+        )
+        picked = committed.accept_index_T
         hidden = verified.hidden_TE[picked] if self._reads_hidden else verified.hidden_TE
-        features = net.features(TargetOutput([], hidden, [c[picked] for c in verified.captured]))
+        features = net.features(TargetOutput([], hidden, [c[picked] for c in verified.aux_hidden_states]))
         tokens_T, last_B = committed.tokens_BM.reshape(-1), committed.num_path_B - 1
-        rows_B = torch.arange(0, batch * width, width, device=last_B.device) + last_B
+        req_idx_B = torch.arange(0, batch * width, width, device=last_B.device) + last_B
         if batch * width <= _FREE_ROWS:
-            hidden = net.forward(tokens_T, features, layout)[rows_B]
+            hidden = net.forward(tokens_T, features, layout)[req_idx_B]
         else:
-            selected = Selected.of(layout, rows_B, layout.starts_B + last_B, rows.page_table_BP)
-            hidden = net.forward(tokens_T, features, layout, selected)
-        self.state.features_SE.index_copy_(0, rows.rows_B, hidden)
+            logits_indices = LogitsIndices.of(layout, req_idx_B, layout.starts_B + last_B, rows.page_table_BP)
+            hidden = net.forward(tokens_T, features, layout, logits_indices)
+        self.state.features_SE.index_copy_(0, rows.req_idx_B, hidden)
 
     def prefill(self, chunk: PromptChunk, sampled: bool, logprobs: bool = False) -> tuple[Tensor, Logprobs | None]:
         """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
@@ -249,13 +252,15 @@ class Round:
         Returns the tokens (R, 1) int32 of the prompts that end here, with logprobs (R, 1) where asked. NO_TOKEN where
         the target's logits are not finite: then the slot is done, and what goes on to be computed sees token 0.
         """
-        selected = None if self._reads_hidden else chunk.selected
-        hidden, captured = self._target.forward(chunk.tokens_T, chunk.layout, self._cache, self._capture, selected)
+        logits_indices = None if self._reads_hidden else chunk.logits_indices
+        hidden, aux_hidden_states = self._target.forward(
+            chunk.tokens_T, chunk.layout, self._cache, self._aux_layers, logits_indices
+        )
         if chunk.ready_R.shape[0] == 0:
-            self._extend_prompt(chunk, chunk.ready_R, hidden, captured)
+            self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states)
             return chunk.ready_R[:, None].int(), None
-        rows = Rows.gather(self.state, chunk.ready_R, self._page_size, self._ops)
-        logits = self._target.raw_logits(hidden[chunk.selected.rows_R] if selected is None else hidden)
+        rows = BatchView.gather(self.state, chunk.ready_R, self._page_size, self._ops)
+        logits = self._target.raw_logits(hidden[chunk.logits_indices.rows_R] if logits_indices is None else hidden)
         draft = Draft(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
@@ -271,17 +276,19 @@ class Round:
         if self.state.tokens_SL.shape[1]:
             everything = torch.ones_like(tokens, dtype=torch.bool)[:, None]
             self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
-        self._extend_prompt(chunk, tokens, hidden, captured)
+        self._extend_prompt(chunk, tokens, hidden, aux_hidden_states)
         return told[:, None].int(), logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None
 
-    def _extend_prompt(self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, captured: list[Tensor]) -> None:
+    def _extend_prompt(
+        self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, aux_hidden_states: list[Tensor]
+    ) -> None:
         net = self.drafter.net
         if net is None:
             return
         assert chunk.draft_layout is not None
         assert chunk.draft_selected is not None
         tokens = chunk.draft_tokens_T.index_copy(0, chunk.draft_selected.rows_R, first_R)
-        features = net.features(TargetOutput([], hidden_TE, captured))
+        features = net.features(TargetOutput([], hidden_TE, aux_hidden_states))
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
 
@@ -293,12 +300,12 @@ class PromptChunk:
     tokens_T: Tensor
     layout: PagedBatch
     ready_R: Tensor  # int64, slots of the prompts that end here
-    selected: Selected  # their last tokens
+    logits_indices: LogitsIndices  # their last tokens
     lengths_R: Tensor  # int64, committed once this is done
     roots_R: Tensor  # int64, the root of a request that is computed again; -1: to be chosen
     draft_tokens_T: Tensor  # what the draft network reads; the rows of roots yet to be chosen hold anything
     draft_layout: PagedBatch | None
-    draft_selected: Selected | None
+    draft_selected: LogitsIndices | None
 
 
 def logprobs_of(logits_BMV: Tensor, tokens_BM: Tensor) -> Logprobs:

@@ -36,8 +36,9 @@ class Scheduler:
     """Owns the page lists of all sequences. `running` is in order of admission.
 
     `num_lookahead`: slots past the committed ones that a round may write. `on_start` is told of each admission: the
-    sequence's first `num_committed` tokens came from the prefix cache. Short prompts wait until `gather` places are
-    free, or until those that find room have `worthwhile_tokens`: see `gathering`.
+    sequence's first `num_computed_tokens` tokens came from the prefix cache. Short prompts are held until
+    `min_free_requests` request indices are free, or until those that find room have `min_prefill_tokens`: see
+    `gathering`.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Scheduler:
         on_start: Callable[[Sequence], None],
         max_batch_size: int,
         prefill_chunk_tokens: int,
-        gather: int = 1,
-        worthwhile_tokens: int = 1,
+        min_free_requests: int = 1,
+        min_prefill_tokens: int = 1,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -60,12 +61,12 @@ class Scheduler:
         self._on_start = on_start
         self._max_batch_size = max_batch_size
         self._chunk_tokens = prefill_chunk_tokens
-        assert 1 <= gather <= max_batch_size, f"{gather} places are never free"
-        self.gather = gather
-        self._worthwhile_tokens = worthwhile_tokens
+        assert 1 <= min_free_requests <= max_batch_size, f"{min_free_requests} request indices are never free"
+        self.min_free_requests = min_free_requests
+        self._worthwhile_tokens = min_prefill_tokens
         # The last chunk passed requests over that can share its pages: the places gathered for them are not gathered
         # again. Whom the next one passes over waits as everybody does.
-        self._goes_on = False
+        self._resume_deferred = False
 
     @property
     def page_size(self) -> int:
@@ -82,12 +83,12 @@ class Scheduler:
         plan: list[PrefillSpan] = []
         computing: set[int] = set()  # hashes of the pages that this chunk computes
         for seq in self.running:
-            if budget and not seq.is_computed:
+            if budget and not seq.prefill_done:
                 budget -= self._take(plan, seq, budget, is_new=False, num_cached=0)
                 computing.update(self._prefix_paths(seq, plan[-1]))
-        if budget and (plan or self._goes_on or self._is_worth_a_chunk()):
+        if budget and (plan or self._resume_deferred or self._is_worth_a_chunk()):
             has_passed = self._take_waiting(plan, budget, computing)
-            self._goes_on = has_passed and not self._goes_on
+            self._resume_deferred = has_passed and not self._resume_deferred
         return plan
 
     def _take_waiting(self, plan: list[PrefillSpan], budget: int, computing: set[int]) -> bool:
@@ -97,7 +98,7 @@ class Scheduler:
         for seq in list(islice(self.waiting, self._max_batch_size - len(self.running))):
             if not budget:
                 break
-            if self._prefix is not None and self._awaits(seq, computing):
+            if self._prefix is not None and self._shares_pending_page(seq, computing):
                 has_passed = True
                 seq.num_uncached = None  # it will be less
                 continue
@@ -105,7 +106,7 @@ class Scheduler:
                 break
             self.waiting.remove(seq)
             self.running.append(seq)
-            cached = seq.num_committed
+            cached = seq.num_computed_tokens
             budget -= self._take(plan, seq, budget, is_new=not seq.was_admitted, num_cached=cached)
             seq.was_admitted = True
             computing.update(self._prefix_paths(seq, plan[-1]))
@@ -114,7 +115,7 @@ class Scheduler:
     def _is_worth_a_chunk(self) -> bool:
         """Whether to compute prompts now, or to go on until more rows have ended."""
         free = self._max_batch_size - len(self.running)
-        if free >= min(self.gather, len(self.waiting)):
+        if free >= min(self.min_free_requests, len(self.waiting)):
             return True
         tokens = sum(self._num_uncached(seq) for seq in islice(self.waiting, free))
         return free > 0 and tokens >= self._worthwhile_tokens
@@ -122,15 +123,15 @@ class Scheduler:
     def _num_uncached(self, seq: Sequence) -> int:
         """Tokens of a waiting request that a chunk would compute; looked up once, for it is asked in every round."""
         if seq.num_uncached is None:
-            last = seq.prefill_end - 1  # is computed in any case
+            last = seq.num_prefill_tokens - 1  # is computed in any case
             cached = self._prefix.num_cached(seq.tokens, last) if self._prefix is not None else 0
-            seq.num_uncached = seq.prefill_end - cached
+            seq.num_uncached = seq.num_prefill_tokens - cached
         return seq.num_uncached
 
     def _take(self, plan: list[PrefillSpan], seq: Sequence, budget: int, *, is_new: bool, num_cached: int) -> int:
-        end = min(seq.prefill_end, seq.num_committed + budget)
-        plan.append(PrefillSpan(seq, seq.num_committed, end, is_new, num_cached))
-        return end - seq.num_committed
+        end = min(seq.num_prefill_tokens, seq.num_computed_tokens + budget)
+        plan.append(PrefillSpan(seq, seq.num_computed_tokens, end, is_new, num_cached))
+        return end - seq.num_computed_tokens
 
     def _prefix_paths(self, seq: Sequence, span: PrefillSpan) -> list[int]:
         """What identifies each page that `span` fills: a hash over all tokens up to its end."""
@@ -150,19 +151,19 @@ class Scheduler:
             hashes.append(last)
         return hashes
 
-    def _awaits(self, seq: Sequence, computing: set[int]) -> bool:
+    def _shares_pending_page(self, seq: Sequence, computing: set[int]) -> bool:
         """Whether a page in front of the sequence's last prompt token is being computed."""
         if not computing:
             return False
-        num_pages = (seq.prefill_end - 1) // self._pool.page_size
+        num_pages = (seq.num_prefill_tokens - 1) // self._pool.page_size
         return not computing.isdisjoint(self._page_hashes(seq.tokens, num_pages))
 
     def _admit(self, seq: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and pages for its prompt and the first round, if there are
         enough."""
         # At least one token must be computed: the first sample needs its logits.
-        cached = self._prefix.match(seq.tokens, seq.prefill_end - 1) if self._prefix is not None else []
-        wanted = self._pool.pages_for(seq.prefill_end + self.num_lookahead) - len(cached)
+        cached = self._prefix.match(seq.tokens, seq.num_prefill_tokens - 1) if self._prefix is not None else []
+        wanted = self._pool.pages_for(seq.num_prefill_tokens + self.num_lookahead) - len(cached)
         # A page for each running sequence stays free, or the newcomer would be preempted by the next round.
         if not self._make_room(wanted + len(self.running)):
             self._pool.release(cached)
@@ -171,9 +172,9 @@ class Scheduler:
             )
             return False
         seq.pages = cached + self._pool.allocate(wanted)
-        seq.num_committed = len(cached) * self._pool.page_size
+        seq.num_computed_tokens = len(cached) * self._pool.page_size
         # After a preemption, pages that it shares may be its own from before.
-        seq.num_cached = min(seq.num_cached, seq.num_committed) if seq.was_admitted else seq.num_committed
+        seq.num_cached = min(seq.num_cached, seq.num_computed_tokens) if seq.was_admitted else seq.num_computed_tokens
         self._on_start(seq)
         return True
 
@@ -189,11 +190,11 @@ class Scheduler:
     def share(self, seq: Sequence) -> None:
         """Offer a sequence's full pages to later rows. The target's and the draft's entries in them are complete."""
         if self._prefix is not None:
-            self._prefix.insert(seq.tokens, seq.pages, seq.num_committed, seq.num_cached)
+            self._prefix.insert(seq.tokens, seq.pages, seq.num_computed_tokens, seq.num_cached)
 
     def _missing_pages(self, seq: Sequence) -> int:
         """Pages to add for the next round, the worst case of rounds under way counted in."""
-        committed = min(seq.num_committed + seq.num_in_flight, seq.max_length - 1)
+        committed = min(seq.num_computed_tokens + seq.num_in_flight, seq.max_length - 1)
         return self._pool.pages_for(committed + self.num_lookahead) - len(seq.pages)
 
     def would_preempt(self) -> bool:
@@ -241,7 +242,7 @@ class Scheduler:
         while len(self.running) > size:
             self._put_back(self.running[-1])
         self._max_batch_size = size
-        self.gather = min(self.gather, size)
+        self.min_free_requests = min(self.min_free_requests, size)
 
     def finish(self, seq: Sequence, failed: bool = False) -> None:
         """`failed`: what it has computed is not to be shared any more."""
@@ -253,7 +254,7 @@ class Scheduler:
         self.running.remove(seq)
         self._pool.release(seq.pages)
         seq.pages = []
-        seq.num_committed = 0
+        seq.num_computed_tokens = 0
         seq.num_uncached = None
 
     def check_integrity(self) -> None:

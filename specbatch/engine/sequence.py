@@ -11,19 +11,19 @@ from specbatch.types import Request, SpeculationCounts, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens` = prompt and generated tokens. `num_committed` of them have their target KV written. Between rounds that
-    is all but the last: the *root* of the next tree, sampled but not yet run through the target.
+    """`tokens` = prompt and generated tokens. `num_computed_tokens` of them have their target KV written. Between
+    rounds that is all but the last: the *root* of the next tree, sampled but not yet run through the target.
     """
 
     request: Request
     tokens: list[int]
     max_length: int  # of `tokens`: max_tokens, or where the context or the cache ends
-    num_committed: int = 0
+    num_computed_tokens: int = 0
     # Of rounds that are under way on the device: slots that they commit at most, and how many rounds. 0 on the host's
     # own engine.
     num_in_flight: int = 0
     rounds_in_flight: int = 0
-    slot: int = -1  # the device engine's row of buffers, while running
+    req_idx: int = -1  # the device engine's row of buffers, while running
     was_admitted: bool = False  # before a preemption, perhaps
     num_cached: int = 0  # slots whose entries others had computed, all before its own
     num_uncached: int | None = None  # while waiting: tokens to compute, by the prefix cache when that was asked
@@ -42,18 +42,20 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     @property
-    def prefill_end(self) -> int:
+    def num_prefill_tokens(self) -> int:
         """Tokens that a prefill must commit before rounds can go on: the prompt, or, after a preemption, all but the
         root."""
         return max(self.num_prompt, len(self.tokens) - 1)
 
     @property
-    def is_computed(self) -> bool:
+    def prefill_done(self) -> bool:
         """Nothing of the prompt is left to prefill; its first token may still be under way."""
-        # As `>= prefill_end`, in fewer calls: it is asked of every row in every round.
-        return self.num_committed >= len(self.tokens) - 1 and self.num_committed >= len(self.request.prompt_token_ids)
+        # As `>= num_prefill_tokens`, in fewer calls: it is asked of every row in every round.
+        return self.num_computed_tokens >= len(self.tokens) - 1 and self.num_computed_tokens >= len(
+            self.request.prompt_token_ids
+        )
 
     @property
     def is_prefilled(self) -> bool:
         """A root is there and everything in front of it is committed."""
-        return self.num_committed == len(self.tokens) - 1 >= self.num_prompt
+        return self.num_computed_tokens == len(self.tokens) - 1 >= self.num_prompt

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from specbatch.cache.pages import KVCache
-from specbatch.cache.request_table import SlotState
+from specbatch.cache.request_table import RequestTable
 from specbatch.draft.drafters import Drafter
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.kernels import ops_for
-from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.decoder import Decoder
 
 _PROMPT_GRAPHS = 16  # of a job, roughly
@@ -65,7 +65,7 @@ class Trials:
         """Leaves the caches empty. Raises where memory runs out."""
         net, device, size = self.drafters.items[0].net, self.device, self.page_size
         lookahead = max(drafter.num_lookahead for drafter in self.drafters.items)
-        state = SlotState(
+        state = RequestTable(
             max_batch_size,
             -(-(self.max_length + lookahead) // size),
             self.max_length + 1,
@@ -134,8 +134,8 @@ class Trials:
     def _prompt_peak(self, round_: Round, num_tokens: int) -> int:
         return _peak(self.device, lambda: trial_prompt(round_, round_.state, num_tokens, self.page_size, self.device))
 
-    def _round_peak(self, round_: Round, rows_B: torch.Tensor) -> int:
-        return _peak(self.device, lambda: trial_round(round_, rows_B, logprobs=True))
+    def _round_peak(self, round_: Round, req_idx_B: torch.Tensor) -> int:
+        return _peak(self.device, lambda: trial_round(round_, req_idx_B, logprobs=True))
 
 
 def _peak(device: torch.device, function: Callable[[], None]) -> int:
@@ -157,7 +157,7 @@ def trial_round(round_: Round, padding: torch.Tensor, logprobs: bool) -> None:
 
 
 @torch.inference_mode()
-def trial_prompt(round_: Round, state: SlotState, num_tokens: int, page_size: int, device: torch.device) -> None:
+def trial_prompt(round_: Round, state: RequestTable, num_tokens: int, page_size: int, device: torch.device) -> None:
     """A chunk filled by one prompt. As many of its tokens as slots are chosen after it, as if short prompts ended
     there; all in padding's slot, which stays done."""
     pages = -(-num_tokens // page_size)
@@ -178,7 +178,9 @@ def trial_prompt(round_: Round, state: SlotState, num_tokens: int, page_size: in
     slots = torch.full_like(last, state.padding)
     zeros = torch.zeros_like(index)
     saved = state.ints_SF[state.padding].clone()
-    selected = Selected.of(layout, last, last, table.repeat(last.shape[0], 1))
-    chunk = PromptChunk(zeros, layout, slots, selected, last + 1, torch.full_like(last, -1), zeros, layout, selected)
+    logits_indices = LogitsIndices.of(layout, last, last, table.repeat(last.shape[0], 1))
+    chunk = PromptChunk(
+        zeros, layout, slots, logits_indices, last + 1, torch.full_like(last, -1), zeros, layout, logits_indices
+    )
     round_.prefill(chunk, sampled=True, logprobs=True)
     state.ints_SF[state.padding] = saved

@@ -24,7 +24,7 @@ from specbatch.job.sources import RawRow, Source
 from specbatch.job.stats import Session
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.signals import INTERRUPTED, on_signals
-from specbatch.types import BatchEngine, Completion, FinishReason, NoiseKey, Request, SpeculationCounts
+from specbatch.types import BatchEngine, Completion, FinishReason, Request, RngKey, SpeculationCounts
 
 _MESSAGE_CHARS = 500  # error messages quote the row; a line of the output must not grow with what was wrong in it
 
@@ -182,13 +182,13 @@ class FileJob:
         for sample in range(job.num_computed):
             # A seed of the row's own stands for itself wherever the row is; any other is keyed by the row.
             if job.own_seed and params.seed is not None:
-                noise = NoiseKey(params.seed, 0, sample)
+                rng = RngKey(params.seed, 0, sample)
             else:
-                noise = NoiseKey(self._seed if params.seed is None else params.seed, head.index, sample)
+                rng = RngKey(self._seed if params.seed is None else params.seed, head.index, sample)
             request_id = self._num_requests
             self._num_requests += 1
             self._in_flight[request_id] = (row, sample)
-            engine.submit(Request(request_id, prompt, params, noise, self._texts.stop_check(params)))
+            engine.submit(Request(request_id, prompt, params, rng, self._texts.stop_check(params)))
 
     def _finish(self, completion: Completion) -> None:
         row, sample = self._in_flight.pop(completion.request_id)

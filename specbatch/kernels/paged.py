@@ -36,7 +36,7 @@ class PagedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class LogitsIndices:
     """The R tokens of a batch whose hidden states are wanted. Of the others, a model's last layer computes keys and
     values only."""
 
@@ -44,7 +44,7 @@ class Selected:
     batch: PagedBatch  # the same tokens, each the one new token of a sequence
 
     @staticmethod
-    def of(batch: PagedBatch, rows_R: Tensor, starts_R: Tensor, page_table_RP: Tensor) -> Selected:
+    def of(batch: PagedBatch, rows_R: Tensor, starts_R: Tensor, page_table_RP: Tensor) -> LogitsIndices:
         """`starts_R`: slots in front of each; `page_table_RP`: the pages of its sequence."""
         count = rows_R.shape[0] + 1
         alone = PagedBatch(
@@ -57,7 +57,7 @@ class Selected:
             max_queries=1,
             host_query_starts=None if batch.host_query_starts is None else np.arange(count, dtype=np.int32),
         )
-        return Selected(rows_R, alone)
+        return LogitsIndices(rows_R, alone)
 
 
 def slots_of(page_table_BP: Tensor, page_size: int, index_BQ: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def _continue(
 
 def ngram_lookup(
     tokens_SL: Tensor,
-    rows_B: Tensor,
+    req_idx_B: Tensor,
     num_tokens_S: Tensor,
     limit_S: Tensor,
     min_match: int,
@@ -72,8 +72,8 @@ def ngram_lookup(
     assert 1 <= min_match <= max_match, (min_match, max_match)
     assert tokens_SL.stride(1) == 1
     # These may be columns of a wider table.
-    rows_B, num_tokens_S, limit_S = rows_B.contiguous(), num_tokens_S.contiguous(), limit_S.contiguous()
-    batch, device = rows_B.shape[0], tokens_SL.device
+    req_idx_B, num_tokens_S, limit_S = req_idx_B.contiguous(), num_tokens_S.contiguous(), limit_S.contiguous()
+    batch, device = req_idx_B.shape[0], tokens_SL.device
     width = tokens_SL.shape[1]
     chunk = min(1024, triton.next_power_of_2(width))
     num_chunks = triton.cdiv(width, chunk)
@@ -81,10 +81,10 @@ def ngram_lookup(
     drafts = torch.empty((batch, num_drafts), dtype=torch.int64, device=device)
     num_drafts_B = torch.empty(batch, dtype=torch.int64, device=device)
     _longest_of_chunk[(batch, num_chunks)](
-        tokens_SL, rows_B, num_tokens_S, best, tokens_SL.stride(0), min_match, max_match, CHUNK=chunk
+        tokens_SL, req_idx_B, num_tokens_S, best, tokens_SL.stride(0), min_match, max_match, CHUNK=chunk
     )
     _continue[(batch,)](
-        tokens_SL, rows_B, num_tokens_S, limit_S, best, drafts, num_drafts_B, tokens_SL.stride(0), num_chunks,
+        tokens_SL, req_idx_B, num_tokens_S, limit_S, best, drafts, num_drafts_B, tokens_SL.stride(0), num_chunks,
         num_drafts, CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_D=max(16, triton.next_power_of_2(num_drafts)),
         num_warps=1,
     )  # fmt: skip

@@ -312,7 +312,7 @@ def commit_round(
     ints_SF: Tensor,
     tokens_SL: Tensor,
     page_table_SP: Tensor,
-    rows_B: Tensor,
+    req_idx_B: Tensor,
     columns: SlotColumns,
     page_size: int,
     eos_K: Tensor,
@@ -339,10 +339,10 @@ def commit_round(
     report = torch.empty((batch, 4 + max_path), dtype=torch.int32, device=device)
 
     def given(x: Tensor | None) -> Tensor:
-        return rows_B if x is None else x.contiguous()  # in its place: anything
+        return req_idx_B if x is None else x.contiguous()  # in its place: anything
 
     _commit_round[(batch,)](
-        ints_SF, tokens_SL, page_table_SP, rows_B, eos_K,
+        ints_SF, tokens_SL, page_table_SP, req_idx_B, eos_K,
         tokens_BN.contiguous(), given(choice_BN), given(parents_BN), given(depths_BN), given(num_nodes_B),
         given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B),
         path, count, tokens, report, picked, source, target,

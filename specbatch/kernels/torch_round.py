@@ -152,9 +152,9 @@ def accept_chain(
     drafts_BD: target token ids. q_BDW: the distributions that they were drawn from, over draft tokens, of which
     `target_ids_W` gives the (distinct) target ids; None: draft ids are target ids, W <= V. p_BNV: the target's
     distribution behind each node; N = D + 1, node i + 1 is draft i. u_accept, u_residual: float64 draws for the token
-    of draft i, u_sample: for the token behind node n, that is [.., i] belongs to position num_committed + i + 1 in all
-    three. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are the target's argmax, whatever
-    their q.
+    of draft i, u_sample: for the token behind node n, that is [.., i] belongs to position num_computed_tokens + i + 1
+    in all three. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are the
+    target's argmax, whatever their q.
 
     Where q_i is NaN (see `distribution`), draft i is rejected and the token drawn from p_i. Where p is NaN at the end
     of the path, the token is NO_TOKEN.
@@ -252,7 +252,7 @@ def select_nodes(
 
 def ngram_lookup(
     tokens_SL: Tensor,
-    rows_B: Tensor,
+    req_idx_B: Tensor,
     num_tokens_S: Tensor,
     limit_S: Tensor,
     min_match: int,
@@ -262,13 +262,13 @@ def ngram_lookup(
     """Prompt lookup (Saxena 2023; `speculation.ngram`): the continuation of the last earlier occurrence of the longest
     suffix of min_match to max_match tokens; over the drafted tokens themselves where it reaches the text's end.
 
-    tokens_SL: int32, the tokens of each slot, of which the first `num_tokens_S` count. rows_B: the slot of each
+    tokens_SL: int32, the tokens of each slot, of which the first `num_tokens_S` count. req_idx_B: the slot of each
     sequence. limit_S: the longest each slot's tokens may become; so many are drafted at most.
 
     Returns (drafts_BD, num_drafts_B), int64, D = num_drafts: drafts padded with 0, none where there is no occurrence.
     """
-    history = tokens_SL[rows_B]
-    length_B1 = num_tokens_S[rows_B].long()[:, None]
+    history = tokens_SL[req_idx_B]
+    length_B1 = num_tokens_S[req_idx_B].long()[:, None]
     width = history.shape[1]
     ends = torch.arange(width, device=history.device)  # of an occurrence: the index of the token behind it
     # (B, L): how many tokens in front of `end` equal the text's last ones, up to max_match.
@@ -284,6 +284,6 @@ def ngram_lookup(
 
     drafted = torch.arange(num_drafts, device=history.device)
     source = start_B1 + drafted % (length_B1 - start_B1).clamp(min=1)
-    count_B1 = (limit_S[rows_B].long()[:, None] - length_B1).clamp(0, num_drafts) * found_B1
+    count_B1 = (limit_S[req_idx_B].long()[:, None] - length_B1).clamp(0, num_drafts) * found_B1
     drafts = torch.where(drafted < count_B1, history.gather(1, source.clamp(0, width - 1)).long(), 0)
     return drafts, count_B1[:, 0]

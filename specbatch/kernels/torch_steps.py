@@ -68,8 +68,8 @@ class Committed(NamedTuple):
     tokens_BM: Tensor  # int64, the accepted drafts and the target's own token
     # int32: number of new tokens (0: not live), drafts verified, depth of the tree, broken drafts, the tokens; of these
     # the last is NO_TOKEN where the target's logits are not finite.
-    report_BZ: Tensor
-    picked_T: Tensor  # int64, (B * M) packed rows of the path's nodes
+    output_BZ: Tensor
+    accept_index_T: Tensor  # int64, (B * M) packed rows of the path's nodes
     source_T: Tensor  # int64, (B * M) cache slots of the path's nodes ..
     target_T: Tensor  # int64, .. and where they belong; -1: they are there, or do not count
 
@@ -177,7 +177,7 @@ def commit_round(
     ints_SF: Tensor,
     tokens_SL: Tensor,
     page_table_SP: Tensor,
-    rows_B: Tensor,
+    req_idx_B: Tensor,
     columns: SlotColumns,
     page_size: int,
     eos_K: Tensor,
@@ -205,8 +205,8 @@ def commit_round(
     tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). Where the token after the
     path is NO_TOKEN, the slot is done, and what goes on to be computed for it sees token 0. `num_broken_B` is reported.
 
-    All integers are int64 but tokens_SL and page_table_SP, int32. `rows_B` is each sequence's slot; only a slot that is
-    done may repeat.
+    All integers are int64 but tokens_SL and page_table_SP, int32. `req_idx_B`: each sequence's line of the tables; only
+    one that is done may repeat.
     """
     batch, num_nodes = tokens_BN.shape
     assert max_path <= num_nodes, f"a path of {max_path} in a tree of {num_nodes}"
@@ -230,7 +230,7 @@ def commit_round(
     tokens = tokens_BN.gather(1, path).roll(-1, dims=1)
     tokens = torch.where(on_path, torch.where(last, next_token_B[:, None], tokens), 0)
 
-    ints = ints_SF[rows_B]
+    ints = ints_SF[req_idx_B]
     length, live = ints[:, columns.length], ints[:, columns.done] == 0
     room = ints[:, columns.limit] - length - 1
     counted = place < torch.minimum(num_path_B, room)[:, None]
@@ -242,21 +242,21 @@ def commit_round(
     new[:, columns.length] = torch.minimum(length + num_path_B, ints[:, columns.limit] - 1)
     new[:, columns.root] = next_token_B
     new[:, columns.done] = (ends | failed | (num_path_B >= room)).long()
-    ints_SF.index_copy_(0, rows_B, torch.where(live[:, None], new, ints))
+    ints_SF.index_copy_(0, req_idx_B, torch.where(live[:, None], new, ints))
     max_length = tokens_SL.shape[1]
     if max_length:
         index = length[:, None] + 1 + place
         kept = on_path & live[:, None] & (index < max_length)
         # What is not kept writes what is there: the place of the slot's first token, which no round changes.
         index = torch.where(kept, index, 0)
-        value = torch.where(kept, tokens, tokens_SL[rows_B, 0].long()[:, None])
-        tokens_SL.index_put_((rows_B[:, None].expand_as(index), index), value.int())
+        value = torch.where(kept, tokens, tokens_SL[req_idx_B, 0].long()[:, None])
+        tokens_SL.index_put_((req_idx_B[:, None].expand_as(index), index), value.int())
 
     drafted = (num_nodes if num_nodes_B is None else num_nodes_B) - torch.ones_like(length)
     depth = drafted if depths_BN is None else depths_BN.amax(dim=1)
     broken = torch.zeros_like(length) if num_broken_B is None else num_broken_B
     counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken), dim=1)
-    table = page_table_SP[rows_B]
+    table = page_table_SP[req_idx_B]
     moves = live[:, None] & on_path & (path != place)
     target = torch.where(moves, slots_of(table, page_size, length[:, None] + place), -1)
     return Committed(

@@ -15,7 +15,7 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend, BatchLayout
 from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
-from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
 
@@ -69,18 +69,18 @@ class Attention:
         *,
         norm: RMSNorm | None,
         residual_TE: Tensor,
-        selected: Selected | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         """residual + attention(norm(x)), (T, E), or (R, E) of the selected tokens; the residual, which may be x, may be
         overwritten."""
         qkv = self._qkv(x_TI, norm=norm)
         write = self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused
         q, plan = write(qkv, step), step.plan
-        if selected is not None:
-            q, residual_TE = q[selected.rows_R], residual_TE[selected.rows_R]
+        if logits_indices is not None:
+            q, residual_TE = q[logits_indices.rows_R], residual_TE[logits_indices.rows_R]
             if q.shape[0] == 0:  # a piece of a prompt: keys and values are all that is wanted of it
                 return residual_TE
-            plan = step.backend.plan(selected.batch)
+            plan = step.backend.plan(logits_indices.batch)
         out = step.backend.attend(plan, q, step.cache, self._layer, self._window)
         return self._out(out.view(q.shape[0], -1), residual_TO=residual_TE)
 
@@ -138,8 +138,8 @@ class DecoderLayer:
         self.post_norm = RMSNorm(load(f"{prefix}post_attention_layernorm.weight"), config.rms_norm_eps)
         self.mlp = MLP(load, f"{prefix}mlp.", config.mlp_bias)
 
-    def __call__(self, x_TE: Tensor, step: ForwardPass, selected: Selected | None = None) -> Tensor:
-        x_TE = self.attention(x_TE, step, norm=self.input_norm, residual_TE=x_TE, selected=selected)
+    def __call__(self, x_TE: Tensor, step: ForwardPass, logits_indices: LogitsIndices | None = None) -> Tensor:
+        x_TE = self.attention(x_TE, step, norm=self.input_norm, residual_TE=x_TE, logits_indices=logits_indices)
         return self.mlp(x_TE, norm=self.post_norm, residual_TE=x_TE) if x_TE.shape[0] else x_TE
 
 
@@ -182,23 +182,23 @@ class Decoder:
         tokens_T: Tensor,
         layout: BatchLayout | PagedBatch,
         cache: KVCache,
-        capture: Sequence[int] = (),
-        selected: Selected | None = None,
+        aux_layers: Sequence[int] = (),
+        logits_indices: LogitsIndices | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the inputs of the layers
         named in `capture` (EAGLE-3 features), (T, E) each: the number of layers means the last one's output, which
         needs all tokens."""
         step = ForwardPass(layout, self._backend, cache, self._rotary)
         x_TE = self.embedding_VE[tokens_T]
-        captured: list[Tensor] = []
+        aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self._layers):
-            if i in capture:
-                captured.append(x_TE.clone())  # the sums of the layers behind may be written over it
-            x_TE = layer(x_TE, step, selected if i == len(self._layers) - 1 else None)
-        if len(self._layers) in capture:
-            assert selected is None, "the features are those of all tokens"
-            captured.append(x_TE)
-        return self._norm(x_TE), captured
+            if i in aux_layers:
+                aux_hidden_states.append(x_TE.clone())  # the sums of the layers behind may be written over it
+            x_TE = layer(x_TE, step, logits_indices if i == len(self._layers) - 1 else None)
+        if len(self._layers) in aux_layers:
+            assert logits_indices is None, "the features are those of all tokens"
+            aux_hidden_states.append(x_TE)
+        return self._norm(x_TE), aux_hidden_states
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits (R, V) of selected rows, float32 (float64 where the model is)."""

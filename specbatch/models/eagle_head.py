@@ -25,7 +25,7 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend, BatchLayout
 from specbatch.cache.pages import KVCache
 from specbatch.errors import ModelError
-from specbatch.kernels.paged import PagedBatch, Selected
+from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import MLP, Attention, Decoder, ForwardPass, Load
 from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
@@ -220,7 +220,7 @@ class EagleHead:
         c = head.decoder
         self.config = c
         self.device = device
-        self.capture = head.aux_layers
+        self.aux_layers = head.aux_layers
         # Of every token: EAGLE-1/2 take it, and where the last layer's output is tapped it has to be computed.
         self.reads_hidden = head.kind == "eagle" or target.config.num_layers in head.aux_layers
         self._kind = head.kind
@@ -249,9 +249,9 @@ class EagleHead:
         """The matrix products of its own, but for the head."""
         return [self._fc, *self._attention.linears, *self._mlp.linears]
 
-    def features(self, hidden_TE: Tensor, captured: list[Tensor]) -> Tensor:
+    def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor:
         """The target's features (T, E), from what its forward pass returned."""
-        return self._fc(torch.cat(captured, dim=-1)) if self._kind == "eagle3" else hidden_TE
+        return self._fc(torch.cat(aux_hidden_states, dim=-1)) if self._kind == "eagle3" else hidden_TE
 
     def forward(
         self,
@@ -259,7 +259,7 @@ class EagleHead:
         features_TE: Tensor,
         layout: BatchLayout | PagedBatch,
         cache: KVCache,
-        selected: Selected | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         """Hidden states (T, E), or (R, E) of the selected tokens: the next position's features, and what `logits`
         takes. `features_TE` may be overwritten."""
@@ -271,7 +271,7 @@ class EagleHead:
             x = torch.cat((self._input_norm(embedded), normed), dim=-1)
         else:
             residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
-        x = self._attention(x, step, norm=None, residual_TE=residual, selected=selected)
+        x = self._attention(x, step, norm=None, residual_TE=residual, logits_indices=logits_indices)
         return self._mlp(x, norm=self._post_norm, residual_TE=x) if x.shape[0] else x
 
     def logits(self, hidden_RE: Tensor) -> Tensor:

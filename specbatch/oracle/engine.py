@@ -58,7 +58,7 @@ class Engine(EngineBase):
         # What drafting, the target and draft-extend took in the last round.
         self.phase_seconds = 0.0, 0.0, 0.0
 
-    def redraft(self, proposer: Proposer) -> None:
+    def set_drafters(self, proposer: Proposer) -> None:
         """Draft so from now on, with the same draft network or none. The engine must be idle, and was built for the
         widest; what its prefix cache holds is of use to the network that it was computed with only."""
         assert not self.num_running, "requests are running"
@@ -100,7 +100,9 @@ class Engine(EngineBase):
     def _prefill(self, spans: list[PrefillSpan]) -> list[Completion]:
         tokens = [token for s in spans for token in s.seq.tokens[s.start : s.end]]
         layout = self._layout([Span(s.seq.pages, s.start, s.end - s.start) for s in spans])
-        hidden, captured = self._target.forward(self._tensor(tokens), layout, self._cache, self._proposer.capture)
+        hidden, aux_hidden_states = self._target.forward(
+            self._tensor(tokens), layout, self._cache, self._proposer.aux_layers
+        )
         last_rows, row = [], -1
         for s in spans:
             row += s.end - s.start
@@ -110,7 +112,7 @@ class Engine(EngineBase):
         first_logits = iter(self._target.logits(hidden[last_rows]) if last_rows else ())
         finished = []
         for s in spans:
-            s.seq.num_committed = s.end
+            s.seq.num_computed_tokens = s.end
             if s.end == len(s.seq.tokens):
                 logits = next(first_logits)
                 token = sample_token(logits, s.seq, position=len(s.seq.tokens))
@@ -120,7 +122,7 @@ class Engine(EngineBase):
         # A request that ends with its first token is drafted for all the same: later rows may share its pages, and
         # those hold the draft's entries too. Only if a stop string took that token away there is nothing to extend to.
         whole = {s.seq for s in spans if len(s.seq.tokens) > s.end}
-        self._extend([(s.seq, s.start) for s in spans], hidden, captured, whole)
+        self._extend([(s.seq, s.start) for s in spans], hidden, aux_hidden_states, whole)
         for s in spans:
             if s.seq in whole or self._proposer.cache is None:
                 self._scheduler.share(s.seq)
@@ -130,7 +132,7 @@ class Engine(EngineBase):
         began = time.perf_counter()
         tree = self._proposer.propose(sequences)
         drafted = time.perf_counter()
-        hidden, captured, logits = self._verify_forward(sequences, tree)
+        hidden, aux_hidden_states, logits = self._verify_forward(sequences, tree)
         verified = time.perf_counter()
         accepted = verify(sequences, tree, logits)
         self._compact(sequences, tree, accepted)
@@ -140,7 +142,7 @@ class Engine(EngineBase):
             path_rows = [first + node for node in kept.path]
             first += tree.num_nodes[b]
             rows += path_rows
-            starts.append((seq, seq.num_committed))
+            starts.append((seq, seq.num_computed_tokens))
             drafts = tree.tokens_BN[b, kept.path[1:]].tolist()
             before = len(seq.tokens)
             reason = self._append(seq, [*drafts, kept.next_token], logits[path_rows])
@@ -152,29 +154,29 @@ class Engine(EngineBase):
                 committed=committed,
             )
             self._stats.broken_drafts += kept.num_broken
-            seq.num_committed += len(kept.path)
+            seq.num_computed_tokens += len(kept.path)
             if reason is not None:
                 finished.append((seq, reason))
         self._stats.rounds += 1
         going_on = set(sequences) - {seq for seq, _ in finished}
         committed_at = time.perf_counter()
-        self._extend(starts, hidden[rows], [c[rows] for c in captured], going_on)
+        self._extend(starts, hidden[rows], [c[rows] for c in aux_hidden_states], going_on)
         self.phase_seconds = drafted - began, verified - drafted, time.perf_counter() - committed_at
         return [self._complete(seq, reason) for seq, reason in finished]
 
     def _verify_forward(self, sequences: list[Sequence], tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Target forward over all real nodes: node j of a tree lies at slot num_committed + j, at position + its
+        """Target forward over all real nodes: node j of a tree lies at slot num_computed_tokens + j, at position + its
         depth."""
         spans, tokens = [], []
         for b, seq in enumerate(sequences):
             n = tree.num_nodes[b]
-            positions = None if tree.is_chain else [seq.num_committed + depth for depth in tree.depths(b)]
-            spans.append(Span(seq.pages, seq.num_committed, n, positions, tree.mask(b)))
+            positions = None if tree.is_chain else [seq.num_computed_tokens + depth for depth in tree.depths(b)]
+            spans.append(Span(seq.pages, seq.num_computed_tokens, n, positions, tree.mask(b)))
             tokens.append(tree.tokens_BN[b, :n])
-        hidden, captured = self._target.forward(
-            torch.cat(tokens).to(self._target.device), self._layout(spans), self._cache, self._proposer.capture
+        hidden, aux_hidden_states = self._target.forward(
+            torch.cat(tokens).to(self._target.device), self._layout(spans), self._cache, self._proposer.aux_layers
         )
-        return hidden, captured, self._target.logits(hidden)
+        return hidden, aux_hidden_states, self._target.logits(hidden)
 
     def _compact(self, sequences: list[Sequence], tree: DraftTree, accepted: list[Accepted]) -> None:
         """Make the target KV of accepted paths contiguous. A chain's already is."""
@@ -186,7 +188,10 @@ class Engine(EngineBase):
         for seq, kept in zip(sequences, accepted, strict=True):
             for depth, node in enumerate(kept.path):
                 if node != depth:
-                    for slots, i in ((source, seq.num_committed + node), (target, seq.num_committed + depth)):
+                    for slots, i in (
+                        (source, seq.num_computed_tokens + node),
+                        (target, seq.num_computed_tokens + depth),
+                    ):
                         slots.append(seq.pages[i // size] * size + i % size)
         if source:
             self._cache.move(self._tensor(source), self._tensor(target))
@@ -205,14 +210,18 @@ class Engine(EngineBase):
         return reason
 
     def _extend(
-        self, starts: list[tuple[Sequence, int]], hidden_TE: Tensor, captured: list[Tensor], wanted: set[Sequence]
+        self,
+        starts: list[tuple[Sequence, int]],
+        hidden_TE: Tensor,
+        aux_hidden_states: list[Tensor],
+        wanted: set[Sequence],
     ) -> None:
         """Draft-extend over what each sequence committed since its start, for those in `wanted`."""
         keep: list[tuple[Sequence, int]] = []
         rows: list[int] = []
         row = 0
         for seq, start in starts:
-            count = seq.num_committed - start
+            count = seq.num_computed_tokens - start
             if seq in wanted:
                 keep.append((seq, start))
                 rows += range(row, row + count)
@@ -220,8 +229,10 @@ class Engine(EngineBase):
         if not keep:
             return
         if len(keep) < len(starts):
-            hidden_TE, captured = hidden_TE[rows], [c[rows] for c in captured]
-        self._proposer.extend([seq for seq, _ in keep], TargetOutput([start for _, start in keep], hidden_TE, captured))
+            hidden_TE, aux_hidden_states = hidden_TE[rows], [c[rows] for c in aux_hidden_states]
+        self._proposer.extend(
+            [seq for seq, _ in keep], TargetOutput([start for _, start in keep], hidden_TE, aux_hidden_states)
+        )
 
     def _layout(self, spans: list[Span]) -> BatchLayout:
         return BatchLayout.build(spans, self._page_size, self._target.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
 from specbatch.draft.network import DraftNet, TargetOutput, num_lookahead
-from specbatch.draft.rng import Purpose, uniform
+from specbatch.draft.rng import Draw, uniform
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.torch_round import argmax, unbroken_drafts
@@ -46,22 +46,22 @@ class NeuralProposer:
 
     @property
     def num_lookahead(self) -> int:
-        return num_lookahead(self._shape, self._net.lead)
+        return num_lookahead(self._shape, self._net.draft_kv_offset)
 
     @property
     def prefix_lookahead(self) -> int:
-        return 1 - self._net.lead
+        return 1 - self._net.draft_kv_offset
 
     @property
-    def capture(self) -> tuple[int, ...]:
-        return self._net.capture
+    def aux_layers(self) -> tuple[int, ...]:
+        return self._net.aux_layers
 
     @property
     def cache(self) -> KVCache | None:
         return self._net.cache
 
     def start(self, seq: Sequence) -> None:
-        seq.draft = _State(length=seq.num_committed)
+        seq.draft = _State(length=seq.num_computed_tokens)
 
     def extend(self, sequences: list[Sequence], output: TargetOutput) -> None:
         spans, tokens, last_rows, ready, row = [], [], [], [], 0
@@ -69,11 +69,11 @@ class NeuralProposer:
             state: _State = seq.draft
             # A draft model's own chain filled the slots of accepted drafts with what they would be computed to
             # again. EAGLE's were made from the draft's features and are always redone with the target's.
-            state.length += min(state.num_kept, seq.num_committed - start - 1)
+            state.length += min(state.num_kept, seq.num_computed_tokens - start - 1)
             state.num_kept = 0
-            end = seq.num_committed + self._net.lead
+            end = seq.num_computed_tokens + self._net.draft_kv_offset
             spans.append(Span(seq.pages, state.length, end - state.length))
-            shift = 1 - self._net.lead
+            shift = 1 - self._net.draft_kv_offset
             tokens += seq.tokens[state.length + shift : end + shift]
             row += end - state.length
             state.length = end
@@ -84,8 +84,8 @@ class NeuralProposer:
         hidden = self._net.forward(torch.tensor(tokens, device=self._device), self._net.features(output), layout)
         if ready:
             # Draft logits of the selected rows only: the vocabulary is the expensive part.
-            selected = hidden[last_rows]
-            for state, logits, last in zip(ready, self._net.logits(selected), selected, strict=True):
+            logits_indices = hidden[last_rows]
+            for state, logits, last in zip(ready, self._net.logits(logits_indices), logits_indices, strict=True):
                 state.logits, state.hidden = logits, last
 
     def propose(self, sequences: list[Sequence]) -> DraftTree:
@@ -125,12 +125,12 @@ class NeuralProposer:
                     chains[b].append(best[b])
                     continue
                 q = self._widen(distribution(logits_BW[b], seq.request.params))
-                position = seq.num_committed + step + 1
+                position = seq.num_computed_tokens + step + 1
                 # Of NaN, `best` is the first draft token: any will do, for it is rejected.
                 is_drawn = not is_broken(q)
-                chains[b].append(draw(q, uniform(seq.request.noise, position, Purpose.DRAFT)) if is_drawn else best[b])
+                chains[b].append(draw(q, uniform(seq.request.rng, position, Draw.DRAFT)) if is_drawn else best[b])
                 probs[b].append(q)
-        if self._net.lead:
+        if self._net.draft_kv_offset:
             for state in states:
                 state.num_kept = self._shape.num_steps - 1
         return DraftTree.chain(chains, [torch.stack(p) if p else None for p in probs])

@@ -15,7 +15,7 @@ class NoProposer:
 
     num_lookahead = 1
     prefix_lookahead = 0
-    capture: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     cache: KVCache | None = None
 
     def start(self, seq: Sequence) -> None:
@@ -62,7 +62,7 @@ class NgramProposer:
     """
 
     prefix_lookahead = 0
-    capture: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     cache: KVCache | None = None
 
     def __init__(self, num_draft_tokens: int, min_match: int, max_match: int) -> None:

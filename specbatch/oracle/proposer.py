@@ -26,7 +26,7 @@ class Proposer(Protocol):
         ...
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Target layers whose inputs `extend` needs."""
         ...
 
@@ -36,7 +36,7 @@ class Proposer(Protocol):
         ...
 
     def start(self, seq: Sequence) -> None:
-        """A sequence was admitted: its first `num_committed` tokens came from the prefix cache. Also after a
+        """A sequence was admitted: its first `num_computed_tokens` tokens came from the prefix cache. Also after a
         preemption."""
         ...
 

@@ -31,8 +31,8 @@ class ScheduledProposer:
         return self._leader.prefix_lookahead
 
     @property
-    def capture(self) -> tuple[int, ...]:
-        return self._leader.capture
+    def aux_layers(self) -> tuple[int, ...]:
+        return self._leader.aux_layers
 
     @property
     def cache(self) -> KVCache | None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specbatch.draft.rng import Purpose, uniform
+from specbatch.draft.rng import Draw, uniform
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.torch_round import NO_TOKEN, argmax
 from specbatch.oracle.sampling import distribution, draw, is_broken
@@ -46,7 +46,7 @@ def sample_token(logits_V: Tensor, seq: Sequence, position: int) -> int:
     if params.temperature == 0:
         return int(argmax(logits_V[None], NO_TOKEN))
     p = distribution(logits_V, params)
-    return NO_TOKEN if is_broken(p) else draw(p, uniform(seq.request.noise, position, Purpose.SAMPLE))
+    return NO_TOKEN if is_broken(p) else draw(p, uniform(seq.request.rng, position, Draw.SAMPLE))
 
 
 def verify(sequences: list[Sequence], tree: DraftTree, logits_TV: Tensor) -> list[Accepted]:
@@ -76,7 +76,7 @@ def _walk_tree(seq: Sequence, children: list[dict[int, int]], logits_NV: Tensor,
         if seq.request.params.temperature == 0:
             token = best[node]
         else:
-            token = sample_token(logits_NV[node], seq, seq.num_committed + len(path))
+            token = sample_token(logits_NV[node], seq, seq.num_computed_tokens + len(path))
         child = children[node].get(token)
         if child is None:
             return Accepted(path, token)
@@ -84,22 +84,22 @@ def _walk_tree(seq: Sequence, children: list[dict[int, int]], logits_NV: Tensor,
 
 
 def _accept_chain(seq: Sequence, tokens: list[int], logits_NV: Tensor, draft_probs: Tensor) -> Accepted:
-    params, noise = seq.request.params, seq.request.noise
+    params, rng = seq.request.params, seq.request.rng
     num_broken = int(draft_probs[: len(tokens) - 1, 0].isnan().sum())
     for node in range(1, len(tokens)):
-        position = seq.num_committed + node
+        position = seq.num_computed_tokens + node
         p, q = distribution(logits_NV[node - 1], params), draft_probs[node - 1]
         if is_broken(p):
             return Accepted(list(range(node)), NO_TOKEN, num_broken)
         if is_broken(q):
-            return Accepted(list(range(node)), draw(p, uniform(noise, position, Purpose.RESIDUAL)), num_broken)
+            return Accepted(list(range(node)), draw(p, uniform(rng, position, Draw.RESIDUAL)), num_broken)
         token = tokens[node]
         # u < p/q, written so that q = 0 cannot divide; u is never 1, so p = q always accepts.
-        if uniform(noise, position, Purpose.ACCEPT) * float(q[token]) < float(p[token]):
+        if uniform(rng, position, Draw.ACCEPT) * float(q[token]) < float(p[token]):
             continue
         residual = torch.clamp(p - q, min=0.0)
         if float(residual.sum()) <= 0.0:  # p = q up to rounding: a rejection that happens with probability zero
             residual = p
-        return Accepted(list(range(node)), draw(residual, uniform(noise, position, Purpose.RESIDUAL)), num_broken)
-    last = sample_token(logits_NV[-1], seq, seq.num_committed + len(tokens))
+        return Accepted(list(range(node)), draw(residual, uniform(rng, position, Draw.RESIDUAL)), num_broken)
+    last = sample_token(logits_NV[-1], seq, seq.num_computed_tokens + len(tokens))
     return Accepted(list(range(len(tokens))), last, num_broken)

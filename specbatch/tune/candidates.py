@@ -52,11 +52,13 @@ def max_path(candidate: Candidate | None) -> int:
     return min(num_steps(candidate) + 1, num_nodes(candidate))
 
 
-def lookahead(candidate: Candidate | None, lead: int) -> int:
+def lookahead(candidate: Candidate | None, draft_kv_offset: int) -> int:
     """Cache slots past the committed ones that a round may write; `lead` as in `speculation.neural.num_lookahead`, the
     same rule: 1 for a draft model, 0 for a draft head."""
     if candidate is None:
-        return 1 + lead
+        return 1 + draft_kv_offset
     if isinstance(candidate, NgramShape):
         return candidate.num_draft_tokens
-    return max(candidate.num_draft_tokens + lead, lead + candidate.topk * (candidate.num_steps - 1))
+    return max(
+        candidate.num_draft_tokens + draft_kv_offset, draft_kv_offset + candidate.topk * (candidate.num_steps - 1)
+    )

@@ -205,14 +205,14 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
 def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
     engine, net = run.engine, built.drafts.net
     kv_tokens = built.engine.num_pages * engine.page_size
-    lead = 0 if net is None else net.lead
+    draft_kv_offset = 0 if net is None else net.draft_kv_offset
     behind = 1 if engine.on_device else 0
     return Limits(
         engine.max_batch_size,
         kv_tokens,
         engine.prefill_chunk_tokens,
         engine.page_size,
-        lead,
+        draft_kv_offset,
         widest.verify_tokens,
         behind,
         built.engine.chunk_cost,

@@ -13,7 +13,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.tune.candidates import Candidate, NgramShape
 from specbatch.tune.schedule import Schedule as Chosen
 from specbatch.tune.session import Finished, OutOfTime, Session
-from specbatch.types import NoiseKey, Request, SamplingParams, StopCheck
+from specbatch.types import Request, RngKey, SamplingParams, StopCheck
 
 MOST_TURNS = 5
 _WARM_UP_TOKENS = 8
@@ -94,8 +94,8 @@ def repeated(
     made = []
     for i in range(count):
         request = requests[i % len(requests)]
-        noise = NoiseKey(request.noise.seed, i, request.noise.sample)
-        made.append(replace(request, request_id=i, noise=noise, check_stop=stop_check(request.params)))
+        rng = RngKey(request.rng.seed, i, request.rng.sample)
+        made.append(replace(request, request_id=i, rng=rng, check_stop=stop_check(request.params)))
     return made
 
 

@@ -51,7 +51,7 @@ class Measurement:
     batch: int  # rows
     width: int
     milliseconds: float
-    noise: float = math.inf  # relative; inf: of unknown size. Of repetitions the largest counts
+    rng: float = math.inf  # relative; inf: of unknown size. Of repetitions the largest counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class CostModel:
         """Repeated measurements of one point are averaged. Raises TuningError for a kind that is not in KINDS, and for
         values that are no times."""
         points: dict[str, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-        noise: dict[tuple[str, int, int], float] = defaultdict(float)
+        rng: dict[tuple[str, int, int], float] = defaultdict(float)
         for m in measurements:
             if m.kind not in KINDS:
                 raise TuningError(f"{m.kind!r} is no kind of measurement", hint=f"the kinds are {', '.join(KINDS)}")
@@ -133,12 +133,12 @@ class CostModel:
                 raise TuningError(f"not a measurement: {m}")
             points[m.kind][m.batch, m.width].append(m.milliseconds)
             place = m.kind, m.batch, m.width
-            noise[place] = max(noise[place], m.noise)
+            rng[place] = max(rng[place], m.rng)
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
         for kind, values in points.items():
             plain = _of_one_token(points.get(_PLAIN.get(kind, ""), {}))
-            noise_of = {(batch, width): noise[kind, batch, width] for batch, width in values}
+            noise_of = {(batch, width): rng[kind, batch, width] for batch, width in values}
             surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain), noise_of)
             for (batch, width), repeated in sorted(values.items()):
                 mean = float(np.mean(repeated))
@@ -220,7 +220,7 @@ def _beyond_plain(
 def _fit(
     values: Mapping[tuple[int, int], Sequence[float]],
     between: Mapping[tuple[int, int], float],
-    noise: Mapping[tuple[int, int], float],
+    rng: Mapping[tuple[int, int], float],
 ) -> Surface:
     """`between`: cells that were not measured, but are known better than by filling them in."""
     batches = sorted({batch for batch, _ in (*values, *between)})
@@ -233,7 +233,7 @@ def _fit(
         place = batches.index(batch), widths.index(width)
         means_BW[place], weights_BW[place] = float(np.mean(repeated)), len(repeated)
     fitted_BW = monotone_grid(filled(means_BW, batches, widths), weights_BW)
-    for (batch, width), share in noise.items():
+    for (batch, width), share in rng.items():
         place = batches.index(batch), widths.index(width)
         if math.isfinite(share) and abs(fitted_BW[place] - means_BW[place]) > share * means_BW[place]:
             fitted_BW[place] = means_BW[place]

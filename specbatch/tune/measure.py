@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from specbatch.cache.request_table import Field, Rows, SlotState
+from specbatch.cache.request_table import BatchView, Field, RequestTable
 from specbatch.draft.drafters import Draft, Drafter, NoDrafter
 from specbatch.draft.network import DraftNet
 from specbatch.draft.schedule import ByBatch
@@ -28,7 +28,7 @@ from specbatch.oracle.schedule import ScheduledProposer
 from specbatch.oracle.tree import DraftTree
 from specbatch.tune.costs import Measurement
 from specbatch.tune.session import Session
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 
 _GRAPH_NOISE = 0.02  # of the median of a captured graph's times
 _ROUNDS = 3  # of the oracle engine, for each shape; after one to warm up
@@ -102,7 +102,7 @@ def _requests(session: Session, count: int, tokens: int, max_tokens: int) -> lis
     vocabulary = session.engine.limits.vocab_size
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     prompts = ([(i * 7919 + j * 104729) % vocabulary for j in range(tokens)] for i in range(count))
-    return [Request(-1 - i, prompt, params, NoiseKey(0, i, 0)) for i, prompt in enumerate(prompts)]
+    return [Request(-1 - i, prompt, params, RngKey(0, i, 0)) for i, prompt in enumerate(prompts)]
 
 
 def time_prompts(session: Session, chunk_tokens: int) -> list[Measurement]:
@@ -148,19 +148,19 @@ def _first_step(shape: DraftShape, shapes: list[DraftShape], times: list[dict[st
 
 
 def _parts(
-    batch: int, shape: DraftShape, net: DraftNet | None, parts: dict[str, float], first_step: float, noise: float
+    batch: int, shape: DraftShape, net: DraftNet | None, parts: dict[str, float], first_step: float, rng: float
 ) -> Iterator[Measurement]:
     kind = "verify" if shape.is_chain else "verify_tree"
-    yield Measurement(kind, batch, shape.num_draft_tokens, parts["verify"], noise)
+    yield Measurement(kind, batch, shape.num_draft_tokens, parts["verify"], rng)
     if net is None:
         return
-    yield Measurement("extend", batch, min(shape.num_steps + 1, shape.num_draft_tokens), parts["extend"], noise)
+    yield Measurement("extend", batch, min(shape.num_steps + 1, shape.num_draft_tokens), parts["extend"], rng)
     if shape.num_steps == 1:
-        yield Measurement("draft_start", batch, shape.topk, parts["draft"], noise)
+        yield Measurement("draft_start", batch, shape.topk, parts["draft"], rng)
     else:
         later = parts["draft"] - first_step
         # Each of the two is off by so much, and what is left is less than either.
-        share = noise * math.hypot(parts["draft"], first_step) / later if later > 0 else math.inf
+        share = rng * math.hypot(parts["draft"], first_step) / later if later > 0 else math.inf
         yield Measurement("draft_step", batch, shape.topk, max(0.0, later / (shape.num_steps - 1)), share)
 
 
@@ -199,7 +199,7 @@ def _oracle(
         yield Measurement("plain", batch, 1, plain["round"] - plain["extend"])
         yield Measurement("extend", batch, 1, plain["extend"])
     times = [timed(proposer) for proposer in proposers]
-    engine.abandon()
+    engine.abort_all()
     for shape, parts in zip(shapes, times, strict=True):
         yield from _parts(batch, shape, net, parts, _first_step(shape, shapes, times), math.inf)
     rest = [p["round"] - p["draft"] - p["verify"] - p["extend"] for p in times]
@@ -240,6 +240,6 @@ class _FixedDrafter(NoDrafter):
         super().__init__()
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
 
-    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
         root_B1 = rows.field(Field.ROOT)[:, None]
         return Draft(torch.cat((root_B1, torch.zeros_like(root_B1).expand(-1, self.num_nodes - 1)), dim=1))

@@ -76,7 +76,7 @@ class Limits:
     kv_tokens: int  # slots of the cache
     prefill_chunk: int  # prompt tokens computed at once
     page_size: int = 1  # slots
-    lead: int = 0  # 1 for a draft model, which has a slot of its own for the root
+    draft_kv_offset: int = 0  # 1 for a draft model, which has a slot of its own for the root
     max_verify_tokens: int | None = None  # rows x nodes of a round; None: no limit
     rounds_behind: int = 0  # for which a row that has ended keeps its place: 1 where the host reads a round late
     chunk_cost: ChunkCost | None = None  # for which short prompts are gathered; None: they are not
@@ -187,7 +187,7 @@ class Simulation:
         outputs_N = np.minimum(profile.output_tokens_R[self._kind_N], profile.max_tokens)
         self._output_N = np.maximum(outputs_N, 1).astype(np.float64)
         # Slots behind a row's own tokens, in every round, whatever the batch: the engine's scheduler has one figure.
-        self._ahead = max(lookahead(c, limits.lead if self._followed else 0) for c in schedule.candidates)
+        self._ahead = max(lookahead(c, limits.draft_kv_offset if self._followed else 0) for c in schedule.candidates)
         self._pages = (limits.kv_tokens - profile.shared_prefix) // limits.page_size
         self._waiting = deque(range(self._count))
         self._made_N = np.zeros(self._count)  # tokens generated
@@ -266,12 +266,12 @@ class Simulation:
         full = whole * self._costs.prefill_ms(self._limits.prefill_chunk, followed=followed) if whole else 0.0
         return full + (self._costs.prefill_ms(rest, followed=followed) if rest else 0.0)
 
-    def _lengths(self, rows_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _lengths(self, req_idx_B: NDArray[np.int64]) -> NDArray[np.float64]:
         """Slots that the next round may write up to; the last token made is the root, and in no slot yet."""
-        return self._prompt_N[rows_B] + self._made_N[rows_B] - 1 + self._ahead
+        return self._prompt_N[req_idx_B] + self._made_N[req_idx_B] - 1 + self._ahead
 
-    def _pages_of(self, rows_B: NDArray[np.int64]) -> float:
-        return float(np.ceil(self._lengths(rows_B) / self._limits.page_size).sum())
+    def _pages_of(self, req_idx_B: NDArray[np.int64]) -> float:
+        return float(np.ceil(self._lengths(req_idx_B) / self._limits.page_size).sum())
 
     def _advance(self) -> None:
         """Rounds up to the next event."""
@@ -279,19 +279,19 @@ class Simulation:
             self._waiting.appendleft(int(self._running_B[-1]))
             self._running_B = self._running_B[:-1]
             self._preemptions += 1
-        rows_B = self._running_B
-        batch = len(rows_B)
-        rates_B = self._rates_of[self._schedule.at(batch)][self._kind_N[rows_B]]
-        left_B = self._output_N[rows_B] - self._made_N[rows_B]
+        req_idx_B = self._running_B
+        batch = len(req_idx_B)
+        rates_B = self._rates_of[self._schedule.at(batch)][self._kind_N[req_idx_B]]
+        left_B = self._output_N[req_idx_B] - self._made_N[req_idx_B]
         # A row's own number of rounds, but for rounding, when it is replayed with one shape from end to end.
         wanted_B = np.ceil(left_B / rates_B - 1e-9).astype(np.int64)
-        rounds = int((wanted_B + self._idle_N[rows_B]).min())
-        free = self._pages - (self._lengths(rows_B) / self._limits.page_size + 1).sum()
+        rounds = int((wanted_B + self._idle_N[req_idx_B]).min())
+        free = self._pages - (self._lengths(req_idx_B) / self._limits.page_size + 1).sum()
         if rounds > 1:
             rounds = max(1, min(rounds, int(free * self._limits.page_size / rates_B.sum())))
         made_B = np.minimum(left_B, rounds * rates_B)
-        self._made_N[rows_B] += made_B
-        self._idle_N[rows_B] -= np.maximum(rounds - wanted_B, 0)
+        self._made_N[req_idx_B] += made_B
+        self._idle_N[req_idx_B] -= np.maximum(rounds - wanted_B, 0)
         made = float(made_B.sum())
         self._tokens += made
         self._tokens_by_batch[batch] += made
@@ -301,9 +301,9 @@ class Simulation:
 
     def _leave(self) -> None:
         """Rows that have ended, and are known to have, make room."""
-        rows_B = self._running_B
-        stays_B = (self._output_N[rows_B] - self._made_N[rows_B] > 1e-9) | (self._idle_N[rows_B] > 0)
-        self._running_B = rows_B[stays_B]
+        req_idx_B = self._running_B
+        stays_B = (self._output_N[req_idx_B] - self._made_N[req_idx_B] > 1e-9) | (self._idle_N[req_idx_B] > 0)
+        self._running_B = req_idx_B[stays_B]
 
     def _ms(self, batch: int) -> float:
         if batch not in self._round_ms:

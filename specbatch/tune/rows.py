@@ -10,7 +10,7 @@ from specbatch.errors import InputError, RowError
 from specbatch.job.rows import RowParser
 from specbatch.job.sources import RawRow, Source
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.types import EngineLimits, NoiseKey, Request
+from specbatch.types import EngineLimits, Request, RngKey
 
 _MOST_DRAWN = 1024
 FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
@@ -73,8 +73,8 @@ def sample_rows(
         lengths += [len(prompt)] * job.num_computed
         completions += job.num_computed
         max_tokens = max(max_tokens, job.params.max_tokens)
-        noise = NoiseKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
-        requests.append(Request(len(requests), prompt, job.params, noise, texts.stop_check(job.params)))
+        rng = RngKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
+        requests.append(Request(len(requests), prompt, job.params, rng, texts.stop_check(job.params)))
     if len(requests) < FEWEST_ROWS:
         raise _too_few(source, len(requests), f" ({num_failed} of {len(kept)} rows fail)" if num_failed else "")
     expected = round(total * completions / len(kept))

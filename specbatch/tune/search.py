@@ -163,7 +163,7 @@ def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) ->
     kept, dropped = [], []
     for replay in replays:
         candidate, nodes = replay.candidate, replay.candidate.num_draft_tokens
-        ahead = lookahead(candidate, limits.lead)
+        ahead = lookahead(candidate, limits.draft_kv_offset)
         if ahead > room:
             reason = (
                 f"a row of {longest} tokens and {ahead} slots ahead do not fit a cache of {limits.kv_tokens} tokens"

@@ -74,16 +74,16 @@ class Session:
         if isinstance(self.engine, DeviceEngine):
             plain: ByBatch[Drafter] = ByBatch.always(NoDrafter())
             drafters = schedule.map(drafts.drafter) if drafts_at_all else plain
-            self.engine.redraft(drafters, self._graphs, self._sampled, self._show)
+            self.engine.set_drafters(drafters, self._graphs, self._sampled, self._show)
         else:
-            self.engine.redraft(drafts.proposer(schedule) if drafts_at_all else NoProposer())
+            self.engine.set_drafters(drafts.proposer(schedule) if drafts_at_all else NoProposer())
         self._in_use = schedule, matches
 
     def use_proposer(self, proposer: Proposer) -> None:
         """As `use`, of the oracle engine."""
         assert isinstance(self.engine, Engine)
         self._in_use = None
-        self.engine.redraft(proposer)
+        self.engine.set_drafters(proposer)
 
     def run(
         self,
@@ -104,7 +104,7 @@ class Session:
             if behind_round is not None and self.engine.stats.rounds > rounds:
                 behind_round()
             if len(done) < len(requests) and time.perf_counter() > until:
-                self.engine.abandon()
+                self.engine.abort_all()
                 raise OutOfTime
         seconds = time.perf_counter() - began
         completions = [done[request.request_id] for request in requests]
@@ -123,7 +123,7 @@ class Session:
             self.use(ByBatch.always(None))
             completions = self.run(requests, until=until).completions
             return Trace(tuple(_row(r, c, None) for r, c in zip(requests, completions, strict=True)), 0, 0, sampled)
-        streams = {request.noise.stream: i for i, request in enumerate(requests)}
+        streams = {request.rng.stream: i for i, request in enumerate(requests)}
         assert len(streams) == len(requests), "two requests share a stream of noise"
         records = [_Record() for _ in requests]
 
@@ -142,7 +142,7 @@ class Session:
                     record(drafted)
         else:
             self._in_use = None
-            self.engine.redraft(TracingProposer(self.drafts.neural_proposer(wide), record))
+            self.engine.set_drafters(TracingProposer(self.drafts.neural_proposer(wide), record))
         completions = self.run(requests, behind_round, until).completions
         rows = [_row(r, c, records[i]) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
         return Trace(tuple(rows), topk, depth, sampled)
@@ -153,7 +153,7 @@ class Session:
             return self._in_use.drafter
         drafter = TracingDrafter(self.drafts.neural_drafter(wide))
         # A graph of each size that comes up: few do, and they are large.
-        engine.redraft(ByBatch.always(drafter), self._graphs, ahead=False)
+        engine.set_drafters(ByBatch.always(drafter), self._graphs, ahead=False)
         self._in_use = _Tracing(wide, drafter)
         return drafter
 

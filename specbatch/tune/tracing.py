@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from specbatch.cache.pages import KVCache
-from specbatch.cache.request_table import Field, Rows, SlotState
+from specbatch.cache.request_table import BatchView, Field, RequestTable
 from specbatch.draft.drafters import Draft, NeuralDrafter
 from specbatch.draft.network import DraftNet, TargetOutput
 from specbatch.engine.sequence import Sequence
@@ -57,8 +57,8 @@ class TracingProposer:
         return self._wide.prefix_lookahead
 
     @property
-    def capture(self) -> tuple[int, ...]:
-        return self._wide.capture
+    def aux_layers(self) -> tuple[int, ...]:
+        return self._wide.aux_layers
 
     @property
     def cache(self) -> KVCache | None:
@@ -73,7 +73,7 @@ class TracingProposer:
     def propose(self, sequences: list[Sequence]) -> DraftTree:
         candidates = self._wide.candidates(sequences)
         chains = self._wide.chain(sequences, greedy=True).tokens_BN
-        streams = np.array([seq.request.noise.stream for seq in sequences])
+        streams = np.array([seq.request.rng.stream for seq in sequences])
         roots = np.array([len(seq.tokens) - 1 for seq in sequences])
         self._record(_drafted(streams, roots, chains, candidates))
         return DraftTree.chain([[seq.tokens[-1]] for seq in sequences])
@@ -92,7 +92,7 @@ class TracingDrafter:
         self.branches = wide.branches
         self.num_lookahead = wide.num_lookahead
 
-    def draft(self, rows: Rows, state: SlotState, sampled: bool) -> Draft:
+    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
         candidates = self._wide.candidates(rows, state)
         chains = self._wide.chain(rows, state, sampled=False).tokens_BN
         goes_on = rows.field(Field.DONE) == 0  # neither padding nor a row that ended in the round before

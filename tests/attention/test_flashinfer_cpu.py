@@ -87,10 +87,10 @@ def unpacked(mask_BZ: Tensor, row: int, count: int) -> list[int]:
 MASKS = [(1, 1, [0, 7, 64], 0), (4, 1, [0, 13, 50], 0), (8, 2, [3, 31, 40], 3), (60, 2, [0, 5, 90], 0)]
 
 
-@pytest.mark.parametrize(("num_queries", "num_words", "starts", "lead"), MASKS)
+@pytest.mark.parametrize(("num_queries", "num_words", "starts", "draft_kv_offset"), MASKS)
 @pytest.mark.parametrize("kind", ["torch", pytest.param("triton", marks=[pytest.mark.gpu] if CUDA else [])])
-def test_mask_bits(kind: str, num_queries: int, num_words: int, starts: list[int], lead: int) -> None:
-    """`lead`: new tokens lie that many slots behind the start of the mask, as the later steps of a draft's tree do."""
+def test_mask_bits(kind: str, num_queries: int, num_words: int, starts: list[int], draft_kv_offset: int) -> None:
+    """`draft_kv_offset`: new tokens lie this many slots after the start of the mask, as in later steps of a draft tree."""
     if kind == "triton":
         pytest.importorskip("triton")
         from specbatch.kernels.mask_bits import tree_mask_bits
@@ -100,7 +100,7 @@ def test_mask_bits(kind: str, num_queries: int, num_words: int, starts: list[int
     generator = torch.Generator().manual_seed(num_queries)
     low, high = -(2**31), 2**31
     words = torch.randint(low, high, (len(starts) * num_queries, num_words), generator=generator, dtype=torch.int64)
-    mask_starts = [start - lead for start in starts]
+    mask_starts = [start - draft_kv_offset for start in starts]
     max_keys = max(starts) + num_queries + 9
     mask = tree_mask_bits(
         words.int().to(device),
@@ -169,7 +169,7 @@ def test_models_that_flashinfer_knows(changes: dict, kv_dtype: torch.dtype, mess
 
 def test_the_package_is_optional() -> None:
     """Importing the backend must not import flashinfer, which CPU users do not have."""
-    source = Path(resolving.__file__).parents[1] / "attention" / "backend_flashinfer.py"
+    source = Path(resolving.__file__).parents[1] / "attention" / "flashinfer.py"
     assert not any(
         line.startswith(("import flashinfer", "from flashinfer")) for line in source.read_text().splitlines()
     )

@@ -21,7 +21,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.scheduler import Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.oracle.engine import Engine
-from specbatch.types import Completion, FinishReason, NoiseKey, Request, SamplingParams
+from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
 from tests.tiny_models import CPU, tiny_engine
 
 FAST = settings(
@@ -239,11 +239,11 @@ def lines_of_1000_admissions(num_pages: int) -> int:
     def admissions() -> None:
         for number in range(1000):
             prompt = (number // 2, *range(19))  # each comes twice
-            request = Request(number, prompt, SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+            request = Request(number, prompt, SamplingParams(max_tokens=4), RngKey(0, number, 0))
             scheduler.waiting.append(Sequence(request, list(prompt), 24))
             (span,) = scheduler.plan_prefill()
             assert span.num_cached == 18 * (number % 2)
-            span.seq.num_committed = span.end
+            span.seq.num_computed_tokens = span.end
             scheduler.share(span.seq)
             assert not scheduler.would_preempt()
             scheduler.plan_round()
@@ -307,7 +307,7 @@ def reference(method: str, prompt: int, length: int, sampled: bool) -> Completio
     """The request alone, in a large engine without a prefix cache."""
     name, shape = METHODS[method]
     engine = tiny_engine(name, shape, num_pages=64, max_batch_size=1, prefix_cache=False, hidden=16, eos=(0,))
-    engine.submit(Request(0, PROMPTS[prompt], params_of(length, sampled), NoiseKey(3, prompt, 0)))
+    engine.submit(Request(0, PROMPTS[prompt], params_of(length, sampled), RngKey(3, prompt, 0)))
     while True:
         for completion in engine.step():
             return completion
@@ -348,7 +348,7 @@ class Jobs(RuleBasedStateMachine):
         assume(len(self.submitted) < 12)
         number = len(self.submitted)
         self.submitted[number] = prompt, length, sampled
-        self.engine.submit(Request(number, PROMPTS[prompt], params_of(length, sampled), NoiseKey(3, prompt, 0)))
+        self.engine.submit(Request(number, PROMPTS[prompt], params_of(length, sampled), RngKey(3, prompt, 0)))
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
@@ -389,7 +389,7 @@ def test_pages_of_a_row_that_ended_at_its_first_token(method: str) -> None:
     for prefix in (True, False):
         engine = tiny_engine(name, shape, prefix_cache=prefix, max_batch_size=1)
         for number, (tokens, length) in enumerate([(prompt, 1), ([*prompt, 3, 4], 24)]):
-            engine.submit(Request(number, tokens, SamplingParams(max_tokens=length), NoiseKey(0, number, 0)))
+            engine.submit(Request(number, tokens, SamplingParams(max_tokens=length), RngKey(0, number, 0)))
         done: list[Completion] = []
         while len(done) < 2:
             done += engine.step()
@@ -405,12 +405,12 @@ def test_a_page_computed_twice_does_not_block_the_cache() -> None:
     shape = DraftShape(2, 2, 4)
     prompt, short = [5, 6, 7, 8], SamplingParams(max_tokens=1)
     engine = tiny_engine("eagle", shape, max_batch_size=1)
-    engine.submit(Request(0, prompt, short, NoiseKey(0, 0, 0)))
+    engine.submit(Request(0, prompt, short, RngKey(0, 0, 0)))
     (first,) = engine.step()
     engine = tiny_engine("eagle", shape, num_pages=8, max_batch_size=2)
-    engine.submit(Request(0, prompt, short, NoiseKey(0, 0, 0)))
+    engine.submit(Request(0, prompt, short, RngKey(0, 0, 0)))
     longer = [*prompt, *first.token_ids, 1, 2, 3, 4]
-    engine.submit(Request(1, longer, SamplingParams(max_tokens=200), NoiseKey(0, 1, 0)))
+    engine.submit(Request(1, longer, SamplingParams(max_tokens=200), RngKey(0, 1, 0)))
     done: list[Completion] = []
     while len(done) < 2:
         done += engine.step()

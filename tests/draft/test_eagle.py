@@ -27,7 +27,7 @@ from specbatch.oracle.engine import Engine
 from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.tree import DraftTree
 from specbatch.oracle.verify import Accepted
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.eagle_reference import (
     LAYERS,
     VOCAB,
@@ -79,11 +79,11 @@ def test_tapped_layers_are_those_of_the_public_code(target: Checkpoint) -> None:
     with torch.inference_mode():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         layout = BatchLayout.build([Span([0], 0, len(tokens))], len(tokens), CPU)
-        hidden, captured = decoder.forward(
+        hidden, aux_hidden_states = decoder.forward(
             torch.tensor(tokens), layout, decoder.new_cache(len(tokens), torch.float32), everything
         )
-        captured[-1] = model.model.norm(captured[-1])
-    for found, expected in zip([*captured, hidden], [*states, states[-1]], strict=True):
+        aux_hidden_states[-1] = model.model.norm(aux_hidden_states[-1])
+    for found, expected in zip([*aux_hidden_states, hidden], [*states, states[-1]], strict=True):
         assert torch.allclose(found, expected[0], atol=1e-3)  # values up to 20, layers apart by more than 1
 
 
@@ -180,7 +180,7 @@ def test_sampled_chains_are_drawn_from_the_heads_distribution(target: Checkpoint
     cache = decoder.new_cache(64, torch.float64)
     options = {"max_length": 60, "max_batch_size": 1, "prefill_chunk_tokens": 64, "prefix_cache": False}
     engine = Engine(decoder, proposer, cache, PagePool(8, 8), **options, eos_token_ids=())  # type: ignore[arg-type]
-    engine.submit(Request(0, [1, 2, 3, 4], SamplingParams(temperature=0.8), NoiseKey(0, 0, 0)))
+    engine.submit(Request(0, [1, 2, 3, 4], SamplingParams(temperature=0.8), RngKey(0, 0, 0)))
     engine.step()
     [seq] = engine._scheduler.running
     [q] = proposer.propose([seq]).draft_probs

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.cache.request_table import Field, Rows, SlotState
+from specbatch.cache.request_table import BatchView, Field, RequestTable
 from specbatch.draft.drafters import Draft, NeuralDrafter
 from specbatch.draft.shape import DraftShape
 from specbatch.models.config import expected_tensors as decoder_tensors
@@ -61,8 +61,8 @@ def test_the_device_engine_drafts_what_the_reference_does(name: str, monkeypatch
     seen: list[Seen] = []
     real = NeuralDrafter.draft
 
-    def draft(self: NeuralDrafter, rows: Rows, state: SlotState, sampled: bool) -> Draft:
-        features = state.features_SE[rows.rows_B].clone()
+    def draft(self: NeuralDrafter, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
+        features = state.features_SE[rows.req_idx_B].clone()
         found = real(self, rows, state, sampled)
         for b in (rows.field(Field.DONE) == 0).nonzero().view(-1).tolist():
             row, length = int(rows.field(Field.STREAM)[b]), int(rows.length_B[b])

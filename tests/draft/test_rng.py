@@ -10,9 +10,9 @@ import torch
 from scipy.stats import chi2
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specbatch.draft.rng import Purpose, philox4x32, uniform
+from specbatch.draft.rng import Draw, philox4x32, uniform
 from specbatch.oracle.sampling import distribution, draw, token_logprob
-from specbatch.types import NoiseKey, SamplingParams
+from specbatch.types import RngKey, SamplingParams
 
 ONES = 0xFFFFFFFF
 
@@ -37,16 +37,16 @@ def test_known_answers(counter: tuple, key: tuple, expected: tuple) -> None:
 def test_every_part_of_the_key_counts() -> None:
     seeds = [0, 1, 1 << 32, (1 << 64) - 1]
     streams = [0, 1, 255, 256, 1 << 32, (1 << 40) + 1]
-    keys = [NoiseKey(seed, stream, sample) for seed in seeds for stream in streams for sample in (0, 1, 127)]
-    values = [uniform(k, position, purpose) for k in keys for position in (0, 1, 2, 100_000) for purpose in Purpose]
+    keys = [RngKey(seed, stream, sample) for seed in seeds for stream in streams for sample in (0, 1, 127)]
+    values = [uniform(k, position, purpose) for k in keys for position in (0, 1, 2, 100_000) for purpose in Draw]
     assert len(set(values)) == len(values), "two draws share their number"
     assert all(0.0 <= value < 1.0 for value in values)
-    assert uniform(keys[5], 7, Purpose.DRAFT) == uniform(NoiseKey(0, 1, 127), 7, Purpose.DRAFT)
+    assert uniform(keys[5], 7, Draw.DRAFT) == uniform(RngKey(0, 1, 127), 7, Draw.DRAFT)
 
 
 def test_the_largest_number_is_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.draft.rng.philox4x32", lambda counter, key: (ONES,) * 4)
-    assert uniform(NoiseKey(0, 0, 0), 0, Purpose.SAMPLE) == 1.0 - 2.0**-53
+    assert uniform(RngKey(0, 0, 0), 0, Draw.SAMPLE) == 1.0 - 2.0**-53
 
 
 @pytest.mark.parametrize("along", ["position", "purpose", "stream", "sample", "seed"])
@@ -54,13 +54,13 @@ def test_neighbours_are_independent(along: str) -> None:
     """Pairs of draws that differ in one word fall evenly into 8 x 8 cells (false alarm: 1e-4 each, over keys)."""
 
     def pair(i: int) -> tuple[float, float]:
-        first = NoiseKey(3, i, 0), 5, Purpose.ACCEPT
+        first = RngKey(3, i, 0), 5, Draw.ACCEPT
         second = {
-            "position": (NoiseKey(3, i, 0), 6, Purpose.ACCEPT),
-            "purpose": (NoiseKey(3, i, 0), 5, Purpose.RESIDUAL),
-            "stream": (NoiseKey(3, i + (1 << 20), 0), 5, Purpose.ACCEPT),
-            "sample": (NoiseKey(3, i, 1), 5, Purpose.ACCEPT),
-            "seed": (NoiseKey(4, i, 0), 5, Purpose.ACCEPT),
+            "position": (RngKey(3, i, 0), 6, Draw.ACCEPT),
+            "purpose": (RngKey(3, i, 0), 5, Draw.RESIDUAL),
+            "stream": (RngKey(3, i + (1 << 20), 0), 5, Draw.ACCEPT),
+            "sample": (RngKey(3, i, 1), 5, Draw.ACCEPT),
+            "seed": (RngKey(4, i, 0), 5, Draw.ACCEPT),
         }[along]
         return uniform(*first), uniform(*second)
 

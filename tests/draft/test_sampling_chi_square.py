@@ -14,7 +14,7 @@ from scipy.stats import chi2
 from specbatch.draft.shape import DraftShape
 from specbatch.oracle import verify as verify_module
 from specbatch.oracle.engine import Engine
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_exact import broken_accept, broken_residual
 from tests.tiny_models import tiny_engine
@@ -37,7 +37,7 @@ VOCAB, ROWS = 5, 500
 
 def sample(engine: Engine, prompt: list[int], params: SamplingParams, rows: int) -> Counter[tuple[int, ...]]:
     for row in range(rows):
-        engine.submit(Request(row, prompt, params, NoiseKey(params.seed or 0, row, 0)))
+        engine.submit(Request(row, prompt, params, RngKey(params.seed or 0, row, 0)))
     counts: Counter[tuple[int, ...]] = Counter()
     while engine.num_running or engine.num_waiting:
         counts.update(tuple(c.token_ids) for c in engine.step())
@@ -104,6 +104,6 @@ def test_noise_that_is_used_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         verify_module,
         "uniform",
-        lambda noise, position, purpose: real(noise, position, type(purpose)(1) if purpose == 2 else purpose),
+        lambda rng, position, purpose: real(rng, position, type(purpose)(1) if purpose == 2 else purpose),
     )
     assert run_case("draft_model-chain", ROWS, PARAMS)[0] < 1e-9

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.draft.rng import Purpose
+from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from specbatch.oracle import verify as verify_module
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.tree import DraftTree
 from specbatch.oracle.verify import Accepted, verify
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.coins import (
     Coins,
     enumerate_outcomes,
@@ -76,8 +76,8 @@ class RandomModel:
 
 
 def new_sequence(params: SamplingParams) -> Sequence:
-    request = Request(0, [1] * PROMPT, params, NoiseKey(0, 0, 0))
-    return Sequence(request, [1] * (PROMPT + 1), 1000, num_committed=PROMPT)
+    request = Request(0, [1] * PROMPT, params, RngKey(0, 0, 0))
+    return Sequence(request, [1] * (PROMPT + 1), 1000, num_computed_tokens=PROMPT)
 
 
 def chain_outcomes(target: RandomModel, q_of: Callable[[Tokens], Tensor], steps: int, params: SamplingParams) -> dict:
@@ -92,7 +92,7 @@ def chain_outcomes(target: RandomModel, q_of: Callable[[Tokens], Tensor], steps:
             for step in range(steps):
                 q = q_of(drafts)
                 probs.append(q)
-                u = coins.uniform(seq.request.noise, PROMPT + 1 + step, Purpose.DRAFT)
+                u = coins.uniform(seq.request.rng, PROMPT + 1 + step, Draw.DRAFT)
                 drafts = (*drafts, 0 if q.isnan().any() else coins.draw(q, u))
             tree = DraftTree.chain([[1, *drafts]], [torch.stack(probs)])
             logits = torch.stack([target.logits(drafts[:i]) for i in range(steps + 1)])
@@ -213,9 +213,9 @@ def test_a_batch_of_different_sequences() -> None:
         with pytest.MonkeyPatch.context() as patch:
             install(patch, coins)
             first, second, greedy = new_sequence(params), new_sequence(params), new_sequence(SamplingParams())
-            second.request.noise = NoiseKey(0, 1, 0)
+            second.request.rng = RngKey(0, 1, 0)
             q = torch.tensor(draft.p((), params), dtype=torch.float64)
-            x = coins.draw(q, coins.uniform(first.request.noise, PROMPT + 1, Purpose.DRAFT))
+            x = coins.draw(q, coins.uniform(first.request.rng, PROMPT + 1, Draw.DRAFT))
             best = int(target.logits((7,)).argmax())
             tree = DraftTree.chain([[1, x], [1], [1, best]], [q[None], None, None])
             rows = [(), (x,), (5,), (7,), (7, best)]
@@ -241,14 +241,14 @@ def broken_residual(seq: Sequence, tokens: list[int], logits_NV: Tensor, draft_p
     kept = verify_module_accept(seq, tokens, logits_NV, draft_probs)
     if len(kept.path) == len(tokens):
         return kept
-    u = verify_module.uniform(seq.request.noise, seq.num_committed + len(kept.path), Purpose.SAMPLE)
+    u = verify_module.uniform(seq.request.rng, seq.num_computed_tokens + len(kept.path), Draw.SAMPLE)
     p = verify_module.distribution(logits_NV[len(kept.path) - 1], seq.request.params)
     return Accepted(kept.path, verify_module.draw(p, u))
 
 
 def broken_accept(seq: Sequence, tokens: list[int], logits_NV: Tensor, draft_probs: Tensor) -> Accepted:
     """Accepts every draft."""
-    position = seq.num_committed + len(tokens)
+    position = seq.num_computed_tokens + len(tokens)
     return Accepted(list(range(len(tokens))), verify_module.sample_token(logits_NV[-1], seq, position))
 
 

@@ -16,7 +16,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
 
 CHAIN, LONG, TREE = DraftShape(2, 1, 3), DraftShape(5, 1, 6), DraftShape(3, 2, 6)
@@ -34,9 +34,9 @@ def test_what_is_captured_is_what_is_run() -> None:
         ByBatch.always("a"),
     ):
         for largest in (1, 2, 4, 40, 256):
-            captured = set(padded_sizes(items, largest))
+            aux_hidden_states = set(padded_sizes(items, largest))
             run = {(min(s for s in ladder(largest) if s >= n), items.index(n)) for n in range(1, largest + 1)}
-            assert captured == run
+            assert aux_hidden_states == run
 
 
 def test_by_batch() -> None:
@@ -105,7 +105,7 @@ def test_drafts_follow_rounds_that_did_not_draft() -> None:
 
 def run_each(engine: Any, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-        engine.submit(Request(i, prompt, own, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, own, RngKey(0, i, 0)))
     done = {}
     while len(done) < len(prompts):
         for completion in engine.step():
@@ -168,7 +168,7 @@ def test_graphs_of_every_entry(method: str, graphs: GraphMode) -> None:
     expected = run_each(tiny_engine(method, schedule, **settings), prompts, params)
     engine = tiny_device_engine(method, schedule, device=torch.device("cuda"), graphs=graphs, **settings)
     engine._executor.capture(False, lambda progress: None)
-    captured = engine._executor.num_graphs
+    aux_hidden_states = engine._executor.num_graphs
     actual = run_each(engine, prompts, params)
     assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
-    assert engine._executor.num_graphs == captured, "captured in mid-run"
+    assert engine._executor.num_graphs == aux_hidden_states, "captured in mid-run"

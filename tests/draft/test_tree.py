@@ -12,7 +12,7 @@ from specbatch.engine.sequence import Sequence
 from specbatch.errors import ConfigError
 from specbatch.oracle.ngram import NgramIndex, NgramProposer
 from specbatch.oracle.tree import DraftTree, select_nodes
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_ngram_index(tokens: list[int], pieces: list[int], low: int, extra: int)
 
 def propose(tokens: list[int], num_draft_tokens: int, low: int, high: int, room: int = 100) -> list[int]:
     proposer = NgramProposer(num_draft_tokens, low, high)
-    seq = Sequence(Request(0, tokens[:1], SamplingParams(), NoiseKey(0, 0, 0)), tokens, len(tokens) + room)
+    seq = Sequence(Request(0, tokens[:1], SamplingParams(), RngKey(0, 0, 0)), tokens, len(tokens) + room)
     proposer.start(seq)
     tree = proposer.propose([seq])
     assert tree.is_chain

@@ -13,7 +13,7 @@ from specbatch.engine.sequence import Sequence
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.tree import DraftTree
 from specbatch.oracle.verify import Accepted, verify
-from specbatch.types import Completion, FinishReason, NoiseKey, Request, SamplingParams, SpeculationCounts, StopCheck
+from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams, SpeculationCounts, StopCheck
 from tests.coins import plain_logits
 from tests.tiny_models import random_prompts, tiny_engine
 
@@ -30,7 +30,7 @@ LENGTH = 24
 
 
 def new_sequence() -> Sequence:
-    return Sequence(Request(0, [1, 2], SamplingParams(), NoiseKey(0, 0, 0)), [1, 2, 3], 100, num_committed=2)
+    return Sequence(Request(0, [1, 2], SamplingParams(), RngKey(0, 0, 0)), [1, 2, 3], 100, num_computed_tokens=2)
 
 
 def one_hot(tokens: list[int], vocab: int = 10) -> torch.Tensor:
@@ -76,7 +76,7 @@ def perfect_engine(shape: DraftShape, **options: object) -> Engine:
 def complete(
     engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT, check: StopCheck | None = None, sample: int = 0
 ) -> Completion:
-    engine.submit(Request(0, prompt, params, NoiseKey(params.seed or 0, 0, sample), check))
+    engine.submit(Request(0, prompt, params, RngKey(params.seed or 0, 0, sample), check))
     while True:
         for completion in engine.step():
             engine.check_integrity()
@@ -235,7 +235,7 @@ def test_samples_differ_and_repeat(name: str) -> None:
     assert len(set(rounds[0])) == 3
     together = tiny_engine(method, shape, num_pages=256)
     for n in range(3):
-        together.submit(Request(n, PROMPT, params, NoiseKey(4, 0, n)))
+        together.submit(Request(n, PROMPT, params, RngKey(4, 0, n)))
     done: dict[int, tuple[int, ...]] = {}
     while len(done) < 3:
         done |= {c.request_id: tuple(c.token_ids) for c in together.step()}

@@ -9,13 +9,13 @@ from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
 
 
-def scheduler_with(num_running: int, waiting: list[int], gather: int) -> Scheduler:
+def scheduler_with(num_running: int, waiting: list[int], min_free_requests: int) -> Scheduler:
     """16 places, chunks of 64 tokens, `num_running` computed requests, and prompts of these lengths waiting."""
-    scheduler = Scheduler(PagePool(512, 4), None, 1, lambda seq: None, 16, 64, gather, worthwhile_tokens=16)
+    scheduler = Scheduler(PagePool(512, 4), None, 1, lambda seq: None, 16, 64, min_free_requests, min_prefill_tokens=16)
     for number, length in enumerate([3] * num_running + waiting):
         if number == num_running:
             compute(scheduler)
@@ -28,7 +28,7 @@ def scheduler_with(num_running: int, waiting: list[int], gather: int) -> Schedul
 
 
 def wait(scheduler: Scheduler, number: int, prompt: list[int]) -> Sequence:
-    request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), NoiseKey(0, number, 0))
+    request = Request(number, tuple(prompt), SamplingParams(max_tokens=4), RngKey(0, number, 0))
     scheduler.waiting.append(Sequence(request, prompt, len(prompt) + 4))
     return scheduler.waiting[-1]
 
@@ -37,7 +37,7 @@ def compute_shared(scheduler: Scheduler) -> list[PrefillSpan]:
     """The next chunk, its pages offered to others."""
     spans = scheduler.plan_prefill()
     for span in spans:
-        span.seq.num_committed = span.end
+        span.seq.num_computed_tokens = span.end
         scheduler.share(span.seq)
     return spans
 
@@ -45,11 +45,11 @@ def compute_shared(scheduler: Scheduler) -> list[PrefillSpan]:
 def compute(scheduler: Scheduler) -> None:
     while spans := scheduler.plan_prefill():
         for span in spans:
-            span.seq.num_committed = span.end
+            span.seq.num_computed_tokens = span.end
 
 
 @pytest.mark.parametrize(
-    ("num_running", "waiting", "gather", "planned"),
+    ("num_running", "waiting", "min_free_requests", "planned"),
     [
         (15, [3] * 20, 1, 1),  # no gathering: whoever fits
         (15, [3] * 20, 4, 0),
@@ -65,8 +65,8 @@ def compute(scheduler: Scheduler) -> None:
         (16, [3] * 20, 4, 0),
     ],
 )
-def test_places_are_gathered(num_running: int, waiting: list[int], gather: int, planned: int) -> None:
-    scheduler = scheduler_with(num_running, waiting, gather)
+def test_places_are_gathered(num_running: int, waiting: list[int], min_free_requests: int, planned: int) -> None:
+    scheduler = scheduler_with(num_running, waiting, min_free_requests)
     assert len(scheduler.plan_prefill()) == planned
 
 
@@ -74,7 +74,7 @@ def test_what_waits_joins_a_chunk_that_is_computed_anyway() -> None:
     """A prompt of 100 tokens goes on behind its first chunk, and brings the next one along."""
     scheduler = scheduler_with(14, [100, 3, 3, 3, 3, 3], 4)
     (first,) = scheduler.plan_prefill()
-    first.seq.num_committed = first.end
+    first.seq.num_computed_tokens = first.end
     second = scheduler.plan_prefill()
     assert [(span.start, span.end) for span in second] == [(64, 100), (0, 3)]
 
@@ -87,7 +87,7 @@ def test_everybody_gets_through() -> None:
         if spans := scheduler.plan_prefill():
             chunks.append(len(spans))
             for span in spans:
-                span.seq.num_committed = span.end
+                span.seq.num_computed_tokens = span.end
         scheduler.finish(scheduler.running[0])
     assert sum(chunks) == 50
     assert chunks[:4] == [16, 8, 8, 8]
@@ -96,7 +96,9 @@ def test_everybody_gets_through() -> None:
 def test_who_shares_a_page_comes_a_chunk_later_without_gathering_anew() -> None:
     """Twins in a file: the first of each pair are computed together, then the others, whose pages are hits."""
     pool = PagePool(512, 4)
-    scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, gather=8, worthwhile_tokens=512)
+    scheduler = Scheduler(
+        pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, min_free_requests=8, min_prefill_tokens=512
+    )
     for number in range(64):
         prompt = [number // 2] * 9
         wait(scheduler, number, prompt)
@@ -119,7 +121,9 @@ def test_who_shares_a_page_comes_a_chunk_later_without_gathering_anew() -> None:
 def test_whom_two_chunks_pass_over_waits_for_places() -> None:
     """Only once are places not gathered anew."""
     pool = PagePool(512, 4)
-    scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, gather=4, worthwhile_tokens=512)
+    scheduler = Scheduler(
+        pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, min_free_requests=4, min_prefill_tokens=512
+    )
     prompts = [[30 + number] * 9 for number in range(12)]
     # Each can share one page more with the one before it. Others stand behind them, so that it is not the file's end.
     prompts += [[1] * 5, [1] * 4 + [2] * 5, [1] * 4 + [2] * 4 + [3] * 5, [1] * 4 + [2] * 4 + [3] * 4 + [4] * 5]
@@ -140,7 +144,7 @@ def test_the_device_engine_gathers_by_how_long_its_rows_run() -> None:
     plan, chunks, gathered = engine._scheduler.plan_prefill, [], []
 
     def counted() -> list[PrefillSpan]:
-        gathered.append(engine._scheduler.gather)
+        gathered.append(engine._scheduler.min_free_requests)
         spans = plan()
         chunks.extend([(gathered[-1], len(spans), len(engine._scheduler.waiting))] if spans else [])
         return spans
@@ -148,7 +152,7 @@ def test_the_device_engine_gathers_by_how_long_its_rows_run() -> None:
     engine._scheduler.plan_prefill = counted  # type: ignore[method-assign]
     for i in range(180):
         params = SamplingParams(max_tokens=2 + i % 64, ignore_eos=True)
-        engine.submit(Request(i, [1 + i % 30, 2, 3], params, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, [1 + i % 30, 2, 3], params, RngKey(0, i, 0)))
     finished = 0
     while finished < 180:
         finished += len(engine.step())
@@ -205,7 +209,9 @@ def test_what_is_cached_is_no_work() -> None:
     """Prompts of 19 tokens that begin with the same 16: but for the first, each is 3 tokens to compute, and they wait
     for places as prompts of 3 tokens do."""
     pool = PagePool(512, 4)
-    scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 64, gather=4, worthwhile_tokens=16)
+    scheduler = Scheduler(
+        pool, PrefixIndex(pool), 1, lambda seq: None, 16, 64, min_free_requests=4, min_prefill_tokens=16
+    )
     for number in range(40):
         prompt = [7] * 16 + [number] * 3
         wait(scheduler, number, prompt)
@@ -237,7 +243,9 @@ def test_the_last_token_of_a_cached_prompt_is_work(length: int, uncached: int) -
 def test_who_is_passed_over_is_counted_with_what_it_can_share() -> None:
     """Its figure was looked up before the page was computed that it waits for."""
     pool = PagePool(512, 4)
-    scheduler = Scheduler(pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, gather=8, worthwhile_tokens=16)
+    scheduler = Scheduler(
+        pool, PrefixIndex(pool), 1, lambda seq: None, 16, 512, min_free_requests=8, min_prefill_tokens=16
+    )
     prompts = [[30 + number] * 3 for number in range(12)]
     prompts += [[1] * 17, [1] * 4 + [2] * 13, [1] * 4 + [2] * 4 + [3] * 9]
     prompts += [[60 + number] * 3 for number in range(8)]
@@ -254,7 +262,7 @@ def test_who_is_passed_over_is_counted_with_what_it_can_share() -> None:
 def test_a_waiting_request_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PagePool(512, 4)
     prefix = PrefixIndex(pool)
-    scheduler = Scheduler(pool, prefix, 1, lambda seq: None, 2, 64, gather=2, worthwhile_tokens=1000)
+    scheduler = Scheduler(pool, prefix, 1, lambda seq: None, 2, 64, min_free_requests=2, min_prefill_tokens=1000)
     for number in range(6):
         prompt = [number] * 9
         wait(scheduler, number, prompt)
@@ -273,7 +281,7 @@ def test_the_device_engine_knows_what_is_worth_a_chunk() -> None:
     for length in (8, 7):
         for i in range(80):
             params = SamplingParams(max_tokens=2 + i, ignore_eos=True)
-            engine.submit(Request(i, [1 + i % 30] * length, params, NoiseKey(0, i, 0)))
+            engine.submit(Request(i, [1 + i % 30] * length, params, RngKey(0, i, 0)))
         while engine.num_running < 32:
             engine.step()
         fewest = 32
@@ -281,7 +289,7 @@ def test_the_device_engine_knows_what_is_worth_a_chunk() -> None:
             engine.step()
             fewest = min(fewest, engine.num_running)
         assert fewest == (31 if length == 8 else 30)
-        engine.abandon()
+        engine.abort_all()
 
 
 # Layers and parameters of SmolLM2-135M, Qwen2.5-1.5B and Llama-3-8B.

@@ -6,7 +6,7 @@ import random
 
 from specbatch.engine.append import append_tokens
 from specbatch.engine.sequence import Sequence
-from specbatch.types import FinishReason, NoiseKey, Request, SamplingParams, SpeculationCounts
+from specbatch.types import FinishReason, Request, RngKey, SamplingParams, SpeculationCounts
 
 
 def test_a_row_ends_where_it_would_token_by_token() -> None:
@@ -18,7 +18,7 @@ def test_a_row_ends_where_it_would_token_by_token() -> None:
             stop_token_ids=tuple(rng.sample(range(8), rng.choice([0, 0, 1, 2]))),
         )
         eos = frozenset(rng.sample(range(8), rng.randint(0, 2)))
-        seq = Sequence(Request(0, [1, 2], params, NoiseKey(0, 0, 0)), [1, 2], 2 + params.max_tokens)
+        seq = Sequence(Request(0, [1, 2], params, RngKey(0, 0, 0)), [1, 2], 2 + params.max_tokens)
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
         expected: list[int] = []
         reason = None

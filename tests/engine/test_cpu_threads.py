@@ -27,7 +27,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.layers import GatedLinear, Linear
 from specbatch.models.packed import thread_counts
 from specbatch.oracle.sampling import distribution
-from specbatch.types import Completion, NoiseKey, Request, SamplingParams
+from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_config, tiny_engine
 
 
@@ -163,7 +163,7 @@ def test_an_idle_engine_leaves_all_threads_to_the_next() -> None:
     run(engine, prompts[:1], SamplingParams(max_tokens=2))
     assert machine.threads == governor.current == 2
     assert machine.run(governor, 3) == 1, "it goes on looking"
-    engine.submit(Request(0, prompts[0], SamplingParams(max_tokens=3), NoiseKey(0, 0, 0)))
+    engine.submit(Request(0, prompts[0], SamplingParams(max_tokens=3), RngKey(0, 0, 0)))
     engine.step()
     assert machine.threads == 1, "not while it runs"
 

@@ -15,7 +15,7 @@ from specbatch.engine import round
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.trial import trial_prompt, trial_round
 from specbatch.oracle.engine import Engine
-from specbatch.types import Completion, NoiseKey, Request, SamplingParams
+from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.marks import slow_on_cpu
 from tests.tiny_models import VOCAB, random_prompts, run, tiny_device_engine, tiny_engine
 
@@ -112,7 +112,7 @@ def test_stop_strings() -> None:
             for n in (1, 2) if i == 0 else (1,):
                 params = replace(SAMPLED if i % 2 else GREEDY, ignore_eos=n == 2)
                 check = StopAt(modulus=7, remainder=i % 7)
-                engine.submit(Request(10 * i + n, prompt, params, NoiseKey(2**63 + i, i, n), check))
+                engine.submit(Request(10 * i + n, prompt, params, RngKey(2**63 + i, i, n), check))
             done |= {c.request_id: c for c in engine.step()}
         while len(done) < len(prompts) + 1:
             done |= {c.request_id: c for c in engine.step()}
@@ -208,7 +208,7 @@ def test_what_the_caller_does_between_steps_is_not_the_engines_time() -> None:
     engine = tiny_device_engine("none", None, num_pages=256)
     began = time.perf_counter()
     for i, prompt in enumerate(random_prompts(5)):
-        engine.submit(Request(i, prompt, GREEDY, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, GREEDY, RngKey(0, i, 0)))
     while engine.num_running or engine.num_waiting:
         engine._last_read -= 1e6  # as if it had been away so long
         engine.step()

@@ -10,7 +10,7 @@ import torch
 
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.test_nonfinite import all_nan, nan_embedding
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
 
@@ -170,7 +170,7 @@ def test_padding_writes_nothing() -> None:
     run(engine, random_prompts(4), GREEDY)  # fills the caches with something
     caches = [engine._round._cache, engine._round.drafter.net.cache]
     for i, prompt in enumerate(random_prompts(3, seed=1)):
-        engine.submit(Request(i, prompt, SamplingParams(max_tokens=100), NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, SamplingParams(max_tokens=100), RngKey(0, i, 0)))
     engine.step()
     torch.cuda.synchronize()
     before = [cache.all_layers.clone() for cache in caches]

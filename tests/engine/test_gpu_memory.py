@@ -18,7 +18,7 @@ from specbatch.engine.build import build_engine
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import GIB
 from specbatch.engine.resolve import resolve
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +63,7 @@ def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str]) -> 
         params = SamplingParams(
             max_tokens=20, temperature=0.8 * (i >= 200), ignore_eos=True, logprobs=1 if i % 50 == 7 else None
         )
-        engine.submit(Request(i, [1 + (i * 31 + j) % 1000 for j in range(50)], params, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, [1 + (i * 31 + j) % 1000 for j in range(50)], params, RngKey(0, i, 0)))
     finished = 0
     while finished < num_rows:
         finished += len(engine.step())

@@ -14,7 +14,7 @@ from torch import Tensor
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.oracle.engine import Engine
-from specbatch.types import Completion, FinishReason, NoiseKey, Request, SamplingParams
+from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
 from tests.tiny_models import VOCAB, random_prompts, tiny_device_engine, tiny_engine
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 4, 8)
@@ -55,7 +55,7 @@ def run_rows(
 ) -> dict[int, Completion]:
     """Each row under its own number, whatever the others are."""
     for number, prompt in rows.items():
-        engine.submit(Request(number, prompt, params, NoiseKey(3, number, 0)))
+        engine.submit(Request(number, prompt, params, RngKey(3, number, 0)))
     done: dict[int, Completion] = {}
     while len(done) < len(rows):
         done |= {c.request_id: c for c in engine.step()}

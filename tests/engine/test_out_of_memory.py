@@ -18,7 +18,7 @@ from specbatch.engine.round import Round
 from specbatch.errors import MemoryShortage
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.oracle.engine import Engine
-from specbatch.types import Completion, NoiseKey, Request, SamplingParams
+from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 4, 8)
@@ -52,7 +52,7 @@ class Shortage(TorchDispatchMode):
 
 def run_short(engine: DeviceEngine, prompts: list[list[int]], params: SamplingParams, mode: Shortage) -> dict[int, Any]:
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
     done: dict[int, Completion] = {}
     while len(done) < len(prompts):
         with mode:
@@ -305,7 +305,7 @@ def test_the_hosts_engine_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) ->
     """Rows that finished before are the caller's already; the engine's state is not to be trusted any more."""
     engine = tiny_engine("draft_model", CHAIN, num_pages=256)
     for i, prompt in enumerate(random_prompts(3)):
-        engine.submit(Request(i, prompt, GREEDY, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, GREEDY, RngKey(0, i, 0)))
     while engine.num_waiting or not engine.is_prefilled:
         engine.step()
 

@@ -22,7 +22,7 @@ from specbatch.engine.round import PromptChunk, Round
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import CPU, random_prompts, run, tiny_device_engine, tiny_engine
 
 CASES = [
@@ -108,7 +108,7 @@ def test_a_chunk_of_nothing_touches_padding_alone(method: str) -> None:
     """That is what is run when a graph is captured, with other rows in the middle of their texts."""
     engine = tiny_device_engine(method, DraftShape(3, 1, 4), graph_tokens=128, num_pages=128)
     for i, prompt in enumerate(random_prompts(3)):
-        engine.submit(Request(i, prompt, GREEDY, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, GREEDY, RngKey(0, i, 0)))
     for _ in range(4):
         engine.step()
     round_, state = engine._round, engine._state
@@ -250,7 +250,7 @@ def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShap
     drafter = engine._round.drafter
     runner = StandIn(engine)
     for drafts in (False, True, False, True):
-        engine.redraft(ByBatch.always(drafter if drafts else NoDrafter()), "none")
+        engine.set_drafters(ByBatch.always(drafter if drafts else NoDrafter()), "none")
         engine._executor.mode = "round"
         actual = run(engine, prompts, params)
         assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
@@ -267,51 +267,57 @@ def test_other_modes_launch_prompts() -> None:
     assert not len(runner)
 
 
-@pytest.mark.parametrize("lead", [None, 0, 1])
+@pytest.mark.parametrize("draft_kv_offset", [None, 0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_where_packed_tokens_lie(page_size: int, lead: int | None) -> None:
+def test_where_packed_tokens_lie(page_size: int, draft_kv_offset: int | None) -> None:
     """Pieces that begin and end anywhere in a page, with a draft side that lags: against one token at a time."""
     rng = random.Random(page_size)
     for _ in range(50):
-        spans = [random_span(rng, slot, page_size, lead) for slot in range(rng.randint(1, 6))]
+        spans = [random_span(rng, slot, page_size, draft_kv_offset) for slot in range(rng.randint(1, 6))]
         expected = [one_by_one(spans, page_size, None)]
-        if lead is not None:
-            expected.append(one_by_one(spans, page_size, lead))
-        packed = PromptPacker(page_size, lead).pack(spans)
-        ended = [span for span in spans if span.end == span.seq.prefill_end]
+        if draft_kv_offset is not None:
+            expected.append(one_by_one(spans, page_size, draft_kv_offset))
+        packed = PromptPacker(page_size, draft_kv_offset).pack(spans)
+        ended = [span for span in spans if span.end == span.seq.num_prefill_tokens]
         for side, (tokens, positions, slots, ends) in zip((packed.target, packed.draft), expected, strict=False):
             longs = [list(part) for part in side.longs]
             assert longs[:3] == [tokens, positions, slots]
             assert longs[3] == [ends[i + 1] - 1 for i, span in enumerate(spans) if span in ended]
             assert side.ends == ends
             assert side.max_queries == max(ends[i + 1] - ends[i] for i in range(len(spans)))
-        assert packed.ready == [span.seq.slot for span in ended]
+        assert packed.ready == [span.seq.req_idx for span in ended]
         assert packed.lengths == [span.end for span in ended]
         assert packed.all_end == (len(ended) == len(spans))
-        assert [s.seq.draft for s in spans] == [s.seq.draft if lead is None else s.end + lead for s in spans]
+        assert [s.seq.draft for s in spans] == [
+            s.seq.draft if draft_kv_offset is None else s.end + draft_kv_offset for s in spans
+        ]
 
 
-def random_span(rng: random.Random, slot: int, page_size: int, lead: int | None) -> PrefillSpan:
+def random_span(rng: random.Random, slot: int, page_size: int, draft_kv_offset: int | None) -> PrefillSpan:
     """Of a new request, or of one that is computed again; `start` and the draft side anywhere."""
     num_prompt, num_more = rng.randint(1, 40), rng.choice([0, 0, 1, 5])
     tokens = [rng.randrange(1, 1000) for _ in range(num_prompt + num_more)]
-    request = Request(slot, tokens[:num_prompt], GREEDY, NoiseKey(0, slot, 0))
-    seq = Sequence(request, tokens, 100, slot=slot)
-    start = rng.randrange(seq.prefill_end)
-    end = rng.choice([seq.prefill_end, rng.randint(start + 1, seq.prefill_end)])
-    seq.pages = rng.sample(range(500), (seq.prefill_end + 2) // page_size + 1)
-    seq.draft = rng.randint(0, start) if lead is not None else 0
+    request = Request(slot, tokens[:num_prompt], GREEDY, RngKey(0, slot, 0))
+    seq = Sequence(request, tokens, 100, req_idx=slot)
+    start = rng.randrange(seq.num_prefill_tokens)
+    end = rng.choice([seq.num_prefill_tokens, rng.randint(start + 1, seq.num_prefill_tokens)])
+    seq.pages = rng.sample(range(500), (seq.num_prefill_tokens + 2) // page_size + 1)
+    seq.draft = rng.randint(0, start) if draft_kv_offset is not None else 0
     return PrefillSpan(seq, start, end, True, 0)
 
 
 def one_by_one(
-    spans: list[PrefillSpan], page_size: int, lead: int | None
+    spans: list[PrefillSpan], page_size: int, draft_kv_offset: int | None
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Tokens, positions, slots and where each sequence's end; of the draft network unless `lead` is None."""
     tokens, positions, slots, ends = [], [], [], [0]
     for span in spans:
         seq = span.seq
-        first, end, shift = (span.start, span.end, 0) if lead is None else (seq.draft, span.end + lead, 1 - lead)
+        first, end, shift = (
+            (span.start, span.end, 0)
+            if draft_kv_offset is None
+            else (seq.draft, span.end + draft_kv_offset, 1 - draft_kv_offset)
+        )
         for i in range(first, end):
             tokens.append(seq.tokens[i + shift] if i + shift < len(seq.tokens) else 0)
             positions.append(i)

@@ -66,7 +66,7 @@ class Answers(StubEngine):
         prompt = bytes(t for t in request.prompt_token_ids if t < 256).decode()
         question = prompt.rsplit("Q: ", 1)[-1]
         text = next(text for key, text in self._texts.items() if key in question)
-        text = text if isinstance(text, str) else text[request.noise.sample]
+        text = text if isinstance(text, str) else text[request.rng.sample]
         tokens = [*text.encode(), EOS][: request.params.max_tokens]
         if request.check_stop is not None and (keep := request.check_stop(tokens, len(tokens))) is not None:
             tokens = tokens[:keep]

@@ -29,8 +29,8 @@ from specbatch.types import (
     EngineLimits,
     EngineStats,
     FinishReason,
-    NoiseKey,
     Request,
+    RngKey,
     SamplingParams,
     SpeculationCounts,
 )
@@ -260,7 +260,7 @@ def test_engines_count_the_tokens_of_what_is_under_way(make: Callable[..., Batch
     """Those of preempted requests too."""
     engine = make("none", None, num_pages=26)
     for i, prompt in enumerate(random_prompts(8, seed=1, longest=30)):
-        engine.submit(Request(i, prompt, SamplingParams(max_tokens=30), NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, SamplingParams(max_tokens=30), RngKey(0, i, 0)))
     assert engine.tokens_so_far() == {}
     finished: dict[int, int] = {}
     most = 0

@@ -23,7 +23,7 @@ from specbatch.errors import InputError, ModelError
 from specbatch.job.command import GenerateOptions, Runtime, generate_file
 from specbatch.job.paths import partial_path
 from specbatch.job.results import ResultFile
-from specbatch.types import Completion, FinishReason, NoiseKey, Request, SamplingParams
+from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
 from tests.job.test_jsonl import BAD_LINES, BAD_ROWS
 from tests.job.test_openai_batch import BAD_REQUESTS
 from tests.stub_engine import EOS, StubEngine, StubRun, build_engine, resolve, stub_tokens
@@ -78,7 +78,7 @@ class Failing(StubEngine):
 
     def _complete(self, request: Request) -> Completion:
         done = super()._complete(request)
-        if request.prompt_token_ids[1] == ord("x") and request.noise.sample == min(1, request.params.n - 1):
+        if request.prompt_token_ids[1] == ord("x") and request.rng.sample == min(1, request.params.n - 1):
             done.token_ids, done.finish_reason = done.token_ids[:2], FinishReason.ERROR
         return done
 
@@ -139,7 +139,7 @@ def test_rows_come_out_in_order_with_all_fields(run: Run) -> None:
     assert list(row) == [
         "id", "index", "text", "finish_reason", "usage", "speculation", "logprobs", "choices", "metadata"
     ]  # fmt: skip
-    tokens = stub_tokens([256, *b"p1"], NoiseKey(0, 1, 0), 256, False)
+    tokens = stub_tokens([256, *b"p1"], RngKey(0, 1, 0), 256, False)
     assert row["text"] == bytes(t for t in tokens if t != EOS).decode()
     assert row["choices"][0]["text"] == row["text"]
     assert row["usage"]["prompt_tokens"] == 3
@@ -178,7 +178,7 @@ def test_noise_keys(run: Run) -> None:
     # A seed of the config keys by row, too: it is a seed for the run.
     run(replace(CONFIG, sampling=SamplingParams(seed=5)), overwrite=True)
     assert len({r["text"] for r in run.results()}) == 2
-    tokens = stub_tokens([256, 97], NoiseKey(5, 1, 0), 256, False)
+    tokens = stub_tokens([256, 97], RngKey(5, 1, 0), 256, False)
     assert run.results()[1]["text"] == bytes(t for t in tokens if t != EOS).decode()
 
 

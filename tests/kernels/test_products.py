@@ -177,10 +177,10 @@ def test_every_algorithm_multiplies(rows: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(total.double(), exact + residual.double(), rtol=2e-2, atol=2e-2)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = product(x, weight)
-        captured.zero_()
+            aux_hidden_states = product(x, weight)
+        aux_hidden_states.zero_()
         graph.replay()
-        assert torch.equal(captured, product(x, weight))
+        assert torch.equal(aux_hidden_states, product(x, weight))
 
 
 @needs_gpu

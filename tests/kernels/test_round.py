@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specbatch.cache.request_table import NUM_FIELDS, Field
-from specbatch.draft.rng import Purpose, uniform
+from specbatch.draft.rng import Draw, uniform
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels import torch_round
@@ -23,7 +23,7 @@ from specbatch.oracle import sampling
 from specbatch.oracle.ngram import NgramProposer
 from specbatch.oracle.tree import DraftTree, select_nodes
 from specbatch.oracle.verify import verify
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.marks import slow_on_cpu
 
 CUDA = torch.cuda.is_available()
@@ -89,8 +89,8 @@ def random_logits(rows: int, vocab: int, seed: int, ties: bool) -> Tensor:
     return (logits * 2).round() / 2 if ties else logits
 
 
-def sequence(params: SamplingParams, noise: NoiseKey, committed: int, max_length: int = 10**6) -> Sequence:
-    return Sequence(Request(0, [1], params, noise), [1] * (committed + 1), max_length, num_committed=committed)
+def sequence(params: SamplingParams, rng: RngKey, committed: int, max_length: int = 10**6) -> Sequence:
+    return Sequence(Request(0, [1], params, rng), [1] * (committed + 1), max_length, num_computed_tokens=committed)
 
 
 def host_distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
@@ -104,11 +104,11 @@ def test_argmax(ops: Ops) -> None:
     assert ops.argmax(logits).tolist() == [1, 0, 0]
 
 
-def noise_cases() -> tuple[list[NoiseKey], list[int]]:
+def noise_cases() -> tuple[list[RngKey], list[int]]:
     rng = random.Random(0)
     words = [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
     words += [rng.getrandbits(64) for _ in range(60)]
-    keys = [NoiseKey(rng.choice(words), rng.choice(words), rng.randrange(100)) for _ in range(200)]
+    keys = [RngKey(rng.choice(words), rng.choice(words), rng.randrange(100)) for _ in range(200)]
     return keys, [rng.choice([0, 1, rng.randrange(2**17), 2**32 - 1]) for _ in keys]
 
 
@@ -116,13 +116,13 @@ def as_int64(words: list[int]) -> Tensor:
     return torch.tensor([w - 2**64 if w >= 2**63 else w for w in words], dtype=torch.int64)
 
 
-def noise_tensors(keys: list[NoiseKey], positions: list[int]) -> tuple[Tensor, ...]:
+def noise_tensors(keys: list[RngKey], positions: list[int]) -> tuple[Tensor, ...]:
     columns = ([k.seed for k in keys], [k.stream for k in keys], [k.sample for k in keys], positions)
     return tuple(as_int64(c) for c in columns)
 
 
-@pytest.mark.parametrize("purpose", Purpose)
-def test_uniform(ops: Ops, purpose: Purpose) -> None:
+@pytest.mark.parametrize("purpose", Draw)
+def test_uniform(ops: Ops, purpose: Draw) -> None:
     keys, positions = noise_cases()
     found = ops.uniform(*noise_tensors(keys, positions), purpose)
     assert found.dtype == torch.float64
@@ -130,10 +130,10 @@ def test_uniform(ops: Ops, purpose: Purpose) -> None:
 
 
 def test_uniform_broadcasts(ops: Ops) -> None:
-    seed, stream, sample, position = noise_tensors([NoiseKey(5, 6, 0), NoiseKey(7, 2**40, 1)], [10, 20])
+    seed, stream, sample, position = noise_tensors([RngKey(5, 6, 0), RngKey(7, 2**40, 1)], [10, 20])
     found = ops.uniform(seed[:, None], stream[:, None], sample[:, None], position[:, None] + torch.arange(3), 2)
     assert found.shape == (2, 3)
-    assert found[1, 2] == uniform(NoiseKey(7, 2**40, 1), 22, Purpose.ACCEPT)
+    assert found[1, 2] == uniform(RngKey(7, 2**40, 1), 22, Draw.ACCEPT)
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
@@ -226,7 +226,7 @@ def test_path_down_a_tree(ops: Ops, width: int) -> None:
     found = commit(ops, torch.tensor(tokens).to(DEVICE), torch.tensor(parents).to(DEVICE), choice.to(DEVICE))
     tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), sizes, False, [None] * 24)
     logits = torch.cat([torch.nn.functional.one_hot(choice[b, :n], 8).double() for b, n in enumerate(sizes)])
-    sequences = [sequence(SamplingParams(), NoiseKey(0, b, 0), 3) for b in range(24)]
+    sequences = [sequence(SamplingParams(), RngKey(0, b, 0), 3) for b in range(24)]
     lengths = set()
     for b, kept in enumerate(verify(sequences, tree, logits)):
         assert found.path_BM[b].tolist() == kept.path + [0] * (width - len(kept.path))
@@ -250,13 +250,12 @@ def commit(ops: Ops, tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -
     return committed
 
 
-def chain_noise(keys: list[NoiseKey], committed: int, num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
+def chain_noise(keys: list[RngKey], committed: int, num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
     """u_accept_BD, u_residual_BD, u_sample_BN."""
     seed, stream, sample, _ = (x[:, None] for x in noise_tensors(keys, [0] * len(keys)))
     position = committed + 1 + torch.arange(num_drafts + 1)[None]
     accept, residual, last = (
-        torch_round.uniform(seed, stream, sample, position, p)
-        for p in (Purpose.ACCEPT, Purpose.RESIDUAL, Purpose.SAMPLE)
+        torch_round.uniform(seed, stream, sample, position, p) for p in (Draw.ACCEPT, Draw.RESIDUAL, Draw.SAMPLE)
     )
     return accept[:, :num_drafts], residual[:, :num_drafts], last
 
@@ -269,7 +268,7 @@ def test_accept_chain(ops: Ops, draft_vocab: str) -> None:
     places = ids if draft_vocab == "mapped" else torch.arange(width)
     rng = random.Random(4)
     params = [rng.choice([p for n, p in FILTERS.items() if n != "cold"]) for _ in range(batch)]
-    keys = [NoiseKey(5, b, 0) for b in range(batch)]
+    keys = [RngKey(5, b, 0) for b in range(batch)]
 
     def distributions(logits: Tensor) -> Tensor:
         flat = [p for p in params for _ in range(logits.shape[1])]
@@ -278,11 +277,11 @@ def test_accept_chain(ops: Ops, draft_vocab: str) -> None:
     logits = random_logits(batch * (num_drafts + 1), vocab, 5, False).view(batch, num_drafts + 1, vocab)
     p, q = distributions(logits), distributions(logits[:, :num_drafts, places] * 0.8)
     seed, stream, sample, position = (x[:, None] for x in noise_tensors(keys, [committed + 1] * batch))
-    u_draft = torch_round.uniform(seed, stream, sample, position + torch.arange(num_drafts), Purpose.DRAFT)
+    u_draft = torch_round.uniform(seed, stream, sample, position + torch.arange(num_drafts), Draw.DRAFT)
     drafts = places[torch_round.draw(q.view(-1, width), u_draft.reshape(-1))].view(batch, num_drafts)
     counts = torch.tensor([rng.choice([0, 2, 4, 4]) for _ in range(batch)])
-    temperature, noise = filter_tensors(params)[0], chain_noise(keys, committed, num_drafts)
-    num_path, next_token, num_broken = ops.accept_chain(drafts, q, target_ids, p, counts, temperature, *noise)
+    temperature, rng = filter_tensors(params)[0], chain_noise(keys, committed, num_drafts)
+    num_path, next_token, num_broken = ops.accept_chain(drafts, q, target_ids, p, counts, temperature, *rng)
 
     wide = torch.zeros(batch, num_drafts, vocab, dtype=torch.float64)
     wide[:, :, places] = q.double()
@@ -302,7 +301,7 @@ def test_accept_chain(ops: Ops, draft_vocab: str) -> None:
 
     # What a greedy row's drafts were drawn from does not matter, and no draw does.
     blurred = torch.where((temperature == 0)[:, None, None], torch.full_like(q, 1 / width), q)
-    extreme = [torch.where((temperature == 0)[:, None], 1 - 2.0**-53, u) for u in noise]
+    extreme = [torch.where((temperature == 0)[:, None], 1 - 2.0**-53, u) for u in rng]
     again = ops.accept_chain(drafts, blurred, target_ids, p, counts, temperature, *extreme)
     assert torch.equal(again[0], num_path)
     assert torch.equal(again[1], next_token)
@@ -438,7 +437,7 @@ def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
     sequences = []
     proposer = NgramProposer(7, *sizes)
     for slot in order:
-        seq = sequence(SamplingParams(), NoiseKey(0, 0, 0), 1, limits[slot])
+        seq = sequence(SamplingParams(), RngKey(0, 0, 0), 1, limits[slot])
         seq.tokens = list(texts[slot])
         proposer.start(seq)
         sequences.append(seq)
@@ -597,7 +596,7 @@ def test_captured_in_a_graph(kind: str) -> None:
         logits: Tensor, seed: Tensor, stream: Tensor, sample: Tensor, position: Tensor, history: Tensor,
         parents: Tensor, root: Tensor,
     ) -> list[Tensor]:  # fmt: skip
-        u = ops.raw.uniform(seed, stream, sample, position, Purpose.SAMPLE)
+        u = ops.raw.uniform(seed, stream, sample, position, Draw.SAMPLE)
         p = ops.raw.distribution(logits, *filters)
         choice = ops.raw.sample(logits, *filters, u).view(3, 4)
         tokens = torch.cat((root[:, None], choice[:, :3]), dim=1)
@@ -623,11 +622,11 @@ def test_captured_in_a_graph(kind: str) -> None:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = everything(*static)
+        aux_hidden_states = everything(*static)
     for seed in (1, 2):
         new = inputs(seed)
         for buffer, value in zip(static, new, strict=True):
             buffer.copy_(value)
         graph.replay()
-        for found, expected in zip(captured, everything(*new), strict=True):
+        for found, expected in zip(aux_hidden_states, everything(*new), strict=True):
             assert torch.equal(found, expected)

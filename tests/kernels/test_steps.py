@@ -248,8 +248,8 @@ def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
             assert found.tokens_BM[b].tolist() == [*new[b][:-1], max(new[b][-1], 0), *pad]
             depth = max(depths[b]) if is_tree else sizes[b] - 1
             report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], *new[b], *pad]
-            assert found.report_BZ[b].tolist() == report
-            assert found.picked_T.view(batch, -1)[b].tolist() == [b * num_nodes + node for node in path + pad]
+            assert found.output_BZ[b].tolist() == report
+            assert found.accept_index_T.view(batch, -1)[b].tolist() == [b * num_nodes + node for node in path + pad]
             for place, node in enumerate(path):
                 moved = live and node != place
                 at = b * max_path + place
@@ -261,7 +261,7 @@ def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
         assert found.num_path_B.tolist() == [len(path) for path in paths]
         assert state.ints_SF.tolist() == state.ints
         assert state.tokens_SL.tolist() == state.history
-        assert found.report_BZ.dtype == torch.int32
+        assert found.output_BZ.dtype == torch.int32
     assert len(lengths) > 1 or case == "root alone"
     assert failed == {False, True}
 

@@ -20,7 +20,7 @@ from specbatch.models.eagle_head import target_ids_of
 from specbatch.models.head_files import HeadCheckpoint
 from specbatch.models.shapes import RandomSource, open_shape, open_shape_head, shape_config, shapes
 from specbatch.models.tokenizer import byte_tokenizer
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -152,7 +152,7 @@ def test_speculation_runs_and_says_that_weights_are_random(method: str, draft: s
     texts = []
     for engine in engines:
         params = SamplingParams(max_tokens=8, ignore_eos=True)
-        engine.submit(Request(0, run.tokenizer.encode("Hello"), params, NoiseKey(0, 0, 0)))
+        engine.submit(Request(0, run.tokenizer.encode("Hello"), params, RngKey(0, 0, 0)))
         done = []
         while not done:
             done = engine.step()

@@ -16,7 +16,7 @@ import pytest
 from specbatch.engine.gathering import ChunkCost
 from specbatch.tune.predict import Limits, predict
 from specbatch.tune.space import neural_space, ngram_space
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import tiny_device_engine, tiny_engine
 
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -197,7 +197,7 @@ def test_an_engine_is_given_so_many_rows_at_a_time(
         return [inside.pop(0)]
 
     engine.step.side_effect = step
-    rows = [Request(i, [0] * (4 + i), SamplingParams(max_tokens=4), NoiseKey(0, i, 0)) for i in range(6)]
+    rows = [Request(i, [0] * (4 + i), SamplingParams(max_tokens=4), RngKey(0, i, 0)) for i in range(6)]
     steady, seconds, done = run_at_once(Mock(engine=engine), rows, most, Gathered(gathered, tokens), behind)
     assert 0 < steady.seconds <= seconds
     # A token in each step: up to two behind that which found the last of them inside, or to the end.
@@ -216,7 +216,7 @@ def test_a_device_tells_late_what_it_did(most: int) -> None:
 
     lengths = [3 + i * 7 % 20 + 30 * (i == 11) for i in range(12)]
     params = [SamplingParams(max_tokens=8 + i % 3, ignore_eos=True) for i in range(12)]
-    rows = [Request(i, [1] * lengths[i], params[i], NoiseKey(0, i, 0)) for i in range(12)]
+    rows = [Request(i, [1] * lengths[i], params[i], RngKey(0, i, 0)) for i in range(12)]
     found = []
     for engine, behind in ((tiny_engine(num_pages=200), 0), (tiny_device_engine(num_pages=200), 1)):
         steady, _, done = run_at_once(Mock(engine=engine), rows, most, Gathered(1, 1), behind)

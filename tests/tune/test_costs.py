@@ -146,7 +146,7 @@ def test_a_fall_that_was_measured_last_does_not_go_on(batch: int) -> None:
 def test_repetitions_are_as_noisy_as_the_noisiest_in_any_order() -> None:
     fall = [Measurement("draft_step", 1, 1, 2.0, 0.02), Measurement("draft_step", 1, 2, 1.8, 0.02)]
     for noises, expected in (((0.02, 0.02), 1.8), ((0.02, 0.3), 1.9), ((0.3, 0.02), 1.9), ((math.inf, 0.02), 1.9)):
-        again = [Measurement("draft_step", 1, 2, 1.8, noise) for noise in noises]
+        again = [Measurement("draft_step", 1, 2, 1.8, rng) for rng in noises]
         model = CostModel.fit([fall[0], fall[0], *again])
         assert model.part_ms("draft_step", 1, 2) == pytest.approx(expected), noises
 

@@ -17,7 +17,7 @@ from specbatch.tune.errors import TuningError
 from specbatch.tune.predict import FileProfile, Limits, Prediction, Simulation, predict
 from specbatch.tune.replay import Replay, Replayer
 from specbatch.tune.schedule import Schedule, ScheduleEntry
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
 from tests.tracing import trace_rows
 
@@ -65,7 +65,7 @@ def round_by_round(
     made = [0.0] * profile.num_rows
     ends = [max(1, min(int(profile.output_tokens_R[k]), profile.max_tokens)) for k in order[: profile.num_rows]]
     neural = any(c is not None for c in schedule.candidates)
-    ahead = max(lookahead(c, limits.lead if neural else 0) for c in schedule.candidates)
+    ahead = max(lookahead(c, limits.draft_kv_offset if neural else 0) for c in schedule.candidates)
     waiting, running = list(range(profile.num_rows)), list[int]()
     prefill = decode = at_last = tokens_at_last = 0.0
     rounds = preemptions = 0
@@ -129,7 +129,7 @@ def round_by_round(
         replace(ROOMY, max_running=12, chunk_cost=ChunkCost(3.0, 160)),
         replace(ROOMY, max_running=40, rounds_behind=1, chunk_cost=ChunkCost(9.0, 600)),
         replace(ROOMY, kv_tokens=320, page_size=4),
-        replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, lead=1, rounds_behind=2),
+        replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, draft_kv_offset=1, rounds_behind=2),
         replace(ROOMY, kv_tokens=320, page_size=4, max_running=12, chunk_cost=ChunkCost(9.0, 250)),
     ],
     ids=["roomy", "one", "behind", "gathered", "gathered behind", "tight", "tighter", "tight and gathered"],
@@ -224,7 +224,12 @@ def test_rounds_of_a_real_run(on_device: bool) -> None:
     run(engine, prompts, params)
     profile = replace(FileProfile.of(trace, params.max_tokens), in_order=True)
     limits = Limits(
-        max_running=4, kv_tokens=1024, prefill_chunk=32, page_size=4, lead=1, rounds_behind=1 if on_device else 0
+        max_running=4,
+        kv_tokens=1024,
+        prefill_chunk=32,
+        page_size=4,
+        draft_kv_offset=1,
+        rounds_behind=1 if on_device else 0,
     )
     found: Prediction = predict(profile, limits, costs(), replays, Schedule.always(shape))
     assert found.output_tokens == pytest.approx(engine.stats.generated_tokens)
@@ -250,7 +255,7 @@ def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> 
     generator, prompts = np.random.default_rng(1), random_prompts(200, seed=3, longest=9)
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=int(generator.integers(1, longest + 1)), ignore_eos=True)
-        engine.submit(Request(i, prompt, params, NoiseKey(0, i, 0)))
+        engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
     admissions, done, waiting = 0, {}, len(prompts)
     while len(done) < len(prompts):
         done |= {c.request_id: len(c.token_ids) for c in engine.step()}
@@ -267,7 +272,7 @@ def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> 
     assert (found.preemptions > 0) == (engine.stats.preemptions > 0) == (pages < 1024)
     # The engine gathers more at first: its mean begins with the rows that end first, which are short.
     assert len(simulation._marks) == pytest.approx(admissions, rel=0.25)
-    assert simulation._gather == pytest.approx(engine._scheduler.gather, abs=1)
+    assert simulation._gather == pytest.approx(engine._scheduler.min_free_requests, abs=1)
     assert len(simulation._marks) < 0.8 * len(ungathered(profile, limits)._marks)
 
 

@@ -344,8 +344,8 @@ def test_traces_without_what_is_asked_for() -> None:
 
 
 def test_lookahead_is_the_engines() -> None:
-    for shape, lead in itertools.product([*SHAPES, *CHAINS], (0, 1)):
-        assert lookahead(shape, lead) == num_lookahead(shape, lead)
+    for shape, draft_kv_offset in itertools.product([*SHAPES, *CHAINS], (0, 1)):
+        assert lookahead(shape, draft_kv_offset) == num_lookahead(shape, draft_kv_offset)
     assert lookahead(NgramShape(6, 2, 5), 0) == 6
 
 

@@ -26,7 +26,7 @@ from specbatch.tune.measure import probes, time_batch, time_plain, time_prompts
 from specbatch.tune.replay import replay
 from specbatch.tune.session import Finished, OutOfTime, Session
 from specbatch.tune.trace import Trace
-from specbatch.types import NoiseKey, Request, SamplingParams, SpeculationCounts
+from specbatch.types import Request, RngKey, SamplingParams, SpeculationCounts
 from tests.engine.test_nonfinite import all_nan
 from tests.tiny_models import CPU, VOCAB, random_prompts, tiny_device_engine, tiny_engine
 
@@ -56,7 +56,7 @@ def session(method: str, on_device: bool, num_pages: int = 512) -> Session:
 
 def requests(temperature: float = 0.0) -> list[Request]:
     return [
-        Request(i, prompt, SamplingParams(max_tokens=6 + 5 * i, temperature=temperature), NoiseKey(7, i, 0))
+        Request(i, prompt, SamplingParams(max_tokens=6 + 5 * i, temperature=temperature), RngKey(7, i, 0))
         for i, prompt in enumerate(random_prompts(6))
     ]
 
@@ -104,7 +104,7 @@ def test_what_captures_in_the_middle_of_a_run_leave_of_the_record(
     monkeypatch.setattr("specbatch.engine.device_engine.RoundExecutor", Captures)
     tuned = session(method, on_device=True)
     # Padding has stream 0: of no row here, so that what is recorded of it shows.
-    rows = [replace(row, noise=NoiseKey(7, 64 + row.request_id, 0)) for row in requests(temperature)]
+    rows = [replace(row, rng=RngKey(7, 64 + row.request_id, 0)) for row in requests(temperature)]
     traced = tuned.trace(rows, TOPK, DEPTH)
     assert tuned.engine._executor.num_graphs > 1  # type: ignore[union-attr]
     assert_same(session(method, on_device=False).trace(rows, TOPK, DEPTH), traced)
@@ -115,13 +115,13 @@ def test_waves_share_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = session("draft_model", on_device=True)
     expected = tuned.trace(requests(), TOPK, DEPTH).rows
     redrafted: list[object] = []
-    redraft = tuned.engine.redraft
+    set_drafters = tuned.engine.set_drafters
 
     def counted(drafters: Any, *args: Any, **rest: Any) -> None:
         redrafted.append(drafters)
-        redraft(drafters, *args, **rest)
+        set_drafters(drafters, *args, **rest)
 
-    monkeypatch.setattr(tuned.engine, "redraft", counted)
+    monkeypatch.setattr(tuned.engine, "set_drafters", counted)
     for _ in range(2):
         tuned.use(ByBatch.always(SHAPES[0]))
         redrafted.clear()
@@ -292,9 +292,9 @@ def test_what_a_later_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {m.milliseconds for m in found if m.kind == "draft_start"} == {1.0}
     assert {m.milliseconds for m in found if m.kind == "draft_step"} == {0.25}
     # A difference is noisier than what it is taken of: 2% of 1.25 and of 1.0 are 13% of 0.25.
-    noise = max(m.noise for m in found if m.kind == "draft_step")
-    assert noise == pytest.approx(0.128, abs=1e-3)
-    assert {m.noise for m in found if m.kind in ("draft_start", "verify", "extend")} == {0.02}
+    rng = max(m.rng for m in found if m.kind == "draft_step")
+    assert rng == pytest.approx(0.128, abs=1e-3)
+    assert {m.rng for m in found if m.kind in ("draft_start", "verify", "extend")} == {0.02}
 
 
 def test_later_steps_that_take_no_time_are_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_later_steps_that_take_no_time_are_noise(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(tuned.engine, "time_drafters", time_drafters)
     steps = [m for m in time_batch(tuned, 2, 20, 2, 1, 512) if m.kind == "draft_step"]
-    assert [(m.milliseconds, m.noise) for m in steps] == [(0.0, math.inf)]
+    assert [(m.milliseconds, m.rng) for m in steps] == [(0.0, math.inf)]
 
 
 @pytest.mark.parametrize(("slow", "turns"), [(0.25, 4), (0.75, 2)])
@@ -392,11 +392,11 @@ def test_what_ran_before_does_not_change_what_is_gathered() -> None:
     engine = tiny_device_engine("draft_model", WIDE, max_batch_size=32, num_pages=512, prefix_cache=False)
     tuned = Session(Built(engine, DraftFactory(engine._round.drafter.net, (1, 3), VOCAB, 4, CPU, OPS)), "none")
     tuned.use(ByBatch.always(None))
-    assert engine._scheduler.gather == 2
+    assert engine._scheduler.min_free_requests == 2
     tuned.run(requests())
-    assert engine._scheduler.gather > 2
+    assert engine._scheduler.min_free_requests > 2
     tuned.use(ByBatch.always(SHAPES[1]))
-    assert engine._scheduler.gather == 2
+    assert engine._scheduler.min_free_requests == 2
     rounds = [c.speculation.rounds for c in tuned.run(requests()).completions]
     assert engine._rounds_of_rows.mean == pytest.approx(np.mean(rounds))
 

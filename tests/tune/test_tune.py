@@ -44,7 +44,7 @@ from specbatch.tune.schedule import Schedule
 from specbatch.tune.search import Option
 from specbatch.tune.session import OutOfTime, Session
 from specbatch.tune.tuner import Widest
-from specbatch.types import NoiseKey, Request, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import tiny_device_engine, tiny_engine
 
 TINY = ["--set", "model.target=shape:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
@@ -205,10 +205,10 @@ def test_mistakes(rows: Path, tmp_path: Path, args: list[str], message: str, mon
 
 
 def test_copies_of_a_row_stop_by_themselves() -> None:
-    request = Request(0, [1, 2], SamplingParams(stop=("x",)), NoiseKey(0, 5, 0))
+    request = Request(0, [1, 2], SamplingParams(stop=("x",)), RngKey(0, 5, 0))
     made = repeated([request, request], 5, lambda params: lambda tokens, new: None)
     assert len({id(r.check_stop) for r in made}) == len({r.request_id for r in made}) == 5
-    assert len({r.noise.stream for r in made}) == 5
+    assert len({r.rng.stream for r in made}) == 5
 
 
 def test_speed_counts_the_tokens_of_each() -> None:
@@ -326,7 +326,7 @@ def test_what_comes_first_is_not_timed(on_device: bool) -> None:
 
     session: Any = SimpleNamespace(use=Mock(), run=Mock(side_effect=run))
     options = (*SHAPES, Schedule.always(None))
-    requests = [Request(i, [1, 2], SamplingParams(max_tokens=100), NoiseKey(0, i, 0)) for i in range(20)]
+    requests = [Request(i, [1, 2], SamplingParams(max_tokens=100), RngKey(0, i, 0)) for i in range(20)]
     found = confirm(session, options, lambda: requests, lambda turns: turns == 3, whole_first=on_device)
     assert [one.seconds for one in found] == [(20.0,) * 3] * 4
     assert [len(call.args[0]) for call in session.run.call_args_list] == [20 if on_device else 2] * 4 + [20] * 12
@@ -358,7 +358,7 @@ def test_turns_end_before_the_time_is_up(
     monkeypatch.setattr(command_module, "repeated", repeat)
     session: Any = SimpleNamespace(use=Mock(), run=run)
     options: Any = [SimpleNamespace(schedule=SHAPES[0]), SimpleNamespace(schedule=Schedule.always(None))]
-    requests = [Request(i, [1, 2], SamplingParams(), NoiseKey(0, i, 0)) for i in range(20)]
+    requests = [Request(i, [1, 2], SamplingParams(), RngKey(0, i, 0)) for i in range(20)]
     live = _confirm(session, options, requests, 10, Mock(), seconds, turns_before)
     assert [len(one.seconds) for one in live] == [turns, turns]
     assert now[0] == 30.0 * (turns + turns_before)
@@ -469,7 +469,7 @@ def test_rows_to_trace_and_rows_drawn_behind_them() -> None:
     assert (len(sample.requests), sample.num_to_trace, sample.num_rows) == (1024, 64, 2000)
     assert sample.to_trace == sample.requests[:64]
     assert [request.request_id for request in sample.requests] == [*range(1024)]
-    assert len({request.noise.stream for request in sample.requests}) == 1024
+    assert len({request.rng.stream for request in sample.requests}) == 1024
     assert [len(request.prompt_token_ids) for request in sample.requests] == sample.prompt_tokens
     sample = sampled(prompts, 10**4)
     assert sample.to_trace == sample.requests, "no more are drawn than are traced"

@@ -10,15 +10,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from specbatch.cache.request_table import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
+from specbatch.cache.request_table import MAX_STOP_IDS, NUM_FIELDS, Field, RequestTable
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
 
 
-class DeviceRows:
+class TableWriter:
     """`num_slots`: of `state`, the padding not counted."""
 
-    def __init__(self, state: SlotState, transfers: Transfers, num_slots: int) -> None:
+    def __init__(self, state: RequestTable, transfers: Transfers, num_slots: int) -> None:
         self._state = state
         self._transfers = transfers
         self._page_table = np.zeros(state.page_table_SP.shape, dtype=np.int32)
@@ -27,9 +27,9 @@ class DeviceRows:
 
     def start(self, seq: Sequence, running: Iterable[Sequence]) -> None:
         """Give a request a slot that none of `running` has."""
-        taken = {other.slot for other in running}
-        seq.slot = next(slot for slot in range(len(self._num_pages_of)) if slot not in taken)
-        self._num_pages_of[seq.slot] = 0
+        taken = {other.req_idx for other in running}
+        seq.req_idx = next(slot for slot in range(len(self._num_pages_of)) if slot not in taken)
+        self._num_pages_of[seq.req_idx] = 0
         self._started.append(seq)
 
     def forget_started(self) -> None:
@@ -41,35 +41,35 @@ class DeviceRows:
         ints = np.zeros((len(self._started), NUM_FIELDS), dtype=np.int64)
         floats = np.ones((len(self._started), 3), dtype=np.float32)
         for i, seq in enumerate(self._started):
-            params, noise = seq.request.params, seq.request.noise
+            params, rng = seq.request.params, seq.request.rng
             ints[i, Field.LIMIT], ints[i, Field.DONE] = seq.max_length, 1
             ints[i, Field.IGNORE_EOS], ints[i, Field.TOP_K] = params.ignore_eos, params.top_k
-            ints[i, Field.SEED], ints[i, Field.STREAM] = _signed64(noise.seed), _signed64(noise.stream)
-            ints[i, Field.SAMPLE] = noise.sample
+            ints[i, Field.SEED], ints[i, Field.STREAM] = _signed64(rng.seed), _signed64(rng.stream)
+            ints[i, Field.SAMPLE] = rng.sample
             stops = params.stop_token_ids[:MAX_STOP_IDS]
             ints[i, Field.STOP :] = [*stops, *[-1] * (MAX_STOP_IDS - len(stops))]
             floats[i] = params.temperature, params.top_p, params.min_p
             if self._state.tokens_SL.shape[1]:
                 tokens = self._transfers.upload(np.array(seq.tokens, dtype=np.int32))
-                self._state.tokens_SL[seq.slot, : len(seq.tokens)].copy_(tokens)
-        slots = self._transfers.upload(np.array([seq.slot for seq in self._started], dtype=np.int64))
+                self._state.tokens_SL[seq.req_idx, : len(seq.tokens)].copy_(tokens)
+        slots = self._transfers.upload(np.array([seq.req_idx for seq in self._started], dtype=np.int64))
         self._state.ints_SF.index_copy_(0, slots, self._transfers.upload(ints))
         self._state.floats_S3.index_copy_(0, slots, self._transfers.upload(floats))
         self._started.clear()
 
     def upload_pages(self, sequences: Iterable[Sequence]) -> None:
         """Tell the device the page tables that changed."""
-        grown = [seq for seq in sequences if self._num_pages_of[seq.slot] != len(seq.pages)]
+        grown = [seq for seq in sequences if self._num_pages_of[seq.req_idx] != len(seq.pages)]
         if not grown:
             return
         for seq in grown:
-            known = self._num_pages_of[seq.slot]
-            self._page_table[seq.slot, known : len(seq.pages)] = seq.pages[known:]
-        changed = [seq.slot for seq in grown]
+            known = self._num_pages_of[seq.req_idx]
+            self._page_table[seq.req_idx, known : len(seq.pages)] = seq.pages[known:]
+        changed = [seq.req_idx for seq in grown]
         slots = self._transfers.upload(np.array(changed, dtype=np.int64))
         self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
         for seq in grown:  # not before: an upload may run out of memory
-            self._num_pages_of[seq.slot] = len(seq.pages)
+            self._num_pages_of[seq.req_idx] = len(seq.pages)
 
 
 def _signed64(value: int) -> int:
