@@ -1,4 +1,5 @@
-"""The configuration: a frozen, strict schema read once from YAML and `--set a.b=c`.
+"""The configuration: a frozen, strict schema read once from YAML and `--set a.b=c`. Descriptions are part of it:
+`scripts/write_options.py` makes docs/options.md and the commented default.yaml from them.
 
 Only `cli`, `pipeline`, `evals` and `engine/resolve.py` import this module; below them, constructors take plain values.
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from specbatch.errors import shown
+from specbatch.option import option
 from specbatch.types import SamplingParams
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -19,62 +21,151 @@ KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64", "fp8_
 
 @dataclass(frozen=True)
 class ModelSection:
-    target: str = "builtin:smollm2-135m-instruct"  # directory, hub id, .gguf file or builtin:NAME
-    dtype: DtypeName = "auto"  # auto: float32 on CPU
+    """The model that answers."""
+
+    target: str = option(
+        "builtin:smollm2-135m-instruct",
+        "A folder in Hugging Face format, a hub id (`org/name`), a `.gguf` file, or `builtin:NAME` "
+        "(`specbatch models list`). For measurements without files: `random:NAME`, random weights of a known geometry, "
+        "such as `random:llama-3-8b`.",
+    )
+    dtype: DtypeName = option(
+        "auto",
+        "In which numbers the model computes. `auto`: float32 on CPU, bfloat16 on CUDA, float16 on GPUs before Ampere.",
+    )
 
 
 @dataclass(frozen=True)
 class NgramSection:
-    min_match: int = 2  # shortest suffix to look up, tokens
-    max_match: int = 5  # longest suffix to look up, tokens
+    """Of the method `ngram`: it finds the last tokens earlier in the text, and proposes what followed them."""
+
+    min_match: int = option(2, "Shortest run of last tokens to find.")
+    max_match: int = option(5, "Longest run of last tokens to find.")
 
 
 @dataclass(frozen=True)
 class ScheduleSection:
-    max_batch: int  # for so many running rows at most
-    num_steps: int | None = None  # 0: plain decoding
+    """The draft shape of batches of up to `max_batch` requests; `num_steps` 0 is plain decoding."""
+
+    max_batch: int
+    num_steps: int | None = None
     topk: int = 1
     num_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class SpeculationSection:
-    method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3"] = "auto"
-    draft: str | None = None  # like model.target; needed by draft_model, eagle and eagle3
-    aux_layers: tuple[int, ...] | None = None  # eagle3: the target's layers whose inputs the head reads; None: decided
-    num_steps: int | None = None  # depth of drafting; None: decided with num_draft_tokens
-    topk: int = 1  # branches kept at each step; 1 = chain
-    num_draft_tokens: int | None = None  # nodes verified in a round, root included
-    schedule: tuple[ScheduleSection, ...] | None = None  # the three above by the number of running rows
-    simulate_acceptance: float | None = None  # for measurements: tokens committed in a round on average; None: off
+    """How tokens are drafted. It changes the speed, not the output."""
+
+    method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3"] = option(
+        "auto",
+        "`none`: plain decoding. `ngram`: drafts come from the row's own text. `draft_model`: a smaller model with the "
+        "same tokenizer. `eagle`, `eagle3`: a head that was trained for the target. `auto`: `eagle3` if a head for the "
+        "target comes with specbatch (the built-in target), else `ngram`.",
+    )
+    draft: str | None = option(
+        None,
+        "The draft model or head, named like `model.target`. `draft_model`, `eagle` and `eagle3` need it.",
+    )
+    aux_layers: tuple[int, ...] | None = option(
+        None,
+        "`eagle3`: three layers of the target, counted from 0, whose inputs the head reads, such as [2, 16, 29]. "
+        "null: those that the head's `config.json` names, else [2, L / 2, L - 3] of L layers.",
+    )
+    num_steps: int | None = option(
+        None, "Depth of drafting. null: decided together with `num_draft_tokens` (neural methods: 3)."
+    )
+    topk: int = option(1, "Branches kept at each draft step. 1 drafts a chain, more a tree.")
+    num_draft_tokens: int | None = option(
+        None,
+        "Nodes that a round verifies, with the root (the last committed token). "
+        "null: decided (`ngram`: 6, chain: num_steps + 1, tree: 8).",
+    )
+    schedule: tuple[ScheduleSection, ...] | None = option(
+        None,
+        "The three options above by batch size; `specbatch tune` writes it. A list of {max_batch, num_steps, topk, "
+        "num_draft_tokens} by rising max_batch. `num_steps: 0` is plain decoding. The last entry is for larger "
+        "batches, too. null: one shape for all.",
+    )
+    simulate_acceptance: float | None = option(
+        None,
+        "For measurements on CUDA only: commit this many tokens per round on average (1 to num_steps + 1), whatever "
+        "the drafts are. The texts are not answers then. null: off.",
+    )
     ngram: NgramSection = field(default_factory=NgramSection)
 
 
 @dataclass(frozen=True)
 class EngineSection:
-    device: str = "auto"
-    attention: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
-    cuda_graphs: Literal["auto", "round", "phases", "none"] = "auto"
-    tuned_products: bool = False  # CUDA: the library's fastest matrix products, measured at the first start
-    max_batch_size: int | None = None  # None: decided by the device, like the others here
-    page_size: int | None = None  # tokens in a KV page
-    kv_dtype: KVDtypeName = "auto"  # of cached keys and values; auto: the model's
-    kv_cache_tokens: int | None = None  # None: from memory_fraction
-    memory_fraction: float | None = None  # CPU: of the free memory, for the KV cache; CUDA: of all, for everything
-    prefix_cache: bool = True
-    prefill_chunk_tokens: int | None = None
-    seed: int = 0
+    """Where and how the model runs."""
+
+    device: str = option("auto", "`auto`, `cpu`, `cuda`, `cuda:1` ...")
+    attention: Literal["auto", "torch", "triton", "flashinfer"] = option(
+        "auto",
+        "How attention is computed. `auto`: triton on CUDA, torch on CPU. flashinfer is a separate package "
+        "(`pip install 'specbatch[gpu]'`), for bfloat16 and float16, heads of 64, 128 or 256, and no sliding windows.",
+    )
+    cuda_graphs: Literal["auto", "round", "phases", "none"] = option(
+        "auto",
+        "`round`: a round is one CUDA graph, and with `engine.attention: triton` a chunk of short prompts is one, too. "
+        "`phases`: draft, verify and extend are one graph each. `none`: no graphs. `auto`: `round` on CUDA.",
+    )
+    tuned_products: bool = option(
+        False,
+        "CUDA: measure at the first start which algorithms of cuBLAS are fastest for this model's GEMMs, and use them "
+        "from then on.",
+    )
+    max_batch_size: int | None = option(
+        None,
+        "Most requests that run together. null: 16 on CPU, 256 on CUDA, or fewer if memory is short.",
+    )
+    page_size: int | None = option(None, "Tokens in a page of the KV cache. null: 16 on CPU, 64 on CUDA.")
+    kv_dtype: KVDtypeName = option(
+        "auto",
+        "The type of cached keys and values. `auto`: that of the model. `fp8_e4m3` (CUDA from Ada on) takes one byte a "
+        "value: room for more requests, but some texts differ.",
+    )
+    kv_cache_tokens: int | None = option(
+        None,
+        "Size of the KV cache in tokens. A row that it cannot hold is an error. null: from `memory_fraction`.",
+    )
+    memory_fraction: float | None = option(
+        None,
+        "CPU: the share of the free memory for the KV cache; null: 0.5. CUDA: the share of the GPU's free memory for "
+        "weights, graphs, working memory and KV cache together; null: 0.9.",
+    )
+    prefix_cache: bool = option(
+        True, "Compute the beginning that several prompts share (few-shot examples, system prompts) once."
+    )
+    prefill_chunk_tokens: int | None = option(
+        None,
+        "Most prompt tokens computed in one pass. null: 512 on CPU, 8192 on CUDA, or fewer if memory is short.",
+    )
+    seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.")
 
 
 @dataclass(frozen=True)
 class DataSection:
-    prompt_template: str | None = None  # "Q: {question}\nA:", filled from the row's columns
-    prompt_column: str | None = None  # the column that holds the prompt, where it is not `prompt`
-    split: str = "train"  # of a hub data set
-    subset: str | None = None  # of a hub data set
-    chat_template: str | None = None  # a Jinja template (or the path of one) instead of the model's own
-    system_prompt: str | None = None  # put before `messages` without a system message, and before prompts run as chat
-    prompts_as_chat: bool | None = None  # run {"prompt": ...} as one user message; None: where there is a chat template
+    """How rows become prompts."""
+
+    prompt_template: str | None = option(
+        None,
+        'Makes the prompt from the row\'s fields: "Q: {question}\\nA:". {turns[0]} is an item of a list or object.',
+    )
+    prompt_column: str | None = option(None, "The field that holds the prompt, if it is not `prompt`.")
+    split: str = option("train", "The split of a hub data set.")
+    subset: str | None = option(None, "The subset of a hub data set.")
+    chat_template: str | None = option(
+        None, "A Jinja chat template, or the path of one. It replaces the model's own template."
+    )
+    system_prompt: str | None = option(
+        None, "A system message for rows that have none: `messages` without one, and prompts that run as chat."
+    )
+    prompts_as_chat: bool | None = option(
+        None,
+        "true: run `prompt` as one user message through the chat template. false: as text to continue. "
+        "null: true if the model has a chat template.",
+    )
 
 
 @dataclass(frozen=True)

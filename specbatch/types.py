@@ -8,6 +8,8 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Protocol
 
+from specbatch.option import option
+
 
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
@@ -17,19 +19,21 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is decoded. Every field may be set in the config and overridden by a row."""
+    """How tokens are chosen. A row overrides any of these with a field of the same name."""
 
-    max_tokens: int = 256
-    temperature: float = 0.0  # 0 = greedy
-    top_p: float = 1.0  # 1 = off
-    top_k: int = 0  # 0 = off
-    min_p: float = 0.0  # 0 = off
-    seed: int | None = None  # None: engine.seed, keyed by the row's index
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None  # None = off, 0 = the chosen token only, k = and the k most likely
-    n: int = 1  # completions for each row
+    max_tokens: int = option(256, "Most tokens of a completion.")
+    temperature: float = option(0.0, "0 = greedy.")
+    top_p: float = option(1.0, "Sample from the most probable tokens that add up to this probability. 1 = off.")
+    top_k: int = option(0, "Sample from this number of most probable tokens. 0 = off.")
+    min_p: float = option(0.0, "Sample from tokens with at least this share of the highest probability. 0 = off.")
+    seed: int | None = option(None, "Seeds the sampling. null: `engine.seed`, together with the row's index.")
+    stop: tuple[str, ...] = option((), "Texts that end a completion. They are not part of its text.")
+    stop_token_ids: tuple[int, ...] = option((), "Token ids that end a completion.")
+    ignore_eos: bool = option(False, "Continue after the end-of-sequence token.")
+    logprobs: int | None = option(
+        None, "Log-probabilities. null = off, 0 = of the chosen tokens, k = also of the k most likely (at most 20)."
+    )
+    n: int = option(1, "Completions for each row. At temperature 0 one is computed, and the others are copies.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ LAYERS = [
     ["cache"],
     ["kernels", "parallel"],
     ["strict_yaml"],
-    ["types", "errors", "signals", ""],  # "": the package itself, for its version
+    ["types", "errors", "option", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CONFIG_READERS = (
