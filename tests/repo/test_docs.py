@@ -1,4 +1,4 @@
-"""The pages: links and examples hold, options are those of the schema, the log is short claims, figures have evidence."""
+"""The pages: links and examples hold, options are those of the schema, the log is short, figures have evidence."""
 
 from __future__ import annotations
 
