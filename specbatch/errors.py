@@ -1,4 +1,4 @@
-"""The errors that users see. Each says what is wrong and, where one is known, what to do about it (`hint`)."""
+"""The errors that users see: what is wrong (`message`), and what to do about it if that is known (`hint`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import reprlib
 
 
 class SpecbatchError(Exception):
-    """A mistake of the user or the environment: shown as `error: ...` and `hint: ...`, never as a traceback."""
+    """A mistake of the user or the environment, printed as `error: ...` and `hint: ...`, never as a traceback."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -27,11 +27,11 @@ class InputError(SpecbatchError):
 
 
 class MemoryShortage(SpecbatchError):
-    """Memory has run out while rows ran, and nothing was left to do without. Finished rows are kept; exit code 2."""
+    """Memory ran out during the run, and making batches smaller did not help. Finished rows are kept; exit code 2."""
 
 
 class RowError(Exception):
-    """One row cannot be run. It becomes that row's error line; no other row is disturbed.
+    """One row cannot run. It becomes an error line; other rows are not affected.
 
     `type` is a stable machine-readable word such as `invalid_json`, `missing_prompt`, `invalid_type`,
     `prompt_too_long`, `unsupported_parameter`, `empty_prompt`, `invalid_text`, `non_finite`.
@@ -50,15 +50,15 @@ SHOWN_CHARS = 60
 
 
 def shown(value: object) -> str:
-    """A value in a message, cut where it is long."""
-    if type(value) is int and abs(value) >= 10**SHOWN_CHARS:  # str() refuses those of thousands of digits
+    """A value for a message; a long one is cut."""
+    if type(value) is int and abs(value) >= 10**SHOWN_CHARS:  # str() refuses integers of thousands of digits
         return f"an integer of more than {SHOWN_CHARS} digits"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    # Of a long text or list only the beginning is written out.
+    # Only the beginning of a long text or list is formatted.
     return cut(repr(value[: SHOWN_CHARS + 1]) if isinstance(value, str | bytes) else reprlib.repr(value))
 
 
 def cut(text: str) -> str:
-    """The beginning of what a user has typed, for a message and for did-you-mean."""
+    """The beginning of a user's text, for messages and did-you-mean."""
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."

@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do, for as long as something lasts."""
+"""Handlers of SIGINT and SIGTERM, for the time of a `with` block."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def on_signals(handler: Handler) -> Iterator[None]:
 
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
-    """For where nothing is open that would have to be closed. While libraries are imported an exception could arise
-    anywhere in them, and some take it for their own."""
+    """End the process if nothing is open. An exception could come anywhere inside the import of a library, and some
+    libraries catch it."""
     with contextlib.suppress(OSError):
         os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A type of its own: where KeyboardInterrupt itself has passed through an exec() (dataclasses use it), Python
-    forgets the exit code and ends by SIGINT."""
+    """A separate type: after a KeyboardInterrupt inside exec() (dataclasses use it), Python ignores the exit code and
+    ends by SIGINT."""
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

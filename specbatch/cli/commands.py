@@ -1,5 +1,8 @@
-"""The commands. What takes long to import is imported in the functions, and torch once a model is needed: --help,
-`models`, and what is wrong with the command line, the input or the output do without."""
+"""The commands.
+
+Slow imports are in the functions, and torch is imported only when a model is needed: `--help`, `models`, and errors in
+the command line, the input or the output do not need it.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of each task.")] = None,
     num_fewshot: Annotated[
         int | None,
-        typer.Option(min=0, metavar="K", help="Examples before each question; else the task's number."),
+        typer.Option(min=0, metavar="K", help="Examples before each question. Default: the task's number."),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", parser=named_path, help="JSONL rows instead of the task's.")
@@ -126,11 +129,11 @@ def evaluate(
         ),
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(metavar="none", help="none: the same without speculation too, and what differs.")
+        str | None, typer.Option(metavar="none", help="none: also run without speculation, and report the differences.")
     ] = None,
     task: Annotated[
         list[Path] | None,
-        typer.Option("--task", metavar="FILE", parser=named_path, help="A task of your own, YAML; may be repeated."),
+        typer.Option("--task", metavar="FILE", parser=named_path, help="Your own task, a YAML file; can be repeated."),
     ] = None,
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval).")
@@ -168,14 +171,14 @@ def evaluate(
 def tune(
     data: Annotated[
         str | None,
-        typer.Argument(metavar="DATA", help="As for generate; without it, packaged example rows are used."),
+        typer.Argument(metavar="DATA", help="As for generate. Default: packaged example rows."),
     ] = None,
     config: ConfigOption = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PATH", parser=named_path, help="The configuration to write.")
     ] = Path("tuned.yaml"),
     rows: Annotated[
-        int | None, typer.Option(min=4, help="Rows to trace.", show_default="64; on a GPU 8 batches, but 64 to 256")
+        int | None, typer.Option(min=4, help="Rows to trace.", show_default="64; on a GPU 8 batches, 64 to 256")
     ] = None,
     budget: Annotated[str, typer.Option(help="Time to take: 90s, 5m, 1h.")] = "5m",
     model: ModelOption = None,
@@ -185,7 +188,7 @@ def tune(
     temperature: TemperatureOption = None,
     set_: SetsOption = None,
 ) -> None:
-    """Find num_steps, topk and num_draft_tokens for your own rows, by the number of running rows."""
+    """Find the fastest num_steps, topk and num_draft_tokens for your rows, by batch size."""
     with user_errors() as console:
         from specbatch.config_load import load_config
         from specbatch.tune.options import TuneOptions, example_rows, seconds_of
@@ -196,7 +199,7 @@ def tune(
         options = TuneOptions(example_rows(console) if data is None else data, output, rows, seconds_of(budget), config)
         opened = open_rows(options, settings)
 
-        # After all that can be checked without torch.
+        # All checks that need no torch are done.
         import_engine()
         from specbatch.engine.build import build
         from specbatch.job.stats import commit, device_name, versions
@@ -247,7 +250,7 @@ def init(
         "specbatch.yaml"
     ),
 ) -> None:
-    """Write the default configuration with its comments, to edit. `generate` reads ./specbatch.yaml by itself."""
+    """Write the default configuration with its comments, to edit. All commands read ./specbatch.yaml."""
     with user_errors() as console:
         from specbatch.config_load import write_template
 

@@ -1,4 +1,4 @@
-"""How a command ends: mistakes of the user, signals and errors of our own, each with its exit code."""
+"""How a command ends: mistakes of the user, signals and internal errors, each with its exit code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 USAGE_ERROR, INTERNAL_ERROR = 2, 3
 _MORE_MEMORY = "free memory, or raise the limit (ulimit -v); finished rows are kept"
-# Of ImportError and OSError, where a library cannot be loaded.
+# Texts of ImportError and OSError if there is no memory to load a library.
 _NO_MEMORY = ("cannot allocate memory", "failed to map segment")
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[Console]:
-    """The one place where mistakes of the user become `error:` and `hint:` lines; gives the console of stderr."""
+    """Yields the console of stderr. Mistakes of the user become `error:` and `hint:` lines here and nowhere else."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
@@ -32,24 +32,24 @@ def user_errors() -> Iterator[Console]:
         with on_signals(interrupt):
             yield console
     except SpecbatchError as exc:
-        _tell(exc, console)
+        _print_error(exc, console)
         raise typer.Exit(USAGE_ERROR) from exc
-    except KeyboardInterrupt as exc:  # outside the loop, which has handlers of its own: while loading or sorting
+    except KeyboardInterrupt as exc:  # while loading or sorting; the job's loop has its own handlers
         console.print("interrupted: run the same command again to go on")
         raise typer.Exit(INTERRUPTED) from exc
     except typer.Exit:
         raise
     except Exception as exc:
         if _memory_ran_out(exc):
-            _tell(SpecbatchError(f"memory ran out: {exc or 'no more is given to this process'}", _MORE_MEMORY), console)
+            _print_error(SpecbatchError(f"memory ran out: {exc or 'this process gets no more'}", _MORE_MEMORY), console)
             raise typer.Exit(USAGE_ERROR) from exc
-        # not the user's mistake: shown whole, with an exit code other than that of "some rows failed"
+        # Not the user's mistake: a traceback, and another exit code than that of "some rows failed".
         console.print(traceback.format_exc(), markup=False, highlight=False)
-        console.print("this is an error in specbatch; finished rows are kept, the same command goes on from there")
+        console.print("this is an error in specbatch; finished rows are kept, and the same command goes on from there")
         raise typer.Exit(INTERNAL_ERROR) from exc
 
 
-def _tell(error: SpecbatchError, console: Console) -> None:
+def _print_error(error: SpecbatchError, console: Console) -> None:
     lines = {"[bold red]error[/]: ": error.message} | ({"[bold cyan]hint[/]: ": error.hint} if error.hint else {})
     try:
         for title, text in lines.items():
@@ -60,7 +60,7 @@ def _tell(error: SpecbatchError, console: Console) -> None:
 
 
 def _memory_ran_out(error: Exception) -> bool:
-    """Also while a library was loaded. The engine's own errors say so themselves."""
+    """Whether the cause is memory, also during the import of a library. The engine has its own errors for that."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, ImportError | OSError) and any(text in str(error).lower() for text in _NO_MEMORY)

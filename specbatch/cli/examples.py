@@ -1,4 +1,4 @@
-"""An example for the end of each --help."""
+"""Examples at the end of each --help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = {
     "models path": ["specbatch models path smollm2-135m-instruct"],
 }
 
-# For users who have no file yet: it works as it is.
+# For users who have no file yet. It works without changes.
 FIRST_RUN = (
     """for example: echo '{"prompt": "What is the capital of France?"}' > data.jsonl && specbatch generate data.jsonl"""
 )

@@ -16,12 +16,12 @@ models_app = typer.Typer(help="The built-in models.", no_args_is_help=True, epil
 
 @models_app.command("list", epilog=examples("models list"))
 def models_list() -> None:
-    """The built-in models: name, size of the file, licence, whether it is here."""
+    """List the built-in models: name, size, licence, and if it is on this machine."""
     with user_errors():
         from specbatch.models.catalog import BUILTIN_PREFIX, cached_path, catalog
 
         for name, entry in catalog().items():
-            here = "not fetched"
+            here = "not downloaded"
             if cached_path(name) is not None:
                 here = "cached" if entry.package is not None else "comes with specbatch"
             size = f"{entry.size_bytes / 1e6:.0f} MB"
@@ -30,7 +30,7 @@ def models_list() -> None:
 
 @models_app.command("pull", epilog=examples("models pull"))
 def models_pull(name: BuiltinModel) -> None:
-    """Fetch a built-in model and print its path."""
+    """Download a built-in model and print its path."""
     with user_errors() as console:
         from specbatch.models.catalog import BUILTIN_PREFIX, pull
 
@@ -41,12 +41,12 @@ def models_pull(name: BuiltinModel) -> None:
 
 @models_app.command("path", epilog=examples("models path"))
 def models_path(name: BuiltinModel) -> None:
-    """Print where a fetched model lies."""
+    """Print the path of a downloaded model."""
     with user_errors():
         from specbatch.models.catalog import BUILTIN_PREFIX, cached_path
 
         name = name.removeprefix(BUILTIN_PREFIX)
         path = cached_path(name)
         if path is None:
-            raise SpecbatchError(f"{name} has not been fetched", f"specbatch models pull {name}")
+            raise SpecbatchError(f"{name} has not been downloaded", f"specbatch models pull {name}")
         print_data(f"{path}\n")

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the short cuts of --set."""
+"""Options that several commands share, and the short forms of --set."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def all_sets(
     max_tokens: int | None,
     temperature: float | None,
 ) -> list[str]:
-    """What --set was given, and the short cuts as the same. Raises ConfigError where both set one option."""
-    short_cuts = {
+    """All settings as `a.b=c`: those of --set, and the short forms. Raises ConfigError if both set the same option."""
+    short_forms = {
         "--model": ("model.target", model),
         "--draft": ("speculation.draft", draft),
         "--method": ("speculation.method", method),
@@ -30,7 +30,7 @@ def all_sets(
     }
     sets = list(given or ())
     paths = {item.partition("=")[0].strip() for item in sets}
-    for flag, (path, value) in short_cuts.items():
+    for flag, (path, value) in short_forms.items():
         if value is not None and path in paths:
             raise ConfigError(f"{flag} and --set {path} are both given", "give one of the two")
         if value is not None:
@@ -39,7 +39,7 @@ def all_sets(
 
 
 def named_path(text: str | Path) -> Path:
-    """Path("") would be the current folder: a variable of a script that is not set, as a rule."""
+    """Refuses "", which Path takes for the current folder: usually an unset variable of a script."""
     if not str(text).strip():
         raise typer.BadParameter("the name is empty")
     return Path(text)
@@ -70,7 +70,7 @@ def _models() -> list[str]:
 
 
 def _starting(names: typing.Callable[[], list[str]]) -> typing.Callable[[str], list[str]]:
-    """Completion for the shell: those names that begin as what is typed so far."""
+    """Completion for the shell: the names that begin with the typed text."""
     return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
@@ -87,12 +87,12 @@ ConfigOption = Annotated[
 SetsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="A.B=VALUE", help="Set one option; may be repeated.", autocompletion=_starting(_settable)
+        "--set", metavar="A.B=VALUE", help="Set one option; can be repeated.", autocompletion=_starting(_settable)
     ),
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Directory, hub id, .gguf file or builtin:NAME (--set model.target)."),
+    typer.Option(metavar="NAME", help="Folder, hub id, .gguf file or builtin:NAME (--set model.target)."),
 ]
 DraftOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="The draft model or head (--set speculation.draft).")
@@ -109,7 +109,7 @@ MaxTokensOption = Annotated[
     int | None, typer.Option(metavar="N", help="Most tokens of a completion (--set sampling.max_tokens).")
 ]
 TemperatureOption = Annotated[float | None, typer.Option(metavar="T", help="0 is greedy (--set sampling.temperature).")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Drop earlier results and start again.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Delete earlier results and start again.")]
 TaskNames = Annotated[
     list[str] | None,
     typer.Argument(
@@ -119,5 +119,5 @@ TaskNames = Annotated[
     ),
 ]
 BuiltinModel = Annotated[
-    str, typer.Argument(help="As `specbatch models list` shows it.", autocompletion=_starting(_models))
+    str, typer.Argument(help="A name of `specbatch models list`.", autocompletion=_starting(_models))
 ]

@@ -1,4 +1,4 @@
-"""What commands need before they can run a model: downloads that are shown, paths of models, quiet libraries."""
+"""What commands need before they run a model: download bars, paths of models, quiet libraries."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from specbatch.job.command import Runtime
     from specbatch.types import BatchEngine
 
-_OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model in many files take more
+_OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model of many files need more
 
 
 def import_engine() -> None:
-    """Torch, and all that engines are built with; it takes seconds. Nothing is open yet: a signal ends the process.
+    """Import torch and all that engines need. It takes seconds. No file is open yet: a signal ends the process.
 
-    Raises SpecbatchError where so few files may be open that imports would fail at any place.
+    Raises SpecbatchError if the limit of open files is too low for these imports.
     """
     _allow_open_files()
     with on_signals(end_at_once):
@@ -42,12 +42,14 @@ def _allow_open_files() -> None:
         most = _OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         if most < _OPEN_FILES:
-            raise SpecbatchError(f"{most} files may be open at once, and {_OPEN_FILES} are needed", "ulimit -n 1024")
+            raise SpecbatchError(
+                f"at most {most} files can be open at once, and {_OPEN_FILES} are needed", "ulimit -n 1024"
+            )
 
 
 def runtime(console: Console) -> Runtime:
-    """What jobs need of the engine. Torch is imported when they first need it: that takes seconds, and mistakes in the
-    command line, the input and the output are found before."""
+    """What jobs need of the engine. Torch is imported on first use: it takes seconds, and mistakes in the command line,
+    the input and the output are found before."""
     from specbatch.job.command import Runtime
 
     def build(run: ResolvedRun, show: Callable[[str], None]) -> BatchEngine:
@@ -59,7 +61,7 @@ def runtime(console: Console) -> Runtime:
 
 
 def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
-    """`resolve`, which shows the downloads that it starts."""
+    """`resolve` with a bar for each download."""
 
     def resolve_showing(settings: Config) -> ResolvedRun:
         import_engine()
@@ -73,8 +75,8 @@ def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
 
 @contextlib.contextmanager
 def download_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives the callback (what, bytes done, bytes in total) that shows a download: a bar on a terminal, elsewhere one
-    line for each step. Nothing is shown where nothing is called."""
+    """Yields the callback (what, bytes done, bytes in total) of a download: a bar on a terminal, else one line for each
+    file. Without a call nothing is printed."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
@@ -96,8 +98,8 @@ def download_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def model_paths(config: Config) -> Mapping[str, Path]:
-    """Where the models of a resolved config lie; resolving has fetched them. Those of random weights have no files:
-    name, dtype and device, all in the config, make them."""
+    """The paths of the models of a resolved config; resolving has downloaded them. Random weights have no files: they
+    depend on name, dtype and device, which are in the config."""
     from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
 
     refs = {"model.target": config.model.target, "speculation.draft": config.speculation.draft}
@@ -109,17 +111,17 @@ def model_paths(config: Config) -> Mapping[str, Path]:
 
 
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """OpenMP's threads spin while they wait for each other, by default 300,000 times: many milliseconds. On a busy core
-    that takes time from the thread that they wait for. A tenth is as fast on a quiet machine.
+    """Let OpenMP's threads spin less before they sleep: 30,000 times. The default of 300,000 takes milliseconds. On a
+    busy core it takes them from the thread that has work; on a quiet machine both are equally fast.
 
-    To be called before torch is imported. What the user set is not changed."""
+    Call it before torch is imported. A setting of the user stays.
+    """
     if not environment.get("OMP_WAIT_POLICY"):
         environment.setdefault("GOMP_SPINCOUNT", "30000")
 
 
 def prepare_libraries() -> None:
-    """Before torch is imported. Advice that libraries print for their own callers would only puzzle the users of this
-    tool."""
+    """Call it before torch is imported. It silences what libraries print for their own callers."""
     bound_spinning()
     for name, value in (
         ("TRANSFORMERS_VERBOSITY", "error"),

@@ -1,4 +1,4 @@
-"""Standard streams that cannot end a job: what cannot be written to stderr is dropped."""
+"""Standard streams that cannot end a job: text that stderr does not take is dropped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specbatch.errors import InputError
 
 
 class _Dropping(io.FileIO):
-    """A full disk, a closed pipe and a terminal that takes no more: what is written is lost, and nothing else."""
+    """Drops what cannot be written: on a full disk, a closed pipe or a terminal that is gone."""
 
     def write(self, data: object) -> int:
         written = None
@@ -23,29 +23,29 @@ class _Dropping(io.FileIO):
 
 
 def guard_streams() -> None:
-    """For the whole process; before anything is written."""
+    """For the whole process. Call it before anything is written."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # A closed one: the next file that is opened would take its number, and get what libraries write to it.
+            # It is closed. The next file would get its number, and then the text that libraries write to it.
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is not None:
         raw = io.BufferedWriter(_Dropping(2, "w", closefd=False))
         sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8, as they are
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are printed unchanged
 
 
 def print_data(text: str) -> None:
-    """To stdout. Ends the command quietly where the reader has seen enough (`| head -1`).
+    """Print to stdout. Ends the command quietly if the reader has closed it (`| head -1`).
 
-    Raises InputError where stdout cannot be written.
+    Raises InputError if stdout cannot be written.
     """
     try:
         typer.echo(text, nl=False)
     except OSError as exc:
-        # What is left in the buffer must not fail again when the process ends.
+        # The rest of the buffer must not fail again at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(exc, BrokenPipeError):
             raise typer.Exit() from exc

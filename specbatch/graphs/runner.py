@@ -2,7 +2,7 @@
 
 A captured function reads and writes fixed addresses: buffers that live as long as the engine, its temporary memory, and
 its output. All graphs of a runner share one memory pool and are captured largest first, so that the pool is as large as
-the largest needs. What a function returns is never given to another graph, so it should be little; it is valid until
+the largest needs. No other graph gets the memory of an output, so outputs should be small. An output is valid until
 the next replay.
 """
 
@@ -32,10 +32,9 @@ class _Captured:
 
 
 class GraphRunner:
-    """Captured functions by key. One instance for one stream of execution.
+    """Captured functions by key, one runner for each stream.
 
-    `seconds` and `bytes` say what capturing took; `pool_bytes` is the part of the latter that torch allocated, the rest
-    is the driver's.
+    `seconds` and `bytes` are what the captures took; torch allocated `pool_bytes` of the bytes, the driver the rest.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,17 +51,20 @@ class GraphRunner:
         return len(self._captured)
 
     def capture(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
-        """Capture `function` under `key`; returns its output, valid as after a replay. It must not touch the host, and
-        running it in vain must do no harm: it is run once beforehand, so that what is loaded and compiled on first use
-        is, before the capture, and replayed once after it. Where it raises, nothing is captured."""
+        """Capture `function` under `key`; returns its output, valid as after a replay.
+
+        `function` must not synchronise with the host, and extra runs of it must do no harm: it runs once before the
+        capture, so that kernels are compiled and loaded, and is replayed once after it. If it raises, nothing is
+        captured.
+        """
         assert key not in self._captured, f"{key} is captured already"
         began = time.perf_counter()
         function()
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # a capture does it too: what it gives back is not the graph's
+        torch.cuda.empty_cache()  # as a capture does; otherwise these bytes would count as the graph's
         free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
-        # What a collection frees on the device (another engine's graphs, say) would break the capture.
+        # A garbage collection can free device memory (of another engine's graphs), which breaks the capture.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -71,7 +73,7 @@ class GraphRunner:
         finally:
             if collects:
                 gc.enable()
-        graph.replay()  # what is captured next may read this output, in its warm-up already
+        graph.replay()  # the warm-up of the next capture can read this output
         torch.cuda.synchronize(self.device)
         self._captured[key] = _Captured(graph, output)
         self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
@@ -80,16 +82,15 @@ class GraphRunner:
         return output
 
     def replace_output(self, key: tuple[Any, ...], output: Any) -> None:
-        """Return this part of what the function returns from now on. Graphs captured later may use the memory of the
-        rest."""
+        """Keep only this part of the function's output. Later captures can use the memory of the rest."""
         self._captured[key].output = output
 
     def drop(self, key: tuple[Any, ...]) -> None:
-        """Forget a captured function, if there is one."""
+        """Drop the captured function, if there is one."""
         self._captured.pop(key, None)
 
     def output(self, key: tuple[Any, ...]) -> Any:
-        """What a captured function returned."""
+        """The output of the captured function."""
         return self._captured[key].output
 
     def replay(self, key: tuple[Any, ...]) -> Any:

@@ -79,7 +79,9 @@ def test_few_open_files(tmp_path: Path) -> None:
     write_rows(tmp_path, 3)
     refused = shell(tmp_path, "ulimit -n 6; SPECBATCH generate d.jsonl")
     assert refused.returncode == 2
-    assert refused.stderr.endswith("error: 6 files may be open at once, and 64 are needed\nhint: ulimit -n 1024\n")
+    assert refused.stderr.endswith(
+        "error: at most 6 files can be open at once, and 64 are needed\nhint: ulimit -n 1024\n"
+    )
     assert os.listdir(tmp_path) == ["d.jsonl"]
     raised = shell(tmp_path, "ulimit -Sn 6; SPECBATCH generate d.jsonl")
     assert raised.returncode == 0, raised.stderr
