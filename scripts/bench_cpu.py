@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
-from specbatch.models.tokenizer import load_tokenizer
+from specbatch.models.formats.tokenizer import load_tokenizer
 from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 
 

@@ -20,7 +20,7 @@ from specbatch.engine.resolve import ResolvedRun
 from specbatch.models import config as decoder
 from specbatch.models import eagle_head
 from specbatch.models.config import ModelConfig
-from specbatch.models.head_files import HeadCheckpoint
+from specbatch.models.formats.eagle_files import HeadCheckpoint
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.models.config import parse_hf_config
 from specbatch.models.eagle_head import EagleConfig, expected_tensors
-from specbatch.models.tokenizer import load_tokenizer
-from specbatch.models.weights import open_checkpoint
+from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.models.formats.tokenizer import load_tokenizer
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
 
 TIE_MARGIN = 1e-4

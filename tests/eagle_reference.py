@@ -20,7 +20,7 @@ from specbatch.attention.interface import BatchLayout, Span
 from specbatch.draft.shape import DraftShape
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleKind, capture_layers
-from specbatch.models.weights import Checkpoint, open_checkpoint
+from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 
 E, VOCAB, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 32, 61, 8, 4, 2, 8, 1e-5, 500.0
 MLP = 40

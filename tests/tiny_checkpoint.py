@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from specbatch.models.config import expected_tensors, parse_hf_config
-from specbatch.models.tokenizer import byte_tokenizer
+from specbatch.models.formats.tokenizer import byte_tokenizer
 
 RAW: dict[str, Any] = {
     "model_type": "llama",

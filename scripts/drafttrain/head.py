@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_head import EagleConfig, capture_layers
+from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.rope import RopeConfig
-from specbatch.models.weights import Checkpoint
 
 
 class Norm(nn.Module):

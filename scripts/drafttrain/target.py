@@ -21,7 +21,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import capture_layers
-from specbatch.models.weights import Checkpoint
+from specbatch.models.formats.checkpoint import Checkpoint
 
 _LOGITS_AT_ONCE = 2**28  # elements: 0.5 GiB in bfloat16
 

@@ -28,9 +28,9 @@ from specbatch.models.catalog import cache_dir
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleHead
-from specbatch.models.head_files import HeadCheckpoint
+from specbatch.models.formats.eagle_files import HeadCheckpoint
+from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.packed import is_packable
-from specbatch.models.weights import TensorSource
 from specbatch.oracle.engine import Engine
 from specbatch.types import BatchEngine
 

@@ -34,10 +34,10 @@ from specbatch.kernels.cublaslt import DTYPES as CUBLASLT_DTYPES
 from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_head import EagleKind
-from specbatch.models.head_files import HeadCheckpoint, open_head
+from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
+from specbatch.models.formats.eagle_files import HeadCheckpoint, open_head
+from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.shapes import RANDOM_WEIGHTS, open_shape, open_shape_head
-from specbatch.models.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
-from specbatch.models.weights import Checkpoint, open_checkpoint
 
 _KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
 AttentionName = Literal["torch", "triton", "flashinfer"]

@@ -10,8 +10,8 @@ from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError
 from specbatch.models.catalog import SHAPE_PREFIX, builtin_head
-from specbatch.models.head_files import HeadCheckpoint, after
-from specbatch.models.weights import Checkpoint
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.eagle_files import HeadCheckpoint, after
 
 NEURAL = ("draft_model", "eagle", "eagle3")
 DEFAULT_NUM_STEPS = 3

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specbatch.errors import ModelError
@@ -57,3 +57,9 @@ def shown(value: object) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxother = 100
     return short.repr(value)
+
+
+def first_names(names: Sequence[str], limit: int = 5) -> str:
+    """The first names, and the number of the others."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""What a decoder is: sizes and traits, read from a Hugging Face `config.json` (GGUF metadata: see `gguf.py`).
+"""What a decoder is: sizes and traits, read from a Hugging Face `config.json` (of a GGUF: `formats/gguf_config.py`).
 
 One decoder serves Llama, Mistral, Qwen2 and Qwen3; what differs between them are the traits of `ModelConfig`. Defaults
 for keys that a config.json leaves out are those of transformers' config classes.

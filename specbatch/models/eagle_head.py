@@ -8,7 +8,7 @@ EAGLE-3 (Li et al. 2025; names as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): the f
 three of the target's layers; attention takes [norm(embedding); norm(feature)], twice the hidden size; the head has
 its own final norm and LM head, over a reduced draft vocabulary: draft id d stands for target id d + d2t[d].
 
-Both feed their own output back as the next position's feature. Heads are opened in `head_files.py`.
+Both feed their own output back as the next position's feature. `formats/eagle_files.py` opens heads.
 
 Shape suffixes: T packed tokens, R selected rows, E hidden size, W draft vocabulary.
 """

@@ -23,8 +23,8 @@ from specbatch.models.catalog import SHAPE_PREFIX
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
 from specbatch.models.eagle_head import EagleConfig, EagleKind, HeadTraits, eagle_config
 from specbatch.models.eagle_head import expected_tensors as head_tensors
-from specbatch.models.head_files import HeadCheckpoint
-from specbatch.models.weights import Checkpoint
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.eagle_files import HeadCheckpoint
 
 RANDOM_WEIGHTS = "random weights"  # what descriptions say
 REDUCED_DRAFT_VOCAB = 32000  # of EAGLE-3 heads as they are published for Llama 3 and Qwen 3

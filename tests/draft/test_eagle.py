@@ -21,8 +21,8 @@ from specbatch.engine.sequence import Sequence
 from specbatch.errors import ModelError
 from specbatch.models.decoder import loader
 from specbatch.models.eagle_head import EagleHead, EagleKind, capture_layers, target_ids_of
-from specbatch.models.head_files import LAYER_IDS, open_head
-from specbatch.models.weights import Checkpoint
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.eagle_files import LAYER_IDS, open_head
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.tree import DraftTree

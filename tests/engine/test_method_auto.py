@@ -14,7 +14,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_speculation import decide_method
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import cached_path
-from specbatch.models.head_files import HeadCheckpoint
+from specbatch.models.formats.eagle_files import HeadCheckpoint
 
 TARGET, HEAD = "builtin:smollm2-135m-instruct", "builtin:smollm2-135m-instruct-eagle3"
 

@@ -21,7 +21,7 @@ from transformers import (
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.engine.build import build_decoder
 from specbatch.models.decoder import Decoder
-from specbatch.models.weights import open_checkpoint
+from specbatch.models.formats.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
 MODELS = Path(os.environ.get("SPECBATCH_TEST_MODELS", Path.home() / ".cache" / "specbatch-dev"))
@@ -134,7 +134,7 @@ PROMPTS = [
 )
 def test_real_models(reference: str, ours: str) -> None:
     """float32. The folders hold the GGUFs' values, the Qwen one rounded to bfloat16, so there the GGUF differs more."""
-    from specbatch.models.tokenizer import load_tokenizer
+    from specbatch.models.formats.tokenizer import load_tokenizer
 
     for name in (reference, ours):
         if not (MODELS / name).exists():

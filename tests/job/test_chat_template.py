@@ -22,7 +22,7 @@ from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.prompt_template import PromptTemplate
 from specbatch.job.rows import Job
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.models.tokenizer import byte_tokenizer
+from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.types import EngineLimits, SamplingParams
 
 MEMORY_BEFORE = resource.getrlimit(resource.RLIMIT_AS)  # all of these tests

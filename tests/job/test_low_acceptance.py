@@ -15,8 +15,8 @@ from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_speculation import low_acceptance, resolve_speculation
 from specbatch.errors import ConfigError
 from specbatch.job.low_acceptance import LowAcceptance
-from specbatch.models.head_files import LAYER_IDS
-from specbatch.models.tokenizer import byte_tokenizer
+from specbatch.models.formats.eagle_files import LAYER_IDS
+from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.types import SpeculationCounts
 from tests.eagle_reference import head_tensors, random_target, write_head
 

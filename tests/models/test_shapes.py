@@ -17,9 +17,9 @@ from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.eagle_head import target_ids_of
-from specbatch.models.head_files import HeadCheckpoint
+from specbatch.models.formats.eagle_files import HeadCheckpoint
+from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.models.shapes import RandomSource, open_shape, open_shape_head, shape_config, shapes
-from specbatch.models.tokenizer import byte_tokenizer
 from specbatch.types import Request, RngKey, SamplingParams
 
 CPU = torch.device("cpu")

@@ -33,9 +33,9 @@ from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.config import expected_tensors
 from specbatch.models.decoder import loader
 from specbatch.models.eagle_head import EagleHead, capture_layers
-from specbatch.models.head_files import open_head
-from specbatch.models.tokenizer import byte_tokenizer
-from specbatch.models.weights import Checkpoint
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.eagle_files import open_head
+from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.ngram import NoProposer

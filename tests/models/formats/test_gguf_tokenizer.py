@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from specbatch.errors import ModelError
-from specbatch.models.tokenizer import describe_tokenizer_difference, load_tokenizer
+from specbatch.models.formats.tokenizer import describe_tokenizer_difference, load_tokenizer
 
 MODELS = Path(os.environ.get("SPECBATCH_TEST_MODELS", Path.home() / ".cache" / "specbatch-dev"))
 TEXTS = [

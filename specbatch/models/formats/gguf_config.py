@@ -9,7 +9,7 @@ import numpy as np
 from specbatch.errors import ModelError
 from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, norm_eps, number, shown, whole_number
 from specbatch.models.config import ModelConfig
-from specbatch.models.gguf import GgufFile
+from specbatch.models.formats.gguf import GgufFile
 from specbatch.models.rope import RopeConfig
 
 SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")

@@ -15,11 +15,11 @@ import pytest
 from transformers import LlamaConfig
 
 from specbatch.errors import ModelError
-from specbatch.models.gguf import GgufFile
-from specbatch.models.tokenizer import load_tokenizer
-from specbatch.models.weights import open_checkpoint
-from tests.models.test_damaged_models import flipped, survives
-from tests.models.test_gguf import SIZES, state_of, write
+from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.models.formats.gguf import GgufFile
+from specbatch.models.formats.tokenizer import load_tokenizer
+from tests.models.formats.test_damaged_models import flipped, survives
+from tests.models.formats.test_gguf import SIZES, state_of, write
 
 pytestmark = pytest.mark.timeout(60)
 HUGE = 1 << 60

@@ -1,7 +1,7 @@
-"""Tokenizers: loaded from a Hugging Face directory, or rebuilt from the metadata of a GGUF file; and their comparison.
+"""The tokenizer of a GGUF file, rebuilt from its metadata.
 
-A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`) without saying what it does. Each name known here stands for the
-pipeline of the `tokenizer.json` that it was converted from; a name that is not known is refused, because a wrong
+A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`) without saying what it does. Each name known here means the
+pipeline of the `tokenizer.json` that it was converted from. A name that is not known is refused, because a wrong
 pipeline gives fluent, different answers.
 """
 
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import flag, shown
-from specbatch.models.files import is_there
-from specbatch.models.gguf import GgufFile
+from specbatch.models.checks import flag
+from specbatch.models.formats.gguf import GgufFile
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -53,89 +51,10 @@ _KINDS: Mapping[str, _ByteLevelKind] = {
     "tekken": _ByteLevelKind(_TEKKEN_PATTERN, ignore_merges=True, adds_bos=True),
 }
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
-)
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face directory (local files only) or of a `.gguf` file, chat template included.
-
-    Raises ModelError where there is none, or where a GGUF's tokenizer is of a kind that cannot be rebuilt exactly.
-    """
-    if path.is_file():
-        file = GgufFile(path)
-        try:
-            return _from_metadata(file)
-        except ModelError:
-            raise
-        except Exception as error:  # of tokenizers, which has no class of its own
-            raise ModelError(
-                f"{path}: the tokenizer's metadata is damaged: {_first_line(error)}", hint="download the file again"
-            ) from error
-        finally:
-            file.close()
-    has = {name: is_there(path / name) for name in _TOKENIZER_FILES}  # a pipe among them would be waited for
-    # tokenizer.json is taken as it is: AutoTokenizer goes by `tokenizer_class`, and transformers 5 then rebuilds the
-    # pipeline of that class (SmolLM2's says GPT2Tokenizer, which does not split digits: other tokens for numbers).
-    loader = PreTrainedTokenizerFast if has["tokenizer.json"] else AutoTokenizer
-    try:
-        tokenizer = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        tokenizer.encode("a")  # values of a wrong type are noticed only here
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, ... by what is wrong
-        raise ModelError(
-            f"cannot load a tokenizer from {path}: {_first_line(error)}",
-            hint="the directory needs tokenizer.json and tokenizer_config.json",
-        ) from error
-    if not isinstance(tokenizer.chat_template, str | dict | None):
-        raise ModelError(f"{path}: the chat template must be a text, not {shown(tokenizer.chat_template)}")
-    return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int] = ()) -> PreTrainedTokenizerBase:
-    """A tokenizer for a model without files: every byte of UTF-8 is a token, nothing is merged.
-
-    The bytes have the first 256 ids that end no text. Every other id has a text too, such as `<5321>`, so that what a
-    random model writes can be shown; encoding gives none of these. The chat template writes `role: content` lines.
-    Raises ModelError where the vocabulary has no room for the bytes.
-    """
-    special = {i: f"<|end-{i}|>" for i in eos_token_ids}
-    if vocab_size < 256 + len(special):
-        raise ModelError(f"a vocabulary of {vocab_size} tokens has no room for the 256 bytes")
-    letters = iter(_byte_letters())
-    vocab = {special.get(i) or next(letters, f"<{i}>"): i for i in range(vocab_size)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in special.values()])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=next(iter(special.values()), None),
-        chat_template=_ROLE_LINES,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-_ROLE_LINES = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-def _byte_letters() -> list[str]:
-    """The visible letter that byte-level tokenizers write for each byte (GPT-2): itself where it is visible."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
-
-
-def _from_metadata(file: GgufFile) -> PreTrainedTokenizerBase:
+def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
+    """Raises ModelError for a tokenizer that cannot be rebuilt exactly."""
     path, tokens = file.path, file.items("tokenizer.ggml.tokens", str)
     if not tokens:
         raise ModelError(f"{path} has no tokenizer (tokenizer.ggml.tokens)")
@@ -275,29 +194,3 @@ def _surrounding(backend: Tokenizer, before: Sequence[str], after: Sequence[str]
     pair = [*single, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
     ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])]
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
-
-
-def describe_tokenizer_difference(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
-    """None where every id that both tokenizers have stands for the same token; else what differs, in one sentence.
-
-    Only ids are compared, not merges: a draft model shares the target's token ids and never tokenizes text itself.
-    """
-    tokens_a, tokens_b = _tokens_by_id(a), _tokens_by_id(b)
-    different = [i for i in sorted(tokens_a.keys() & tokens_b.keys()) if tokens_a[i] != tokens_b[i]]
-    if not different:
-        # A subset is compatible only if it is nearly all: tokenizers of two families may share a first few ids.
-        smaller, larger = sorted((len(tokens_a), len(tokens_b)))
-        return None if smaller >= 0.9 * larger else f"vocabulary sizes differ: {len(tokens_a)} and {len(tokens_b)}"
-    parts = []
-    if len(tokens_a) != len(tokens_b):
-        parts.append(f"vocabulary sizes differ: {len(tokens_a)} and {len(tokens_b)}")
-    first = different[0]
-    parts.append(
-        f"{len(different)} ids stand for different tokens: token {first} is {tokens_a[first]!r} in one, "
-        f"{tokens_b[first]!r} in the other"
-    )
-    return "; ".join(parts)
-
-
-def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    return {i: text for text, i in tokenizer.get_vocab().items()}

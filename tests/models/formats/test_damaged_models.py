@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from specbatch.errors import ModelError, SpecbatchError
 from specbatch.models.catalog import resolve_model
-from specbatch.models.files import read_json
-from specbatch.models.tokenizer import load_tokenizer
-from specbatch.models.weights import open_checkpoint
+from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.models.formats.files import read_json
+from specbatch.models.formats.tokenizer import load_tokenizer
 from tests.tiny_checkpoint import random_state, write_checkpoint
 
 pytestmark = pytest.mark.timeout(60)  # what waits for a pipe waits for ever

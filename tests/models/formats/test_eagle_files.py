@@ -15,8 +15,8 @@ from specbatch.engine.build import build_decoder
 from specbatch.errors import ModelError
 from specbatch.models.decoder import loader
 from specbatch.models.eagle_head import EagleHead, EagleKind, capture_layers, expected_tensors
-from specbatch.models.head_files import LAYER_IDS, HeadCheckpoint, open_head
-from specbatch.models.weights import Checkpoint
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.eagle_files import LAYER_IDS, HeadCheckpoint, open_head
 from tests.eagle_reference import LAYERS, VOCAB, E, Reference, head_tensors, random_target, write_head
 from tests.tiny_models import CPU, attention_of
 

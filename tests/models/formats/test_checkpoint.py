@@ -21,7 +21,8 @@ from transformers import (
 
 from specbatch.errors import ModelError
 from specbatch.models.config import expected_tensors
-from specbatch.models.weights import open_checkpoint, open_tensors
+from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.models.formats.tensor_files import open_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from specbatch.errors import ModelError
 from specbatch.models.config import expected_tensors, parse_hf_config
-from specbatch.models.gguf import GgufFile
-from specbatch.models.gguf_config import gguf_model_config
-from specbatch.models.weights import open_checkpoint
+from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.models.formats.gguf import GgufFile
+from specbatch.models.formats.gguf_config import gguf_model_config
 
 # Row lengths of 256 and more: blocks of the K types hold 256 elements.
 SIZES: dict[str, Any] = {

@@ -26,8 +26,9 @@ from specbatch.models.eagle_head import (
     layer_prefix,
     target_ids_of,
 )
-from specbatch.models.files import is_there, read_json
-from specbatch.models.weights import Checkpoint, TensorSource, is_stored_rotary, open_tensors
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.files import is_there, read_json
+from specbatch.models.formats.tensor_files import TensorSource, is_stored_rotary, open_tensors
 
 _FILE = "config.json of the draft head"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

@@ -1,0 +1,137 @@
+"""A model's checkpoint: its configuration and its tensors. Both are checked before any weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbatch.errors import ModelError
+from specbatch.models.checks import first_names, shown
+from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
+from specbatch.models.formats.files import is_there, read_json
+from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
+from specbatch.models.formats.gguf_config import gguf_model_config
+from specbatch.models.formats.tensor_files import (
+    SafetensorsSource,
+    TensorSource,
+    TorchBinSource,
+    is_stored_rotary,
+    open_tensors,
+)
+
+
+@dataclass
+class Checkpoint:
+    """A validated model: `tensors` holds every tensor of `expected_tensors(config)` in the expected shape."""
+
+    path: Path | None  # None: random weights, which have no files
+    config: ModelConfig
+    tensors: TensorSource
+    description: str  # for logs and results, such as "safetensors bfloat16", "Q4_K_M dequantised" or "random weights"
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open and validate a model: a Hugging Face directory or a `.gguf` file.
+
+    Raises ModelError where a file is missing or damaged, the architecture is unsupported, or a tensor is missing, has
+    the wrong shape or is unknown. Weight data is not read, except where a config says that the embeddings are tied and
+    the checkpoint nevertheless has an `lm_head.weight`: the two are compared, to do as transformers does.
+    """
+    if not path.is_dir():
+        if not is_there(path):
+            raise ModelError(f"{path} does not exist")
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is neither a directory nor a .gguf file")
+        file = GgufFile(path)
+        config = gguf_model_config(file)
+        tensors: TensorSource = GgufSource(file, config)
+        _check_tensors(path, config, tensors)
+        return Checkpoint(path, config, tensors, gguf_description(file))
+    config_file = path / "config.json"
+    if not is_there(config_file):
+        raise ModelError(
+            f"{path} has no config.json", hint="a model directory holds config.json, weights and tokenizer.json"
+        )
+    raw = read_json(config_file)
+    _check_architecture(path, raw)
+    generation_file = path / "generation_config.json"
+    config = parse_hf_config(raw, read_json(generation_file) if is_there(generation_file) else None)
+    tensors = open_tensors(path)
+    if config.tie_word_embeddings and _has_own_lm_head(tensors):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    _check_tensors(path, config, tensors)
+    return Checkpoint(path, config, tensors, _describe(tensors))
+
+
+_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{path}: architectures must be a list of names, not {shown(names)}")
+    unknown = [name for name in names if name not in _ARCHITECTURES]
+    if unknown:
+        draft_head = any("eagle" in name.lower() for name in unknown)
+        raise ModelError(
+            f"{path}: architecture {shown(unknown[0])} is not supported",
+            hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
+            if draft_head
+            else f"supported architectures: {', '.join(_ARCHITECTURES)}",
+        )
+
+
+def _has_own_lm_head(tensors: TensorSource) -> bool:
+    """True where a checkpoint that calls itself tied has an output head that differs from its embedding.
+
+    transformers (5.x) then uses the head and warns; earlier versions ignored it.
+    """
+    shapes = tensors.shapes()
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if head not in shapes or embedding not in shapes:
+        return False
+    first, second = tensors.load(embedding), tensors.load(head)
+    if first.data_ptr() == second.data_ptr():  # .bin files keep both names of one storage
+        return False
+    return first.dtype != second.dtype or not torch.equal(first, second)
+
+
+def _check_tensors(path: Path, config: ModelConfig, tensors: TensorSource) -> None:
+    expected, found = expected_tensors(config), tensors.shapes()
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected and not _is_harmless(name, config)]
+    wrong = [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} tensors are missing: {first_names(missing)}")
+    if wrong:
+        problems.append(f"{len(wrong)} tensors have the wrong shape: {first_names(wrong)}")
+    if unknown:
+        problems.append(f"{len(unknown)} tensors are unknown: {first_names(sorted(unknown))}")
+    if problems:
+        tensors.close()
+        raise ModelError(
+            f"{path} does not match its configuration ({config.model_type}, {config.num_layers} layers): "
+            + "; ".join(problems),
+            hint="the files may come from different models, or the model uses features that are not supported",
+        )
+
+
+def _is_harmless(name: str, config: ModelConfig) -> bool:
+    """Tensors that a model does not need: rotary frequencies that old checkpoints store (they are computed), and the
+    head of a tied model (known by now to equal the embedding)."""
+    return is_stored_rotary(name) or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def _describe(tensors: TensorSource) -> str:
+    assert isinstance(tensors, SafetensorsSource | TorchBinSource), type(tensors)
+    kind = "safetensors" if isinstance(tensors, SafetensorsSource) else "pytorch"
+    return f"{kind} " + "/".join(sorted(set(tensors.dtypes.values())))
