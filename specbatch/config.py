@@ -110,11 +110,6 @@ class EngineSection:
         "`round`: a round is one CUDA graph, and with `engine.attention: triton` a chunk of short prompts is one, too. "
         "`phases`: draft, verify and extend are one graph each. `none`: no graphs. `auto`: `round` on CUDA.",
     )
-    tuned_products: bool = option(
-        False,
-        "CUDA: measure at the first start which algorithms of cuBLAS are fastest for this model's GEMMs, and use them "
-        "from then on.",
-    )
     max_batch_size: int | None = option(
         None,
         "Most requests that run together. null: 16 on CPU, 256 on CUDA, or fewer if memory is short.",

@@ -20,6 +20,7 @@ import yaml
 
 from specbatch.config import Config, FieldProblem, sampling_value
 from specbatch.errors import ConfigError, cut, shown
+from specbatch.retired import RETIRED_OPTIONS
 from specbatch.strict_yaml import YamlProblem, load_yaml
 from specbatch.types import SamplingParams
 
@@ -254,6 +255,8 @@ def _unknown(cls: Any, path: str, key: str, value: Any) -> typing.NoReturn:
     names = list(_hints(cls))
     near = difflib.get_close_matches(key, names, n=1)
     prefix = f"{path}." if path else ""
+    if (retired := RETIRED_OPTIONS.get(f"{prefix}{key}")) is not None:
+        raise ConfigError(f"{prefix}{key} was removed", retired)
     if key == "num_speculative_tokens":  # near num_draft_tokens by its name, and one less
         hint = _of_vllm(f"{prefix if 'num_steps' in names else 'speculation.'}num_steps", str(value))
     elif near:

@@ -22,7 +22,6 @@ from specbatch.draft.shape import DraftShape
 from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead
-from specbatch.models.layers import GatedLinear, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,6 @@ class DraftNet(Protocol):
     target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
     feature_size: int  # E
     reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
-    linears: list[Linear | GatedLinear]  # the matrix products of its layers
-    head: Linear | None  # None: the target's
 
     def features(self, output: TargetOutput) -> Tensor | None:
         """(T, E) inputs taken from the target, None for a network that needs none."""
@@ -94,8 +91,6 @@ class ModelDraft:
         self._width = min(target_vocab_size, model.config.vocab_size)
         self.target_ids: Tensor | None = None
         self.feature_size = model.config.hidden_size
-        self.linears = model.linears
-        self.head: Linear | None = model.head
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return None
@@ -130,7 +125,6 @@ class EagleDraft:
         self._head = head
         self.target_ids = head.target_ids
         self.feature_size = head.config.hidden_size
-        self.linears, self.head = head.linears, head.head
 
     def features(self, output: TargetOutput) -> Tensor | None:
         return self._head.features(output.hidden_TE, output.aux_hidden_states)

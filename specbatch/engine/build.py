@@ -24,7 +24,6 @@ from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.models.catalog import cache_dir
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleHead
@@ -149,7 +148,6 @@ def _device_engine(
         keeps_tokens=speculation.method == "ngram",
         eos_token_ids=_eos_token_ids(run),
         simulate=speculation.simulate_acceptance,
-        products_folder=cache_dir() / "products" if run.config.engine.tuned_products else None,
         say=run.notes.append,
         show=show,
     )

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -15,7 +14,7 @@ from specbatch.cache.pages import PagePool
 from specbatch.draft.drafters import Drafter
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.executor import GraphMode, RoundExecutor, padded_sizes
+from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.memory import (
     ENOUGH_ROW,
     GIB,
@@ -29,11 +28,8 @@ from specbatch.engine.memory import (
 from specbatch.engine.resolve_cache import row_notes
 from specbatch.engine.trial import Trial, Trials
 from specbatch.errors import ModelError
-from specbatch.kernels.cublaslt import CublasLt
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.kernels.products import choose_products
 from specbatch.models.decoder import Decoder
-from specbatch.models.layers import GatedLinear, Linear
 
 
 def build_device_engine(
@@ -56,7 +52,6 @@ def build_device_engine(
     keeps_tokens: bool,
     eos_token_ids: tuple[int, ...],
     simulate: float | None,
-    products_folder: Path | None,
     say: Callable[[str], None],
     show: Callable[[str], None],
 ) -> DeviceEngine:
@@ -64,9 +59,8 @@ def build_device_engine(
     were read. `bound`: no longer row than its capacity fits. `kv_cache_tokens` None: what `memory_fraction` of what was
     available leaves after everything else. `sizes`: batch sizes and prompt chunks, of which the first is taken that
     leaves room for rows. `prompt_graphs`: where whole rounds are graphs, prompts may be, too: their attention plans
-    nothing on the host. `sampled`: requests will draw samples, so their graphs are captured too. `products_folder`:
-    where the library's fastest algorithms are remembered; None: torch's choice. `say` is told what was decided, a line
-    each; `show` what is being done.
+    nothing on the host. `sampled`: requests will draw samples, so their graphs are captured too. `say` is told what was
+    decided, a line each; `show` what is being done.
 
     Raises ModelError, with numbers, where the memory does not suffice.
     """
@@ -115,11 +109,6 @@ def build_device_engine(
         )
     for note in row_notes(plan, rows):
         say(note)
-    if products_folder is not None:
-        began = time.perf_counter()
-        products = _products(target, drafters, max_batch_size, prefill_chunk_tokens)
-        _choose_products(products, dtype, device, products_folder, say, show)
-        seconds["products chosen"] = time.perf_counter() - began
 
     began = time.perf_counter()
     for cache in trial.caches:
@@ -185,48 +174,3 @@ def _too_small(
         f"{measured.trial.reserved / GIB:.1f} GiB",
         hint=hint,
     )
-
-
-def _products(
-    target: Decoder, drafters: ByBatch[Drafter], max_batch_size: int, prefill_chunk_tokens: int
-) -> list[tuple[Seq[Linear | GatedLinear], set[int]]]:
-    """Layers with the numbers of rows that they meet."""
-    net, sizes = drafters.items[0].net, padded_sizes(drafters, max_batch_size)
-    rows = {size * drafters.items[i].num_nodes for size, i in sizes}
-    products: list[tuple[Seq[Linear | GatedLinear], set[int]]] = [([target.head], rows)]
-    products.append((target.linears, rows | {prefill_chunk_tokens}))
-    if net is not None:
-        pairs = [(size, drafters.items[i]) for size, i in sizes]
-        rows = {size * count for size, d in pairs for count in (1, d.branches, d.max_path)}
-        heads = [] if net.head is None else [net.head]
-        products += [(net.linears, rows | {prefill_chunk_tokens}), (heads, rows)]
-    return products
-
-
-@torch.inference_mode()
-def _choose_products(
-    products: Seq[tuple[Seq[Linear | GatedLinear], set[int]]],
-    dtype: torch.dtype,
-    device: torch.device,
-    folder: Path,
-    say: Callable[[str], None],
-    show: Callable[[str], None],
-) -> None:
-    """`products`: see `_products`."""
-    try:
-        library = CublasLt(device, dtype)
-    except (OSError, RuntimeError) as error:
-        raise ModelError(
-            f"engine.tuned_products: cuBLASLt does not load: {error}", hint="leave engine.tuned_products out"
-        ) from error
-    gpu = torch.cuda.get_device_name(device).replace(" ", "-")
-    path = folder / f"{gpu}-cublaslt-{library.version}.json"
-    wanted: dict[tuple[int, int], set[int]] = {}
-    linears = [(linear, rows) for group, rows in products for linear in group if not linear.has_bias]
-    for linear, rows in linears:
-        wanted.setdefault(linear.shape, set()).update(rows)
-    chosen = choose_products(wanted, library, path, show)
-    for linear, _ in linears:
-        linear.choose(chosen[linear.shape])
-    count = sum(map(len, chosen.values()))
-    say(f"engine.tuned_products: {count} products are faster than torch's by another algorithm ({path})")

@@ -30,7 +30,6 @@ from specbatch.engine.resolve_speculation import (
     schedule_of,
 )
 from specbatch.errors import ConfigError, ModelError
-from specbatch.kernels.cublaslt import DTYPES as CUBLASLT_DTYPES
 from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_head import EagleKind
@@ -281,11 +280,6 @@ def _resolve_engine(
         raise ConfigError(
             f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
             hint="leave engine.cuda_graphs out, or set it to none",
-        )
-    if section.tuned_products and (attention == "torch" or dtype not in CUBLASLT_DTYPES):
-        raise ConfigError(
-            f"engine.tuned_products needs a CUDA device and bfloat16 or float16, not {device} and {DTYPE_NAMES[dtype]}",
-            hint="leave engine.tuned_products out",
         )
     on_device = attention != "torch"
     batch, page, chunk, fraction = (256, 64, 8192, 0.9) if on_device else (16, 16, 512, 0.5)

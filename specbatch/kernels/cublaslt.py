@@ -1,9 +1,12 @@
-"""cuBLASLt's matrix products with an algorithm of one's own choice, by ctypes: torch offers none.
+"""GEMMs of cuBLASLt by an algorithm that the caller chooses, through ctypes: torch offers no choice.
+
+Which algorithm torch takes depends on the number of tokens and on the library's version. A pinned one gives the same
+bits at every start.
 
 Names and numbers are those of cublasLt.h (CUDA 12 and 13). Everything row-major here is column-major there: Y^T (O, M)
 = W (O, I) X^T (I, M), the weight transposed.
 
-Shape suffixes: M rows, I input features, O output features.
+Shape suffixes: M tokens, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -14,12 +17,11 @@ from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint64, 
 import torch
 from torch import Tensor
 
-from specbatch.kernels.shared_memory import like_hopper
-
 WORKSPACE_BYTES = 64 * 2**20
-_MOST_ALGORITHMS = 32
+_MAX_ALGORITHMS = 32
+_ALIGNMENT = 256  # bytes
 _COMPUTE_32F, _R_32F = 68, 0
-DTYPES = {torch.bfloat16: 14, torch.float16: 2}
+_DTYPES = {torch.bfloat16: 14, torch.float16: 2}
 _DESC_TRANSA, _PREF_MAX_WORKSPACE_BYTES, _OP_T = 3, 1, 1
 
 
@@ -38,7 +40,7 @@ class Algorithm(ctypes.Structure):
 class CublasLt:
     """The library, and a workspace for launches in order on one stream at a time. `dtype` is bfloat16 or float16.
 
-    Raises OSError where the library is not there, RuntimeError where it refuses.
+    Raises OSError where the library is missing, RuntimeError where it refuses.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -46,7 +48,7 @@ class CublasLt:
         self.version = int(self._lib.cublasLtGetVersion())
         self.device = device
         self.dtype = dtype
-        self.is_hopper = like_hopper(device)
+        self._known_layouts: dict[tuple[int, int, int], tuple[c_void_p, c_void_p, c_void_p]] = {}
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._handle = c_void_p()
         _check(self._lib.cublasLtCreate(byref(self._handle)))
@@ -62,39 +64,28 @@ class CublasLt:
             )
         )
 
-    def layouts(self, num_rows: int, num_out: int, num_in: int) -> tuple[c_void_p, c_void_p, c_void_p]:
-        """Of the weight, x and y. They live as long as the process; each is a few bytes."""
-        dtype = DTYPES[self.dtype]
-        made = []
-        for rows, columns in ((num_in, num_out), (num_in, num_rows), (num_out, num_rows)):
-            layout = c_void_p()
-            _check(self._lib.cublasLtMatrixLayoutCreate(byref(layout), dtype, rows, columns, rows))
-            made.append(layout)
-        return made[0], made[1], made[2]
-
-    def algorithms(self, num_rows: int, num_out: int, num_in: int) -> list[Algorithm]:
-        """What the library's heuristic proposes, its favourite first: the same list for the same library and GPU.
-        (What it proposes for nearby numbers of rows is next to never faster.)"""
-        weight, x, y = self.layouts(num_rows, num_out, num_in)
-        found, count = (Algorithm * _MOST_ALGORITHMS)(), c_int()
+    def algorithms(self, num_tokens: int, num_out: int, num_in: int) -> list[Algorithm]:
+        """What the library's heuristic proposes, its favourite first: the same list for the same library and GPU."""
+        weight, x, y = self._layouts(num_tokens, num_out, num_in)
+        found, count = (Algorithm * _MAX_ALGORITHMS)(), c_int()
         _check(
             self._lib.cublasLtMatmulAlgoGetHeuristic(
-                self._handle, self._desc, weight, x, y, y, self._preference, _MOST_ALGORITHMS, found, byref(count)
+                self._handle, self._desc, weight, x, y, y, self._preference, _MAX_ALGORITHMS, found, byref(count)
             )
         )
         return [found[i] for i in range(count.value) if found[i].state == 0]
 
-    def launch(
-        self,
-        layouts: tuple[c_void_p, c_void_p, c_void_p],
-        algorithm: Algorithm,
-        x_MI: Tensor,
-        weight_OI: Tensor,
-        y_MO: Tensor,
-        accumulate: bool,
-    ) -> None:
-        """y = x W^T, or y += x W^T. All contiguous."""
-        weight, x, y = layouts
+    def multiply(
+        self, algorithm: Algorithm, x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor | None = None
+    ) -> Tensor:
+        """x W^T + residual, (M, O), by one of the `algorithms` for this size. The sum is written over the residual, and
+        rounded once."""
+        (num_tokens, num_in), num_out = x_MI.shape, weight_OI.shape[0]
+        y_MO = x_MI.new_empty((num_tokens, num_out)) if residual_MO is None else residual_MO
+        assert all(t.is_contiguous() for t in (x_MI, weight_OI, y_MO)), (x_MI.stride(), weight_OI.stride())
+        # The heuristic's default; views of other tensors may have less.
+        assert all(t.data_ptr() % _ALIGNMENT == 0 for t in (x_MI, weight_OI, y_MO)), "addresses are not aligned"
+        weight, x, y = self._layouts(num_tokens, num_out, num_in)
         _check(
             self._lib.cublasLtMatmul(
                 self._handle,
@@ -104,7 +95,7 @@ class CublasLt:
                 weight,
                 x_MI.data_ptr(),
                 x,
-                byref(_ONE if accumulate else _ZERO),
+                byref(_ZERO if residual_MO is None else _ONE),
                 y_MO.data_ptr(),
                 y,
                 y_MO.data_ptr(),
@@ -115,6 +106,19 @@ class CublasLt:
                 torch.cuda.current_stream(self.device).cuda_stream,
             )
         )
+        return y_MO
+
+    def _layouts(self, num_tokens: int, num_out: int, num_in: int) -> tuple[c_void_p, c_void_p, c_void_p]:
+        """Of the weight, x and y. Made once for each size; a few bytes each."""
+        size = num_tokens, num_out, num_in
+        if size not in self._known_layouts:
+            made = []
+            for lines, columns in ((num_in, num_out), (num_in, num_tokens), (num_out, num_tokens)):
+                layout = c_void_p()
+                _check(self._lib.cublasLtMatrixLayoutCreate(byref(layout), _DTYPES[self.dtype], lines, columns, lines))
+                made.append(layout)
+            self._known_layouts[size] = made[0], made[1], made[2]
+        return self._known_layouts[size]
 
 
 _ONE, _ZERO = c_float(1.0), c_float(0.0)

@@ -28,7 +28,7 @@ from specbatch.errors import ModelError
 from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import MLP, Attention, Decoder, ForwardPass, Load
-from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
+from specbatch.models.layers import Linear, RMSNorm, Rotary
 
 EagleKind = Literal["eagle", "eagle3"]
 
@@ -243,11 +243,6 @@ class EagleHead:
             if head.has_vocab_map:
                 self._target_ids = target_ids_of(load_raw("d2t"), load_raw("t2d"), c.vocab_size).to(device)
         self.head = Linear(load("lm_head.weight")) if head.has_lm_head else None  # None: the target's
-
-    @property
-    def linears(self) -> list[Linear | GatedLinear]:
-        """The matrix products of its own, but for the head."""
-        return [self._fc, *self._attention.linears, *self._mlp.linears]
 
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor:
         """The target's features (T, E), from what its forward pass returned."""

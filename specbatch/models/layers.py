@@ -5,16 +5,11 @@ Shape suffixes: T packed tokens, I input features, O output features, H heads, D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor
 
 from specbatch.kernels import ops_for
 from specbatch.models.packed import PackedLinear, in_blocks, is_packable
-
-# (x, weight, residual or None) -> x W^T + residual, for one number of rows
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class RMSNorm:
@@ -40,26 +35,16 @@ class Linear:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         self.shape = self.out_features, self.in_features
-        self.has_bias = bias_O is not None
         self._packed = PackedLinear(weight_OI, bias_O) if is_packable(weight_OI) else None
-        self._chosen: Mapping[int, Multiply] = {}
         if self._packed is None:
             self._weight, self._bias = weight_OI, bias_O
             self._ops = ops_for(weight_OI.device, weight_OI.dtype)
-
-    def choose(self, products: Mapping[int, Multiply]) -> None:
-        """Multiply so, by number of rows. Not for a product with a bias, or a packed one."""
-        assert self._packed is None, "packed"
-        assert not self.has_bias, "a chosen product adds no bias"
-        self._chosen = products
 
     def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None, residual_TO: Tensor | None = None) -> Tensor:
         if self._packed is not None:
             x_TI = x_TI if norm is None else norm(x_TI)
             y = in_blocks(self._packed.multiply, x_TI, self._packed.settings.blocks)
             return y if residual_TO is None else residual_TO + y
-        if (multiply := self._chosen.get(x_TI.shape[0])) is not None:
-            return multiply(x_TI if norm is None else norm(x_TI), self._weight, residual_TO)
         if norm is not None:
             y = self._ops.norm_linear(x_TI, norm.weight, norm.eps, self._weight, self._bias)
             return y if residual_TO is None else residual_TO + y
@@ -83,21 +68,11 @@ class GatedLinear:
             self._bias = None if gate_bias_O is None or up_bias_O is None else torch.cat((gate_bias_O, up_bias_O))
             self._ops = ops_for(gate_OI.device, gate_OI.dtype)
         self.shape = gate_OI.shape[0] + up_OI.shape[0], gate_OI.shape[1]
-        self.has_bias = gate_bias_O is not None
-        self._chosen: Mapping[int, Multiply] = {}
-
-    def choose(self, products: Mapping[int, Multiply]) -> None:
-        """As `Linear.choose`, of gate and up together."""
-        assert not self._is_packed, "packed"
-        assert not self.has_bias, "a chosen product adds no bias"
-        self._chosen = products
 
     def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None) -> Tensor:
         if not self._is_packed:
             y: Tensor
-            if (multiply := self._chosen.get(x_TI.shape[0])) is not None:
-                y = self._ops.silu_mul(multiply(x_TI if norm is None else norm(x_TI), self._weight, None))
-            elif self._bias is not None:
+            if self._bias is not None:
                 x_TI = x_TI if norm is None else norm(x_TI)
                 y = self._ops.silu_mul(self._ops.linear(x_TI, self._weight, self._bias))
             elif norm is None:

@@ -90,7 +90,7 @@ MASKS = [(1, 1, [0, 7, 64], 0), (4, 1, [0, 13, 50], 0), (8, 2, [3, 31, 40], 3), 
 @pytest.mark.parametrize(("num_queries", "num_words", "starts", "draft_kv_offset"), MASKS)
 @pytest.mark.parametrize("kind", ["torch", pytest.param("triton", marks=[pytest.mark.gpu] if CUDA else [])])
 def test_mask_bits(kind: str, num_queries: int, num_words: int, starts: list[int], draft_kv_offset: int) -> None:
-    """`draft_kv_offset`: new tokens lie this many slots after the start of the mask, as in later steps of a draft tree."""
+    """`draft_kv_offset`: new tokens lie this many slots after the mask's start, as in later steps of a draft tree."""
     if kind == "triton":
         pytest.importorskip("triton")
         from specbatch.kernels.mask_bits import tree_mask_bits

@@ -60,7 +60,7 @@ def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any, **options: A
     engine = build_device_engine(
         target, ByBatch.always(SHAPE).map(drafts.drafter), dtype=torch.float64, kv_dtype=torch.float64, device=CPU,
         available=free, bound=plan_cache(free, rows), rows=rows, memory_fraction=0.9, prefix_cache=True, graphs="none",
-        prompt_graphs=False, sampled=False, keeps_tokens=True, eos_token_ids=(), simulate=None, products_folder=None,
+        prompt_graphs=False, sampled=False, keeps_tokens=True, eos_token_ids=(), simulate=None,
         say=said.append, show=lambda progress: None, **settings,
     )  # fmt: skip
     return engine, said

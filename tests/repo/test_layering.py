@@ -24,7 +24,7 @@ LAYERS = [
     ["attention"],
     ["cache"],
     ["kernels", "parallel"],
-    ["strict_yaml"],
+    ["strict_yaml", "retired"],
     ["types", "errors", "option", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
