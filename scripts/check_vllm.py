@@ -198,7 +198,7 @@ def _counters(llm: Any) -> tuple[int, int]:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """By file: acceptance lengths, texts that are equal, margins where the others part."""
-    from specbatch.job.totals import RowTotals
+    from specbatch.job.stats import RowTotals
 
     theirs = json.loads(args.vllm.read_text(encoding="utf-8"))
     totals: dict[str, RowTotals] = defaultdict(RowTotals)

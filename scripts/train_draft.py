@@ -41,7 +41,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, InputError, SpecbatchError
-from specbatch.job.results import disk_errors
+from specbatch.job.files import disk_errors
 from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.models.eagle_head import eagle_config, expected_tensors
 

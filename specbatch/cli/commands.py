@@ -235,12 +235,12 @@ def show_config(
     """Print the configuration with every `auto` decided; the reasons go to stderr."""
     with user_errors() as console:
         from specbatch.config_load import dump_config, load_config
-        from specbatch.job.notes import say
+        from specbatch.job.terminal import print_notes
 
         settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
         prepare_libraries()
         run = resolving(console)(settings)
-        say(run.notes, console)
+        print_notes(run.notes, console)
         print_data(dump_config(run.config))
 
 

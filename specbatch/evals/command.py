@@ -36,8 +36,6 @@ from specbatch.evals.sandbox import ISOLATED
 from specbatch.evals.schema import Execution, Task
 from specbatch.evals.score import Scores, read_results, sample_line, score
 from specbatch.evals.shared import SharedRuntime
-from specbatch.job.atomic import write_whole
-from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.command import (
     OK,
     SOME_FAILED,
@@ -45,11 +43,12 @@ from specbatch.job.command import (
     Runtime,
     generate_file,
 )
+from specbatch.job.files import disk_errors, write_whole
 from specbatch.job.jsonl import encode_line
 from specbatch.job.paths import files_read, stats_path_of
-from specbatch.job.results import disk_errors
 from specbatch.job.stats import write_report
-from specbatch.job.tables import print_table
+from specbatch.job.templates import ChatTemplate
+from specbatch.job.terminal import print_table
 from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.signals import INTERRUPTED
 from specbatch.types import SamplingParams

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specbatch.errors import ConfigError, InputError
 from specbatch.evals.schema import FewShot, Prompt, Task
-from specbatch.job.bounds import Bounded, OutOfBounds
+from specbatch.job.templates import Bounded, OutOfBounds
 
 Row = Mapping[str, Any]
 Messages = list[dict[str, str]]

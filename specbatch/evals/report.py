@@ -17,7 +17,7 @@ from specbatch.evals.plan import Plan
 from specbatch.evals.schema import NoMetric
 from specbatch.evals.score import Scores
 from specbatch.job.stats import commit
-from specbatch.job.tables import acceptance_text
+from specbatch.job.terminal import acceptance_text
 
 _SHOWN_MARGINS = 4
 

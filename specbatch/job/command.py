@@ -17,13 +17,10 @@ from rich.markup import escape
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
-from specbatch.job.file_facts import file_facts
-from specbatch.job.fingerprint import differences, job_fingerprint
+from specbatch.job.files import file_facts
+from specbatch.job.fingerprint import ModelFiles, differences, job_fingerprint
 from specbatch.job.generate import FileJob
 from specbatch.job.jsonl import encode_line
-from specbatch.job.low_acceptance import LowAcceptance
-from specbatch.job.model_files import ModelFiles
-from specbatch.job.notes import say
 from specbatch.job.paths import (
     ELSEWHERE,
     check_can_write,
@@ -38,14 +35,13 @@ from specbatch.job.paths import (
     stats_path_of,
     usable,
 )
-from specbatch.job.preview import with_checked_fields
 from specbatch.job.progress import JobProgress
-from specbatch.job.remarks import Remarks, draft_remarks
+from specbatch.job.remarks import LowAcceptance, Remarks, draft_remarks
 from specbatch.job.results import ResultFile
-from specbatch.job.rows import RowParser
+from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.sources import Source, input_stem, open_source
 from specbatch.job.stats import Provenance, build_report, device_name, write_report
-from specbatch.job.tables import closing_table, print_table
+from specbatch.job.terminal import closing_table, print_notes, print_table
 from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.signals import INTERRUPTED
 from specbatch.types import BatchEngine
@@ -103,7 +99,7 @@ def generate_file(
     assert batch is not None, "resolve() decides it"
     start_seconds = time.perf_counter() - began  # with the import of the libraries: part of what loading costs
     texts = TextProcessor(run.tokenizer, run.config.data)
-    models = ModelFiles(runtime.model_paths(run.config), lambda line: say([line], console))
+    models = ModelFiles(runtime.model_paths(run.config), lambda line: print_notes([line], console))
     job = job_fingerprint(
         run.config,
         source.identity,
@@ -118,7 +114,7 @@ def generate_file(
 
     results = ResultFile(output, job, models, overwrite=options.overwrite)
     try:
-        say([*results.notes(), *run.notes], console)
+        print_notes([*results.notes(), *run.notes], console)
         total = source.total if options.limit is None or source.total is None else min(source.total, options.limit)
         progress = JobProgress(console)
 
@@ -132,7 +128,7 @@ def generate_file(
                 engine = runtime.build_engine(run, lambda doing: None)
             models.check_loaded()
             models.hash_later()
-            say(run.notes[known:], console)  # what only the loaded model could tell
+            print_notes(run.notes[known:], console)  # what only the loaded model could tell
             _limit_rows(engine, results, console)
             return engine
 
@@ -140,7 +136,7 @@ def generate_file(
 
         def warn(text: str) -> None:
             run.notes.append(text)
-            say([text], console)
+            print_notes([text], console)
 
         file_job = FileJob(
             source,
@@ -164,13 +160,13 @@ def generate_file(
             progress.stop()
         if not completed:
             results.close()
-            say([*remarks.lines(), *draft_remarks(file_job.session.engine)], console)
+            print_notes([*remarks.lines(), *draft_remarks(file_job.session.engine)], console)
             _say_interrupted(results, total, console)
             return INTERRUPTED
         sorting = time.perf_counter()
         written = results.finish()
         if results.stale_rows:
-            say([f"{results.stale_rows:,} finished rows were not kept: their input rows have changed"], console)
+            print_notes([f"{results.stale_rows:,} finished rows were not kept: their input rows have changed"], console)
         session = file_job.session
         session.io_seconds += time.perf_counter() - sorting
         session.load_seconds += start_seconds
@@ -192,7 +188,7 @@ def generate_file(
         results.close()
     if summary:
         print_table(closing_table(report), console)
-    say(remarked, console)
+    print_notes(remarked, console)
     return _verdict(report, console)
 
 
@@ -201,9 +197,11 @@ def _limit_rows(engine: BatchEngine, results: ResultFile, console: Console) -> N
     here, first = engine.limit_rows(None), results.longest_row
     results.settle_longest_row(engine.limit_rows(first))
     if first is None and results.resumed_rows:
-        say([f"longest row: {here} tokens from now on (what the first run of this job allowed is lost)"], console)
+        print_notes(
+            [f"longest row: {here} tokens from now on (the limit of the first run of this job is lost)"], console
+        )
     elif first is not None and first != here:
-        say([f"longest row: {first} tokens, as in the first run of this job (not {here})"], console)
+        print_notes([f"longest row: {first} tokens, as in the first run of this job (not {here})"], console)
 
 
 def _checked_output(options: GenerateOptions, config: Config, console: Console) -> Path:
@@ -292,4 +290,4 @@ def _say_interrupted(results: ResultFile, total: int | None, console: Console) -
     kept = (
         f"{count:,}{of} rows are finished and kept in {partial_path(results.output)}" if count else "no row is finished"
     )
-    say([f"interrupted: {kept}", "run the same command again to go on"], console)
+    print_notes([f"interrupted: {kept}", "run the same command again to go on"], console)

@@ -13,10 +13,9 @@ from typing import Any
 
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, InputError, RowError
 from specbatch.job.eta import Work
-from specbatch.job.low_acceptance import LowAcceptance
 from specbatch.job.openai_batch import openai_error, openai_result
 from specbatch.job.progress import JobProgress, Snapshot
-from specbatch.job.remarks import Remarks
+from specbatch.job.remarks import LowAcceptance, Remarks
 from specbatch.job.results import ResultFile
 from specbatch.job.results_format import Choice, native_error, native_result
 from specbatch.job.rows import Job, RowHead, RowParser

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import numpy as np
 
 from specbatch.errors import NOT_FINITE_HINT
 from specbatch.job.parameters import KNOWN_NAMES, LONGEST_NAME, SAMPLING_NAMES, meant_by, shown_name
 from specbatch.job.rows import RowHead
-from specbatch.types import EngineStats
+from specbatch.types import EngineStats, SpeculationCounts
 
 _MOST_NAMES = 200  # distinct ones that are counted each; each is compared with every known name at the end
 _MOST_SHOWN = 12
@@ -129,3 +129,27 @@ class _Tally:
 def _bare(model: str) -> str:
     """A model's name without what says where it comes from: org/Name, ./Name.gguf and builtin:name are alike."""
     return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1].lower().removesuffix(".gguf")
+
+
+_ROUNDS = 200
+_LENGTH = 1.2
+
+
+class LowAcceptance:
+    """`causes`: the likely ones; None: nothing is said. `say` is given the warning."""
+
+    def __init__(self, causes: str | None, say: Callable[[str], None]) -> None:
+        self._causes = causes
+        self._say = say
+
+    def look(self, counts: SpeculationCounts) -> None:
+        """At the counts of all requests that finished in this process."""
+        if self._causes is None or not (proposed := counts.proposed_at) or proposed[0] < _ROUNDS:
+            return
+        length = 1 + counts.accepted / proposed[0]  # rounds without drafts are none of the drafts' making
+        if length < _LENGTH:
+            self._say(
+                f"warning: the acceptance length is {length:.2f} after {proposed[0]:,} rounds: hardly any draft is "
+                f"right, and speculation.method none would be faster. Likely causes: {self._causes}"
+            )
+            self._causes = None

@@ -16,22 +16,20 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
 from specbatch.job import paths
-from specbatch.job.file_facts import FileFacts
-from specbatch.job.fingerprint import INPUT_FACTS, differences
+from specbatch.job.files import FileFacts, disk_errors, replace_durably
+from specbatch.job.fingerprint import INPUT_FACTS, ModelFiles, differences
 from specbatch.job.jsonl import encode_line
-from specbatch.job.model_files import ModelFiles
 from specbatch.job.openai_batch import index_of
-from specbatch.job.partial import PartialLines, header_line, read_header
+from specbatch.job.partial import Entry, PartialLines, RowIndex, header_line, read_header
 from specbatch.job.paths import partial_path
-from specbatch.job.row_index import Entry, RowIndex
 from specbatch.job.sources import RawRow
-from specbatch.job.totals import RowTotals
+from specbatch.job.stats import RowTotals
 
 _SYNC_SECONDS = 5.0
 _COPY_BUFFER = 1 << 20
@@ -305,24 +303,3 @@ def _input_of(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_input(job: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in job.items() if not name.startswith(INPUT_FACTS)}
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """A full disk, for one, is no error of this program: OSErrors become InputErrors."""
-    try:
-        yield
-    except OSError as exc:
-        raise InputError(
-            f"cannot write {path}: {exc.strerror or exc}", "finished rows are kept; run the same command again to go on"
-        ) from exc
-
-
-def replace_durably(source: Path, target: Path) -> None:
-    """Rename over `target`, and make the rename itself survive a power cut."""
-    os.replace(source, target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

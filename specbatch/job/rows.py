@@ -13,14 +13,15 @@ engines call a parameter (`suffix`, `tools`) is data there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specbatch.config import DataSection, FieldProblem, sampling_value
-from specbatch.errors import RowError
+from specbatch.errors import InputError, RowError
 from specbatch.job.jsonl import decode_line
-from specbatch.job.messages import check_messages
 from specbatch.job.openai_batch import (
     KNOWN_BODY,
     Envelope,
@@ -29,10 +30,49 @@ from specbatch.job.openai_batch import (
     read_envelope,
     sampling_fields,
 )
-from specbatch.job.parameters import PROMPTS, SAMPLING_NAMES, UNSUPPORTED, meant_by, refuse_unsupported
-from specbatch.job.prompt_template import PromptTemplate
-from specbatch.job.sources import RawRow
+from specbatch.job.parameters import PROMPTS, SAMPLING_NAMES, UNSUPPORTED, meant_by, refuse_unsupported, shown_name
+from specbatch.job.sources import RawRow, Source
+from specbatch.job.templates import PromptTemplate
 from specbatch.types import SamplingParams
+
+
+def check_messages(value: Any) -> list[dict[str, Any]]:
+    """Messages with text content. Text parts are joined with newlines. Raises RowError."""
+    if not isinstance(value, list):
+        raise RowError("invalid_type", f"messages must be a list, not {type(value).__name__}")
+    if not value:
+        raise RowError("empty_prompt", "messages is empty")
+    return [_message(i, message) for i, message in enumerate(value)]
+
+
+def _message(i: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise RowError("invalid_type", f"messages[{i}] must be an object, not {type(message).__name__}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RowError("invalid_type", f"messages[{i}].role must be text")
+    for name in ("tool_calls", "function_call", "tool_call_id", "audio"):
+        if message.get(name):
+            raise RowError("unsupported_parameter", f"messages[{i}].{name} is not supported")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_part(i, part) for part in content)
+    if not isinstance(content, str):
+        found = "missing" if content is None else type(content).__name__
+        raise RowError("invalid_type", f"messages[{i}].content must be text, but is {found}")
+    return {**message, "content": content}
+
+
+def _part(i: int, part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise RowError("invalid_type", f"messages[{i}].content must hold objects with a type")
+    if part["type"] != "text":
+        raise RowError(
+            "unsupported_parameter", f"messages[{i}].content: parts of type {part['type']!r:.40} are not supported"
+        )
+    if not isinstance(part.get("text"), str):
+        raise RowError("invalid_type", f"messages[{i}].content: a text part must hold text")
+    return part["text"]
 
 
 @dataclass(slots=True)
@@ -211,3 +251,60 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise RowError("invalid_type", f"{name} must be text, not {type(value).__name__}")
     return value
+
+
+_MOST_ROWS = 100  # that are looked at where the first does not have all
+_MOST_SHOWN = 12
+
+
+def with_checked_fields(source: Source, parser: RowParser) -> Source:
+    """`source`, whose first rows are known to have what prompts are made of: the first with all of it ends the search,
+    and a table is known by its first row. No row is lost where a source can be read but once.
+
+    Raises InputError where none of the first rows has a field that is needed.
+    """
+    rows = source.rows()
+    head: list[RawRow] = []
+    needs = parser.needs
+    names: dict[str, None] = {}
+    count = 0
+    for raw in itertools.islice(rows, _MOST_ROWS):
+        head.append(raw)
+        if isinstance(raw.data, dict):
+            fields = raw.data
+        else:
+            try:
+                fields = decode_line(raw.data)
+            except RowError:  # becomes this row's own error
+                continue
+            if is_openai_line(fields):  # prompts come in their bodies
+                continue
+        count += 1
+        names.update(dict.fromkeys(fields))
+        needs = {words: anyone for words, anyone in needs.items() if not fields.keys() & set(anyone)}
+        if not needs or isinstance(raw.data, dict):
+            break
+    if needs and count:
+        raise _missing(source, needs, list(names), count)
+    rest = iter([itertools.chain(head, rows)])
+    return replace(source, rows=lambda: _first_of(rest, source))
+
+
+def _first_of(rest: Iterator[Iterator[RawRow]], source: Source) -> Iterator[RawRow]:
+    """What has been opened, at the first time; later, what the source opens anew."""
+    opened = next(rest, None)
+    yield from source.rows() if opened is None else opened
+
+
+def _missing(source: Source, needs: dict[str, tuple[str, ...]], names: list[str], count: int) -> InputError:
+    words, wanted = next(iter(needs.items()))
+    lower = {name.lower(): name for name in names}
+    near = [lower[n] for w in wanted for n in difflib.get_close_matches(w.lower(), lower, n=1)]
+    hint = f"did you mean {shown_name(near[0])}? " if near else ""
+    shown = ", ".join(shown_name(name) for name in names[:_MOST_SHOWN]) or "none"
+    hint += f"the fields there: {shown}{', ...' * (len(names) > _MOST_SHOWN)}"
+    if len(wanted) > 1:  # neither a template nor a column was given
+        hint += "; data.prompt_column and data.prompt_template make prompts of them"
+    rows = "the first row" if count == 1 else f"none of the first {count} rows"
+    has = "has no" if count == 1 else "has"
+    return InputError(f"{rows} of {source.name} {has} {words}", hint)

@@ -16,10 +16,9 @@ from specbatch.config import Config, ScheduleSection
 from specbatch.engine.build import Built
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.graphs.runner import ladder
-from specbatch.job.fingerprint import job_fingerprint
-from specbatch.job.model_files import ModelFiles
-from specbatch.job.notes import say as say_notes
+from specbatch.job.fingerprint import ModelFiles, job_fingerprint
 from specbatch.job.stats import device_name, versions
+from specbatch.job.terminal import print_notes
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.tune.candidates import Candidate
 from specbatch.tune.confirm import MOST_TURNS, Live, confirm, drift, repeated, speedups
@@ -78,7 +77,7 @@ def tune_file(
     until = started + options.budget_seconds
 
     def say(line: str) -> None:
-        say_notes([line], console)
+        print_notes([line], console)
 
     config, parser, source = rows.config, rows.parser, rows.source
     run, widest = _resolve_widest(config, resolve)

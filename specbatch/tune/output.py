@@ -13,9 +13,9 @@ from rich.console import Console
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
-from specbatch.job.atomic import write_whole
+from specbatch.job.files import write_whole
 from specbatch.job.stats import device_name
-from specbatch.job.tables import print_table
+from specbatch.job.terminal import print_table
 from specbatch.tune.command import Tuned
 from specbatch.tune.confirm import speedups
 from specbatch.tune.errors import TuningError

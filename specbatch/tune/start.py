@@ -8,8 +8,7 @@ from pathlib import Path
 from specbatch.config import Config
 from specbatch.errors import ConfigError, InputError
 from specbatch.job.paths import check_can_write, check_input_name, check_written, files_read, output_file
-from specbatch.job.preview import with_checked_fields
-from specbatch.job.rows import RowParser
+from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.sources import Source, open_source
 from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.tune.files import tuned_files

@@ -16,7 +16,7 @@ from specbatch.engine.nvidia import Driver, find_driver, why_unused
 from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_device import resolve_device, resolve_dtype
 from specbatch.errors import ConfigError
-from specbatch.job.notes import say
+from specbatch.job.terminal import print_notes
 
 CUDA = torch.device("cuda")
 MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:42:15 UTC 2024\nGCC version: 12.3.0\n"
@@ -140,7 +140,7 @@ def test_warnings_stand_out_on_a_terminal(terminal: bool) -> None:
     console = Console(
         file=out, force_terminal=terminal, color_system=colours, no_color=False, highlight=False
     )  # as that of stderr
-    say(["engine.device: [cpu]", "warning: slow"], console)
+    print_notes(["engine.device: [cpu]", "warning: slow"], console)
     plain, warning = out.getvalue().splitlines()
     assert plain == "engine.device: [cpu]"
     assert warning == ("\x1b[1;33mwarning: slow\x1b[0m" if terminal else "warning: slow")

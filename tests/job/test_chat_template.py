@@ -17,10 +17,8 @@ from specbatch.cli import app
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, ModelError, RowError
 from specbatch.evals.prompts import Renderer
-from specbatch.job.bounds import Bounded, OutOfBounds
-from specbatch.job.chat_template import ChatTemplate
-from specbatch.job.prompt_template import PromptTemplate
 from specbatch.job.rows import Job
+from specbatch.job.templates import Bounded, ChatTemplate, OutOfBounds, PromptTemplate
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.types import EngineLimits, SamplingParams

@@ -11,9 +11,9 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, RowError
 from specbatch.job.jsonl import decode_line, encode_line, numbered_lines
-from specbatch.job.prompt_template import PromptTemplate
 from specbatch.job.rows import Job, RowHead, RowParser
 from specbatch.job.sources import RawRow
+from specbatch.job.templates import PromptTemplate
 from specbatch.types import SamplingParams
 
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5)

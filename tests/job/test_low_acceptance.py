@@ -14,7 +14,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_speculation import low_acceptance, resolve_speculation
 from specbatch.errors import ConfigError
-from specbatch.job.low_acceptance import LowAcceptance
+from specbatch.job.remarks import LowAcceptance
 from specbatch.models.formats.eagle_files import LAYER_IDS
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.types import SpeculationCounts

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specbatch.errors import InputError
-from specbatch.job.model_files import ModelFiles
+from specbatch.job.fingerprint import ModelFiles
 from specbatch.job.paths import partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow

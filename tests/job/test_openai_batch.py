@@ -13,8 +13,8 @@ from specbatch.job.openai_batch import index_of, openai_error, openai_result
 from specbatch.job.results_format import Choice
 from specbatch.job.rows import Job, RowHead, RowParser
 from specbatch.job.sources import RawRow
+from specbatch.job.stats import RowTotals
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.job.totals import RowTotals
 from specbatch.types import FinishReason, SamplingParams, SpeculationCounts, TokenLogprob
 from tests.stub_engine import StubTokenizer
 

@@ -20,7 +20,7 @@ from specbatch.job.partial import FORMAT, PartialLines
 from specbatch.job.paths import partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
-from specbatch.job.totals import RowTotals
+from specbatch.job.stats import RowTotals
 from tests.job.test_pipeline import Run
 from tests.stub_engine import StubEngine
 

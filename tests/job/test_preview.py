@@ -12,8 +12,7 @@ import pytest
 
 from specbatch.config import Config, DataSection
 from specbatch.errors import InputError
-from specbatch.job.preview import with_checked_fields
-from specbatch.job.rows import RowParser
+from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.sources import Source, open_source
 from specbatch.tune.options import TuneOptions
 from specbatch.tune.start import open_rows

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from specbatch.job.stats import Provenance, Session, build_report
-from specbatch.job.tables import acceptance_text, print_table
-from specbatch.job.totals import RowTotals
+from specbatch.job.stats import Provenance, RowTotals, Session, build_report
+from specbatch.job.terminal import acceptance_text, print_table
 from specbatch.types import EngineStats, SpeculationCounts
 
 

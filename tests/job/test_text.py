@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from specbatch.config import Config, DataSection
 from specbatch.errors import ConfigError, RowError
 from specbatch.job.rows import Job
-from specbatch.job.stop import StopChecker, cut_at_stop
-from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.job.tokenizer import StopChecker, TextProcessor, cut_at_stop, with_chat_template_text
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, SpeculationCounts
 from tests.stub_engine import EOS, StubTokenizer
 

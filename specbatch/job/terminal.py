@@ -1,9 +1,9 @@
-"""Tables at the end of a command, for the reader at the terminal."""
+"""What a command prints for the reader at the terminal: notes, and tables at its end."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from specbatch.job.progress import duration
+
+
+def print_notes(notes: Iterable[str], console: Console) -> None:
+    """Warnings, which begin with that word, stand out on a terminal."""
+    for note in notes:
+        style = "bold yellow" if note.startswith("warning: ") else None
+        console.print(note, style=style, markup=False, soft_wrap=True)
+
 
 _UNCUT = 0.05  # tokens per round that the ends of rows may take without a word
 
