@@ -1,22 +1,23 @@
 """The configuration: a frozen, strict schema read once from YAML and `--set a.b=c`. Descriptions are part of it:
 `scripts/write_options.py` makes docs/options.md and the commented default.yaml from them.
 
-Only `cli`, `pipeline`, `evals` and `engine/resolve.py` import this module; below them, constructors take plain values.
+Only `cli`, `job`, `evals`, `tune` and `engine/resolve.py` import this module; below them, constructors take plain
+values.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from specbatch.errors import shown
-from specbatch.option import option
+from specbatch.option import AT_LEAST_1, SEED, Range, option, required
+from specbatch.retired import OPTIONS
+from specbatch.strict import Reader, options_of
 from specbatch.types import SamplingParams
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64", "fp8_e4m3"]
+_STEPS = Range(">= 0 (0 = plain decoding)", lambda v: v >= 0)
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,18 @@ class ModelSection:
 class NgramSection:
     """Of the method `ngram`: it finds the last tokens earlier in the text, and proposes what followed them."""
 
-    min_match: int = option(2, "Shortest run of last tokens to find.")
-    max_match: int = option(5, "Longest run of last tokens to find.")
+    min_match: int = option(2, "Shortest run of last tokens to find.", AT_LEAST_1)
+    max_match: int = option(5, "Longest run of last tokens to find.", AT_LEAST_1)
 
 
 @dataclass(frozen=True)
 class ScheduleSection:
     """The draft shape of batches of up to `max_batch` requests; `num_steps` 0 is plain decoding."""
 
-    max_batch: int
-    num_steps: int | None = None
-    topk: int = 1
-    num_draft_tokens: int | None = None
+    max_batch: int = required("For batches of up to this number of requests.", AT_LEAST_1)
+    num_steps: int | None = option(None, "As `speculation.num_steps`; 0: plain decoding.", _STEPS)
+    topk: int = option(1, "As `speculation.topk`.", AT_LEAST_1)
+    num_draft_tokens: int | None = option(None, "As `speculation.num_draft_tokens`.", AT_LEAST_1)
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,14 @@ class SpeculationSection:
         "null: those that the head's `config.json` names, else [2, L / 2, L - 3] of L layers.",
     )
     num_steps: int | None = option(
-        None, "Depth of drafting. null: decided together with `num_draft_tokens` (neural methods: 3)."
+        None, "Depth of drafting. null: decided together with `num_draft_tokens` (neural methods: 3).", AT_LEAST_1
     )
-    topk: int = option(1, "Branches kept at each draft step. 1 drafts a chain, more a tree.")
+    topk: int = option(1, "Branches kept at each draft step. 1 drafts a chain, more a tree.", AT_LEAST_1)
     num_draft_tokens: int | None = option(
         None,
         "Nodes that a round verifies, with the root (the last committed token). "
         "null: decided (`ngram`: 6, chain: num_steps + 1, tree: 8).",
+        AT_LEAST_1,
     )
     schedule: tuple[ScheduleSection, ...] | None = option(
         None,
@@ -91,6 +93,7 @@ class SpeculationSection:
         None,
         "For measurements on CUDA only: commit this many tokens per round on average (1 to num_steps + 1), whatever "
         "the drafts are. The texts are not answers then. null: off.",
+        AT_LEAST_1,
     )
     ngram: NgramSection = field(default_factory=NgramSection)
 
@@ -113,8 +116,9 @@ class EngineSection:
     max_batch_size: int | None = option(
         None,
         "Most requests that run together. null: 16 on CPU, 256 on CUDA, or fewer if memory is short.",
+        AT_LEAST_1,
     )
-    page_size: int | None = option(None, "Tokens in a page of the KV cache. null: 16 on CPU, 64 on CUDA.")
+    page_size: int | None = option(None, "Tokens in a page of the KV cache. null: 16 on CPU, 64 on CUDA.", AT_LEAST_1)
     kv_dtype: KVDtypeName = option(
         "auto",
         "The type of cached keys and values. `auto`: that of the model. `fp8_e4m3` (CUDA from Ada on) takes one byte a "
@@ -123,11 +127,13 @@ class EngineSection:
     kv_cache_tokens: int | None = option(
         None,
         "Size of the KV cache in tokens. A row that it cannot hold is an error. null: from `memory_fraction`.",
+        AT_LEAST_1,
     )
     memory_fraction: float | None = option(
         None,
         "CPU: the share of the free memory for the KV cache; null: 0.5. CUDA: the share of the GPU's free memory for "
         "weights, graphs, working memory and KV cache together; null: 0.9.",
+        Range("> 0 and <= 1", lambda v: 0 < v <= 1),
     )
     prefix_cache: bool = option(
         True, "Compute the beginning that several prompts share (few-shot examples, system prompts) once."
@@ -135,8 +141,9 @@ class EngineSection:
     prefill_chunk_tokens: int | None = option(
         None,
         "Most prompt tokens computed in one pass. null: 512 on CPU, 8192 on CUDA, or fewer if memory is short.",
+        AT_LEAST_1,
     )
-    seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.")
+    seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.", SEED)
 
 
 @dataclass(frozen=True)
@@ -172,55 +179,9 @@ class Config:
     data: DataSection = field(default_factory=DataSection)
 
 
-class FieldProblem(ValueError):
-    """A sampling field has a wrong type (`invalid_type`) or a value out of range (`invalid_value`)."""
-
-    def __init__(self, type: Literal["invalid_type", "invalid_value"], message: str) -> None:
-        super().__init__(message)
-        self.type = type
-        self.message = message
-
-
-_INT32_MAX = 2**31 - 1  # lengths and counts live in int32 buffers on the device
-# Legal ranges of the numeric sampling fields: (type, test, the range in words).
-_SAMPLING_RANGES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "max_tokens": (int, lambda v: 1 <= v <= _INT32_MAX, ">= 1"),
-    "temperature": (float, lambda v: 0 <= v <= 1e4, ">= 0 (0 = greedy)"),
-    "top_p": (float, lambda v: 0 < v <= 1, "> 0 and <= 1 (1 = off)"),
-    "top_k": (int, lambda v: 0 <= v <= _INT32_MAX, ">= 0 (0 = off)"),
-    "min_p": (float, lambda v: 0 <= v <= 1, ">= 0 and <= 1 (0 = off)"),
-    "seed": (int, lambda v: 0 <= v < 2**63, ">= 0 and < 2^63"),
-    "logprobs": (int, lambda v: 0 <= v <= 20, ">= 0 and <= 20"),
-    "n": (int, lambda v: 1 <= v <= 1024, ">= 1 and <= 1024"),
-}
-
-
-def sampling_value(name: str, value: Any) -> Any:
+def sampling_value(name: str, value: Any, path: str | None = None) -> Any:
     """`value` as SamplingParams holds it under `name`; one rule for the config and for the overrides of a row.
 
-    Raises FieldProblem. bool is no integer here, and NaN and infinities are out of every range.
+    Raises FieldError, which names the value by `path`, else by `name`.
     """
-    if name == "stop":
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
-            raise FieldProblem("invalid_type", f"stop must be text or a list of texts, not {shown(value)}")
-        if "" in texts:
-            raise FieldProblem("invalid_value", "stop must not hold an empty text, which would match everywhere")
-        return tuple(texts)
-    if name == "stop_token_ids":
-        if not isinstance(value, list | tuple) or not all(type(t) is int for t in value):
-            raise FieldProblem("invalid_type", f"stop_token_ids must be a list of integers, not {shown(value)}")
-        if any(not 0 <= t <= _INT32_MAX for t in value):
-            raise FieldProblem("invalid_value", "stop_token_ids must hold token ids >= 0")
-        return tuple(value)
-    if name == "ignore_eos":
-        if not isinstance(value, bool):
-            raise FieldProblem("invalid_type", f"ignore_eos must be true or false, not {shown(value)}")
-        return value
-    kind, legal, words = _SAMPLING_RANGES[name]
-    if isinstance(value, bool) or not isinstance(value, int | float if kind is float else int):
-        wanted = "a number" if kind is float else "an integer"
-        raise FieldProblem("invalid_type", f"{name} must be {wanted} {words}, not {shown(value)}")
-    if (isinstance(value, float) and not math.isfinite(value)) or not legal(value):
-        raise FieldProblem("invalid_value", f"{name} must be {words}, not {shown(value)}")
-    return kind(value)
+    return Reader(SamplingParams, OPTIONS).value(options_of(SamplingParams)[name], value, path or name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from typing import Literal
 
 
 class SpecbatchError(Exception):
@@ -16,6 +17,14 @@ class SpecbatchError(Exception):
 
 class ConfigError(SpecbatchError):
     """The configuration or the command line is wrong. Raised before any model is loaded; exit code 2."""
+
+
+class FieldError(ConfigError):
+    """One value is wrong: its type (`invalid_type`), or a value of the right type (`invalid_value`)."""
+
+    def __init__(self, type: Literal["invalid_type", "invalid_value"], message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.type = type
 
 
 class ModelError(SpecbatchError):

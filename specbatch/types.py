@@ -8,7 +8,8 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Protocol
 
-from specbatch.option import option
+from specbatch.errors import FieldError
+from specbatch.option import SEED, Range, option
 
 
 class FinishReason(StrEnum):
@@ -17,23 +18,49 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the model's logits are not finite where the next token was to be chosen
 
 
+def _not_empty(path: str, text: str) -> None:
+    if not text:
+        raise FieldError("invalid_value", f"{path} must not be an empty text, which would match everywhere")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. A row overrides any of these with a field of the same name."""
 
-    max_tokens: int = option(256, "Most tokens of a completion.")
-    temperature: float = option(0.0, "0 = greedy.")
-    top_p: float = option(1.0, "Sample from the most probable tokens that add up to this probability. 1 = off.")
-    top_k: int = option(0, "Sample from this number of most probable tokens. 0 = off.")
-    min_p: float = option(0.0, "Sample from tokens with at least this share of the highest probability. 0 = off.")
-    seed: int | None = option(None, "Seeds the sampling. null: `engine.seed`, together with the row's index.")
-    stop: tuple[str, ...] = option((), "Texts that end a completion. They are not part of its text.")
-    stop_token_ids: tuple[int, ...] = option((), "Token ids that end a completion.")
+    # Lengths, counts and token ids are held in int32 buffers on the device.
+    max_tokens: int = option(256, "Most tokens of a completion.", Range(">= 1 and < 2^31", lambda v: 1 <= v < 2**31))
+    temperature: float = option(0.0, "0 = greedy.", Range(">= 0 and <= 10000 (0 = greedy)", lambda v: 0 <= v <= 10_000))
+    top_p: float = option(
+        1.0,
+        "Sample from the most probable tokens that add up to this probability. 1 = off.",
+        Range("> 0 and <= 1 (1 = off)", lambda v: 0 < v <= 1),
+    )
+    top_k: int = option(
+        0,
+        "Sample from this number of most probable tokens. 0 = off.",
+        Range(">= 0 and < 2^31 (0 = off)", lambda v: 0 <= v < 2**31),
+    )
+    min_p: float = option(
+        0.0,
+        "Sample from tokens with at least this share of the highest probability. 0 = off.",
+        Range(">= 0 and <= 1 (0 = off)", lambda v: 0 <= v <= 1),
+    )
+    seed: int | None = option(None, "Seeds the sampling. null: `engine.seed`, together with the row's index.", SEED)
+    stop: tuple[str, ...] = option((), "Texts that end a completion. They are not part of its text.", _not_empty)
+    stop_token_ids: tuple[int, ...] = option(
+        (), "Token ids that end a completion.", Range(">= 0 and < 2^31", lambda v: 0 <= v < 2**31)
+    )
     ignore_eos: bool = option(False, "Continue after the end-of-sequence token.")
     logprobs: int | None = option(
-        None, "Log-probabilities. null = off, 0 = of the chosen tokens, k = also of the k most likely (at most 20)."
+        None,
+        "Log-probabilities. null = off, 0 = of the chosen tokens, k = also of the k most likely (at most 20).",
+        Range(">= 0 and <= 20", lambda v: 0 <= v <= 20),
     )
-    n: int = option(1, "Completions for each row. At temperature 0 one is computed, and the others are copies.")
+    n: int = option(
+        1,
+        "Completions for each row. At temperature 0 one is computed, and the others are copies.",
+        Range(">= 1 and <= 1024", lambda v: 1 <= v <= 1024),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from specbatch.config import FieldProblem, sampling_value
+from specbatch.config import sampling_value
 from specbatch.errors import ConfigError, cut, shown
 from specbatch.evals.prompts import compile_template
 from specbatch.evals.schema import METRICS, STEPS, DataSource, ExactMatch, Filter, Metric, Regex, Step, Task
@@ -157,10 +157,7 @@ def _sampling(tree: Any, path: str) -> SamplingParams:
             near = difflib.get_close_matches(cut(str(key)), known, n=1)
             hint = f"did you mean {path}.{near[0]}?" if near else f"known here: {', '.join(known)}"
             raise ConfigError(f"unknown option {path}.{cut(str(key))}", hint)
-        try:
-            values[key] = None if value is None and key in ("seed", "logprobs") else sampling_value(str(key), value)
-        except FieldProblem as exc:
-            raise ConfigError(f"{path}.{exc.message}") from exc
+        values[key] = sampling_value(str(key), value, f"{path}.{key}")
     return SamplingParams(**values)
 
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from specbatch.config import DataSection, FieldProblem, sampling_value
-from specbatch.errors import InputError, RowError
+from specbatch.config import DataSection, sampling_value
+from specbatch.errors import FieldError, InputError, RowError
 from specbatch.job.jsonl import decode_line
 from specbatch.job.openai_batch import (
     KNOWN_BODY,
@@ -215,9 +215,9 @@ def override(defaults: SamplingParams, row: Mapping[str, Any]) -> SamplingParams
         if value is None:
             continue
         try:
-            value = sampling_value(field, value)
-        except FieldProblem as exc:
-            raise RowError(exc.type, exc.message if name == field else f"{name}: {exc.message}") from exc
+            value = sampling_value(field, value, name)
+        except FieldError as exc:
+            raise RowError(exc.type, exc.message) from exc
         if changes.setdefault(field, value) != value:
             raise RowError("invalid_value", f"{name} is {value}, and another name of {field} says {changes[field]}")
     return replace(defaults, **changes) if changes else defaults

@@ -143,7 +143,7 @@ def test_what_vllm_calls_its_drafts_is_translated(item: str, option: str) -> Non
         ("speculation.num_draft_tokens=0", ">= 1", ""),
         ("speculation.simulate_acceptance=0.9", "speculation.simulate_acceptance must be >= 1", ""),
         ("speculation.simulate_acceptance=.nan", "finite", ""),
-        ("speculation.simulate_acceptance=two", "must be a number or null", ""),
+        ("speculation.simulate_acceptance=two", "must be a number >= 1 or null", ""),
         ("engine.page_size=0", "engine.page_size must be >= 1", ""),
         ("engine.memory_fraction=0", "> 0 and <= 1", ""),
         ("engine.memory_fraction=.inf", "finite", ""),

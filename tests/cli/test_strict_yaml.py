@@ -70,7 +70,7 @@ SEVERAL = f"[{','.join(['1'] * 2_000)}]"
     [
         (f"engine: {{device: {SEVERAL}}}", "engine.device must be text, not [1, 1, 1, 1, 1, 1, ...]"),
         (f"speculation: {{method: {SEVERAL}}}", "speculation.method must be one of"),
-        (f"sampling: {{stop: {SEVERAL}}}", "not [1, 1, 1, 1, 1, 1, ...]"),
+        (f"sampling: {{stop: {SEVERAL}}}", "sampling.stop[0] must be text, not 1"),
         (f"? {'k' * 9_000}\n: 1", "unknown option kkk"),
         (f"engine: {{seed: {'9' * 90}}}", "not an integer of more than 60 digits"),
         (f"sampling: {{temperature: {'9' * 90}}}", "not an integer of more than 60 digits"),

@@ -24,8 +24,11 @@ LAYERS = [
     ["attention"],
     ["cache"],
     ["kernels", "parallel"],
+    ["strict"],
     ["strict_yaml", "retired"],
-    ["types", "errors", "option", "signals", ""],  # "": the package itself, for its version
+    ["types"],
+    ["option"],
+    ["errors", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CONFIG_READERS = (
