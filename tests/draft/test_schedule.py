@@ -139,7 +139,7 @@ def test_read_and_resolved() -> None:
     ("sets", "message"),
     [
         (["speculation.schedule=3"], "speculation.schedule must be a list of mappings, not 3"),
-        (["speculation.schedule=[{num_steps: 3}]"], r"speculation.schedule\[0\] needs max_batch"),
+        (["speculation.schedule=[{num_steps: 3}]"], r"speculation.schedule\[0\].max_batch is missing"),
         (["speculation.schedule=[{max_batch: 0}]"], r"speculation.schedule\[0\].max_batch must be >= 1"),
         (["speculation.schedule=[{max_batch: 1, steps: 3}]"], r"unknown option speculation.schedule\[0\].steps"),
         (["speculation.schedule=[]"], "drafts for no number of rows"),
