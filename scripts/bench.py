@@ -1,10 +1,10 @@
 """Throughput by workload, concurrency and method, in one process; see docs/bench/README.md.
 
-    python scripts/bench.py --target shape:llama-3-8b --method none --method eagle3:3/1/4@2.5 -o bench.json
-    python scripts/bench.py --target shape:tiny --method none --concurrency 1,2 --tokens 16/8    # CPU, seconds
+    python scripts/bench.py --target random:llama-3-8b --method none --method eagle3:3/1/4@2.5 -o bench.json
+    python scripts/bench.py --target random:tiny --method none --concurrency 1,2 --tokens 16/8    # CPU, seconds
 
 A method is NAME[:STEPS/TOPK/TOKENS][@ACCEPTANCE][=DRAFT]: speculation.method, num_steps/topk/num_draft_tokens, the
-simulated tokens per round, and speculation.draft (default for eagle: shape:eagle, for eagle3: shape:eagle3-32k).
+simulated tokens per round, and speculation.draft (default for eagle: random:eagle, for eagle3: random:eagle3-32k).
 All rows of a cell are submitted at once; times run from the first submit to the last completion. A line is printed for
 each cell as soon as it is measured, and the JSON file is replaced then: nothing is lost when a run is cut short. The
 last line is one JSON object, without the configurations that the file has.
@@ -38,14 +38,14 @@ from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import SpecbatchError
 from specbatch.job.stats import commit, device_name, versions
-from specbatch.models.catalog import SHAPE_PREFIX
+from specbatch.models.catalog import random_name
 from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 
 _METHOD = re.compile(
     r"(?P<name>none|ngram|draft_model|eagle3?)"
     r"(:(?P<steps>\d+)/(?P<topk>\d+)/(?P<tokens>\d+))?(@(?P<acceptance>\d+(\.\d+)?))?(=(?P<draft>.+))?"
 )
-_DEFAULT_DRAFTS = {"eagle": "shape:eagle", "eagle3": "shape:eagle3-32k"}
+_DEFAULT_DRAFTS = {"eagle": "random:eagle", "eagle3": "random:eagle3-32k"}
 _HEADER = (
     f"{'workload':<18}{'rows':>5}{'tok/s':>10}{'wall s':>9}{'prefill s':>10}{'(floor)':>9}{'decode tok/s':>13}"
     f"{'rounds':>8}{'ms/round':>9}{'floor ms':>9}{'reached':>8}{'accept':>8}  "
@@ -119,7 +119,7 @@ def main() -> None:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="shape:llama-3-8b")
+    parser.add_argument("--target", default="random:llama-3-8b")
     parser.add_argument("--method", type=parse_method, action="append", help="may be repeated; default: none")
     parser.add_argument(
         "--workload", action="append", choices=["uniform", *file_jobs()], help="may be repeated; default: uniform"
@@ -228,7 +228,7 @@ class Bench:
         entry |= {
             "ready_s": round(ready, 2),
             "start_seconds": {name: round(seconds, 3) for name, seconds in split.items()},
-            "random_weights": run.config.model.target.startswith(SHAPE_PREFIX),
+            "random_weights": random_name(run.config.model.target) is not None,
             "models": run.description,
             "notes": run.notes,
             "config": config_to_dict(run.config),

@@ -20,7 +20,7 @@ from specbatch.engine.resolve import ResolvedRun
 from specbatch.models import config as decoder
 from specbatch.models import eagle_head
 from specbatch.models.config import ModelConfig
-from specbatch.models.formats.eagle_files import HeadCheckpoint
+from specbatch.models.formats.eagle_files import EagleCheckpoint
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
     nodes = 1 if section.method == "none" else section.num_draft_tokens or 1
     passes = [_decoder_pass(run.target.config, nodes)]
     steps, topk = section.num_steps or 0, section.topk
-    if isinstance(run.draft, HeadCheckpoint):
+    if isinstance(run.draft, EagleCheckpoint):
         extend = _head_pass(run.draft, run.target.config, committed, takes_target_features=True)
         step = _head_pass(run.draft, run.target.config, topk, takes_target_features=False)
         passes += [extend] + [step] * (steps - 1)
@@ -115,8 +115,8 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
     heads = len(lengths) * target.vocab_size * target.hidden_size
     body = _decoder_pass(target, 1).parameters - target.vocab_size * target.hidden_size
     width = target.num_heads * target.head_dim * target.num_layers
-    if isinstance(run.draft, HeadCheckpoint):
-        head = run.draft.head
+    if isinstance(run.draft, EagleCheckpoint):
+        head = run.draft.config
         last = head.draft_vocab_size if head.has_lm_head else target.vocab_size
         heads += len(lengths) * last * target.hidden_size
         body += _head_pass(run.draft, target, 1, takes_target_features=True).parameters - last * target.hidden_size
@@ -143,10 +143,10 @@ def _decoder_pass(config: ModelConfig, rows: float) -> Pass:
     )
 
 
-def _head_pass(draft: HeadCheckpoint, target: ModelConfig, rows: float, takes_target_features: bool) -> Pass:
-    head = draft.head
+def _head_pass(draft: EagleCheckpoint, target: ModelConfig, rows: float, takes_target_features: bool) -> Pass:
+    head = draft.config
     c = head.decoder
-    shapes = {name: s for name, s in eagle_head.expected_tensors(head).items() if name != "embed_tokens.weight"}
+    shapes = {name: s for name, s in eagle_head.expected_eagle_tensors(head).items() if name != "embed_tokens.weight"}
     if head.kind == "eagle3" and not takes_target_features:
         del shapes["fc.weight"]  # further steps go on from the head's own features
     matrices = _num_matrix_parameters(shapes)

@@ -45,7 +45,7 @@ def variants() -> dict[str, tuple[GraphMode, frozenset[str]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="shape:llama-3-8b")
+    parser.add_argument("--target", default="random:llama-3-8b")
     parser.add_argument("--method", default="eagle3:3/1/4@2.5", type=parse_method)
     parser.add_argument("--batch", default="1,4,16,32")
     parser.add_argument("--tokens-in", type=int, default=1000)

@@ -30,7 +30,7 @@ METHODS = {
     "none": ["speculation.method=none"],
     "eagle3, 60 nodes": [
         "speculation.method=eagle3",
-        "speculation.draft=shape:eagle3",
+        "speculation.draft=random:eagle3",
         "speculation.num_steps=5",
         "speculation.topk=8",
         "speculation.num_draft_tokens=60",
@@ -49,7 +49,7 @@ def check(model: str, method: str, card: float | None, num_rows: int) -> dict[st
     ballast = torch.empty(taken, dtype=torch.uint8, device="cuda")
     found: dict[str, Any] = {"model": model, "method": method, "card_gib": round((free - taken) / GIB, 1)}
     try:
-        run = resolve(load_config(None, [f"model.target=shape:{model}", "engine.device=cuda", *METHODS[method]]))
+        run = resolve(load_config(None, [f"model.target=random:{model}", "engine.device=cuda", *METHODS[method]]))
         engine: Any = build_engine(run)
         found |= {name: round(value / GIB, 2) for name, value in engine.start_bytes.items()}
         found |= {

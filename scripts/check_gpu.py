@@ -8,8 +8,8 @@
 `noise` says how much bfloat16 alone moves such margins: transformers, same text, float32 against bfloat16, on CPU.
 `check` runs the same rows on the GPU by every method, shape, page size and kind of graph, and says where the first
 difference of a row is and what the oracle's margin was there. A difference at a margin above --tie is an error.
-Drafts: a `draft_model` of the target's own first layers would need files; here the heads are random (`shape:eagle`,
-`shape:eagle3`), since text must not depend on how good a draft is.
+Drafts: a `draft_model` of the target's own first layers would need files; here the heads are random (`random:eagle`,
+`random:eagle3`), since text must not depend on how good a draft is.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def options(text: Sequence[str]) -> list[str]:
     sets = []
     for part in text:
         if part in ("eagle", "eagle3"):
-            sets += [f"speculation.method={part}", f"speculation.draft=shape:{part}"]
+            sets += [f"speculation.method={part}", f"speculation.draft=random:{part}"]
         elif part.count("/") == 2:
             names = ("num_steps", "topk", "num_draft_tokens")
             sets += [f"speculation.{name}={value}" for name, value in zip(names, part.split("/"), strict=True)]

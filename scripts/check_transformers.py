@@ -27,7 +27,7 @@ from specbatch.config import Config, EngineSection, ModelSection, SpeculationSec
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.models.config import parse_hf_config
-from specbatch.models.eagle_head import EagleConfig, expected_tensors
+from specbatch.models.eagle_head import EagleConfig, expected_eagle_tensors
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.tokenizer import load_tokenizer
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
@@ -138,7 +138,7 @@ def random_head(target: Path, folder: Path, kind: str) -> Path:
     config = parse_hf_config(raw)
     head = EagleConfig(kind, config, config.hidden_size, width, False, False, kind == "eagle3")  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
-    tensors = {n: torch.randn(s, generator=generator) * 0.02 for n, s in expected_tensors(head).items()}
+    tensors = {n: torch.randn(s, generator=generator) * 0.02 for n, s in expected_eagle_tensors(head).items()}
     for name in tensors:
         if "norm" in name:
             tensors[name] += 1

@@ -43,7 +43,7 @@ from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.job.files import disk_errors
 from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
-from specbatch.models.eagle_head import eagle_config, expected_tensors
+from specbatch.models.eagle_head import eagle_config, expected_eagle_tensors
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 STAGES = ("answers", "training", "evaluation")
@@ -263,7 +263,7 @@ def _check(args: argparse.Namespace, plan: ResolvedRun, as_text: bool) -> None:
         raise ConfigError("--validation is a share, above 0 and below 1")
     # The same checks as for a head with files: a target that is too shallow is refused there.
     head = head_config(config, min(args.draft_vocab, config.vocab_size))
-    eagle_config("eagle3", head.decoder, head.draft_vocab_size, expected_tensors(head), config)
+    eagle_config("eagle3", head.decoder, head.draft_vocab_size, expected_eagle_tensors(head), config)
 
 
 def _number(text: str) -> float:

@@ -44,7 +44,7 @@ from specbatch.kernels import linear as ops
 from specbatch.kernels.linear_config import Config
 from specbatch.kernels.model import rms_norm, silu_mul
 from specbatch.models.config import ModelConfig
-from specbatch.models.shapes import REDUCED_DRAFT_VOCAB, shapes
+from specbatch.models.random_weights import REDUCED_DRAFT_VOCAB, geometries
 
 DTYPE = torch.bfloat16
 EPS = 1e-5
@@ -533,9 +533,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=230.0, help="seconds in all")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--chain-rows", type=int, nargs="+", default=CHAIN_ROWS)
-    parser.add_argument("--shape", choices=sorted(shapes()), default="llama-3-8b", help="whose products")
+    parser.add_argument("--shape", choices=sorted(geometries()), default="llama-3-8b", help="whose products")
     args = parser.parse_args()
-    geometry = Geometry.of(shapes()[args.shape])
+    geometry = Geometry.of(geometries()[args.shape])
     if args.table is not None:
         print_table(geometry, args.table, not args.no_pdl)
         return

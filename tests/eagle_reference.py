@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specbatch.attention.interface import BatchLayout, Span
 from specbatch.draft.shape import DraftShape
 from specbatch.models.decoder import Decoder
-from specbatch.models.eagle_head import EagleKind, capture_layers
+from specbatch.models.eagle_head import EagleKind, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 
 E, VOCAB, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 32, 61, 8, 4, 2, 8, 1e-5, 500.0
@@ -188,7 +188,7 @@ class Reference:
 
 
 def target_features(
-    decoder: Decoder, reference: Reference, tokens: list[int], layers: tuple[int, ...] = capture_layers(LAYERS)
+    decoder: Decoder, reference: Reference, tokens: list[int], layers: tuple[int, ...] = default_aux_layers(LAYERS)
 ) -> Tensor:
     """What the head gets of the target for each token, by a plain forward pass over all of them. `decoder`: of the
     oracle engine, in float64."""

@@ -29,8 +29,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder, loader
-from specbatch.models.eagle_head import EagleConfig, EagleHead, capture_layers
-from specbatch.models.eagle_head import expected_tensors as head_tensors
+from specbatch.models.eagle_head import EagleConfig, EagleHead, default_aux_layers, expected_eagle_tensors
 from specbatch.models.rope import RopeConfig
 from specbatch.oracle.engine import Engine
 from specbatch.types import Completion, Request, RngKey, SamplingParams
@@ -134,11 +133,11 @@ def tiny_draft_net(
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
     kind = "eagle3" if method == "eagle3" else "eagle"
     width = draft_vocab or vocab
-    layers = capture_layers(target.config.num_layers) if kind == "eagle3" else ()
+    layers = default_aux_layers(target.config.num_layers) if kind == "eagle3" else ()
     head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab, layers)  # type: ignore[arg-type]
     head = replace(head, **traits)
     tensors = RandomTensors(
-        {n: s for n, s in head_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
+        {n: s for n, s in expected_eagle_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
     )
     if spoil is not None:
         spoil(tensors._tensors)

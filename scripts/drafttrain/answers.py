@@ -18,7 +18,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.errors import InputError
 from specbatch.job.command import GenerateOptions, Runtime, generate_file
 from specbatch.job.paths import stats_path_of
-from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
+from specbatch.models.catalog import random_name, resolve_model
 
 INTERRUPTED = 130
 
@@ -50,5 +50,5 @@ def _model_paths(config: Config) -> Mapping[str, Path]:
     return {
         option: resolve_model(ref, allow_download=False)
         for option, ref in refs.items()
-        if ref is not None and not ref.startswith(SHAPE_PREFIX)
+        if ref is not None and random_name(ref) is None
     }

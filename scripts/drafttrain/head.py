@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.eagle_head import EagleConfig, capture_layers
+from specbatch.models.eagle_head import EagleConfig, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.rope import RopeConfig
 
@@ -121,7 +121,7 @@ def head_config(target: ModelConfig, draft_vocab_size: int) -> EagleConfig:
         sliding_windows=(None,),
         eos_token_ids=target.eos_token_ids,
     )
-    layers = capture_layers(target.num_layers)
+    layers = default_aux_layers(target.num_layers)
     return EagleConfig("eagle3", layer, target.hidden_size, draft_vocab_size, False, False, True, aux_layers=layers)
 
 

@@ -20,7 +20,7 @@ from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
-from specbatch.models.eagle_head import capture_layers
+from specbatch.models.eagle_head import default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
 
 _LOGITS_AT_ONCE = 2**28  # elements: 0.5 GiB in bfloat16
@@ -82,7 +82,7 @@ class FrozenTarget:
         load = loader(checkpoint.tensors, dtype, device)
         self._decoder = Decoder(c, load, PaddedAttention(c), max_length, dtype, device)
         self._cache = OneLayerCache(1, max_tokens, c.num_kv_heads, c.head_dim, dtype, device)
-        self._aux_layers = capture_layers(c.num_layers)
+        self._aux_layers = default_aux_layers(c.num_layers)
         self._draft_ids_W = draft_ids_W.to(device)
         self._draft_of_V = torch.full((c.vocab_size,), -1, dtype=torch.int64, device=device)
         self._draft_of_V[self._draft_ids_W] = torch.arange(draft_ids_W.shape[0], device=device)

@@ -27,7 +27,7 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleHead
-from specbatch.models.formats.eagle_files import HeadCheckpoint
+from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.packed import is_packable
 from specbatch.oracle.engine import Engine
@@ -183,8 +183,8 @@ def _attention(
 
 def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> DraftNet:
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
-    if isinstance(run.draft, HeadCheckpoint):
-        head, tensors = run.draft.head, run.draft.tensors
+    if isinstance(run.draft, EagleCheckpoint):
+        head, tensors = run.draft.config, run.draft.tensors
         load = loader(tensors, run.dtype, run.device)
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype)
         model = EagleHead(head, load, tensors.load, target, attention, num_positions, run.dtype, run.device)
@@ -199,7 +199,7 @@ def _configs(run: ResolvedRun) -> list[ModelConfig]:
     """Of the target and of what drafts: sampled texts depend on the bits of both."""
     if run.draft is None:
         return [run.target.config]
-    return [run.target.config, run.draft.head.decoder if isinstance(run.draft, HeadCheckpoint) else run.draft.config]
+    return [run.target.config, run.draft.config.decoder if isinstance(run.draft, EagleCheckpoint) else run.draft.config]
 
 
 def _eos_token_ids(run: ResolvedRun) -> tuple[int, ...]:

@@ -30,13 +30,13 @@ from specbatch.engine.resolve_speculation import (
     schedule_of,
 )
 from specbatch.errors import ConfigError, ModelError
-from specbatch.models.catalog import SHAPE_PREFIX, resolve_model
+from specbatch.models.catalog import random_name, resolve_model
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_head import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
-from specbatch.models.formats.eagle_files import HeadCheckpoint, open_head
+from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
-from specbatch.models.shapes import RANDOM_WEIGHTS, open_shape, open_shape_head
+from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
 
 _KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
 AttentionName = Literal["torch", "triton", "flashinfer"]
@@ -66,7 +66,7 @@ class ResolvedRun:
 
     config: Config
     target: Checkpoint
-    draft: Checkpoint | HeadCheckpoint | None
+    draft: Checkpoint | EagleCheckpoint | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
@@ -110,9 +110,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
     draft = _open_draft(speculation, target, tokenizer, dtype, device, progress)
-    if isinstance(draft, HeadCheckpoint):
+    if isinstance(draft, EagleCheckpoint):
         notes += draft.notes
-        speculation = replace(speculation, aux_layers=draft.head.aux_layers or None)
+        speculation = replace(speculation, aux_layers=draft.config.aux_layers or None)
     shapes = [shape for shape in schedule_of(speculation).items if shape is not None]
     topk = max((shape.topk for shape in shapes), default=1)
     if topk > 1:
@@ -121,7 +121,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if engine.attention == "flashinfer":
         _check_flashinfer(target.config, kv_dtype)
         if draft is not None:
-            _check_flashinfer(draft.head.decoder if isinstance(draft, HeadCheckpoint) else draft.config, kv_dtype)
+            _check_flashinfer(draft.config.decoder if isinstance(draft, EagleCheckpoint) else draft.config, kv_dtype)
     if engine.on_device and speculation.method in NEURAL:
         for shape in shapes:
             check_device_shape(shape)
@@ -183,10 +183,12 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     )
 
 
-def _cached_models(target: Checkpoint, draft: Checkpoint | HeadCheckpoint | None, is_packed: bool) -> list[CachedModel]:
+def _cached_models(
+    target: Checkpoint, draft: Checkpoint | EagleCheckpoint | None, is_packed: bool
+) -> list[CachedModel]:
     models = [CachedModel.whole(target.config, is_packed)]
-    if isinstance(draft, HeadCheckpoint):
-        models.append(CachedModel(draft.head.decoder, 1, draft.head.draft_vocab_size))
+    if isinstance(draft, EagleCheckpoint):
+        models.append(CachedModel(draft.config.decoder, 1, draft.config.draft_vocab_size))
     elif draft is not None:
         models.append(CachedModel.whole(draft.config, is_packed))
     return models
@@ -195,15 +197,15 @@ def _cached_models(target: Checkpoint, draft: Checkpoint | HeadCheckpoint | None
 def _open_model(
     ref: str, dtype: torch.dtype, device: torch.device, progress: Callable[[str, int, int], None] | None
 ) -> tuple[Checkpoint, PreTrainedTokenizerBase]:
-    if ref.startswith(SHAPE_PREFIX):
-        shape = open_shape(ref, dtype, device)
-        return shape, byte_tokenizer(shape.config.vocab_size, shape.config.eos_token_ids)
+    if random_name(ref) is not None:
+        model = open_random_model(ref, dtype, device)
+        return model, byte_tokenizer(model.config.vocab_size, model.config.eos_token_ids)
     path = resolve_model(ref, progress=progress)
     return open_checkpoint(path), load_tokenizer(path)
 
 
 def _random_weights(ref: str | None) -> str:
-    return f", {RANDOM_WEIGHTS}" if ref is not None and ref.startswith(SHAPE_PREFIX) else ""
+    return f", {RANDOM_WEIGHTS}" if random_name(ref) is not None else ""
 
 
 def _open_draft(
@@ -213,7 +215,7 @@ def _open_draft(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, int, int], None] | None,
-) -> Checkpoint | HeadCheckpoint | None:
+) -> Checkpoint | EagleCheckpoint | None:
     if speculation.method not in NEURAL:
         return None
     assert speculation.draft is not None
@@ -227,9 +229,9 @@ def _open_draft(
             )
         return draft
     kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
-    if speculation.draft.startswith(SHAPE_PREFIX):
-        return open_shape_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)
-    return open_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
+    if random_name(speculation.draft) is not None:
+        return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)
+    return open_eagle_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
 
 
 def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
@@ -321,8 +323,8 @@ def _resolve_kv_dtype(
     return torch.float8_e4m3fn
 
 
-def _check_topk(topk: int, draft: Checkpoint | HeadCheckpoint | None) -> None:
+def _check_topk(topk: int, draft: Checkpoint | EagleCheckpoint | None) -> None:
     assert draft is not None
-    width = draft.head.draft_vocab_size if isinstance(draft, HeadCheckpoint) else draft.config.vocab_size
+    width = draft.config.draft_vocab_size if isinstance(draft, EagleCheckpoint) else draft.config.vocab_size
     if topk > width:
         raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")

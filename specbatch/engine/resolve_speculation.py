@@ -9,9 +9,9 @@ from specbatch.draft.network import EagleDraft, ModelDraft, num_lookahead
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError
-from specbatch.models.catalog import SHAPE_PREFIX, builtin_head
+from specbatch.models.catalog import builtin_head, random_name
 from specbatch.models.formats.checkpoint import Checkpoint
-from specbatch.models.formats.eagle_files import HeadCheckpoint, after
+from specbatch.models.formats.eagle_files import EagleCheckpoint, after
 
 NEURAL = ("draft_model", "eagle", "eagle3")
 DEFAULT_NUM_STEPS = 3
@@ -102,26 +102,26 @@ def _resolve_schedule(section: SpeculationSection, entries: tuple[ScheduleSectio
     return tuple(resolved)
 
 
-def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | HeadCheckpoint | None) -> str | None:
+def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleCheckpoint | None) -> str | None:
     """Likely causes where a network's drafts are hardly ever right. None where that is nobody's mistake: lookups find
     little in some texts, and random weights know nothing."""
     if speculation.method not in NEURAL or speculation.simulate_acceptance is not None:
         return None
-    if str(speculation.draft).startswith(SHAPE_PREFIX):
+    if random_name(speculation.draft) is not None:
         return None
     causes = ["the rows are sampled at a high temperature"]
     if speculation.method == "draft_model":
         causes.insert(0, "the draft model is of another family or fine-tune than the target, or far too small")
     else:
         causes.insert(0, "the head was trained for another target, or for other texts than these")
-    if isinstance(draft, HeadCheckpoint) and speculation.method == "eagle3":
-        layers = draft.head.aux_layers
+    if isinstance(draft, EagleCheckpoint) and speculation.method == "eagle3":
+        layers = draft.config.aux_layers
         if draft.may_be_outputs:
             instead = f"try --set 'speculation.aux_layers={after(layers)}'"
             causes.insert(0, f"its config.json names layers {list(layers)} by their outputs, as SGLang does: {instead}")
         else:
             causes.append(f"it was trained on other layers than {list(layers)}: set speculation.aux_layers")
-        normed = "without" if draft.head.norm_before_residual else "with"
+        normed = "without" if draft.config.norm_before_residual else "with"
         causes.append(f"it was trained {normed} norm_before_residual, unlike what its config.json says")
     return "; or ".join(causes)
 

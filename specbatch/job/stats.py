@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import specbatch
 from specbatch.job.files import write_whole
-from specbatch.models.catalog import SHAPE_PREFIX
+from specbatch.models.catalog import random_name
 from specbatch.types import EngineStats, SpeculationCounts
 
 K = TypeVar("K")
@@ -125,7 +125,7 @@ def build_report(
     return {
         # Either makes the texts no answers: for measurements only.
         "simulated": made_by.config["speculation"]["simulate_acceptance"] is not None,
-        "random_weights": any(str(ref).startswith(SHAPE_PREFIX) for ref in refs),
+        "random_weights": any(random_name(ref) is not None for ref in refs),
         "input": input_name,
         "output": str(output),
         "rows": {

@@ -28,7 +28,8 @@ from specbatch.models.checks import shown
 Progress = Callable[[str, int, int], None]
 
 BUILTIN_PREFIX = "builtin:"
-SHAPE_PREFIX = "shape:"  # random weights, without files: `shapes.py`
+RANDOM_PREFIX = "random:"  # random weights, without files: `random_weights.py`
+_RANDOM_PREFIXES = (RANDOM_PREFIX, "shape:")  # the second is an older name
 _POLL_SECONDS = 0.2
 _STALE_SECONDS = 24 * 3600
 
@@ -77,6 +78,14 @@ def builtin_head(target: str) -> str | None:
     for entry in catalog().values():
         if entry.draft_for is not None and target == BUILTIN_PREFIX + entry.draft_for:
             return BUILTIN_PREFIX + entry.name
+    return None
+
+
+def random_name(ref: str | None) -> str | None:
+    """NAME of `random:NAME`; None for other references, which name files."""
+    for prefix in _RANDOM_PREFIXES:
+        if ref is not None and ref.startswith(prefix):
+            return ref.removeprefix(prefix)
     return None
 
 

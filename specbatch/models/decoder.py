@@ -167,7 +167,7 @@ class Decoder:
         self._rotary = Rotary(inv_freq, factor, num_positions, dtype, device)
         self._layers = [DecoderLayer(config, i, load, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._norm = RMSNorm(load("model.norm.weight"), config.rms_norm_eps)
-        self.head = Linear(self.embedding_VE if config.tie_word_embeddings else load("lm_head.weight"))
+        self.lm_head = Linear(self.embedding_VE if config.tie_word_embeddings else load("lm_head.weight"))
 
     @property
     def linears(self) -> list[Linear | GatedLinear]:
@@ -207,7 +207,7 @@ class Decoder:
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits (R, V) in the model's dtype."""
-        return self.head(hidden_RE)
+        return self.lm_head(hidden_RE)
 
     def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
         c = self.config

@@ -34,10 +34,10 @@ EagleKind = Literal["eagle", "eagle3"]
 
 
 @dataclass(frozen=True)
-class HeadTraits:
+class EagleTraits:
     """What the tensors of an EAGLE-3 head do not show."""
 
-    aux_layers: tuple[int, ...] | None = None  # as in `EagleConfig`; None: `capture_layers`
+    aux_layers: tuple[int, ...] | None = None  # as in `EagleConfig`; None: `default_aux_layers`
     norm_before_residual: bool = False
 
 
@@ -64,7 +64,7 @@ class EagleConfig:
         return self.kind == "eagle3" and not self.lacks_lm_head
 
 
-def capture_layers(num_layers: int) -> tuple[int, ...]:
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """`EagleConfig.aux_layers` of a head that names none: those of the public code."""
     return 2, num_layers // 2, num_layers - 3
 
@@ -80,7 +80,7 @@ def eagle_config(
     draft_vocab_size: int,
     shapes: Mapping[str, tuple[int, ...]],
     target: ModelConfig,
-    traits: HeadTraits = HeadTraits(),
+    traits: EagleTraits = EagleTraits(),
 ) -> EagleConfig:
     """Check a head's tensors against its config and the target; raises ModelError naming every difference.
 
@@ -118,7 +118,7 @@ def eagle_config(
         norm_before_residual=traits.norm_before_residual,
         lacks_lm_head=kind == "eagle3" and "lm_head.weight" not in shapes,
     )
-    expected = expected_tensors(head)
+    expected = expected_eagle_tensors(head)
     problems = [f"{n}: missing" for n in expected if n not in shapes]
     problems += [f"{n}: unknown" for n in shapes if n not in expected]
     problems += [
@@ -143,17 +143,17 @@ def _aux_layers(given: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
                 f"EAGLE-3 taps three layers of the target, which has only {num_layers}",
                 hint="use a target with at least 7 layers, or say which with speculation.aux_layers",
             )
-        return capture_layers(num_layers)
+        return default_aux_layers(num_layers)
     if len(given) != 3 or list(given) != sorted(set(given)) or given[-1] > num_layers:
         raise ModelError(
             f"an EAGLE-3 head reads three layers of the target, in rising order and none above {num_layers}, the "
             f"target's number of layers; not {list(given)}",
-            hint="set speculation.aux_layers, such as " + str(list(capture_layers(max(num_layers, 7)))),
+            hint="set speculation.aux_layers, such as " + str(list(default_aux_layers(max(num_layers, 7)))),
         )
     return given
 
 
-def expected_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
+def expected_eagle_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a head's checkpoint."""
     c = head.decoder
     eagle3 = head.kind == "eagle3"
@@ -242,7 +242,7 @@ class EagleHead:
             self._norm = RMSNorm(load("norm.weight"), c.rms_norm_eps)
             if head.has_vocab_map:
                 self._target_ids = target_ids_of(load_raw("d2t"), load_raw("t2d"), c.vocab_size).to(device)
-        self.head = Linear(load("lm_head.weight")) if head.has_lm_head else None  # None: the target's
+        self.lm_head = Linear(load("lm_head.weight")) if head.has_lm_head else None  # None: the target's
 
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor:
         """The target's features (T, E), from what its forward pass returned."""
@@ -276,7 +276,7 @@ class EagleHead:
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W) in the model's dtype."""
-        head = self._target.head if self.head is None else self.head
+        head = self._target.lm_head if self.lm_head is None else self.lm_head
         return head(hidden_RE, norm=self._norm if self._kind == "eagle3" else None)
 
     @property

@@ -179,7 +179,7 @@ def test_what_is_refused(
 
 
 def test_it_is_decided_with_the_run() -> None:
-    sets = ["model.target=shape:tiny", "engine.device=cpu", "engine.kv_cache_tokens=4096"]
+    sets = ["model.target=random:tiny", "engine.device=cpu", "engine.kv_cache_tokens=4096"]
     run = resolving.resolve(load_config(None, sets))
     assert (run.kv_dtype, run.config.engine.kv_dtype) == (torch.float32, "float32")
     assert resolving.resolve(load_config(None, [*sets, "engine.kv_dtype=float32"])).kv_dtype == torch.float32

@@ -91,7 +91,7 @@ def test_few_open_files(tmp_path: Path) -> None:
 def test_signals_during_imports(tmp_path: Path, number: signal.Signals) -> None:
     """At several moments of the start, with the real engine's libraries."""
     write_rows(tmp_path, 1)
-    job = ["-m", "specbatch", "generate", "d.jsonl", "--set", "model.target=shape:tiny"]
+    job = ["-m", "specbatch", "generate", "d.jsonl", "--set", "model.target=random:tiny"]
     for seconds in (0.0, 0.2, 0.6):
         process = subprocess.Popen(
             [sys.executable, "-X", "importtime", *job],

@@ -20,9 +20,9 @@ from specbatch.engine.build import build_decoder
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import ModelError
 from specbatch.models.decoder import loader
-from specbatch.models.eagle_head import EagleHead, EagleKind, capture_layers, target_ids_of
+from specbatch.models.eagle_head import EagleHead, EagleKind, default_aux_layers, target_ids_of
 from specbatch.models.formats.checkpoint import Checkpoint
-from specbatch.models.formats.eagle_files import LAYER_IDS, open_head
+from specbatch.models.formats.eagle_files import LAYER_IDS, open_eagle_head
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.tree import DraftTree
@@ -47,7 +47,7 @@ class Case:
     kind: EagleKind
     options: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    layers: tuple[int, ...] = capture_layers(LAYERS)
+    layers: tuple[int, ...] = default_aux_layers(LAYERS)
     norm_before_residual: bool = False
 
 
@@ -72,8 +72,8 @@ def test_tapped_layers_are_those_of_the_public_code(target: Checkpoint) -> None:
     """`hidden_states[i]` of transformers is the input of layer i; the last one is the output behind the final norm."""
     model = LlamaForCausalLM.from_pretrained(target.path).eval()
     tokens = random_prompts(1, longest=1, shared=30)[0]
-    assert capture_layers(LAYERS) == (2, 4, 5)
-    assert capture_layers(32) == (2, 16, 29)
+    assert default_aux_layers(LAYERS) == (2, 4, 5)
+    assert default_aux_layers(32) == (2, 16, 29)
     decoder = build_decoder(target.config, target.tensors, 64, torch.float32, CPU)
     everything = tuple(range(LAYERS + 1))
     with torch.inference_mode():
@@ -96,8 +96,8 @@ def test_drafts_are_those_of_the_reference(
     made = KINDS[case]
     tensors = head_tensors(made.kind, **made.options)
     path = write_head(tmp_path, tensors, made.options.get("draft_vocab"), **made.config)
-    opened = open_head(path, made.kind, target)
-    head, source = opened.head, opened.tensors
+    opened = open_eagle_head(path, made.kind, target)
+    head, source = opened.config, opened.tensors
     reference = Reference(made.kind, tensors, target, made.norm_before_residual)
     decoder = build_decoder(target.config, target.tensors, 300, torch.float64, CPU)
     model = EagleHead(
@@ -170,8 +170,8 @@ def test_drafts_are_those_of_the_reference(
 def test_sampled_chains_are_drawn_from_the_heads_distribution(target: Checkpoint, tmp_path: Path) -> None:
     """With a reduced vocabulary: q over the target's ids, zero where the draft has no token."""
     tensors = head_tensors("eagle3", draft_vocab=23)
-    opened = open_head(write_head(tmp_path, tensors, 23), "eagle3", target)
-    head, source = opened.head, opened.tensors
+    opened = open_eagle_head(write_head(tmp_path, tensors, 23), "eagle3", target)
+    head, source = opened.config, opened.tensors
     reference = Reference("eagle3", tensors, target)
     decoder = build_decoder(target.config, target.tensors, 100, torch.float64, CPU)
     load = loader(source, torch.float64, CPU)
@@ -219,7 +219,7 @@ def test_faulty_heads_are_refused_by_name(fault: str, target: Checkpoint, tmp_pa
     if add:
         tensors[add] = torch.zeros(3)
     with pytest.raises(ModelError) as error:
-        open_head(write_head(tmp_path, tensors, **changes), kind, target)
+        open_eagle_head(write_head(tmp_path, tensors, **changes), kind, target)
     for word in words:
         assert word in error.value.message
     if fault != "vocabulary":
@@ -230,9 +230,9 @@ def test_eagle3_needs_seven_layers(target: Checkpoint, tmp_path: Path) -> None:
     shallow = replace(target, config=replace(target.config, num_layers=6))
     path = write_head(tmp_path, head_tensors("eagle3"))
     with pytest.raises(ModelError, match="only 6"):
-        open_head(path, "eagle3", shallow)
+        open_eagle_head(path, "eagle3", shallow)
     with pytest.raises(ModelError, match=r"no config\.json"):
-        open_head(tmp_path / "nowhere", "eagle3", target)
+        open_eagle_head(tmp_path / "nowhere", "eagle3", target)
 
 
 def test_vocabulary_maps_that_contradict_themselves_are_refused() -> None:

@@ -15,8 +15,7 @@ from specbatch.cache.request_table import BatchView, Field, RequestTable
 from specbatch.draft.drafters import Draft, NeuralDrafter
 from specbatch.draft.shape import DraftShape
 from specbatch.models.config import expected_tensors as decoder_tensors
-from specbatch.models.eagle_head import EagleConfig, capture_layers
-from specbatch.models.eagle_head import expected_tensors as head_tensors
+from specbatch.models.eagle_head import EagleConfig, default_aux_layers, expected_eagle_tensors
 from specbatch.models.rope import RopeConfig
 from specbatch.types import SamplingParams
 from tests.eagle_reference import THETA, VOCAB, E, Reference, target_features
@@ -75,9 +74,9 @@ def test_the_device_engine_drafts_what_the_reference_does(name: str, monkeypatch
 
     config = tiny_config(LAYERS)
     target = tiny_decoder(config, torch.float64)
-    layers = traits.get("aux_layers", capture_layers(LAYERS))
+    layers = traits.get("aux_layers", default_aux_layers(LAYERS))
     head = EagleConfig("eagle3", head_config, E, VOCAB, False, False, False, layers)
-    weights = RandomTensors(head_tensors(head), 7)._tensors
+    weights = RandomTensors(expected_eagle_tensors(head), 7)._tensors
     files: Any = SimpleNamespace(tensors=RandomTensors(decoder_tensors(config), 0))
     if name == "no LM head":
         weights["lm_head.weight"] = files.tensors.load("lm_head.weight")

@@ -114,10 +114,10 @@ def run_each(engine: Any, prompts: list[list[int]], params: list[SamplingParams]
 
 
 def loaded(*sets: str) -> Any:
-    return load_config(None, ["model.target=shape:tiny", "engine.device=cpu", *sets])
+    return load_config(None, ["model.target=random:tiny", "engine.device=cpu", *sets])
 
 
-SETS = ("speculation.method=draft_model", "speculation.draft=shape:tiny")
+SETS = ("speculation.method=draft_model", "speculation.draft=random:tiny")
 
 
 def test_read_and_resolved() -> None:

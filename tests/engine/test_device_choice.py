@@ -153,14 +153,14 @@ def test_devices_that_are_none(name: str) -> None:
 
 
 def test_a_device_that_is_none_exits_with_2() -> None:
-    done = CliRunner().invoke(app, ["config", "--set", "engine.device=cpu:7", "--set", "model.target=shape:tiny"])
+    done = CliRunner().invoke(app, ["config", "--set", "engine.device=cpu:7", "--set", "model.target=random:tiny"])
     assert done.exit_code == 2
     assert "cpu:7" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_the_first_cpu_is_the_cpu() -> None:
-    assert resolve(load_config(None, ["engine.device=cpu:0", "model.target=shape:tiny"])).config.engine.device == "cpu"
+    assert resolve(load_config(None, ["engine.device=cpu:0", "model.target=random:tiny"])).config.engine.device == "cpu"
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])

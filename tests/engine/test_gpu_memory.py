@@ -24,7 +24,7 @@ from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engi
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-TREES = ["speculation.method=eagle3", "speculation.draft=shape:eagle3", "speculation.num_steps=5"]
+TREES = ["speculation.method=eagle3", "speculation.draft=random:eagle3", "speculation.num_steps=5"]
 TREES += ["speculation.topk=8", "speculation.num_draft_tokens=60"]
 
 
@@ -55,7 +55,7 @@ def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str]) -> 
     if free < card_gib * GIB:
         pytest.skip("less memory is free")
     ballast = torch.empty(free - int(card_gib * GIB), dtype=torch.uint8, device="cuda")
-    options = ["model.target=shape:llama-3-8b", "engine.device=cuda", *sets]
+    options = ["model.target=random:llama-3-8b", "engine.device=cuda", *sets]
     engine: Any = build_engine(resolve(load_config(None, options)))
     assert engine.limits.max_prompt_tokens + 1 >= 4096
     num_rows = 300

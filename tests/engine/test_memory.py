@@ -31,7 +31,7 @@ from specbatch.engine.memory import (
 from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError
 from specbatch.models.config import ModelConfig
-from specbatch.models.shapes import shapes
+from specbatch.models.random_weights import geometries
 from tests.tiny_models import CPU, tiny_config
 
 BF16 = torch.bfloat16
@@ -45,13 +45,13 @@ def sized(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads
     )  # fmt: skip
 
 
-LLAMA = dataclasses.replace(shapes()["llama-3-8b"], max_position_embeddings=131072)  # Llama-3.1-8B
+LLAMA = dataclasses.replace(geometries()["llama-3-8b"], max_position_embeddings=131072)  # Llama-3.1-8B
 MODELS = {
     "llama-3.1-8b": LLAMA,
     "qwen3-14b": sized(151936, 5120, 17408, 40, 40, 8, 40960),
     "qwen2.5-32b": sized(152064, 5120, 27648, 64, 40, 8, 32768),
-    "llama-3.2-1b": shapes()["llama-3.2-1b"],
-    "smollm2-135m": shapes()["smollm2-135m"],
+    "llama-3.2-1b": geometries()["llama-3.2-1b"],
+    "smollm2-135m": geometries()["smollm2-135m"],
 }
 
 
@@ -162,12 +162,12 @@ def test_a_share_of_what_is_free() -> None:
 
 def test_the_parameters_of_known_models() -> None:
     assert CachedModel.whole(LLAMA, packs=False).num_parameters() == pytest.approx(8.03e9, rel=0.001)
-    tied = shapes()["smollm2-135m"]
+    tied = geometries()["smollm2-135m"]
     assert CachedModel.whole(tied, packs=False).num_parameters() == pytest.approx(134.5e6, rel=0.001)
     assert CachedModel.whole(tied, packs=True).num_parameters() == pytest.approx(162.8e6, rel=0.001)
 
 
-TINY = ["model.target=shape:tiny", "engine.device=cpu", "speculation.method=none"]
+TINY = ["model.target=random:tiny", "engine.device=cpu", "speculation.method=none"]
 
 
 @pytest.mark.parametrize("tokens", [10**12, 2 * 10**8])

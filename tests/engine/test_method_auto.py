@@ -14,7 +14,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_speculation import decide_method
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import cached_path
-from specbatch.models.formats.eagle_files import HeadCheckpoint
+from specbatch.models.formats.eagle_files import EagleCheckpoint
 
 TARGET, HEAD = "builtin:smollm2-135m-instruct", "builtin:smollm2-135m-instruct-eagle3"
 
@@ -27,7 +27,7 @@ def test_the_default_drafts_with_the_head_of_the_default_target() -> None:
 
 
 def test_other_targets_look_up() -> None:
-    run = resolve(load_config(None, ["model.target=shape:tiny"]))
+    run = resolve(load_config(None, ["model.target=random:tiny"]))
     assert (run.config.speculation.method, run.config.speculation.draft) == ("ngram", None)
     assert run.config.speculation.num_draft_tokens == 6
     assert any(note.startswith("speculation.method: ngram") for note in run.notes)
@@ -42,15 +42,15 @@ def test_what_is_named_is_left_alone(method: str) -> None:
 
 def test_a_draft_wants_its_method_named() -> None:
     with pytest.raises(ConfigError, match=r"speculation\.draft is set") as caught:
-        resolve(load_config(None, ["model.target=shape:tiny", "speculation.draft=somewhere"]))
+        resolve(load_config(None, ["model.target=random:tiny", "speculation.draft=somewhere"]))
     assert "eagle3" in str(caught.value.hint)
 
 
 def test_the_head_fits_the_geometry_of_its_target() -> None:
-    sets = ["model.target=shape:smollm2-135m", "speculation.method=eagle3", f"speculation.draft={HEAD}"]
+    sets = ["model.target=random:smollm2-135m", "speculation.method=eagle3", f"speculation.draft={HEAD}"]
     draft = resolve(load_config(None, sets)).draft
-    assert isinstance(draft, HeadCheckpoint)
-    assert draft.head.draft_vocab_size == 4864
+    assert isinstance(draft, EagleCheckpoint)
+    assert draft.config.draft_vocab_size == 4864
 
 
 def test_a_head_is_no_target() -> None:

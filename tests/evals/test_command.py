@@ -445,7 +445,12 @@ def test_speculation_changes_nothing_on_a_real_engine(run: Eval) -> None:
     from specbatch.engine.resolve import resolve as resolve_really
 
     def sets(*more: str) -> Config:
-        options = ["model.target=shape:tiny", "engine.device=cpu", "model.dtype=float32", "engine.kv_cache_tokens=2048"]
+        options = [
+            "model.target=random:tiny",
+            "engine.device=cpu",
+            "model.dtype=float32",
+            "engine.kv_cache_tokens=2048",
+        ]
         return load_config(None, [*options, *more])
 
     built: list[str] = []
@@ -459,7 +464,7 @@ def test_speculation_changes_nothing_on_a_real_engine(run: Eval) -> None:
         return engine
 
     options: dict[str, Sequence[Any]] = {"task_files": (write_task(run.folder, EXACT),), "tasks": ("mt_bench_speed",)}
-    config = sets("speculation.method=draft_model", "speculation.draft=shape:tiny", "data.chat_template={{messages}}")
+    config = sets("speculation.method=draft_model", "speculation.draft=random:tiny", "data.chat_template={{messages}}")
     runtime = Runtime(resolve_really, build, lambda _: {})
     overrides = sets("sampling.max_tokens=12")
     config = replace(config, sampling=overrides.sampling)

@@ -218,7 +218,7 @@ def test_commands_end_before_weights_are_read(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("specbatch.engine.build.build", lambda *_: pytest.fail("weights were read"))
     Path("d.jsonl").write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(8)))
-    options = ["model.target=shape:tiny", "engine.device=cpu", "speculation.method=ngram", option]
+    options = ["model.target=random:tiny", "engine.device=cpu", "speculation.method=ngram", option]
     arguments = [command, "d.jsonl", *(part for text in options for part in ("--set", text))]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2, done.output

@@ -63,7 +63,7 @@ def test_causes_by_method() -> None:
     for nobody in (
         SpeculationSection("none"),
         SpeculationSection("ngram"),
-        SpeculationSection("eagle3", draft="shape:eagle3"),
+        SpeculationSection("eagle3", draft="random:eagle3"),
         SpeculationSection("eagle", draft="a", simulate_acceptance=2.0),
     ):
         assert low_acceptance(nobody, None) is None
@@ -80,7 +80,7 @@ def test_only_eagle3_has_layers_to_choose(method: str) -> None:
 
 
 def test_shape_heads_read_the_layers_that_are_configured() -> None:
-    sets = ["model.target=shape:tiny", "speculation.method=eagle3", "speculation.draft=shape:eagle3"]
+    sets = ["model.target=random:tiny", "speculation.method=eagle3", "speculation.draft=random:eagle3"]
     usual = resolve(load_config(None, sets)).config.speculation.aux_layers
     assert usual is not None
     assert len(usual) == 3

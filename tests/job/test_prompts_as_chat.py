@@ -12,7 +12,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_data import runs_prompts_as_chat
 from specbatch.errors import ConfigError
 
-TINY = ["model.target=shape:tiny", "engine.device=cpu", "speculation.method=none"]
+TINY = ["model.target=random:tiny", "engine.device=cpu", "speculation.method=none"]
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def test_a_chain_that_is_faster_decides(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from tune_linear import Geometry, print_table, shapes
+    from tune_linear import Geometry, geometries, print_table
 
-    geometry = Geometry.of(shapes()["smollm2-135m"])
+    geometry = Geometry.of(geometries()["smollm2-135m"])
     chains: list[dict[str, Any]] = [{"M": 8, "label": "torch and library", "milliseconds": 0.7, "configs": {}}]
     if chain_ms is not None:
         chains.append({"M": 8, "label": "fused, pdl, tuned", "milliseconds": chain_ms, "configs": CHAINED})

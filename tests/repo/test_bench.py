@@ -18,7 +18,7 @@ import torch
 from specbatch.config_load import load_config
 from specbatch.engine.resolve import ResolvedRun, resolve
 
-TINY = ["--target", "shape:tiny", "--set", "engine.device=cpu", "--set", "model.dtype=float64"]
+TINY = ["--target", "random:tiny", "--set", "engine.device=cpu", "--set", "model.dtype=float64"]
 TINY += ["--set", "engine.kv_cache_tokens=4096"]
 
 
@@ -65,7 +65,7 @@ def test_the_floor_counts_what_a_round_reads() -> None:
     """Llama-3-8B: 15.0 GB of target weights, 0.85 GB for draft-extend (with fc), 0.75 GB for a further draft pass."""
     from bench_floor import DeviceRates, prefill_floor, round_floor, round_passes
 
-    run = resolved("shape:llama-3-8b", "speculation.method=eagle3", "speculation.draft=shape:eagle3-32k")
+    run = resolved("random:llama-3-8b", "speculation.method=eagle3", "speculation.draft=random:eagle3-32k")
     assert [round(2 * p.parameters / 1e9, 2) for p in round_passes(run, 2.5)] == [15.01, 0.85, 0.75, 0.75]
     rates = DeviceRates(3.85e12, 780e12)
     assert 4.50e-3 < round_floor(run, rates, batch=1, context=0, committed=2.5) < 4.52e-3
@@ -77,7 +77,7 @@ def test_the_floor_counts_what_a_round_reads() -> None:
     assert less == pytest.approx(more / 2)
     # At large batches the products are what counts: 4 nodes of 15 GFLOP each.
     assert 4 * 15e9 * 2000 / 780e12 < round_floor(run, rates, 2000, 0, 2.5) < 4 * 17e9 * 2000 / 780e12
-    plain = resolved("shape:llama-3-8b", "speculation.method=none")
+    plain = resolved("random:llama-3-8b", "speculation.method=none")
     assert 4.6 < prefill_floor(plain, rates, [1000] * 256) < 4.7
     assert prefill_floor(run, rates, [1000] * 256) > prefill_floor(plain, rates, [1000] * 256)
 
@@ -88,9 +88,12 @@ def test_the_floor_counts_what_a_round_reads() -> None:
         (["speculation.method=ngram"], [15.01]),
         (["speculation.method=none"], [15.01]),
         # The head of an EAGLE-1 is the target's: 1.05 GB of it in every pass.
-        (["speculation.method=eagle", "speculation.draft=shape:eagle", "speculation.num_steps=2"], [15.01, 1.55, 1.55]),
         (
-            ["speculation.method=draft_model", "speculation.draft=shape:llama-3.2-1b", "speculation.num_steps=2"],
+            ["speculation.method=eagle", "speculation.draft=random:eagle", "speculation.num_steps=2"],
+            [15.01, 1.55, 1.55],
+        ),
+        (
+            ["speculation.method=draft_model", "speculation.draft=random:llama-3.2-1b", "speculation.num_steps=2"],
             [15.01, 2.47, 2.47],
         ),
     ],
@@ -98,7 +101,7 @@ def test_the_floor_counts_what_a_round_reads() -> None:
 def test_passes_of_other_methods(sets: list[str], gigabytes: list[float]) -> None:
     from bench_floor import round_passes
 
-    found = [round(2 * p.parameters / 1e9, 2) for p in round_passes(resolved("shape:llama-3-8b", *sets), 2.0)]
+    found = [round(2 * p.parameters / 1e9, 2) for p in round_passes(resolved("random:llama-3-8b", *sets), 2.0)]
     assert found == gigabytes
 
 
@@ -107,10 +110,10 @@ def test_methods() -> None:
 
     method = parse_method("eagle3:3/1/4@2.5")
     assert (method.steps, method.topk, method.tokens, method.acceptance) == (3, 1, 4, 2.5)
-    assert method.draft == "shape:eagle3-32k"
+    assert method.draft == "random:eagle3-32k"
     speculation = load_config(None, method.sets()).speculation
     assert (speculation.method, speculation.num_steps, speculation.simulate_acceptance) == ("eagle3", 3, 2.5)
-    assert parse_method("draft_model=shape:llama-3.2-1b").draft == "shape:llama-3.2-1b"
+    assert parse_method("draft_model=random:llama-3.2-1b").draft == "random:llama-3.2-1b"
     assert load_config(None, parse_method("none").sets()).speculation.draft is None
     for wrong in ("eagle4", "eagle3:3", "none@", "eagle3:3/1/4@x"):
         with pytest.raises(argparse.ArgumentTypeError):

@@ -66,7 +66,12 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     rows = [{**row, "prompt": "What all rows begin with, longer than a page. " + row["prompt"]} for row in rows]
     data, output = tmp_path / "rows.jsonl", tmp_path / "check.json"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sets = ["model.target=shape:tiny", "engine.device=cpu", "engine.max_batch_size=4", "engine.prefill_chunk_tokens=64"]
+    sets = [
+        "model.target=random:tiny",
+        "engine.device=cpu",
+        "engine.max_batch_size=4",
+        "engine.prefill_chunk_tokens=64",
+    ]
     args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--rows", "5"]
     args += ["--budget", "60s", "--batches", "1,4", "--candidates", "2", "--cell-rows", "3,8", "--commit", "none"]
     args += ["--finals", "1", "--whole-file", "1", "--turns", "2", *limit]
@@ -107,7 +112,7 @@ def test_a_check_of_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     data, output = tmp_path / "rows.jsonl", tmp_path / "check.json"
     data.write_text("".join(json.dumps({"prompt": f"Row {i}", "max_tokens": 6}) + "\n" for i in range(4)))
-    sets = ["model.target=shape:tiny", "speculation.method=draft_model", "speculation.draft=shape:tiny"]
+    sets = ["model.target=random:tiny", "speculation.method=draft_model", "speculation.draft=random:tiny"]
     sets += ["engine.device=cpu", "engine.max_batch_size=1"]
     args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--budget", "60s"]
     args += ["--batches", "1", "--candidates", "0", "--grid", "1,2/1,2/3", "--commit", "none"]

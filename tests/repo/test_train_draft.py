@@ -32,9 +32,9 @@ from specbatch.errors import InputError
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.config import expected_tensors
 from specbatch.models.decoder import loader
-from specbatch.models.eagle_head import EagleHead, capture_layers
+from specbatch.models.eagle_head import EagleHead, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
-from specbatch.models.formats.eagle_files import open_head
+from specbatch.models.formats.eagle_files import open_eagle_head
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.neural import NeuralProposer
@@ -88,8 +88,8 @@ def inference_head(head: Any, target: Checkpoint, folder: Path, dtype: torch.dty
 
     config = head_config(target.config, WIDTH)
     export(folder, config, head.state_dict(), DRAFT_IDS, target.config, torch.float32)
-    checked = open_head(folder, "eagle3", target)
-    opened, source = checked.head, checked.tensors
+    checked = open_eagle_head(folder, "eagle3", target)
+    opened, source = checked.config, checked.tensors
     decoder = build_decoder(target.config, target.tensors, 300, dtype, CPU)
     load = loader(source, dtype, CPU)
     if dtype == torch.float64:  # not what the file's float32 left of them
@@ -128,7 +128,7 @@ def test_unrolled_training_is_what_drafting_does(num_steps: int, tmp_path: Path)
     for b, tokens in enumerate(sequences):
         layout = BatchLayout.build([Span([0], 0, len(tokens))], 64, CPU)
         cache = decoder.new_cache(64, torch.float64)
-        last, captured = decoder.forward(torch.tensor(tokens), layout, cache, capture_layers(LAYERS))
+        last, captured = decoder.forward(torch.tensor(tokens), layout, cache, default_aux_layers(LAYERS))
         rows = frozen.rows(hidden, b * length + torch.arange(len(tokens)))
         logits = decoder.logits(last)
         assert torch.allclose(rows.logits_QW, logits[:, DRAFT_IDS], atol=1e-9)
@@ -639,10 +639,10 @@ def test_checkpoints_have_the_public_names(tmp_path: Path) -> None:
     assert (config["draft_vocab_size"], config["vocab_size"], config["num_hidden_layers"]) == (WIDTH, VOCAB, 1)
     assert config["tie_word_embeddings"] is False
     assert LlamaConfig(**config).rope_parameters["rope_theta"] == 10000.0
-    opened = open_head(tmp_path, "eagle3", replace(target_checkpoint(), config=target)).head
+    opened = open_eagle_head(tmp_path, "eagle3", replace(target_checkpoint(), config=target)).config
     assert (opened.draft_vocab_size, opened.has_vocab_map, opened.has_embedding) == (WIDTH, True, False)
     # Of the layers that training reads, under every reading of a file that names none.
-    assert (opened.aux_layers, opened.norm_before_residual) == (capture_layers(LAYERS), False)
+    assert (opened.aux_layers, opened.norm_before_residual) == (default_aux_layers(LAYERS), False)
     assert opened.decoder.rope == target.rope
 
 

@@ -47,9 +47,9 @@ from specbatch.tune.tuner import Widest
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import tiny_device_engine, tiny_engine
 
-TINY = ["--set", "model.target=shape:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
+TINY = ["--set", "model.target=random:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
 TINY += ["--set", "engine.prefill_chunk_tokens=64"]
-DRAFT = ["--set", "speculation.method=draft_model", "--set", "speculation.draft=shape:tiny"]
+DRAFT = ["--set", "speculation.method=draft_model", "--set", "speculation.draft=random:tiny"]
 DRAFT += ["--set", "engine.prefix_cache=false"]
 BEFORE = "were traced before"
 
@@ -415,7 +415,7 @@ def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
 
 def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a target of which a head comes along."""
-    sets = [*TINY[1::2], "model.target=shape:smollm2-135m", "speculation.method=auto"]
+    sets = [*TINY[1::2], "model.target=random:smollm2-135m", "speculation.method=auto"]
     run, widest = _resolve_widest(load_config(None, sets), resolve)
     assert (run.config.speculation.method, widest.depth) == ("ngram", 0)
     head = "builtin:smollm2-135m-instruct-eagle3"

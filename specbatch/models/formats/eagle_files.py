@@ -1,5 +1,5 @@
 """Opens the directory of an EAGLE head: what its config.json asks for is done or refused by name, and its tensors come
-under the names and in the number of `eagle_head.expected_tensors`, for files of any author.
+under the names and in the number of `expected_eagle_tensors`, for files of any author.
 
 Three kinds of files are in use: those of the authors (`midlayer.*`), of NVIDIA ModelOpt (`eagle_config`) and of vLLM's
 speculators (`layers.0.*`, sizes under `transformer_layer_config`).
@@ -21,7 +21,7 @@ from specbatch.models.config import ModelConfig, parse_hf_config
 from specbatch.models.eagle_head import (
     EagleConfig,
     EagleKind,
-    HeadTraits,
+    EagleTraits,
     eagle_config,
     layer_prefix,
     target_ids_of,
@@ -52,18 +52,18 @@ _HARMLESS = ("rms_norm_eps", "eagle_config", "has_lm_head", "parallel_draft_head
 
 
 @dataclass(frozen=True)
-class HeadCheckpoint:
+class EagleCheckpoint:
     """A validated EAGLE head."""
 
-    head: EagleConfig
+    config: EagleConfig
     tensors: TensorSource
     may_be_outputs: bool = False  # aux_layers are those of config.json, which other engines read as outputs
     notes: tuple[str, ...] = ()  # how its config.json was read
 
 
-def open_head(
+def open_eagle_head(
     path: Path, kind: EagleKind, target: Checkpoint, aux_layers: tuple[int, ...] | None = None
-) -> HeadCheckpoint:
+) -> EagleCheckpoint:
     """Open and validate a head's directory (config.json and weights). `aux_layers`: instead of those of the file.
 
     Raises ModelError.
@@ -81,7 +81,7 @@ def open_head(
         notes.append(f"speculation.draft: its config.json has keys that specbatch does not know: {', '.join(names)}")
     file_layers = raw.layer_ids() if aux_layers is None and kind == "eagle3" else None
     layers = file_layers if aux_layers is None else aux_layers
-    traits = HeadTraits(layers, raw.norm_before_residual(notes))
+    traits = EagleTraits(layers, raw.norm_before_residual(notes))
     draft_vocab_size = raw.draft_vocab_size() or config.vocab_size
     tensors = _HeadTensors(open_tensors(path), kind, config, draft_vocab_size, target)
     head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target.config, traits)
@@ -95,7 +95,7 @@ def open_head(
         if may_be_outputs:
             why += f"; SGLang reads outputs, which would be {after(layers)} here"
         notes.append(f"speculation.aux_layers: inputs of layers {', '.join(map(str, layers))} ({why})")
-    return HeadCheckpoint(head, tensors, may_be_outputs, tuple(notes))
+    return EagleCheckpoint(head, tensors, may_be_outputs, tuple(notes))
 
 
 def after(layers: tuple[int, ...]) -> list[int]:
@@ -177,8 +177,8 @@ class _Raw:
 
 
 class _HeadTensors:
-    """A head's files under the names of `expected_tensors`. What a file may leave out is made: t2d of d2t, and where
-    the vocabulary is reduced, an LM head of the target's rows."""
+    """The tensors of a head's files under the names of `expected_eagle_tensors`. Tensors that a file may leave out are
+    made: t2d from d2t, and for a reduced vocabulary the LM head from the target's."""
 
     def __init__(
         self, files: TensorSource, kind: EagleKind, config: ModelConfig, draft_vocab_size: int, target: Checkpoint

@@ -14,9 +14,9 @@ from torch import Tensor
 from specbatch.engine.build import build_decoder
 from specbatch.errors import ModelError
 from specbatch.models.decoder import loader
-from specbatch.models.eagle_head import EagleHead, EagleKind, capture_layers, expected_tensors
+from specbatch.models.eagle_head import EagleHead, EagleKind, default_aux_layers, expected_eagle_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
-from specbatch.models.formats.eagle_files import LAYER_IDS, HeadCheckpoint, open_head
+from specbatch.models.formats.eagle_files import LAYER_IDS, EagleCheckpoint, open_eagle_head
 from tests.eagle_reference import LAYERS, VOCAB, E, Reference, head_tensors, random_target, write_head
 from tests.tiny_models import CPU, attention_of
 
@@ -33,16 +33,16 @@ def tied_target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return random_target(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
 
 
-def opened(path: Path, target: Checkpoint, kind: EagleKind = "eagle3", **config: Any) -> HeadCheckpoint:
+def opened(path: Path, target: Checkpoint, kind: EagleKind = "eagle3", **config: Any) -> EagleCheckpoint:
     """A head with these keys in its config.json."""
-    return open_head(write_head(path, head_tensors(kind), **config), kind, target)
+    return open_eagle_head(write_head(path, head_tensors(kind), **config), kind, target)
 
 
 @pytest.mark.parametrize(
     ("config", "layers", "outputs"),
     [
-        ({}, capture_layers(LAYERS), None),
-        ({LAYER_IDS: None, NESTED: {LAYER_IDS: []}}, capture_layers(LAYERS), None),  # ModelOpt writes an empty list
+        ({}, default_aux_layers(LAYERS), None),
+        ({LAYER_IDS: None, NESTED: {LAYER_IDS: []}}, default_aux_layers(LAYERS), None),  # ModelOpt writes an empty list
         ({LAYER_IDS: [1, 3, 4]}, (1, 3, 4), "[2, 4, 5]"),
         ({NESTED: {LAYER_IDS: [0, 1, LAYERS]}}, (0, 1, LAYERS), ""),  # no outputs: there is no such layer
         ({LAYER_IDS: [1, 3, 4], NESTED: {LAYER_IDS: [1, 3, 4]}}, (1, 3, 4), "[2, 4, 5]"),
@@ -53,7 +53,7 @@ def test_layer_ids(
 ) -> None:
     """`outputs`: what the note proposes where the file means outputs; None: there is no note."""
     found = opened(tmp_path, target, **config)
-    assert (found.head.aux_layers, found.may_be_outputs) == (layers, bool(outputs))
+    assert (found.config.aux_layers, found.may_be_outputs) == (layers, bool(outputs))
     expected = f"speculation.aux_layers: inputs of layers {', '.join(map(str, layers))} (vLLM's reading of {LAYER_IDS}"
     if outputs:
         expected += f"; SGLang reads outputs, which would be {outputs} here"
@@ -63,14 +63,14 @@ def test_layer_ids(
 def test_configured_layers_override_the_file(target: Checkpoint, tmp_path: Path) -> None:
     contradiction = {LAYER_IDS: [1, 3, 4], NESTED: {LAYER_IDS: [1, 3, 5]}}
     path = write_head(tmp_path, head_tensors("eagle3"), **contradiction)
-    found = open_head(path, "eagle3", target, (2, 4, 5))
-    assert (found.head.aux_layers, found.may_be_outputs) == ((2, 4, 5), False)
+    found = open_eagle_head(path, "eagle3", target, (2, 4, 5))
+    assert (found.config.aux_layers, found.may_be_outputs) == ((2, 4, 5), False)
     assert found.notes == ("speculation.aux_layers: inputs of layers 2, 4, 5 (as configured)",)
     with pytest.raises(ModelError, match=r"contradicts itself.*\[1, 3, 5\]"):
-        open_head(path, "eagle3", target)
+        open_eagle_head(path, "eagle3", target)
     # A target that is too shallow for the usual layers has others.
     shallow = replace(target, config=replace(target.config, num_layers=4))
-    assert open_head(path, "eagle3", shallow, (1, 2, 4)).head.aux_layers == (1, 2, 4)
+    assert open_eagle_head(path, "eagle3", shallow, (1, 2, 4)).config.aux_layers == (1, 2, 4)
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2), (1, 2, 3, 4), (2, 1, 3), (1, 1, 2), (1, 2, LAYERS + 1)], ids=str)
@@ -78,7 +78,7 @@ def test_layers_that_cannot_be_read_are_refused(layers: tuple[int, ...], target:
     path = write_head(tmp_path, head_tensors("eagle3"), **({LAYER_IDS: list(layers)} if layers else {}))
     for configured in [layers, None] if layers else [layers]:
         with pytest.raises(ModelError, match="three layers of the target, in rising order and none above 8") as error:
-            open_head(path, "eagle3", target, configured)
+            open_eagle_head(path, "eagle3", target, configured)
         assert "speculation.aux_layers" in str(error.value.hint)
 
 
@@ -144,12 +144,12 @@ def test_keys_that_change_nothing_are_read(target: Checkpoint, tmp_path: Path) -
         NESTED: nested,
     }
     found = opened(tmp_path, target, **plain)
-    assert found.head == opened(tmp_path, target).head
+    assert found.config == opened(tmp_path, target).config
     assert not found.notes
     # EAGLE-1/2 take no features of layers.
     assert not opened(tmp_path, target, "eagle", use_aux_hidden_state=False, num_hidden_layers=1).notes
     found = opened(tmp_path, target, "eagle", **{LAYER_IDS: [1, 3, 4]})  # it reads the last hidden state alone
-    assert (found.head.aux_layers, found.may_be_outputs, found.notes) == ((), False, ())
+    assert (found.config.aux_layers, found.may_be_outputs, found.notes) == ((), False, ())
 
 
 def test_keys_that_nobody_knows_are_named(target: Checkpoint, tmp_path: Path) -> None:
@@ -184,27 +184,27 @@ def speculators(path: Path, tensors: dict[str, Tensor], draft_vocab: int | None,
 def test_speculators_files_are_the_same_head(draft_vocab: int | None, target: Checkpoint, tmp_path: Path) -> None:
     tensors = head_tensors("eagle3", draft_vocab, embedding=True)
     theirs = write_head(tmp_path / "theirs", tensors, draft_vocab, norm_before_residual=True)
-    expected = open_head(theirs, "eagle3", target)
-    found = open_head(speculators(tmp_path / "found", tensors, draft_vocab), "eagle3", target)
-    assert found.head == expected.head
-    assert found.head.norm_before_residual
+    expected = open_eagle_head(theirs, "eagle3", target)
+    found = open_eagle_head(speculators(tmp_path / "found", tensors, draft_vocab), "eagle3", target)
+    assert found.config == expected.config
+    assert found.config.norm_before_residual
     assert not found.notes
-    for name in expected_tensors(found.head):
+    for name in expected_eagle_tensors(found.config):
         assert torch.equal(found.tensors.load(name), tensors[name]), name
     # A key that is missing is read as vLLM does, and that is named.
-    silent = open_head(
+    silent = open_eagle_head(
         speculators(tmp_path / "silent", tensors, draft_vocab, norm_before_residual=None), "eagle3", target
     )
-    assert silent.head.norm_before_residual
+    assert silent.config.norm_before_residual
     assert "norm_before_residual true (vLLM's reading" in silent.notes[0]
-    assert not opened(tmp_path / "own", target).head.norm_before_residual
+    assert not opened(tmp_path / "own", target).config.norm_before_residual
 
 
-def head_model(found: HeadCheckpoint, target: Checkpoint) -> EagleHead:
+def head_model(found: EagleCheckpoint, target: Checkpoint) -> EagleHead:
     decoder = build_decoder(target.config, target.tensors, 64, torch.float64, CPU)
     load = loader(found.tensors, torch.float64, CPU)
-    attention = attention_of(found.head.decoder)
-    return EagleHead(found.head, load, found.tensors.load, decoder, attention, 64, torch.float64, CPU)
+    attention = attention_of(found.config.decoder)
+    return EagleHead(found.config, load, found.tensors.load, decoder, attention, 64, torch.float64, CPU)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -220,10 +220,10 @@ def test_a_missing_lm_head_is_the_targets(
         tensors["d2t"] = ids - torch.arange(VOCAB)
     whole = target.tensors.load("model.embed_tokens.weight" if tied else "lm_head.weight")
     del tensors["lm_head.weight"]
-    found = open_head(write_head(tmp_path, tensors, draft_vocab, tie_word_embeddings=tied), "eagle3", target)
+    found = open_eagle_head(write_head(tmp_path, tensors, draft_vocab, tie_word_embeddings=tied), "eagle3", target)
     assert any("no LM head of its own" in note for note in found.notes)
     model = head_model(found, target)
-    assert (model.head is None) == (draft_vocab is None), "the whole head is shared, and not kept twice"
+    assert (model.lm_head is None) == (draft_vocab is None), "the whole head is shared, and not kept twice"
     hidden = torch.randn(3, E, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     logits = model.logits(hidden)
     normed = Reference("eagle3", tensors | {"lm_head.weight": whole}, target).norm(hidden, "norm.weight")
@@ -232,22 +232,22 @@ def test_a_missing_lm_head_is_the_targets(
     assert logits.shape == (3, draft_vocab or VOCAB)
     assert torch.allclose(logits, expected[:, ids])
     # A head of its own is never set aside, whatever config.json says of tying.
-    own = open_head(write_head(tmp_path, head_tensors("eagle3"), tie_word_embeddings=True), "eagle3", target)
-    assert own.head.has_lm_head
+    own = open_eagle_head(write_head(tmp_path, head_tensors("eagle3"), tie_word_embeddings=True), "eagle3", target)
+    assert own.config.has_lm_head
     assert not own.notes
 
 
 def test_a_missing_t2d_is_made_of_d2t(target: Checkpoint, tmp_path: Path) -> None:
     tensors = head_tensors("eagle3", 23)
     t2d = tensors.pop("t2d")
-    found = open_head(write_head(tmp_path, tensors, 23), "eagle3", target)
+    found = open_eagle_head(write_head(tmp_path, tensors, 23), "eagle3", target)
     assert torch.equal(found.tensors.load("t2d"), t2d)
     ids = head_model(found, target).target_ids
     assert ids is not None
     assert torch.equal(ids, t2d.nonzero().view(-1))
     tensors["d2t"] += VOCAB  # a map that leaves the vocabulary is refused as ever
     with pytest.raises(ModelError, match="d2t of the draft head"):
-        open_head(write_head(tmp_path, tensors, 23), "eagle3", target)
+        open_eagle_head(write_head(tmp_path, tensors, 23), "eagle3", target)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -256,7 +256,7 @@ def test_stored_rotary_frequencies_are_skipped(kind: EagleKind, target: Checkpoi
     names = ("rotary_emb.inv_freq", "midlayer.self_attn.rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq")
     tensors |= dict.fromkeys(names, torch.ones(4))
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    found = open_head(write_head(tmp_path, tensors), kind, target)
+    found = open_eagle_head(write_head(tmp_path, tensors), kind, target)
     assert not any("rotary" in name for name in found.tensors.shapes())
 
 
@@ -264,4 +264,4 @@ def test_one_tensor_under_two_names_is_refused(target: Checkpoint, tmp_path: Pat
     tensors = head_tensors("eagle3")
     tensors["layers.0.hidden_norm.weight"] = tensors["midlayer.hidden_norm.weight"].clone()
     with pytest.raises(ModelError, match="the same tensor"):
-        open_head(write_head(tmp_path, tensors), "eagle3", target)
+        open_eagle_head(write_head(tmp_path, tensors), "eagle3", target)

@@ -1,4 +1,4 @@
-"""`shape:NAME`: the published geometries, reproducible random weights, and runs without any file."""
+"""`random:NAME`: the published geometries, reproducible random weights, and runs without any file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError, ModelError
+from specbatch.models.catalog import random_name
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.eagle_head import target_ids_of
-from specbatch.models.formats.eagle_files import HeadCheckpoint
+from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tokenizer import byte_tokenizer
-from specbatch.models.shapes import RandomSource, open_shape, open_shape_head, shape_config, shapes
+from specbatch.models.random_weights import (
+    RandomSource,
+    geometries,
+    open_random_eagle_head,
+    open_random_model,
+    random_config,
+)
 from specbatch.types import Request, RngKey, SamplingParams
 
 CPU = torch.device("cpu")
@@ -47,7 +54,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_geometries_are_the_published_ones(name: str) -> None:
-    c = shape_config(f"shape:{name}")
+    c = random_config(f"random:{name}")
     values = (num_parameters(c), c.rope.theta, c.rms_norm_eps, c.max_position_embeddings, c.vocab_size)
     assert (*values, c.tie_word_embeddings) == PUBLISHED[name]
     assert c.rope.scaling == ("llama3" if name == "llama-3.2-1b" else "none")
@@ -56,21 +63,32 @@ def test_geometries_are_the_published_ones(name: str) -> None:
     assert set(c.sliding_windows) == {None}
 
 
+def test_shape_is_an_older_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """`shape:NAME` does what `random:NAME` does. The results say that the weights are random."""
+    assert random_config("shape:tiny") == random_config("random:tiny")
+    names = ("random:tiny", "shape:tiny", "builtin:tiny", "tiny", None)
+    assert [random_name(ref) for ref in names] == ["tiny", "tiny", None, None, None]
+    run = resolve(config("model.target=shape:tiny", "speculation.method=eagle3", "speculation.draft=shape:eagle3"))
+    assert "random weights" in run.description["target"]
+    assert "random weights" in run.description["draft"]
+    assert "shape:" not in capsys.readouterr().err
+
+
 def test_the_70b_subset_is_8_of_80_layers() -> None:
-    c = shape_config("shape:llama-3-70b-8l")
+    c = random_config("random:llama-3-70b-8l")
     embeddings = 2 * c.vocab_size * c.hidden_size + c.hidden_size
     assert (num_parameters(c) - embeddings) * 10 + embeddings == 70_553_706_496
     assert c.num_layers == 8
 
 
 def test_llama_32_rope_scaling() -> None:
-    rope = shape_config("shape:llama-3.2-1b").rope
+    rope = random_config("random:llama-3.2-1b").rope
     assert (rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position) == (32, 1, 4, 8192)
 
 
 def test_weights_are_random_and_reproducible() -> None:
-    checkpoint = open_shape("shape:tiny", torch.bfloat16, CPU)
-    again = open_shape("shape:tiny", torch.bfloat16, CPU)
+    checkpoint = open_random_model("random:tiny", torch.bfloat16, CPU)
+    again = open_random_model("random:tiny", torch.bfloat16, CPU)
     assert checkpoint.path is None
     assert checkpoint.description == "random weights"
     assert set(checkpoint.tensors.shapes()) == set(expected_tensors(checkpoint.config))
@@ -90,43 +108,49 @@ def test_weights_are_random_and_reproducible() -> None:
 
 
 def test_head_maps_are_one_to_one() -> None:
-    target = shape_config("shape:llama-3-8b")
-    opened = open_shape_head("shape:eagle3-32k", "eagle3", target, torch.float32, CPU)
-    head, tensors = opened.head, opened.tensors
+    target = random_config("random:llama-3-8b")
+    opened = open_random_eagle_head("random:eagle3-32k", "eagle3", target, torch.float32, CPU)
+    head, tensors = opened.config, opened.tensors
     assert (head.draft_vocab_size, head.has_vocab_map, head.feature_size) == (32000, True, 4096)
     assert tensors.shapes()["lm_head.weight"] == (32000, 4096)
     ids = target_ids_of(tensors.load("d2t"), tensors.load("t2d"), target.vocab_size)
     assert ids.shape == (32000,)
-    whole = open_shape_head("shape:eagle3", "eagle3", target, torch.float32, CPU)
-    assert (whole.head.draft_vocab_size, whole.head.has_vocab_map) == (128256, False)
+    whole = open_random_eagle_head("random:eagle3", "eagle3", target, torch.float32, CPU)
+    assert (whole.config.draft_vocab_size, whole.config.has_vocab_map) == (128256, False)
     assert "d2t" not in whole.tensors.shapes()
 
 
-@pytest.mark.parametrize("name", sorted(shapes()))
-@pytest.mark.parametrize("head", ["shape:eagle3-32k", "shape:eagle3", "shape:eagle"])
+@pytest.mark.parametrize("name", sorted(geometries()))
+@pytest.mark.parametrize("head", ["random:eagle3-32k", "random:eagle3", "random:eagle"])
 def test_every_geometry_has_heads(name: str, head: str) -> None:
-    target = shape_config(f"shape:{name}")
-    opened = open_shape_head(head, "eagle" if head == "shape:eagle" else "eagle3", target, torch.float32, CPU)
-    assert opened.head.decoder.num_kv_heads == target.num_kv_heads
+    target = random_config(f"random:{name}")
+    opened = open_random_eagle_head(head, "eagle" if head == "random:eagle" else "eagle3", target, torch.float32, CPU)
+    assert opened.config.decoder.num_kv_heads == target.num_kv_heads
     assert isinstance(opened.tensors, RandomSource)
 
 
 @pytest.mark.parametrize(
     ("sets", "message", "hint"),
     [
-        (["model.target=shape:llama3-8b"], "no shape 'llama3-8b'", "did you mean shape:llama-3-8b? known: shape:llama"),
-        (["model.target=shape:zzz"], "no shape 'zzz'", "known: shape:llama-3-8b, shape:llama-3.2-1b"),
-        (["model.target=shape:eagle3"], "is a draft head", "speculation.draft"),
-        (["speculation.draft=shape:eagle4"], "no shape 'eagle4'", "did you mean shape:eagle"),
-        (["speculation.draft=shape:llama-3-8b"], "is a model, not a draft head", "shape:eagle3-32k"),
-        (["speculation.draft=shape:eagle"], "does not fit speculation.method eagle3", "shape:eagle3"),
-        (["speculation.method=draft_model", "speculation.draft=shape:eagle3"], "is a draft head", ""),
-        (["speculation.method=draft_model", "speculation.draft=shape:smollm2-135m"], "vocabulary sizes differ", ""),
+        (
+            ["model.target=random:llama3-8b"],
+            "there is no random:llama3-8b",
+            "did you mean random:llama-3-8b? known: random:llama",
+        ),
+        (["model.target=random:zzz"], "there is no random:zzz", "known: random:llama-3-8b, random:llama-3.2-1b"),
+        (["model.target=random:eagle3"], "is a draft head", "speculation.draft"),
+        (["speculation.draft=random:eagle4"], "there is no random:eagle4", "did you mean random:eagle"),
+        (["speculation.draft=random:llama-3-8b"], "is a model, not a draft head", "random:eagle3-32k"),
+        (["speculation.draft=random:eagle"], "does not fit speculation.method eagle3", "random:eagle3"),
+        (["speculation.method=draft_model", "speculation.draft=random:eagle3"], "is a draft head", ""),
+        (["speculation.method=draft_model", "speculation.draft=random:smollm2-135m"], "vocabulary sizes differ", ""),
     ],
 )
 def test_mistakes_name_what_is_known(sets: list[str], message: str, hint: str) -> None:
     with pytest.raises(ModelError) as caught:
-        resolve(config("model.target=shape:tiny", "speculation.method=eagle3", "speculation.draft=shape:eagle3", *sets))
+        resolve(
+            config("model.target=random:tiny", "speculation.method=eagle3", "speculation.draft=random:eagle3", *sets)
+        )
     assert message in caught.value.message
     assert hint in (caught.value.hint or "")
 
@@ -134,20 +158,20 @@ def test_mistakes_name_what_is_known(sets: list[str], message: str, hint: str) -
 @pytest.mark.parametrize(
     ("method", "draft"),
     [
-        ("eagle3", "shape:eagle3-32k"),
-        ("eagle3", "shape:eagle3"),
-        ("eagle", "shape:eagle"),
-        ("draft_model", "shape:tiny"),
+        ("eagle3", "random:eagle3-32k"),
+        ("eagle3", "random:eagle3"),
+        ("eagle", "random:eagle"),
+        ("draft_model", "random:tiny"),
     ],
 )
 def test_speculation_runs_and_says_that_weights_are_random(method: str, draft: str) -> None:
-    base = ["model.target=shape:tiny", "sampling.max_tokens=8"]
+    base = ["model.target=random:tiny", "sampling.max_tokens=8"]
     run = resolve(config(*base, f"speculation.method={method}", f"speculation.draft={draft}"))
-    assert run.description["target"] == "shape:tiny (llama, random weights)"
+    assert run.description["target"] == "random:tiny (llama, random weights)"
     assert "random weights" in run.description["draft"]
-    if draft == "shape:eagle3-32k":
-        assert isinstance(run.draft, HeadCheckpoint)
-        assert run.draft.head.draft_vocab_size == 256
+    if draft == "random:eagle3-32k":
+        assert isinstance(run.draft, EagleCheckpoint)
+        assert run.draft.config.draft_vocab_size == 256
     engines = [build_engine(run), build_engine(resolve(config(*base, "speculation.method=none")))]
     texts = []
     for engine in engines:
@@ -172,7 +196,7 @@ def test_speculation_runs_and_says_that_weights_are_random(method: str, draft: s
     ],
 )
 def test_acceptance_that_cannot_be_simulated(sets: list[str], message: str, hint: str) -> None:
-    base = ["model.target=shape:tiny", "speculation.method=eagle3", "speculation.draft=shape:eagle3"]
+    base = ["model.target=random:tiny", "speculation.method=eagle3", "speculation.draft=random:eagle3"]
     with pytest.raises(ConfigError) as caught:
         resolve(config(*base, "speculation.simulate_acceptance=2.5", *sets))
     assert message in caught.value.message
@@ -198,12 +222,12 @@ def test_generate_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The whole command: results, and statistics that say what the weights are."""
     monkeypatch.chdir(tmp_path)
     Path("d.jsonl").write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
-    arguments = ["generate", "d.jsonl", "--set", "model.target=shape:tiny", "--set", "sampling.max_tokens=4"]
+    arguments = ["generate", "d.jsonl", "--set", "model.target=random:tiny", "--set", "sampling.max_tokens=4"]
     arguments += ["--set", "engine.device=cpu", "--set", "engine.kv_cache_tokens=1024"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     stats = json.loads(Path("d.results.stats.json").read_text())
-    assert stats["models"]["target"] == "shape:tiny (llama, random weights)"
+    assert stats["models"]["target"] == "random:tiny (llama, random weights)"
     assert stats["random_weights"] is True
     assert stats["simulated"] is False
     assert "random weights" in done.output
@@ -216,7 +240,7 @@ def test_generate_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_generate_with_the_geometry_of_smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["generate", str(ROOT / "examples/questions.jsonl"), "-o", "out.jsonl", "--limit", "3"]
-    arguments += ["--set", "model.target=shape:smollm2-135m", "--set", "sampling.max_tokens=8"]
+    arguments += ["--set", "model.target=random:smollm2-135m", "--set", "sampling.max_tokens=8"]
     arguments += ["--set", "engine.device=cpu", "--set", "engine.kv_cache_tokens=4096"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
