@@ -27,5 +27,6 @@ def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = Path(specbatch.__file__).resolve().parent.parent / "scripts"
     if not folder.is_dir():
         pytest.skip("no checkout")
-    monkeypatch.syspath_prepend(str(folder))
+    for name in ("bench", "check", "train_draft"):
+        monkeypatch.syspath_prepend(str(folder / name))
     monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter

@@ -14,8 +14,8 @@ from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
 from specbatch.kernels.paged import PagedBatch
 
-# Few splits leave multiprocessors idle, many cost more to merge; measured on an H200 (`scripts/tune_attention.py`).
-# Constants: results must not depend on the card.
+# Few splits leave multiprocessors idle, many cost more to merge. Measured on an H200 by
+# `scripts/bench/tune_attention.py`. Constants: results must not depend on the card.
 _PROGRAMS = 512
 _SPLITS, _SPLITS_OF_FEW, _FEW = 8, 16, 4
 _ROWS = 64  # of one program, at most

@@ -1,7 +1,7 @@
 """How the skinny matrix products of `kernels.linear` are cut into programs, and when they are used at all.
 
 Pure functions of the shape, so that a model's bits are reproducible from its shapes alone; the table comes from
-`scripts/tune_linear.py` on one H200. Free of Triton: whoever only asks whether a product is skinny need not have it.
+`scripts/bench/tune_linear.py` on one H200. No Triton here: asking whether a GEMM is skinny does not need it.
 
 Shape letters: M rows of activations, O output features, I input features.
 """
@@ -58,7 +58,7 @@ class Config:
 
 
 # (O, I) of the weight: for up to so many rows, the best configuration measured, or None where the library was faster.
-# Written by `scripts/tune_linear.py --table`, from one H200 with torch 2.11 and Triton 3.6.
+# Written by `scripts/bench/tune_linear.py --table`, from one H200 with torch 2.11 and Triton 3.6.
 _MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {
     (6144, 4096): {  # qkv
         1: Config("fma", 1, 8, 1024, 1, 4, pdl=True, early=True),

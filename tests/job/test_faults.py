@@ -1,5 +1,5 @@
-"""kill -9 and resume over the real engine and tiny random models, as processes. `scripts/check_faults.py` does the same
-with a real model and more."""
+"""kill -9 and resume over the real engine and tiny random models, as processes. The script
+`scripts/check/check_faults.py` does the same with a real model and more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/bench.py: the rows that every engine runs, the floor, comparison, and a whole run on the CPU."""
+"""scripts/bench/bench.py: the rows that every engine runs, the floor, comparison, and a whole run on the CPU."""
 
 from __future__ import annotations
 

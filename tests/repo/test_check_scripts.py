@@ -1,4 +1,4 @@
-"""scripts/check_tune.py and check_vllm.py: what they make of runs, and a whole check on the CPU."""
+"""scripts/check/check_tune.py and check_vllm.py: what they make of runs, and a whole check on the CPU."""
 
 from __future__ import annotations
 

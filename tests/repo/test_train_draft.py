@@ -1,5 +1,5 @@
-"""scripts/train_draft.py: the unrolled training against our own drafting, the checkpoint, data, resuming, a whole
-run."""
+"""scripts/train_draft/train_draft.py: the unrolled training against our own drafting, the checkpoint, data, resuming,
+a whole run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Times the skinny matrix products of `specbatch.kernels.linear` on a GPU and finds their best configurations.
 
-    python scripts/tune_linear.py -o tune_linear.json [--budget 230]
+    python scripts/bench/tune_linear.py -o tune_linear.json [--budget 230]
 
 For the products of a layer of Llama-3-8B (or of --shape), its head and an EAGLE draft's, and 1 to 64 rows: every
 candidate's error against float64, its time in CUDA-graph replay over copies of the weight that together exceed L2 (so
@@ -9,7 +9,7 @@ residuals and gates, every layer with its own weights, in one graph: the candida
 one product at a time, with programmatic dependent launch and prefetch. Candidates are compiled beforehand by other
 processes without a GPU.
 
-    python scripts/tune_linear.py --table tune_linear.json [--shape NAME] [--no-pdl]
+    python scripts/bench/tune_linear.py --table tune_linear.json [--shape NAME] [--no-pdl]
 
 prints the table of `specbatch/kernels/linear_config.py` from such a file: of the chain's choice where a chain of ours
 was faster than the library's, otherwise of what was best alone.
@@ -38,7 +38,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.kernels import linear as ops
 from specbatch.kernels.linear_config import Config

@@ -1,4 +1,4 @@
-"""scripts/tune_linear.py: the table that it prints of what was measured."""
+"""scripts/bench/tune_linear.py: the table that it prints of what was measured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Host memory of a file job, beyond the model: a million rows through the command's code over a stub engine.
 
-    python scripts/check_memory.py [--rows 1000000] [--limit-mb 200]
+    python scripts/check/check_memory.py [--rows 1000000] [--limit-mb 200]
 
 Every row is read, parsed, tokenised, written, and sorted into input order; only the engine is made up (it answers at
 once), so that what grows is the job's own. Prints the resident set on the way; exit code 1 if it grew by more than
@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.config import Config
 from specbatch.job.command import GenerateOptions, Runtime, generate_file

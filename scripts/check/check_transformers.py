@@ -1,6 +1,6 @@
 """Greedy output against transformers, and every method and schedule against each other, on real text.
 
-    python scripts/check_transformers.py --hf DIR --data gsm8k_test.jsonl [--rows 50] [-o report.json]
+    python scripts/check/check_transformers.py --hf DIR --data gsm8k_test.jsonl [--rows 50] [-o report.json]
 
 DIR is a Hugging Face directory (float32 on CPU here). The draft model is the target cut to its first layers, the EAGLE
 heads are random: the text must not depend on how good a draft is. Where the text differs from transformers', the report

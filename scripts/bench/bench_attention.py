@@ -1,6 +1,6 @@
 """Times attention at the sizes of Llama-3-8B (32/8 heads of 128, bf16, pages of 64): Triton's kernel and FlashInfer's.
 
-    python scripts/bench_attention.py -o attention.json [--only decode,chain,tree,prompt]
+    python scripts/bench/bench_attention.py -o attention.json [--only decode,chain,tree,prompt]
 
 Rounds (1, 4 or 8 new tokens for each row, the latter as a tree) and prompts. Each line is one layer's attention, from
 CUDA-graph replays over as many layers' caches as do not fit the second-level cache; `plan` is what a forward pass does

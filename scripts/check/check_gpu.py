@@ -1,8 +1,8 @@
 """The GPU engine against the CPU oracle, on real text.
 
-    python scripts/check_gpu.py record --model MODEL --data gsm8k_test.jsonl --rows 200 -o oracle.json  # on CPU
-    python scripts/check_gpu.py noise oracle.json --model HF_DIRECTORY -o noise.json  # on CPU
-    python scripts/check_gpu.py check oracle.json --model MODEL -o report.json                             # CUDA
+    python scripts/check/check_gpu.py record --model MODEL --data gsm8k_test.jsonl --rows 200 -o oracle.json  # on CPU
+    python scripts/check/check_gpu.py noise oracle.json --model HF_DIRECTORY -o noise.json  # on CPU
+    python scripts/check/check_gpu.py check oracle.json --model MODEL -o report.json                             # CUDA
 
 `record` keeps the greedy tokens of the CPU engine, and the margin between the two most likely tokens at each of them.
 `noise` says how much bfloat16 alone moves such margins: transformers, same text, float32 against bfloat16, on CPU.

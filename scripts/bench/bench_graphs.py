@@ -1,6 +1,6 @@
 """What each kind of CUDA graph gains: milliseconds of a round with it and without, by batch size (CUDA only).
 
-    python scripts/bench_graphs.py --method eagle3:3/1/4@2.5 --batch 1,4,16,32 -o graphs.json
+    python scripts/bench/bench_graphs.py --method eagle3:3/1/4@2.5 --batch 1,4,16,32 -o graphs.json
 
 One engine, whose graphs are captured anew for each variant: none at all; draft, verify and draft-extend as graphs of
 their own; each of the three left out (its output is then copied to where the other graphs look for it, which is counted

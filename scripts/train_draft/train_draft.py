@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 draft head for a target, from nothing but prompts: see docs/draft-heads.md.
 
-    python scripts/train_draft.py TARGET --data FILE[:ROWS] ... [--invent N] -o DIR [--eval FILE[:ROWS] ...]
+    python scripts/train_draft/train_draft.py TARGET --data FILE[:ROWS] ... [--invent N] -o DIR [--eval FILE[:ROWS] ...]
 
 Three stages, each of which skips what is done, so the same command goes on after an interruption:
 

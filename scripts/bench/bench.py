@@ -1,7 +1,7 @@
 """Throughput by workload, concurrency and method, in one process; see docs/bench/README.md.
 
-    python scripts/bench.py --target random:llama-3-8b --method none --method eagle3:3/1/4@2.5 -o bench.json
-    python scripts/bench.py --target random:tiny --method none --concurrency 1,2 --tokens 16/8    # CPU, seconds
+    python scripts/bench/bench.py --target random:llama-3-8b --method none --method eagle3:3/1/4@2.5 -o bench.json
+    python scripts/bench/bench.py --target random:tiny --method none --concurrency 1,2 --tokens 16/8    # CPU, seconds
 
 A method is NAME[:STEPS/TOPK/TOKENS][@ACCEPTANCE][=DRAFT]: speculation.method, num_steps/topk/num_draft_tokens, the
 simulated tokens per round, and speculation.draft (default for eagle: random:eagle, for eagle3: random:eagle3-32k).

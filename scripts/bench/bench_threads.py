@@ -1,6 +1,6 @@
 """The first command on a CPU, under several thread settings, on a quiet and on a busy machine.
 
-    python scripts/bench_threads.py --busy 0 2 --repeats 3 [--before CHECKOUT] [--rows 4] [--data FILE]
+    python scripts/bench/bench_threads.py --busy 0 2 --repeats 3 [--before CHECKOUT] [--rows 4] [--data FILE]
 
 `--busy N`: N endless loops run meanwhile. `--before`: another checkout to compare with. The settings take turns.
 Prints one JSON line a run: seconds from start to end, tokens per second of decoding, CPU seconds.
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 

@@ -1,11 +1,11 @@
 """A trained EAGLE-3 head in vLLM beside ours: the same file, the same prompts, greedy; acceptance, texts and speed.
 
-    python scripts/check_vllm.py prepare --model TARGET --rows eval.jsonl -o ids.json           # our environment
-    python scripts/check_vllm.py run ids.json --model HF_DIRECTORY --head HEAD --num-steps 5 -o vllm.json      # vLLM's
+    python scripts/check/check_vllm.py prepare --model TARGET --rows eval.jsonl -o ids.json           # our environment
+    python scripts/check/check_vllm.py run ids.json --model HF_DIRECTORY --head HEAD --num-steps 5 -o vllm.json # vLLM's
     specbatch generate eval.jsonl -o ours.jsonl --set sampling.logprobs=2 ...                   # our environment
-    python scripts/check_vllm.py compare vllm.json ours.jsonl -o report.json
-    python scripts/check_vllm.py speed ids.json --engine vllm --model HF_DIRECTORY --head HEAD -o speed-vllm.json
-    python scripts/check_vllm.py speed ids.json --engine ours --model TARGET --head HEAD -o speed-ours.json
+    python scripts/check/check_vllm.py compare vllm.json ours.jsonl -o report.json
+    python scripts/check/check_vllm.py speed ids.json --engine vllm --model HF_DIRECTORY --head HEAD -o speed-vllm.json
+    python scripts/check/check_vllm.py speed ids.json --engine ours --model TARGET --head HEAD -o speed-ours.json
 
 `eval.jsonl` are rows with `messages`, such as those that train_draft.py leaves in training/. `compare` says how far the
 acceptance lengths are apart, how many texts are equal, and by how much our target preferred its token to the second

@@ -1,6 +1,6 @@
 """Where the time of a round, and of a prompt chunk, goes: kernels of the device engine by name, on CUDA.
 
-    python scripts/profile_round.py --target random:llama-3-8b --method eagle3:3/1/4@2.5 --batch 1,64,256 -o prof.json
+    python scripts/bench/profile_round.py --target random:llama-3-8b --method eagle3:3/1/4@2.5 --batch 1,64 -o x.json
 
 Prints for each batch size the phases (of a round that is one graph), then the kernels of whole rounds: how often, how
 many microseconds in a round, and what share; and how much of the span the GPU was idle.

@@ -1,8 +1,8 @@
 """CPU measurements against transformers: same weights, same threads, same dtype (float32), one process.
 
-    python scripts/bench_cpu.py plain --target DIR --data gsm8k_test.jsonl            # batch 1 and 8, plain and n-gram
-    python scripts/bench_cpu.py pair --target DIR --draft DIR --data gsm8k_test.jsonl # acceptance lengths
-    python scripts/bench_cpu.py assisted --target DIR --draft DIR --data ... --rows 1 # speed at batch 1
+    python scripts/bench/bench_cpu.py plain --target DIR --data gsm8k_test.jsonl      # batch 1 and 8, plain and n-gram
+    python scripts/bench/bench_cpu.py pair --target DIR --draft DIR --data gsm8k_test.jsonl # acceptance lengths
+    python scripts/bench/bench_cpu.py assisted --target DIR --draft DIR --data ... --rows 1 # speed at batch 1
 
 Prints one JSON line a measurement. `plain` generates exactly --max-tokens tokens a row (end of sequence is ignored), so
 that the batch stays full; the others let rows end.
@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from prompts import question_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "check"))
+from prompts import question_prompts
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
 from specbatch.engine.build import build_engine

@@ -1,6 +1,6 @@
 """What a job survives: kill -9, signals, bad rows. The real command, engine and model; 15 to 30 minutes.
 
-    python scripts/check_faults.py [kill] [bad] [signals] [--model REF] [--set A.B=VALUE ...]
+    python scripts/check/check_faults.py [kill] [bad] [signals] [--model REF] [--set A.B=VALUE ...]
 
 kill     25 runs die by SIGKILL at random moments (uniform over a run's work, after the model is loaded) and are resumed
          until their file is whole; each file must then be byte for byte that of a run that nothing disturbed. Half of
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # The command itself, with a file that appears once the model is loaded: from then on there is work to interrupt.
 _CHILD = """
 import signal, sys

@@ -1,6 +1,6 @@
 """Times `specbatch.kernels.attention` by tile and splits on a GPU, at the sizes of Llama-3-8B (32/8 heads of 128).
 
-    python scripts/tune_attention.py -o tune_attention.json [--budget 100]
+    python scripts/bench/tune_attention.py -o tune_attention.json [--budget 100]
 
 Rounds: batches of 1 to 256 rows of 1250 tokens, 1, 4 or 8 new ones each (a chain; 8 also as a tree). Prompts: a chunk
 of 8 x 1024 tokens, one of 8192, one that continues a prompt. Each in CUDA-graph replay over the caches of 4 layers,

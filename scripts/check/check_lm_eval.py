@@ -1,6 +1,6 @@
 """`specbatch eval gsm8k` against lm-evaluation-harness: same prompts to the byte, same scores row by row.
 
-    python scripts/check_lm_eval.py MODEL --out DIR [--rows 200] [--minutes 25] [--data FOLDER] [--set a.b=c ...]
+    python scripts/check/check_lm_eval.py MODEL --out DIR [--rows 200] [--minutes 25] [--data FOLDER] [--set a.b=c ...]
 
 Wants lm-eval (`pip install lm-eval accelerate`; seen with 0.4.13) beside specbatch. MODEL is a folder in Hugging Face
 format. Both run greedily in float32, lm-eval with its `hf` model, --batch-size rows at once (more than one are padded,
@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-DATA = Path(__file__).resolve().parent.parent / "specbatch" / "evals" / "data"
+DATA = Path(__file__).resolve().parents[2] / "specbatch" / "evals" / "data"
 FILTERS = ("strict-match", "flexible-extract")
 
 

@@ -1,7 +1,7 @@
 """`specbatch tune` against the truth: predicted and live speed of many candidates at several batch sizes, and what an
 exhaustive grid over the same rows finds.
 
-    python scripts/check_tune.py DATA.jsonl -c CONFIG -o check.json --batches 1,8,32,128 --budget 3m
+    python scripts/check/check_tune.py DATA.jsonl -c CONFIG -o check.json --batches 1,8,32,128 --budget 3m
 
 Each cell runs --cell-rows of the traced rows, from the first on and again from there, as many at a time as the batch
 size says. Prints a line for each cell and the median error. That is of tokens per second up to where the last row was

@@ -1,6 +1,6 @@
 """GPU memory on cards of several sizes: what is reserved against what is used.
 
-    python scripts/check_cards.py [--cards 24 40 80] [--models llama-3-8b ...] [--rows 512]
+    python scripts/check/check_cards.py [--cards 24 40 80] [--models llama-3-8b ...] [--rows 512]
 
 A smaller card is this one with the rest of its memory taken: the engine starts as it would there. Random weights of
 known geometries, with each of the methods: plain decoding, and trees of 60 nodes with 256 rows. Rows run to their end,
