@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import specbatch
 from specbatch.config import Config
 from specbatch.option import option_doc
+from specbatch.strict import Option, options_of
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
 WIDTH = 120
@@ -34,71 +35,50 @@ DEFAULT_HEAD = """\
 # Any option can also be set on the command line, by the same path: --set sampling.temperature=0.7
 # `specbatch config` prints the configuration with every `auto` decided.
 """
-NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
-PLURALS = {str: "texts", int: "integers"}
 
 
 def options_text() -> str:
     """docs/options.md."""
     parts = [OPTIONS_HEAD]
-    for section in dataclasses.fields(Config):
-        kind = typing.get_type_hints(Config)[section.name]
-        rows = list(_rows(kind, f"{section.name}."))
-        parts += [f"\n## {section.name}\n\n{kind.__doc__}\n\n| option | type | default | |\n|---|---|---|---|\n", *rows]
+    for name, section in options_of(Config).items():
+        parts.append(f"\n## {name}\n\n{section.kind.__doc__}\n\n| option | type | default | |\n|---|---|---|---|\n")
+        parts += _rows(section.kind, f"{name}.")
     return "".join(parts)
 
 
-def _rows(section: Any, prefix: str) -> typing.Iterator[str]:
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _rows(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            cells = (
-                f"`{prefix}{field.name}`",
-                type_name(hints[field.name]),
-                f"`{shown(field.default)}`",
-                option_doc(field),
-            )
-            yield f"| {' | '.join(cells)} |\n"
+def _rows(section: Any, prefix: str) -> Iterator[str]:
+    for field, option in zip(dataclasses.fields(section), options_of(section).values(), strict=True):
+        path, is_nested = f"{prefix}{option.name}", dataclasses.is_dataclass(option.kind)
+        if not is_nested or option.is_list:
+            default = "" if option.is_required else f"`{shown(field.default)}`"
+            yield f"| `{path}` | {_type(option)} | {default} | {option_doc(field)} |\n"
+        if is_nested:
+            yield from _rows(option.kind, f"{path}[]." if option.is_list else f"{path}.")
 
 
-def type_name(annotation: Any) -> str:
-    """The type of an option in words."""
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(type_name(kind) for kind in typing.get_args(annotation))
-    if typing.get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
-    if typing.get_origin(annotation) is tuple:
-        element = typing.get_args(annotation)[0]
-        return f"list of {'mappings' if dataclasses.is_dataclass(element) else PLURALS[element]}"
-    return NAMES[annotation]
+def _type(option: Option) -> str:
+    if typing.get_origin(option.kind) is Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(option.kind))
+    return option.wanted()
 
 
 def default_text() -> str:
     """The default configuration, with each description as a comment."""
-    parts = [DEFAULT_HEAD]
-    for section in dataclasses.fields(Config):
-        kind = typing.get_type_hints(Config)[section.name]
-        parts += ["\n", *_comment(str(kind.__doc__), ""), f"{section.name}:\n", *_lines(kind, "  ")]
-    return "".join(parts)
+    return DEFAULT_HEAD + "".join(f"\n{lines}" for lines in _sections(Config, ""))
 
 
-def _lines(section: Any, indent: str) -> typing.Iterator[str]:
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _comment(str(hints[field.name].__doc__), indent)
-            yield f"{indent}{field.name}:\n"
-            yield from _lines(hints[field.name], indent + "  ")
+def _sections(section: Any, indent: str) -> Iterator[str]:
+    for field, option in zip(dataclasses.fields(section), options_of(section).values(), strict=True):
+        if dataclasses.is_dataclass(option.kind) and not option.is_list:
+            head = _comment(str(option.kind.__doc__), indent) + f"{indent}{option.name}:\n"
+            yield head + "".join(_sections(option.kind, indent + "  "))
         else:
-            yield from _comment(option_doc(field), indent)
-            yield f"{indent}{field.name}: {shown(field.default)}\n"
+            yield _comment(option_doc(field), indent) + f"{indent}{option.name}: {shown(field.default)}\n"
 
 
-def _comment(text: str, indent: str) -> list[str]:
+def _comment(text: str, indent: str) -> str:
     lines = textwrap.wrap(text, WIDTH - len(indent) - 2, break_long_words=False, break_on_hyphens=False)
-    return [f"{indent}# {line}\n" for line in lines]
+    return "".join(f"{indent}# {line}\n" for line in lines)
 
 
 def shown(value: Any) -> str:

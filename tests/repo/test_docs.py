@@ -48,9 +48,9 @@ def test_options_and_default_are_written_from_the_schema(generator: ModuleType) 
 
 
 def test_every_option_is_described(generator: ModuleType) -> None:
-    rows = re.findall(r"^\| `(.*?)` \| (.*) \| `(.*?)` \| (.*) \|$", generator.options_text(), flags=re.MULTILINE)
-    assert [row[0] for row in rows] == option_paths()
-    for name, kind, _, description in rows:
+    rows = re.findall(r"^\| `(.*?)` \| (.*) \| .* \| (.*) \|$", generator.options_text(), flags=re.MULTILINE)
+    assert [name for name, _, _ in rows if "[]" not in name] == option_paths()
+    for name, kind, description in rows:
         assert kind, name
         assert description.strip().rstrip(".") not in ("", "None"), name
 
