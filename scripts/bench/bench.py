@@ -35,10 +35,12 @@ from bench_work import Rows, UniformRows, file_jobs, file_rows, warm_up_rows
 
 from specbatch.config_load import config_to_dict, load_config
 from specbatch.engine.build import build_engine
+from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import SpecbatchError
 from specbatch.job.stats import commit, device_name, versions
 from specbatch.models.catalog import random_name
+from specbatch.tune.timing import time_phases
 from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 
 _METHOD = re.compile(
@@ -290,15 +292,16 @@ class Bench:
         self._keep(entry, self._cell(name, len(rows.prompts), method, run, rows, measured, prefill))
 
     def _time_phases(self, engine: BatchEngine, entry: dict[str, Any]) -> None:
-        """The parts of a round, where the engine can time them (milliseconds by name), and what they leave over."""
-        time_phases = getattr(engine, "time_phases", None)
+        """The milliseconds of each part of a round, and of what is left beyond them."""
+        if not isinstance(engine, DeviceEngine):
+            return
         for cell in entry["cells"]:
-            if time_phases is None or cell["workload"] != "uniform" or cell.get("ms_per_round") is None:
+            if cell["workload"] != "uniform" or cell.get("ms_per_round") is None:
                 continue
             if self._out_of_time(f"phases at {cell['concurrency']}"):
                 return
             # At the context that the cell's rounds had on average.
-            times = time_phases(cell["concurrency"], cell["mean_context"])
+            times = time_phases(engine, cell["concurrency"], cell["mean_context"])
             phases = {name: round(ms, 4) for name, ms in times.items()}
             cell["phases_ms"] = phases
             # `round` is all phases as one graph; what is beyond it, the GPU waits.

@@ -22,6 +22,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.resolve import resolve
+from specbatch.tune.timing import time_phases
 from specbatch.types import Request, RngKey, SamplingParams
 
 CONTEXT = 1000
@@ -48,7 +49,7 @@ def main() -> None:
         print(" ", note)
     report: dict[str, Any] = {"method": method.text, "target": args.target, "batches": {}}
     for batch in batches:
-        phases = engine.time_phases(batch, CONTEXT)
+        phases = time_phases(engine, batch, CONTEXT)
         print(f"\n== batch {batch}:", {k: round(v, 3) for k, v in phases.items()}, "ms", flush=True)
         kernels = profile_rounds(engine, batch, args.rounds)
         report["batches"][batch] = {"phases": phases, **kernels}

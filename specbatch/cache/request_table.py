@@ -9,6 +9,7 @@ tokens, F fields.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from types import ModuleType
@@ -70,6 +71,16 @@ class RequestTable:
     def padding(self) -> int:
         """The slot that stands for no request."""
         return self.ints_SF.shape[0] - 1
+
+    def saved(self) -> Callable[[], None]:
+        """Returns what restores all requests to what they are now. Restoring allocates nothing."""
+        ints, features = self.ints_SF.clone(), self.features_SE.clone()
+
+        def restore() -> None:
+            self.ints_SF.copy_(ints)
+            self.features_SE.copy_(features)
+
+        return restore
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from specbatch.cache.request_table import RequestTable
 from specbatch.draft.drafters import Drafter
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.append import append_tokens
-from specbatch.engine.base import EngineBase, check_finite
+from specbatch.engine.base import EngineBase
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.prompt_graphs import PromptGraphs
@@ -47,9 +47,6 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.types import (
     Completion,
     FinishReason,
-    Request,
-    RngKey,
-    SamplingParams,
     TokenLogprob,
 )
 
@@ -57,8 +54,6 @@ from specbatch.types import (
 _SMALLEST_CHUNK, _TRIES = 32, 4
 # Reports that may be unread when the next step is launched.
 _READ_BEHIND = 1
-# What a timed request may still write: rounds are put back after each, so that one must fit.
-TIMED_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +87,7 @@ class DeviceEngine(EngineBase):
         chunk_cost: ChunkCost,
     ) -> None:
         rounds = executor.rounds.items
-        self._executor = executor
+        self.executor = executor
         self._round: Round = rounds[0]  # for prompts, which are nothing to drafters
         self._state: RequestTable = self._round.state
         self._eos = frozenset(eos_token_ids)
@@ -105,7 +100,7 @@ class DeviceEngine(EngineBase):
         )  # fmt: skip
         super().__init__(scheduler, vocab_size, max_length, longest_row)
         self.chunk_cost = chunk_cost
-        self._device = device
+        self.device = device
         self._transfers = Transfers(device)
         self._packer = PromptPacker(pool.page_size, None if net is None else net.draft_kv_offset)
         self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, chunk_cost.graph_tokens)
@@ -135,8 +130,7 @@ class DeviceEngine(EngineBase):
         if spans:
             return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans), finished)
         if self._reports and self._scheduler.would_preempt():
-            while self._reports:  # who gives way is decided with everything known
-                finished += self._read()
+            finished += self.drain()  # who is preempted is decided with everything known
         rows = [seq for seq in self._scheduler.plan_round() if not _surely_ends(seq)]
         if not rows:
             return False
@@ -159,14 +153,13 @@ class DeviceEngine(EngineBase):
         self._failed += 1
         if not relieve() and not self._release_graphs(finished) and self._failed >= _TRIES:
             raise shortage
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return False
 
     def _release_graphs(self, finished: list[Completion]) -> bool:
-        while self._reports:  # a graph that runs must not go
-            finished += self._read()
-        if not self._executor.release_graphs():
+        finished += self.drain()  # a graph that runs must not go
+        if not self.executor.release_graphs():
             return False
         self._prompts.release_graphs()
         gc.collect()
@@ -184,8 +177,7 @@ class DeviceEngine(EngineBase):
         """From now on run at most that many requests. The failed round has left all slots as they were."""
         if size < 1:
             return False
-        while self._reports:  # who gives way is decided with everything known
-            finished += self._read()
+        finished += self.drain()  # who is preempted is decided with everything known
         self._max_batch_size = size
         self._scheduler.lower_batch(size)
         return True
@@ -194,10 +186,10 @@ class DeviceEngine(EngineBase):
         self._rows.upload_pages(rows)
         params = [seq.request.params for seq in rows]
         wants_logprobs = any(p.logprobs is not None for p in params)
-        launched = self._executor.run(
+        launched = self.executor.run(
             [seq.req_idx for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs
         )
-        max_path = self._executor.rounds.at(len(rows)).drafter.max_path
+        max_path = self.executor.rounds.at(len(rows)).drafter.max_path
         report, logprobs = self._transfers.download(launched.output_BZ), self._download(launched.logprobs)
         for seq in rows:
             seq.num_in_flight += max_path
@@ -212,7 +204,7 @@ class DeviceEngine(EngineBase):
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
         params = [seq.request.params for seq in ready]
         sampled, wants_logprobs = any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
-        tokens, logprobs = self._prompts.run(self._round, packed, sampled, wants_logprobs, self._executor.mode)
+        tokens, logprobs = self._prompts.run(self._round, packed, sampled, wants_logprobs, self.executor.mode)
         chosen, downloads = self._transfers.download(tokens), self._download(logprobs)
         for s in spans:
             self._count_prefill(s)
@@ -314,7 +306,7 @@ class DeviceEngine(EngineBase):
         drafters: ByBatch[Drafter],
         mode: GraphMode,
         sampled: bool = False,
-        show: Callable[[str], None] = lambda progress: None,
+        on_progress: Callable[[str], None] = lambda progress: None,
         ahead: bool = True,
     ) -> None:
         """Draft so from now on, with the same draft network or none, and with other graphs (`sampled`: of rounds with
@@ -323,87 +315,34 @@ class DeviceEngine(EngineBase):
         only."""
         assert not self._scheduler.running, "requests are running"
         assert not self._scheduler.waiting, "requests are waiting"
-        while self._reports:  # the round in which the last request was seen to have ended
-            self._read()
+        self.drain()  # the round in which the last request was seen to have ended
         lookahead = max(drafter.num_lookahead for drafter in drafters.items)
         assert lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
         device, size = self._state.ints_SF.device, self._max_batch_size
-        self._executor = RoundExecutor(drafters.map(self._round.drafting), size, device, mode)
-        self._round = self._executor.rounds.items[0]
+        self.executor = RoundExecutor(drafters.map(self._round.drafting), size, device, mode)
+        self._round = self.executor.rounds.items[0]
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
-        if ahead and self._executor.runner is not None:
+        if ahead and self.executor.runner is not None:
             for kind in [False, True] if sampled else [False]:
-                self._executor.capture(kind, show)
+                self.executor.capture(kind, on_progress)
 
-    @torch.inference_mode()
-    def capture(self, mode: GraphMode, eager_phases: frozenset[str] = frozenset()) -> None:
-        """Replace the graphs by others, of greedy rounds: for measurements. The engine must be idle. `eager_phases`:
-        see `RoundExecutor`."""
-        assert not self._reports, "a round is under way"
-        device, size = self._state.ints_SF.device, self._max_batch_size
-        self._executor = RoundExecutor(self._executor.rounds, size, device, mode, eager_phases=eager_phases)
-        if self._executor.runner is not None:
-            self._executor.capture(False, lambda progress: None)
+    def drain(self) -> list[Completion]:
+        """Wait for everything that was launched; returns the requests that finished with it."""
+        finished: list[Completion] = []
+        while self._reports:
+            finished += self._read()
+        return finished
+
+    def prepare_round(self) -> list[int]:
+        """The request indices of the next round, whose page tables are on the device then: to run it by hand."""
+        sequences = self._scheduler.plan_round()
+        self._rows.upload_pages(sequences)
+        return [seq.req_idx for seq in sequences]
 
     def abort_all(self) -> None:
-        while self._reports:  # what is under way writes to its pages
-            self._read()
+        self.drain()  # what is under way writes to its pages
         super().abort_all()
         self._rows.forget_started()
-
-    def time_phases(self, batch_size: int, context: int = 1000, repeats: int = 20) -> dict[str, float]:
-        """As `time_drafters`, of what is drafted for so many rows."""
-        return self.time_drafters(batch_size, context, [self._executor.rounds.at(batch_size).drafter], repeats)[0]
-
-    @torch.inference_mode()
-    def time_drafters(
-        self, batch_size: int, context: int, drafters: Seq[Drafter], repeats: int = 20
-    ) -> list[dict[str, float]]:
-        """Milliseconds that draft, verify, draft-extend and all of a round take for `batch_size` requests of `context`
-        tokens, with each of the drafters: a graph of each's own. CUDA only; the engine must be idle."""
-        self._start_dummy_batch(batch_size, context)
-        running = self._scheduler.plan_round()
-        self._rows.upload_pages(running)
-        slots = [seq.req_idx for seq in running]
-        assert len(slots) == batch_size, "the cache does not hold so many rows"
-        device, times = self._state.ints_SF.device, []
-        for drafter in drafters:
-            one = ByBatch.always(self._round.drafting(drafter))
-            executor = RoundExecutor(one, self._max_batch_size, device, "none")
-            times.append(executor.time_phases(slots, repeats))
-        self.abort_all()
-        return times
-
-    @torch.inference_mode()
-    def time_steps(self, batch_size: int, context: int, steps: int = 40) -> tuple[float, float]:
-        """Milliseconds of a round of `batch_size` requests of `context` tokens as the engine now drafts, launched and
-        read as ever: (all of it, the part in which the host was busy). The engine must be idle, and must not draft so
-        much that one of the requests, with TIMED_TOKENS to write each, ends meanwhile."""
-        self._start_dummy_batch(batch_size, context)
-        for _ in range(3):
-            check_finite(self.step())
-        began, waited, rounds = time.perf_counter(), self.waited_seconds, self._stats.rounds
-        for _ in range(steps):
-            check_finite(self.step())
-        whole, waited = time.perf_counter() - began, self.waited_seconds - waited
-        assert self._stats.rounds - rounds == steps, "not every step was a round"
-        assert self.num_running == batch_size, "requests have ended, or the cache does not hold so many"
-        self.abort_all()
-        return 1e3 * whole / steps, 1e3 * (whole - waited) / steps
-
-    def _start_dummy_batch(self, batch_size: int, context: int) -> None:
-        """Requests to time rounds of, their prompts computed and everything read."""
-        assert not self._scheduler.running, "requests are running"
-        assert not self._scheduler.waiting, "requests are waiting"
-        params = SamplingParams(max_tokens=TIMED_TOKENS, ignore_eos=True)
-        context = max(1, min(context, self.limits.max_prompt_tokens - TIMED_TOKENS))
-        for i in range(batch_size):
-            prompt = [(i * 7919 + j * 104729) % self.limits.vocab_size for j in range(context)]
-            self.submit(Request(-1 - i, prompt, params, RngKey(0, i, 0)))
-        while self._scheduler.waiting or not all(seq.prefill_done for seq in self._scheduler.running):
-            check_finite(self.step())
-        while self._reports:
-            check_finite(self._read())
 
     def check_integrity(self) -> None:
         """Assert that every page is accounted for, and every slot too. For tests, between steps."""

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.cache.request_table import Field, RequestTable
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.round import Logprobs, Round, Verified
 from specbatch.engine.transfers import Transfers
@@ -27,7 +23,6 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 
 GraphMode = Literal["round", "phases", "none"]
 PHASES = ("draft", "verify", "extend")
-_WARM_SECONDS = 0.05  # a GPU that was idle while the host compiled takes a while to run at full speed
 
 
 def padded_sizes(items: ByBatch[Any], max_batch_size: int) -> list[tuple[int, int]]:
@@ -68,15 +63,11 @@ class RoundExecutor:
         max_batch_size: int,
         device: torch.device,
         mode: GraphMode,
-        *,
-        eager_phases: frozenset[str] = frozenset(),
     ) -> None:
-        """`eager_phases`: with `phases`, those to leave uncaptured, for measurements."""
         self.rounds = rounds
         self._sizes = ladder(max_batch_size)
         self._captures = padded_sizes(rounds, max_batch_size)
         self.mode: GraphMode = mode if device.type == "cuda" else "none"
-        self._eager_phases = eager_phases
         self._transfers = Transfers(device)
         self._padding = rounds.items[0].state.padding
         self._rows_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
@@ -94,12 +85,11 @@ class RoundExecutor:
         had_graphs, self.runner, self.mode = self.runner is not None, None, "none"
         return had_graphs
 
-    def capture(self, sampled: bool, show: Callable[[str], None]) -> None:
-        """Capture all sizes for batches that hold sampled requests, or none. The rows must be padding. `show` is told
-        how far it is."""
+    def capture(self, sampled: bool, on_progress: Callable[[str], None] = lambda progress: None) -> None:
+        """Capture all sizes, for batches with sampled requests or without. No request may run."""
         gc.collect()  # graphs of a round that is no more keep memory: once, for it takes as long as a capture
         for number, (size, i) in enumerate(self._captures, start=1):
-            show(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
+            on_progress(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
             self._capture(size, i, sampled)
 
     def capture_largest(self) -> None:
@@ -135,9 +125,8 @@ class RoundExecutor:
         rows, draft = runner.capture(("draft", *key), lambda: round_.draft(req_idx_B, sampled))
         verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, sampled))
         runner.capture(("extend", *key), lambda: round_.extend(verified))
-        if not self._eager_phases:  # which write to the others' outputs
-            runner.replace_output(("draft", *key), None)
-            runner.replace_output(("verify", *key), Launched.of(verified))
+        runner.replace_output(("draft", *key), None)
+        runner.replace_output(("verify", *key), Launched.of(verified))
 
     def _upload(self, padded: list[int]) -> None:
         if padded != self._uploaded:
@@ -146,7 +135,7 @@ class RoundExecutor:
 
     def run(self, slots: list[int], sampled: bool, logprobs: bool) -> Launched:
         """Launch a round of these slots."""
-        size, i = self._padded(len(slots)), self.rounds.index(len(slots))
+        size, i = self.padded_size(len(slots)), self.rounds.index(len(slots))
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._rows_B[:size]
         round_, key = self.rounds.items[i], (size, i, sampled)
@@ -161,102 +150,22 @@ class RoundExecutor:
         if self.mode == "round":
             launched = self.runner.replay(("round", *key))
             return launched
-        if self._eager_phases:
-            rows, draft = self._phase("draft", key, lambda: round_.draft(req_idx_B, sampled))
-            verified = self._phase("verify", key, lambda: round_.verify(rows, draft, sampled))
-            self._phase("extend", key, lambda: round_.extend(verified))
-            return Launched.of(verified)
         self.runner.replay(("draft", *key))
         launched = self.runner.replay(("verify", *key))
         self.runner.replay(("extend", *key))
         return launched
 
     def _eager(self, round_: Round, req_idx_B: Tensor, sampled: bool, logprobs: bool) -> Launched:
-        put_back = _kept(round_.state)
+        restore = round_.state.saved()
         try:
             return Launched.of(round_(req_idx_B, sampled, logprobs))
         except Exception as error:
             # Past the commit, the slots have moved on, and nobody would ever read where to. What else a round writes
             # lies past the committed slots of each row: the next one writes it again.
             if is_out_of_memory(error):
-                put_back()
+                restore()
             raise
 
-    def _padded(self, batch_size: int) -> int:
+    def padded_size(self, batch_size: int) -> int:
+        """Of the ladder, the size that a batch is padded to."""
         return next(size for size in self._sizes if size >= batch_size)
-
-    def _phase(self, name: str, key: tuple[int, int, bool], function: Callable[[], Any]) -> Any:
-        """Replay a phase; an eager one writes its output where the captured phases behind it look for it."""
-        assert self.runner is not None
-        if name not in self._eager_phases:
-            return self.runner.replay((name, *key))
-        output = self.runner.output((name, *key))
-        _copy_into(output, function())
-        return output
-
-    def time_phases(self, slots: list[int], repeats: int) -> dict[str, float]:
-        """Median milliseconds of each phase and of the round that they make, one graph with events between its phases,
-        over these slots as they stand; what they hold is put back after every round."""
-        size, round_ = self._padded(len(slots)), self.rounds.at(len(slots))
-        req_idx_B = torch.full((size,), self._padding, dtype=torch.int64, device=self._rows_B.device)
-        req_idx_B[: len(slots)] = torch.tensor(slots, device=self._rows_B.device)
-        runner, state = GraphRunner(self._rows_B.device), round_.state
-        marks = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(PHASES) + 1)]
-
-        def marked() -> Verified:
-            marks[0].record()
-            rows, draft = round_.draft(req_idx_B, False)
-            marks[1].record()
-            verified = round_.verify(rows, draft, False)
-            marks[2].record()
-            round_.extend(verified)
-            marks[3].record()
-            return verified
-
-        times: dict[str, list[float]] = {name: [] for name in (*PHASES, "round")}
-        with _put_back(state) as put_back:
-            state.ints_SF[:, Field.DONE] = 1  # captures run rounds, too: these must write nothing and advance nobody
-            runner.capture(("round",), marked)
-            until = time.perf_counter() + _WARM_SECONDS
-            while len(times["round"]) < repeats:
-                put_back()
-                runner.replay(("round",))
-                torch.cuda.synchronize()
-                if time.perf_counter() < until:
-                    continue
-                for name, before, after in zip(times, (*marks[:-1], marks[0]), (*marks[1:], marks[-1]), strict=True):
-                    times[name].append(before.elapsed_time(after))
-        return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _kept(state: RequestTable) -> Callable[[], None]:
-    """What makes all slots as they are now. It takes no memory on the device."""
-    ints, features = state.ints_SF.clone(), state.features_SE.clone()
-
-    def put_back() -> None:
-        state.ints_SF.copy_(ints)
-        state.features_SE.copy_(features)
-
-    return put_back
-
-
-@contextmanager
-def _put_back(state: RequestTable) -> Iterator[Callable[[], None]]:
-    """What makes all slots as they were; they are made so in the end, too."""
-    put_back = _kept(state)
-    try:
-        yield put_back
-    finally:
-        put_back()
-
-
-def _copy_into(target: Any, source: Any) -> None:
-    """Copy every tensor of a nest of dataclasses, tuples and lists onto its counterpart."""
-    if isinstance(target, torch.Tensor):
-        target.copy_(source)
-    elif isinstance(target, tuple | list):
-        for mine, theirs in zip(target, source, strict=True):
-            _copy_into(mine, theirs)
-    elif dataclasses.is_dataclass(target):
-        for field in dataclasses.fields(target):
-            _copy_into(getattr(target, field.name), getattr(source, field.name))

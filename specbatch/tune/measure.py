@@ -19,7 +19,7 @@ from specbatch.draft.network import DraftNet
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.base import check_finite
-from specbatch.engine.device_engine import TIMED_TOKENS, DeviceEngine
+from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.sequence import Sequence as Row
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.ngram import NoProposer
@@ -28,7 +28,7 @@ from specbatch.oracle.schedule import ScheduledProposer
 from specbatch.oracle.tree import DraftTree
 from specbatch.tune.costs import Measurement
 from specbatch.tune.session import Session
-from specbatch.types import Request, RngKey, SamplingParams
+from specbatch.tune.timing import TIMED_TOKENS, dummy_requests, time_drafters, time_steps
 
 _GRAPH_NOISE = 0.02  # of the median of a captured graph's times
 _ROUNDS = 3  # of the oracle engine, for each shape; after one to warm up
@@ -60,15 +60,15 @@ def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
     context = max(1, min(context, engine.limits.max_prompt_tokens - TIMED_TOKENS))
     if not _fits(engine, batch, context + TIMED_TOKENS):
         return []
-    plain = engine.time_drafters(batch, context, [NoDrafter()])[0]["round"]
+    plain = time_drafters(engine, batch, context, [NoDrafter()])[0]["round"]
     found = [Measurement("plain", batch, 1, plain, _GRAPH_NOISE)]
     session.use(ByBatch.always(None))
-    whole, host = engine.time_steps(batch, context)
+    whole, host = time_steps(engine, batch, context)
     found.append(Measurement("host", batch, 1, host))
     if plain > host:  # else the device waits, and what it does beside the graph does not show
         found.append(Measurement("copies", batch, 1, max(0.0, whole - plain)))
     if net is not None:
-        followed = engine.time_drafters(batch, context, [NoDrafter(net)])[0]
+        followed = time_drafters(engine, batch, context, [NoDrafter(net)])[0]
         found.append(Measurement("extend", batch, 1, followed["extend"], _GRAPH_NOISE))
     return found
 
@@ -98,13 +98,6 @@ def _fits(engine: Engine | DeviceEngine, batch: int, tokens: int) -> bool:
     return batch * pages <= engine.num_pages
 
 
-def _requests(session: Session, count: int, tokens: int, max_tokens: int) -> list[Request]:
-    vocabulary = session.engine.limits.vocab_size
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    prompts = ([(i * 7919 + j * 104729) % vocabulary for j in range(tokens)] for i in range(count))
-    return [Request(-1 - i, prompt, params, RngKey(0, i, 0)) for i, prompt in enumerate(prompts)]
-
-
 def time_prompts(session: Session, chunk_tokens: int) -> list[Measurement]:
     """A chunk of each size: one prompt, prefill and first token; with the draft network, whose own prompts are part of
     what a prompt costs, and without."""
@@ -126,7 +119,9 @@ def _prompts(session: Session, chunk_tokens: int, kind: str) -> Iterator[Measure
     for turn in range(_PROMPT_TURNS):
         for tokens, seconds in best.items():
             if turn < 2 or seconds < _SHORT_SECONDS:
-                best[tokens] = min(seconds, session.run(_requests(session, 1, tokens, 1)).seconds)
+                best[tokens] = min(
+                    seconds, session.run(dummy_requests(session.engine.limits.vocab_size, 1, tokens, 1)).seconds
+                )
     for tokens, seconds in sorted(best.items()):
         yield Measurement(kind, 1, tokens, 1e3 * seconds)
 
@@ -136,7 +131,7 @@ def _on_device(
 ) -> Iterator[Measurement]:
     net = session.drafts.net
     drafters: list[Drafter] = [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
-    times = engine.time_drafters(batch, context, drafters)
+    times = time_drafters(engine, batch, context, drafters)
     for shape, parts in zip(shapes, times, strict=True):
         yield from _parts(batch, shape, net, parts, _first_step(shape, shapes, times), _GRAPH_NOISE)
 
@@ -173,7 +168,7 @@ def _oracle(
         proposers.append(_FixedProposer(shape) if net is None else session.drafts.neural_proposer(shape))
     switch = _Switch(NoProposer() if net is None else proposers[0])
     session.use_proposer(switch)
-    for request in _requests(session, batch, context, _oracle_tokens(shapes)):
+    for request in dummy_requests(engine.limits.vocab_size, batch, context, _oracle_tokens(shapes)):
         engine.submit(request)
     while engine.num_waiting or not engine.is_prefilled:
         check_finite(engine.step())

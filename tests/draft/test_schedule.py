@@ -167,8 +167,8 @@ def test_graphs_of_every_entry(method: str, graphs: GraphMode) -> None:
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 5, "dtype": torch.float64}
     expected = run_each(tiny_engine(method, schedule, **settings), prompts, params)
     engine = tiny_device_engine(method, schedule, device=torch.device("cuda"), graphs=graphs, **settings)
-    engine._executor.capture(False, lambda progress: None)
-    aux_hidden_states = engine._executor.num_graphs
+    engine.executor.capture(False, lambda progress: None)
+    aux_hidden_states = engine.executor.num_graphs
     actual = run_each(engine, prompts, params)
     assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
-    assert engine._executor.num_graphs == aux_hidden_states, "captured in mid-run"
+    assert engine.executor.num_graphs == aux_hidden_states, "captured in mid-run"

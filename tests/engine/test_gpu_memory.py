@@ -68,7 +68,7 @@ def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str]) -> 
     while finished < num_rows:
         finished += len(engine.step())
     assert engine.stats.memory_shortages == 0
-    used = engine._executor.runner.bytes
+    used = engine.executor.runner.bytes
     assert used <= engine.start_bytes["graphs_reserved"], "graphs that were captured in mid-run counted in"
     del engine, ballast
 
@@ -96,5 +96,5 @@ def test_memory_that_runs_out_in_mid_run(graphs: GraphMode, temperature: float) 
     done = run(engine, prompts, params)
     assert [c.token_ids for c in done] == [c.token_ids for c in expected]
     assert [c.speculation for c in done] == [c.speculation for c in expected]
-    executor = engine._executor
+    executor = engine.executor
     assert engine.stats.memory_shortages > 0 or executor._uncaptured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.executor import Launched, _copy_into
+from specbatch.engine.executor import Launched
 from specbatch.engine.round import Round
 from specbatch.errors import MemoryShortage
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -108,6 +108,18 @@ def test_many_operations_run_out(method: str, shape: DraftShape | None, params: 
     check_shortages(method, shape, params, runs=60, padded=padded)
 
 
+def copy_into(target: Any, source: Any) -> None:
+    """Copy every tensor of a nest of dataclasses, tuples and lists onto its counterpart."""
+    if isinstance(target, torch.Tensor):
+        target.copy_(source)
+    elif isinstance(target, tuple | list):
+        for mine, theirs in zip(target, source, strict=True):
+            copy_into(mine, theirs)
+    elif is_dataclass(target):
+        for field in fields(target):
+            copy_into(getattr(target, field.name), getattr(source, field.name))
+
+
 class Replays:
     """Stands in for a `GraphRunner` on a CPU. A capture runs its function twice, as a GPU's does, and runs out of
     memory the second time where `fails` says so of its key. A replay writes where the captured function did."""
@@ -143,7 +155,7 @@ class Replays:
     def replay(self, key: Any) -> Any:
         self.num_replays += 1
         function, memory = self._captured[key]
-        _copy_into(memory, function())
+        copy_into(memory, function())
         return self.outputs[key]
 
 
@@ -157,7 +169,7 @@ def test_a_graph_that_does_not_fit(method: str, shape: DraftShape | None, params
     settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
     expected = run(tiny_engine(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(method, shape, **settings)
-    executor = engine._executor
+    executor = engine.executor
     runner = Replays(lambda key: key[1] == 4)
     executor.mode, executor.runner = "round", runner  # type: ignore[assignment]
     done = run(engine, prompts, params)
@@ -177,7 +189,7 @@ def test_phases_that_do_not_fit(failing: str) -> None:
     settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
     expected = run(tiny_engine("draft_model", TREE, **settings), prompts, GREEDY)
     engine = tiny_device_engine("draft_model", TREE, **settings)
-    executor = engine._executor
+    executor = engine.executor
     runner = Replays(lambda key: key[0] == failing and key[1] == 4)
     executor.mode, executor.runner = "phases", runner  # type: ignore[assignment]
     compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
@@ -190,7 +202,7 @@ def test_prompts_whose_graph_does_not_fit() -> None:
     settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
     expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
     engine = tiny_device_engine("draft_model", CHAIN, **settings, graph_tokens=128)
-    engine._executor.mode = "round"
+    engine.executor.mode = "round"
     engine._prompts._runner = runner = Replays(lambda key: True)  # type: ignore[assignment]
     compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
     assert len(runner.tried) == len(set(runner.tried)) > 1
@@ -202,7 +214,7 @@ def test_batches_become_smaller_and_stay_so() -> None:
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 8}
     expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
     engine = tiny_device_engine("draft_model", CHAIN, **settings)
-    executor, most = engine._executor, []
+    executor, most = engine.executor, []
     launch = executor.run
 
     def short(slots: list[int], sampled: bool, logprobs: bool) -> Launched:
@@ -226,7 +238,7 @@ def test_graphs_go_before_the_job_does() -> None:
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 1}
     expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
     engine = tiny_device_engine("draft_model", CHAIN, **settings)
-    executor = engine._executor
+    executor = engine.executor
     executor.mode, executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
     launch, release, unread = executor.run, executor.release_graphs, []
 

@@ -168,7 +168,7 @@ class StandIn:
         self._engine = engine
         self._captured: dict[Any, tuple[Callable[[], Tensor], Tensor]] = {}
         self.num_replays = 0
-        engine._executor.mode = "round"
+        engine.executor.mode = "round"
         engine._prompts._runner = self  # type: ignore[assignment]
 
     def __contains__(self, key: Any) -> bool:
@@ -251,7 +251,7 @@ def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShap
     runner = StandIn(engine)
     for drafts in (False, True, False, True):
         engine.set_drafters(ByBatch.always(drafter if drafts else NoDrafter()), "none")
-        engine._executor.mode = "round"
+        engine.executor.mode = "round"
         actual = run(engine, prompts, params)
         assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
         if drafts:
@@ -262,7 +262,7 @@ def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShap
 def test_other_modes_launch_prompts() -> None:
     engine = tiny_device_engine("none", None, graph_tokens=128)
     runner = StandIn(engine)
-    engine._executor.mode = "phases"
+    engine.executor.mode = "phases"
     run(engine, random_prompts(5), GREEDY)
     assert not len(runner)
 

@@ -161,14 +161,12 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         alive.append(weakref.ref(engine))
         if run.config.speculation.method == "eagle3":
             engine.start_seconds = {"weights": 0.25}
-            engine.time_phases = lambda batch_size, context: {
-                "draft": 0.001 * batch_size,
-                "verify": 0.002,
-                "round": 0.0035,
-            }
         return engine
 
     monkeypatch.setattr(bench, "build_engine", build_one)
+    monkeypatch.setattr(bench, "DeviceEngine", object)
+    phases_of = {"draft": 0.001, "verify": 0.002, "round": 0.0035}
+    monkeypatch.setattr(bench, "time_phases", lambda engine, batch, context: phases_of | {"draft": 0.001 * batch})
     peer = {"engine": "vllm", "k": 0, "acc": 1.0, "rows": [{"concurrency": 2, "tok_s": 1.0}]}
     Path("vllm.json").write_text(json.dumps(peer))
     arguments = ["bench.py", *TINY, "--concurrency", "1,2", "--tokens", "12/4", "--max-running", "2", "-o", "out.json"]

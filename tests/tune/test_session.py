@@ -16,18 +16,21 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.executor import GraphMode, RoundExecutor, _copy_into
+from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.factory import DraftFactory
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
+from specbatch.tune import measure
 from specbatch.tune.candidates import NgramShape
 from specbatch.tune.costs import CostModel, Measurement
 from specbatch.tune.measure import probes, time_batch, time_plain, time_prompts
 from specbatch.tune.replay import replay
 from specbatch.tune.session import Finished, OutOfTime, Session
+from specbatch.tune.timing import time_drafters, time_steps
 from specbatch.tune.trace import Trace
 from specbatch.types import Request, RngKey, SamplingParams, SpeculationCounts
 from tests.engine.test_nonfinite import all_nan
+from tests.engine.test_out_of_memory import Replays
 from tests.tiny_models import CPU, VOCAB, random_prompts, tiny_device_engine, tiny_engine
 
 TOPK, DEPTH = 3, 3
@@ -66,29 +69,6 @@ def test_both_engines_record_the_same(method: str) -> None:
     assert_same(*(session(method, on_device).trace(requests(), TOPK, DEPTH) for on_device in (False, True)))
 
 
-class RunAgain:
-    """Stands in for a `GraphRunner` on a CPU: runs a function again, and writes its output where the first one was."""
-
-    def __init__(self) -> None:
-        self._captured: dict[tuple[Any, ...], tuple[Callable[[], Any], Any]] = {}
-
-    def __contains__(self, key: tuple[Any, ...]) -> bool:
-        return key in self._captured
-
-    def __len__(self) -> int:
-        return len(self._captured)
-
-    def capture(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
-        function()
-        self._captured[key] = function, function()
-        return self._captured[key][1]
-
-    def replay(self, key: tuple[Any, ...]) -> Any:
-        function, output = self._captured[key]
-        _copy_into(output, function())
-        return output
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_what_captures_in_the_middle_of_a_run_leave_of_the_record(
@@ -99,14 +79,14 @@ def test_what_captures_in_the_middle_of_a_run_leave_of_the_record(
     class Captures(RoundExecutor):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self.mode, self.runner = "round", cast(Any, RunAgain())
+            self.mode, self.runner = "round", cast(Any, Replays(lambda key: False))
 
     monkeypatch.setattr("specbatch.engine.device_engine.RoundExecutor", Captures)
     tuned = session(method, on_device=True)
     # Padding has stream 0: of no row here, so that what is recorded of it shows.
     rows = [replace(row, rng=RngKey(7, 64 + row.request_id, 0)) for row in requests(temperature)]
     traced = tuned.trace(rows, TOPK, DEPTH)
-    assert tuned.engine._executor.num_graphs > 1  # type: ignore[union-attr]
+    assert tuned.engine.executor.num_graphs > 1  # type: ignore[union-attr]
     assert_same(session(method, on_device=False).trace(rows, TOPK, DEPTH), traced)
 
 
@@ -153,7 +133,7 @@ def test_graphs_record_the_same(method: str, temperature: float) -> None:
     for graphs in modes:
         tuned = gpu_session(method, graphs)
         assert_same(expected, tuned.trace(requests(temperature), TOPK, DEPTH))
-        captured = tuned.engine._executor.num_graphs  # type: ignore[union-attr]
+        captured = tuned.engine.executor.num_graphs  # type: ignore[union-attr]
         assert captured > 1 if graphs == "round" else not captured
 
 
@@ -164,7 +144,7 @@ def test_parts_of_a_round_add_up(method: str) -> None:
     assert isinstance(tuned.engine, DeviceEngine)
     shape = DraftShape(3, 1, 4)
     drafter = tuned.drafts.drafter(shape) if method == "ngram" else tuned.drafts.neural_drafter(shape)
-    plain, drafting = tuned.engine.time_drafters(2, 20, [NoDrafter(), drafter], repeats=5)
+    plain, drafting = time_drafters(tuned.engine, 2, 20, [NoDrafter(), drafter], repeats=5)
     for times in (plain, drafting):
         assert sum(times[part] for part in ("draft", "verify", "extend")) == pytest.approx(times["round"], rel=0.2)
     assert plain["extend"] < plain["verify"], "nothing follows"
@@ -253,7 +233,7 @@ def test_steps_are_timed_and_leave_nothing_behind() -> None:
     tuned.use(ByBatch.always(None))
     expected = [c.token_ids for c in tuned.run(requests()).completions]
     for batch in (1, 4):
-        whole, host = tuned.engine.time_steps(batch, 50, steps=5)
+        whole, host = time_steps(tuned.engine, batch, 50, steps=5)
         assert whole / 2 < host <= whole < 10_000, "on a CPU there is next to nothing to wait for"
         assert (tuned.engine.num_running, tuned.engine.num_waiting) == (0, 0)
         assert not tuned.engine._reports
@@ -282,11 +262,11 @@ def test_what_a_later_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chains of every length on a device, each beyond the first step."""
     tuned = session("draft_model", on_device=True)
 
-    def time_drafters(batch: int, context: int, drafters: list[NeuralDrafter]) -> list[dict[str, float]]:
+    def time_drafters(engine: Any, batch: int, context: int, drafters: list[NeuralDrafter]) -> list[dict[str, float]]:
         drafts = [1.0 + 0.25 * (drafter.max_path - 2) for drafter in drafters]
         return [{"draft": draft, "verify": 2.0, "extend": 1.0, "round": 3.0 + draft} for draft in drafts]
 
-    monkeypatch.setattr(tuned.engine, "time_drafters", time_drafters)
+    monkeypatch.setattr(measure, "time_drafters", time_drafters)
     found = time_batch(tuned, 2, 20, 6, TOPK, 512)
     assert {m.width for m in found if m.kind == "verify"} == set(range(2, 8))
     assert {m.milliseconds for m in found if m.kind == "draft_start"} == {1.0}
@@ -300,10 +280,10 @@ def test_what_a_later_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_later_steps_that_take_no_time_are_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = session("draft_model", on_device=True)
 
-    def time_drafters(batch: int, context: int, drafters: list[NeuralDrafter]) -> list[dict[str, float]]:
+    def time_drafters(engine: Any, batch: int, context: int, drafters: list[NeuralDrafter]) -> list[dict[str, float]]:
         return [{"draft": 1.0, "verify": 2.0, "extend": 1.0, "round": 4.0} for _ in drafters]
 
-    monkeypatch.setattr(tuned.engine, "time_drafters", time_drafters)
+    monkeypatch.setattr(measure, "time_drafters", time_drafters)
     steps = [m for m in time_batch(tuned, 2, 20, 2, 1, 512) if m.kind == "draft_step"]
     assert [(m.milliseconds, m.rng) for m in steps] == [(0.0, math.inf)]
 
@@ -339,11 +319,11 @@ def test_what_is_timed_on_a_device(
     tuned = session("draft_model", on_device=True)
     parts = {"draft": 0.5, "verify": 0.75, "extend": 0.25}
 
-    def time_drafters(batch: int, context: int, drafters: list[Any]) -> list[dict[str, float]]:
+    def time_drafters(engine: Any, batch: int, context: int, drafters: list[Any]) -> list[dict[str, float]]:
         return [parts | {"round": 1.0} for _ in drafters]
 
-    monkeypatch.setattr(tuned.engine, "time_drafters", time_drafters)
-    monkeypatch.setattr(tuned.engine, "time_steps", lambda batch, context: (whole, host))
+    monkeypatch.setattr(measure, "time_drafters", time_drafters)
+    monkeypatch.setattr(measure, "time_steps", lambda engine, batch, context: (whole, host))
     found = time_plain(tuned, 2, 20) + time_batch(tuned, 2, 20, DEPTH, TOPK, 512)
     one = {(m.kind, m.width): m.milliseconds for m in found}
     assert {m.batch for m in found} == {2}
@@ -358,19 +338,19 @@ def test_what_a_plain_round_is_timed_of(method: str, monkeypatch: pytest.MonkeyP
     assert isinstance(tuned.engine, DeviceEngine)
     followed: list[bool] = []
 
-    def time_drafters(batch: int, context: int, drafters: list[NoDrafter]) -> list[dict[str, float]]:
+    def time_drafters(engine: Any, batch: int, context: int, drafters: list[NoDrafter]) -> list[dict[str, float]]:
         (drafter,) = drafters
         followed.append(drafter.net is not None)
         return [{"round": 2.0, "extend": 1.0}]
 
-    def time_steps(batch: int, context: int) -> tuple[float, float]:
+    def time_steps(engine: Any, batch: int, context: int) -> tuple[float, float]:
         drafter = tuned.engine._round.drafter  # type: ignore[union-attr]
         assert isinstance(drafter, NoDrafter), "the engine decodes plainly"
         assert drafter.net is None
         return 3.0, 0.5
 
-    monkeypatch.setattr(tuned.engine, "time_drafters", time_drafters)
-    monkeypatch.setattr(tuned.engine, "time_steps", time_steps)
+    monkeypatch.setattr(measure, "time_drafters", time_drafters)
+    monkeypatch.setattr(measure, "time_steps", time_steps)
     tuned.use(ByBatch.always(SHAPES[0]))
     kinds = ["plain", "host", "copies", *(["extend"] if method != "ngram" else [])]
     assert [m.kind for m in time_plain(tuned, 2, 20)] == kinds
@@ -379,13 +359,30 @@ def test_what_a_plain_round_is_timed_of(method: str, monkeypatch: pytest.MonkeyP
     assert time_plain(tuned, 1, 10**6), "rows are no longer than requests may be"
 
 
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+def test_parts_of_a_round_are_timed_and_leave_nothing_behind(method: str) -> None:
+    tuned = session(method, on_device=True)
+    assert isinstance(tuned.engine, DeviceEngine)
+    expected = [c.token_ids for c in tuned.run(requests()).completions]
+    shapes = [DraftShape(1, 1, 2), DraftShape(3, 1, 4)]
+    times = time_drafters(tuned.engine, 3, 20, [NoDrafter(), *map(tuned.drafts.drafter, shapes)])
+    for parts in times:
+        assert sum(parts[name] for name in ("draft", "verify", "extend")) == pytest.approx(parts["round"], rel=0.5)
+        assert min(parts.values()) > 0
+    if method == "draft_model":
+        assert times[2]["draft"] > times[1]["draft"] > times[0]["draft"]
+    assert (tuned.engine.num_running, tuned.engine.num_waiting) == (0, 0)
+    tuned.engine.check_integrity()
+    assert [c.token_ids for c in tuned.run(requests()).completions] == expected
+
+
 def test_steps_of_requests_that_end_are_not_timed() -> None:
     """With drafts that are often right, TIMED_TOKENS are written in fewer than 120 rounds."""
     tuned = session("draft_model", on_device=True)
     assert isinstance(tuned.engine, DeviceEngine)
     tuned.use(ByBatch.always(SHAPES[1]))
     with pytest.raises(AssertionError, match=r"ended|not every step"):
-        tuned.engine.time_steps(3, 20, steps=120)
+        time_steps(tuned.engine, 3, 20, steps=120)
 
 
 def test_what_ran_before_does_not_change_what_is_gathered() -> None:
@@ -445,7 +442,7 @@ def test_a_broken_model_is_told(on_device: bool) -> None:
     engine: Any = (tiny_device_engine if on_device else tiny_engine)(
         "ngram", DraftShape(3, 1, 4), num_pages=512, prefix_cache=False, spoil=all_nan("lm_head.weight")
     )
-    timed: list[Callable[[], object]] = [lambda: engine.time_steps(2, 20), lambda: time_batch(broken, 2, 20, 0, 0, 64)]
+    timed: list[Callable[[], object]] = [lambda: time_steps(engine, 2, 20), lambda: time_batch(broken, 2, 20, 0, 0, 64)]
     broken = Session(Built(engine, DraftFactory(None, (1, 3), VOCAB, 4, CPU, OPS)), "none")
     with pytest.raises(ModelError, match="not finite"):
         broken.trace(requests(), 0, 0)
