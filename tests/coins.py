@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.draft.rng import Draw
 from specbatch.models.decoder import Decoder
 from specbatch.oracle import neural, sampling, verify
+from specbatch.oracle.spans import Span, batch_of
 from specbatch.types import RngKey, SamplingParams
 
 Outcome = TypeVar("Outcome")
@@ -128,7 +128,7 @@ def reference_distribution(logits: Sequence[float], params: SamplingParams) -> l
 def plain_logits(target: Decoder, tokens: list[int]) -> Tensor:
     """Logits (T, V) of a plain forward pass over all tokens, with a cache of its own."""
     cache = target.new_cache(len(tokens), target.embedding_VE.dtype)
-    layout = BatchLayout.build([Span([0], 0, len(tokens))], len(tokens), target.device)
+    layout = batch_of([Span([0], 0, len(tokens))], len(tokens), target.device)
     return target.logits(target.forward(torch.tensor(tokens), layout, cache)[0])
 
 

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.draft.shape import DraftShape
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleKind, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
+from specbatch.oracle.spans import Span, batch_of
 
 E, VOCAB, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 32, 61, 8, 4, 2, 8, 1e-5, 500.0
 MLP = 40
@@ -192,7 +192,7 @@ def target_features(
 ) -> Tensor:
     """What the head gets of the target for each token, by a plain forward pass over all of them. `decoder`: of the
     oracle engine, in float64."""
-    layout = BatchLayout.build([Span([0], 0, len(tokens))], len(tokens), decoder.device)
+    layout = batch_of([Span([0], 0, len(tokens))], len(tokens), decoder.device)
     cache = decoder.new_cache(len(tokens), torch.float64)
     hidden, aux_hidden_states = decoder.forward(torch.tensor(tokens), layout, cache, layers)
     return reference.linear(torch.cat(aux_hidden_states, -1), "fc") if reference.eagle3 else hidden

@@ -17,17 +17,28 @@ chunk, R = Q * G rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
+from specbatch.kernels.paged import PagedBatch, slots_of
 
 CHUNK = 256  # keys; part of the result's bits, never a function of the batch
 MAX_GROUPED_QUERIES = 64  # sequences with more new tokens than this are not padded to each other
 MASKED = -1e30  # finite, so that a chunk without any visible key leaves no NaN; exp() turns it into an exact zero
+
+
+class _Member(NamedTuple):
+    """A sequence of a batch, with packed tokens [first, first + num_tokens), and its keys, those
+    included."""
+
+    number: int
+    first: int
+    num_tokens: int
+    kv_len: int
 
 
 @dataclass(slots=True)
@@ -67,68 +78,65 @@ class TorchAttention:
         self._min_rows = max(8, head_dim // 16)
         self._device = device
 
-    def plan(self, layout: BatchLayout) -> list[_Group]:
-        row = 0
-        alone: list[list[tuple[Span, int]]] = []
-        causal: list[tuple[Span, int]] = []
-        trees: list[tuple[Span, int]] = []
-        for span in layout.spans:
-            if span.num_tokens > MAX_GROUPED_QUERIES:
-                alone.append([(span, row)])
-            else:
-                (causal if span.mask is None else trees).append((span, row))
-            row += span.num_tokens
-        members = [*alone, *([causal] if causal else []), *([trees] if trees else [])]
+    def plan(self, batch: PagedBatch) -> list[_Group]:
+        """Reads lengths on the host."""
+        starts_B = batch.starts_B.tolist()
+        ends = (batch.query_starts if batch.host_query_starts is None else batch.host_query_starts).tolist()
+        grouped: list[_Member] = []
+        alone: list[list[_Member]] = []
+        for b, (start, first, end) in enumerate(zip(starts_B, ends, ends[1:], strict=False)):
+            member = _Member(b, first, end - first, start + end - first)
+            if member.num_tokens > MAX_GROUPED_QUERIES:
+                alone.append([member])
+            elif member.num_tokens:
+                grouped.append(member)
         return [
-            self._group(sorted(m, key=lambda s: -(s[0].start + s[0].num_tokens)), layout.page_size) for m in members
+            self._group(sorted(members, key=lambda member: -member.kv_len), batch)
+            for members in (*alone, grouped)
+            if members
         ]
 
-    def _group(self, members: list[tuple[Span, int]], page_size: int) -> _Group:
-        num_queries = max(max(span.num_tokens for span, _ in members), -(-self._min_rows // self._per_head))
-        query_index: list[int] = []
-        output_rows: list[int] = []
-        output_index: list[int] = []
-        kv_lens, prefix_lens = [], []
-        for i, (span, row) in enumerate(members):
-            query_index += [row + min(j, span.num_tokens - 1) for j in range(num_queries)]
-            output_rows += range(row, row + span.num_tokens)
-            output_index += range(i * num_queries, i * num_queries + span.num_tokens)
-            kv_lens.append(span.start + span.num_tokens)
-            # Keys in front of this one are the same for all queries of the sequence that see them.
-            prefix_lens.append(kv_lens[-1] - span.mask.shape[1] if span.mask is not None else kv_lens[-1])
-        width = -(-kv_lens[0] // CHUNK) * CHUNK
-        slots = torch.zeros((len(members), width), dtype=torch.int64)
-        visible = torch.ones((len(members), num_queries), dtype=torch.int64)
-        offsets = torch.arange(page_size)
-        for i, (span, _) in enumerate(members):
-            pages = torch.tensor(span.pages[: -(-kv_lens[i] // page_size)], dtype=torch.int64)
-            slots[i, : kv_lens[i]] = (pages[:, None] * page_size + offsets).view(-1)[: kv_lens[i]]
-            counts = (
-                span.start + 1 + torch.arange(span.num_tokens)
-                if span.mask is None
-                else prefix_lens[i] + span.mask.sum(1).cpu()
-            )
-            visible[i, : span.num_tokens] = counts
+    def _group(self, members: list[_Member], batch: PagedBatch) -> _Group:
+        device, size = batch.slots_T.device, len(members)
+        num_queries = max(max(member.num_tokens for member in members), -(-self._min_rows // self._per_head))
+        number_n, first_n, count_n, kv_len_n = torch.tensor(members, device=device).unbind(1)
+        query = torch.arange(num_queries, device=device)
+        query_nQ = first_n[:, None] + torch.minimum(query, count_n[:, None] - 1)
+        real_nQ = query < count_n[:, None]
+        output_index = real_nQ.view(-1).nonzero()[:, 0]
+        width = -(-members[0].kv_len // CHUNK) * CHUNK
+        key = torch.arange(width, device=device)
+        slots_nL = slots_of(batch.page_table_BP[number_n], batch.page_size, key.expand(size, -1))
+        slots_nL = torch.where(key < kv_len_n[:, None], slots_nL, 0)
+        if batch.mask_TW is None or batch.mask_starts_B is None:
+            prefix_lens = [member.kv_len for member in members]
+            visible_nQ = (kv_len_n - count_n)[:, None] + 1 + query
+        else:
+            # Keys before this one are the same for all queries of the sequence that see them.
+            prefix_n = batch.mask_starts_B[number_n].long()
+            prefix_lens = prefix_n.tolist()
+            num_masked = max(m.kv_len - prefix for m, prefix in zip(members, prefix_lens, strict=True))
+            seen_nQM = _bits(batch.mask_TW[query_nQ], num_masked)
+            visible_nQ = prefix_n[:, None] + seen_nQM.sum(2)
         chunks = []
         for number in range(width // CHUNK):
             low, high = number * CHUNK, (number + 1) * CHUNK
-            reached = sum(kv_len > low for kv_len in kv_lens)
+            reached = sum(member.kv_len > low for member in members)
+            part = slots_nL[:reached, low:high]
             per_query = any(
-                prefix < min(high, kv_len) for prefix, kv_len in zip(prefix_lens[:reached], kv_lens, strict=False)
+                prefix < min(high, member.kv_len)
+                for prefix, member in zip(prefix_lens[:reached], members, strict=False)
             )
-            part = slots[:reached, low:high]
             if per_query:
-                part = part[:, None].repeat(1, num_queries, 1)
-                for i, (span, _) in enumerate(members[:reached]):
-                    _place_ancestors(part[i], span, slots[i], prefix_lens[i], low)
-            chunks.append(_Chunk(number, reached, per_query, part.reshape(-1).to(self._device)))
+                part = _per_query(slots_nL[:reached], seen_nQM[:reached], prefix_n[:reached], low)
+            chunks.append(_Chunk(number, reached, per_query, part.reshape(-1)))
         return _Group(
-            num_sequences=len(members),
+            num_sequences=size,
             num_queries=num_queries,
-            query_index=torch.tensor(query_index, device=self._device),
-            output_rows=torch.tensor(output_rows, device=self._device),
-            output_index=torch.tensor(output_index, device=self._device),
-            num_visible=visible.to(self._device),
+            query_index=query_nQ.view(-1),
+            output_rows=query_nQ.view(-1)[output_index],
+            output_index=output_index,
+            num_visible=torch.where(real_nQ, visible_nQ, 1),
             chunks=chunks,
         )
 
@@ -231,13 +239,20 @@ class TorchAttention:
         return chunk.biases[window]
 
 
-def _place_ancestors(part_QC: Tensor, span: Span, slots: Tensor, prefix: int, low: int) -> None:
-    """Put the slots that each query sees behind `prefix` in order of position, into the chunk that starts at `low`."""
-    if span.mask is None:
-        return
-    window = slots[prefix : prefix + span.mask.shape[1]]
-    for j, row in enumerate(span.mask.cpu()):
-        path = window[row]  # nodes come after their parents, so this is by depth
-        first, last = max(prefix, low), min(prefix + len(path), low + CHUNK)
-        if first < last:
-            part_QC[j, first - low : last - low] = path[first - prefix : last - prefix]
+def _bits(words_nQW: Tensor, count: int) -> Tensor:
+    """The first `count` bits of words of 32, as bool (n, Q, count)."""
+    bits = (words_nQW[..., None] >> torch.arange(32, device=words_nQW.device)) & 1
+    return bits.flatten(2)[:, :, :count].bool()
+
+
+def _per_query(slots_nL: Tensor, seen_nQM: Tensor, prefix_n: Tensor, low: int) -> Tensor:
+    """(n, Q, C): the slots that each query sees, in order of position, in the chunk that starts at `low`: those before
+    `prefix_n`, then the masked ones that it sees (nodes come after their parents, so this is by depth)."""
+    size, num_queries, num_masked = seen_nQM.shape
+    masked = prefix_n[:, None] + torch.arange(num_masked, device=slots_nL.device)
+    own_nM = slots_nL.gather(1, masked.clamp(max=slots_nL.shape[1] - 1))
+    place = prefix_n[:, None, None] + seen_nQM.cumsum(2) - 1 - low
+    place = torch.where(seen_nQM & (place >= 0) & (place < CHUNK), place, CHUNK)  # one more, for what is not here
+    part = torch.zeros((size, num_queries, CHUNK + 1), dtype=torch.int64, device=slots_nL.device)
+    part[:, :, :CHUNK] = slots_nL[:, None, low : low + CHUNK]
+    return part.scatter_(2, place, own_nM[:, None].expand_as(place))[:, :, :CHUNK]

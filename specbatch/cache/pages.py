@@ -99,8 +99,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self._shape = (num_layers, 2, num_kv_heads, num_slots, head_dim)
-        self._dtype, self._device = dtype, device
-        self.may_hold_nan = False  # among the keys; of what `write` has stored
+        self.dtype, self._device = dtype, device
+        self.may_hold_nan = device.type != "cpu"  # among the keys
         self._kv = self._allocate()
 
     def _allocate(self) -> Tensor:
@@ -109,9 +109,9 @@ class KVCache:
         if self._device.type == "cpu":
             # numpy asks the system for zero pages, which take memory only once they are written to; torch.zeros
             # fills them.
-            zeros = np.zeros(math.prod(self._shape) * self._dtype.itemsize, np.uint8)
-            return torch.from_numpy(zeros).view(self._dtype).view(self._shape)
-        return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            zeros = np.zeros(math.prod(self._shape) * self.dtype.itemsize, np.uint8)
+            return torch.from_numpy(zeros).view(self.dtype).view(self._shape)
+        return torch.zeros(self._shape, dtype=self.dtype, device=self._device)
 
     @property
     def num_slots(self) -> int:
@@ -121,7 +121,7 @@ class KVCache:
     def slot_bytes(self) -> int:
         """Bytes of one token."""
         num_layers, _, num_kv_heads, _, head_dim = self._shape
-        return self.bytes_per_slot(num_layers, num_kv_heads, head_dim, self._dtype)
+        return self.bytes_per_slot(num_layers, num_kv_heads, head_dim, self.dtype)
 
     def resize(self, num_slots: int) -> None:
         """Start over with so many slots: for sizing the cache by what a trial with a small one has left free."""

@@ -16,7 +16,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specbatch.attention.interface import BatchLayout
 from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels.paged import LogitsIndices, PagedBatch
@@ -54,7 +53,7 @@ class DraftNet(Protocol):
         self,
         tokens_T: Tensor,
         features_TE: Tensor | None,
-        layout: BatchLayout | PagedBatch,
+        layout: PagedBatch,
         logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         """Hidden states (T, E), or (R, E) of the selected tokens."""
@@ -99,7 +98,7 @@ class ModelDraft:
         self,
         tokens_T: Tensor,
         features_TE: Tensor | None,
-        layout: BatchLayout | PagedBatch,
+        layout: PagedBatch,
         logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         # A token past a smaller embedding is read as the last one: a worse guess, nothing more.
@@ -133,7 +132,7 @@ class EagleDraft:
         self,
         tokens_T: Tensor,
         features_TE: Tensor | None,
-        layout: BatchLayout | PagedBatch,
+        layout: PagedBatch,
         logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         assert features_TE is not None

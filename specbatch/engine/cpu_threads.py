@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from specbatch.attention.cpu import TorchAttention
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
+from specbatch.kernels.paged import PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.packed import thread_counts
 
@@ -146,12 +146,14 @@ def attention_sample(config: ModelConfig) -> list[Tensor]:
         torch.randn(tokens, heads, config.head_dim, generator=generator)
         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     )
-    pages = range(tokens // page)
-    cache.write(0, BatchLayout.build([Span(pages, 0, tokens)], page, _CPU).slots_T, k_THD, v_THD)
+    index, table = torch.arange(tokens), torch.arange(tokens // page, dtype=torch.int32)[None]
+    cache.write(0, index, k_THD, v_THD)
     results = []
     for start, count in ((0, tokens), (tokens - 1, 1), (tokens - 8, 8)):
-        layout = BatchLayout.build([Span(pages, start, count)], page, _CPU)
-        results.append(backend.attend(backend.plan(layout), q_THD[:count], cache, 0, None))
+        new = index[start : start + count]
+        starts, ends = torch.tensor([start], dtype=torch.int32), torch.tensor([0, count], dtype=torch.int32)
+        plan = backend.plan(PagedBatch(new, new, table, page, starts, ends, count))
+        results.append(backend.attend(plan, q_THD[:count], cache, 0, None))
     return results
 
 

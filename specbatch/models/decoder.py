@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specbatch.attention.interface import AttentionBackend, BatchLayout
+from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
 from specbatch.kernels.paged import LogitsIndices, PagedBatch
@@ -35,14 +35,17 @@ def loader(tensors: TensorReader, dtype: torch.dtype, device: torch.device) -> L
 class ForwardPass:
     """What every layer of one forward pass needs to know about its tokens."""
 
-    def __init__(self, layout: BatchLayout | PagedBatch, backend: AttentionBackend, cache: KVCache, rotary: Rotary):
+    def __init__(self, layout: PagedBatch, backend: AttentionBackend, cache: KVCache, rotary: Rotary):
         self.layout = layout
         self.backend = backend
         self.cache = cache
         self.rotary = rotary
         self.plan: Any = backend.plan(layout)
-        # Looked up once for all layers; the fused kernel reads the tables itself.
-        self.angles = rotary.at(layout.positions_T) if isinstance(layout, BatchLayout) else None
+        # On a CPU angles and slots are looked up once for all layers; the fused operation does so in each.
+        self.angles: tuple[Tensor, Tensor] | None = None
+        if layout.slots_T.device.type == "cpu" and cache.dtype == rotary.cos_PD.dtype:
+            self.angles = rotary.at(layout.positions_T)
+            self.slots_T = torch.where(layout.slots_T < 0, cache.num_slots - 1, layout.slots_T)  # the last one is spare
 
 
 class Attention:
@@ -94,7 +97,7 @@ class Attention:
         else:
             qk, v = qkv.split((sizes[0] + sizes[1], sizes[2]), dim=1)
         q, k = Rotary.apply(qk, *step.angles).split(sizes[:2], dim=1)
-        step.cache.write(self._layer, step.layout.slots_T, k, v)
+        step.cache.write(self._layer, step.slots_T, k, v)
         return q
 
     def _rotate_and_write_fused(self, qkv: Tensor, step: ForwardPass) -> Tensor:
@@ -180,7 +183,7 @@ class Decoder:
     def forward(
         self,
         tokens_T: Tensor,
-        layout: BatchLayout | PagedBatch,
+        layout: PagedBatch,
         cache: KVCache,
         aux_layers: Sequence[int] = (),
         logits_indices: LogitsIndices | None = None,

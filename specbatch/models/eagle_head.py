@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specbatch.attention.interface import AttentionBackend, BatchLayout
+from specbatch.attention.interface import AttentionBackend
 from specbatch.cache.pages import KVCache
 from specbatch.errors import ModelError
 from specbatch.kernels.paged import LogitsIndices, PagedBatch
@@ -252,7 +252,7 @@ class EagleHead:
         self,
         tokens_T: Tensor,
         features_TE: Tensor,
-        layout: BatchLayout | PagedBatch,
+        layout: PagedBatch,
         cache: KVCache,
         logits_indices: LogitsIndices | None = None,
     ) -> Tensor:

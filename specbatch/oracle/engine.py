@@ -10,7 +10,6 @@ import time
 import torch
 from torch import Tensor
 
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache, PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.draft.network import TargetOutput
@@ -20,9 +19,11 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.out_of_memory import is_out_of_memory
+from specbatch.kernels.paged import PagedBatch
 from specbatch.models.decoder import Decoder
 from specbatch.oracle.proposer import Proposer
 from specbatch.oracle.sampling import token_logprob
+from specbatch.oracle.spans import Span, batch_of
 from specbatch.oracle.tree import DraftTree
 from specbatch.oracle.verify import Accepted, sample_token, verify
 from specbatch.types import Completion, FinishReason
@@ -234,8 +235,8 @@ class Engine(EngineBase):
             [seq for seq, _ in keep], TargetOutput([start for _, start in keep], hidden_TE, aux_hidden_states)
         )
 
-    def _layout(self, spans: list[Span]) -> BatchLayout:
-        return BatchLayout.build(spans, self._page_size, self._target.device)
+    def _layout(self, spans: list[Span]) -> PagedBatch:
+        return batch_of(spans, self._page_size, self._target.device)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._target.device)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
 from specbatch.draft.network import DraftNet, TargetOutput, num_lookahead
 from specbatch.draft.rng import Draw, uniform
@@ -19,6 +18,7 @@ from specbatch.engine.sequence import Sequence
 from specbatch.kernels.torch_round import argmax, unbroken_drafts
 from specbatch.kernels.torch_steps import Candidates
 from specbatch.oracle.sampling import distribution, draw, is_broken
+from specbatch.oracle.spans import Span, batch_of
 from specbatch.oracle.tree import DraftTree, select_nodes
 
 
@@ -80,7 +80,7 @@ class NeuralProposer:
             if seq.is_prefilled:
                 ready.append(state)
                 last_rows.append(row - 1)
-        layout = BatchLayout.build(spans, self._page_size, self._device)
+        layout = batch_of(spans, self._page_size, self._device)
         hidden = self._net.forward(torch.tensor(tokens, device=self._device), self._net.features(output), layout)
         if ready:
             # Draft logits of the selected rows only: the vocabulary is the expensive part.
@@ -114,7 +114,7 @@ class NeuralProposer:
         for step in range(self._shape.num_steps):
             if step > 0:
                 spans = [Span(seq.pages, s.length + step - 1, 1) for seq, s in zip(sequences, states, strict=True)]
-                layout = BatchLayout.build(spans, self._page_size, self._device)
+                layout = batch_of(spans, self._page_size, self._device)
                 hidden_BE = self._net.forward(
                     torch.tensor([c[-1] for c in chains], device=self._device), hidden_BE, layout
                 )
@@ -152,7 +152,7 @@ class NeuralProposer:
                 Span(seq.pages, s.length + (step - 1) * k, k, positions=[s.length + step - 1] * k, mask=seen[b])
                 for b, (seq, s) in enumerate(zip(sequences, states, strict=True))
             ]
-            layout = BatchLayout.build(spans, self._page_size, device)
+            layout = batch_of(spans, self._page_size, device)
             out = self._net.forward(beam_BK.reshape(-1), features.reshape(batch * k, -1), layout)
             step_scores, ids = unbroken_drafts(*torch.log_softmax(self._net.logits(out), dim=-1).topk(k, dim=-1))
             candidate_scores = (scores_BK[:, :, None] + step_scores.view(batch, k, k)).view(batch, k * k)

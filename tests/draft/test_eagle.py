@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import PagePool
 from specbatch.draft.network import EagleDraft
 from specbatch.draft.shape import DraftShape
@@ -25,6 +24,7 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import LAYER_IDS, open_eagle_head
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.neural import NeuralProposer
+from specbatch.oracle.spans import Span, batch_of
 from specbatch.oracle.tree import DraftTree
 from specbatch.oracle.verify import Accepted
 from specbatch.types import Request, RngKey, SamplingParams
@@ -78,7 +78,7 @@ def test_tapped_layers_are_those_of_the_public_code(target: Checkpoint) -> None:
     everything = tuple(range(LAYERS + 1))
     with torch.inference_mode():
         states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        layout = BatchLayout.build([Span([0], 0, len(tokens))], len(tokens), CPU)
+        layout = batch_of([Span([0], 0, len(tokens))], len(tokens), CPU)
         hidden, aux_hidden_states = decoder.forward(
             torch.tensor(tokens), layout, decoder.new_cache(len(tokens), torch.float32), everything
         )

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from specbatch.attention.cpu import TorchAttention
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
 from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
+from specbatch.oracle.spans import Span, batch_of
 from specbatch.types import SamplingParams
 from tests.tiny_models import CPU, random_prompts, run, tiny_engine
 
@@ -81,7 +81,7 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
     cache = KVCache(1, 60 * page, kv_heads, dim, torch.float32, CPU)
     other = list(range(20, 60))
     cache._kv[..., 20 * page :, :] = torch.randn(2, kv_heads, 40 * page, dim, generator=generator)
-    whole_layout = BatchLayout.build([Span(pages, 0, 300)], page, CPU)
+    whole_layout = batch_of([Span(pages, 0, 300)], page, CPU)
     cache.write(0, whole_layout.slots_T, k, v)
     whole = backend.attend(backend.plan(whole_layout), q, cache, 0, None)
 
@@ -92,7 +92,7 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
         queries = [
             q[a:b] if b else torch.ones(span.num_tokens, heads, dim) for span, (a, b) in zip(spans, rows, strict=True)
         ]
-        layout = BatchLayout.build(spans, page, CPU)
+        layout = batch_of(spans, page, CPU)
         out = backend.attend(backend.plan(layout), torch.cat(queries), cache, 0, window)
         first = 0
         for span, (a, b) in zip(spans, rows, strict=True):
@@ -124,7 +124,7 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
     for node, parent in enumerate([0, 0, 1, 1, 2, 5], start=1):
         tree[node] |= tree[parent]
     depths, branch = [0, 1, 1, 2, 2, 2, 3], [0, 2, 5, 6]
-    layout = BatchLayout.build([Span(pages, 250, 7, [250 + d for d in depths], tree), Span(other, 100, 3)], page, CPU)
+    layout = batch_of([Span(pages, 250, 7, [250 + d for d in depths], tree), Span(other, 100, 3)], page, CPU)
     saved = cache._kv.clone()
     rows = torch.full((7,), 0)
     rows[branch] = torch.arange(250, 254)

@@ -18,10 +18,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.engine.build import build_decoder
 from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.oracle.spans import Span, batch_of
 
 CPU = torch.device("cpu")
 MODELS = Path(os.environ.get("SPECBATCH_TEST_MODELS", Path.home() / ".cache" / "specbatch-dev"))
@@ -72,7 +72,7 @@ def piecewise_logits(decoder: Decoder, tokens: list[int], pieces: list[int], dty
     pages = list(range(num_pages))[::-1]
     out, start = [], 0
     for size in pieces:
-        layout = BatchLayout.build([Span(pages, start, size)], PAGE, CPU)
+        layout = batch_of([Span(pages, start, size)], PAGE, CPU)
         hidden, _ = decoder.forward(torch.tensor(tokens[start : start + size]), layout, cache)
         out.append(decoder.logits(hidden))
         start += size

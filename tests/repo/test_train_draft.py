@@ -18,7 +18,6 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import PagePool
 from specbatch.config import Config, DataSection
 from specbatch.config_load import load_config
@@ -40,6 +39,7 @@ from specbatch.oracle.engine import Engine
 from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.ngram import NoProposer
 from specbatch.oracle.proposer import Proposer
+from specbatch.oracle.spans import Span, batch_of
 from specbatch.types import SamplingParams
 from tests.tiny_models import CPU, VOCAB, RandomTensors, attention_of, random_prompts, run, tiny_config
 
@@ -126,7 +126,7 @@ def test_unrolled_training_is_what_drafting_does(num_steps: int, tmp_path: Path)
     model, decoder = inference_head(head, target, tmp_path)
     checked = 0
     for b, tokens in enumerate(sequences):
-        layout = BatchLayout.build([Span([0], 0, len(tokens))], 64, CPU)
+        layout = batch_of([Span([0], 0, len(tokens))], 64, CPU)
         cache = decoder.new_cache(64, torch.float64)
         last, captured = decoder.forward(torch.tensor(tokens), layout, cache, default_aux_layers(LAYERS))
         rows = frozen.rows(hidden, b * length + torch.arange(len(tokens)))
@@ -138,12 +138,12 @@ def test_unrolled_training_is_what_drafting_does(num_steps: int, tmp_path: Path)
         assert torch.equal(DRAFT_IDS[rows.best_Q[inside]], best[inside])
         for t in range(len(tokens) - 1):
             draft = model.new_cache(64, torch.float64)
-            layout = BatchLayout.build([Span([0], 0, t + 1)], 64, CPU)
+            layout = batch_of([Span([0], 0, t + 1)], 64, CPU)
             fed = model.features(last[: t + 1], [c[: t + 1] for c in captured])
             out = model.forward(torch.tensor(tokens[1 : t + 2]), fed, layout, draft)[-1:]
             for j in range(min(num_steps, len(tokens) - 1 - t)):
                 if j > 0:
-                    layout = BatchLayout.build([Span([0], t + j, 1)], 64, CPU)
+                    layout = batch_of([Span([0], t + j, 1)], 64, CPU)
                     out = model.forward(torch.tensor(tokens[t + 1 + j : t + 2 + j]), out.clone(), layout, draft)
                 assert torch.allclose(model.logits(out)[0], unrolled[j][b, t], atol=1e-9, rtol=1e-9), (b, t, j)
                 checked += 1

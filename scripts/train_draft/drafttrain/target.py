@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.attention.interface import BatchLayout, Span
 from specbatch.cache.pages import KVCache
+from specbatch.kernels.paged import PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import default_aux_layers
@@ -33,8 +33,8 @@ class PaddedAttention:
     def __init__(self, config: ModelConfig) -> None:
         self._num_heads, self._head_dim = config.num_heads, config.head_dim
 
-    def plan(self, layout: BatchLayout) -> tuple[int, int]:
-        return len(layout.spans), layout.page_size
+    def plan(self, batch: PagedBatch) -> tuple[int, int]:
+        return batch.starts_B.shape[0], batch.page_size
 
     def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
         batch, length = plan
@@ -98,8 +98,10 @@ class FrozenTarget:
         assert batch * length <= self._cache.num_slots, (tokens_BL.shape, self._cache.num_slots)
         device = tokens_BL.device
         slots_T = torch.arange(batch * length, device=device)
-        spans = [Span([b], 0, length) for b in range(batch)]
-        layout = BatchLayout(spans, length, slots_T, slots_T % length)
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        layout = PagedBatch(
+            slots_T, slots_T % length, rows[:-1, None], length, torch.zeros_like(rows[:-1]), rows * length, length
+        )
         hidden_TE, captured = self._decoder.forward(tokens_BL.view(-1), layout, self._cache, self._aux_layers)
         return torch.cat(captured, dim=-1).view(batch, length, -1), hidden_TE
 
