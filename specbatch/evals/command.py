@@ -33,7 +33,7 @@ from specbatch.evals.load import find_tasks
 from specbatch.evals.plan import Plan, make_plan, plan_config, prompt_lines, stop_tokens
 from specbatch.evals.report import Measured, closing_table, comparison_lines, task_report, whole_report
 from specbatch.evals.sandbox import ISOLATED
-from specbatch.evals.schema import Execution, Task
+from specbatch.evals.schema import Task
 from specbatch.evals.score import Scores, read_results, sample_line, score
 from specbatch.evals.shared import SharedRuntime
 from specbatch.job.command import (
@@ -50,6 +50,7 @@ from specbatch.job.stats import write_report
 from specbatch.job.templates import ChatTemplate
 from specbatch.job.terminal import print_table
 from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.retired import current_statistics
 from specbatch.signals import INTERRUPTED
 from specbatch.types import SamplingParams
 
@@ -185,7 +186,9 @@ class _Runner:
     def measure(self, plan: Plan, variant: str) -> Measured:
         """Score what a finished job wrote."""
         answers = answers_path(plan, variant)
-        stats = json.loads(stats_path_of(answers).read_text(encoding="utf-8"))
+        stats, notes = current_statistics(json.loads(stats_path_of(answers).read_text(encoding="utf-8")))
+        for note in notes:
+            self._console.print(note, markup=False, soft_wrap=True)
         return Measured(score(plan, read_results(answers), _progress(self._console)), stats)
 
     def differences(self, plan: Plan, config: Config) -> list[Difference] | None:
@@ -236,7 +239,7 @@ def _check(options: EvalOptions, tasks: Sequence[Task], config: Config) -> None:
             "--compare none: the configuration itself has no speculation", "--set speculation.method=ngram, for one"
         )
     for task in tasks:
-        if isinstance(task.metric, Execution) and not options.allow_code_execution:
+        if task.metric.runs_programs and not options.allow_code_execution:
             raise ConfigError(
                 f"the task {task.name} runs programs that the model writes",
                 "--allow-code-execution lets it: each in a process of its own, with limits of time and memory and "

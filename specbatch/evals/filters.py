@@ -4,66 +4,138 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from specbatch.evals.schema import (
-    CodeBlock,
-    Filter,
-    Lowercase,
-    MajorityVote,
-    Regex,
-    Remove,
-    Step,
-    Strip,
-    TakeFirst,
-)
+from specbatch.errors import ConfigError, cut, shown
+from specbatch.option import option, required
+from specbatch.strict import Reader, nearest
 
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-def apply_filter(chain: Filter, answers: Sequence[str]) -> list[str]:
-    """The values of a row's answers (one, or sampling.n of them) after all steps of `chain`."""
-    values = list(answers)
-    for step in chain.steps:
-        values = _apply(step, values)
-    return values
-
-
-def _apply(step: Step, values: list[str]) -> list[str]:
-    match step:
-        case TakeFirst():
-            return values[:1]
-        case MajorityVote():
-            return [Counter(values).most_common(1)[0][0]]
-        case Regex():
-            return [_match(step, value) for value in values]
-        case Remove():
-            return [_without(step.texts, value) for value in values]
-        case CodeBlock():
-            return [_code(value) for value in values]
-        case Lowercase():
-            return [value.lower() for value in values]
-        case Strip():
-            return [value.strip() for value in values]
-
-
-def _match(step: Regex, text: str) -> str:
-    found = re.findall(step.pattern, text)
+def check_regex(path: str, pattern: str) -> None:
+    """Raises ConfigError, with `path`, for what is not a regular expression."""
     try:
-        match = found[step.group_select]
-    except IndexError:  # nothing matched, or fewer times than group_select counts
-        return step.fallback
-    if isinstance(match, tuple):
-        match = next((group for group in match if group), step.fallback)
-    return match.strip()
+        re.compile(pattern)
+    except re.error as exc:
+        raise ConfigError(f"{path}: {pattern!r} is not a regular expression: {exc}") from exc
 
 
-def _without(texts: Sequence[str], value: str) -> str:
-    for text in texts:
-        value = value.replace(text, "")
-    return value
+class Step:
+    """A frozen dataclass, whose fields are the step's options, and an entry of STEPS. It has `apply` or `apply_one`."""
+
+    def apply(self, values: list[str]) -> list[str]:
+        """The values of a row's answers after this step."""
+        return [self.apply_one(value) for value in values]
+
+    def apply_one(self, value: str) -> str:
+        raise NotImplementedError
 
 
-def _code(text: str) -> str:
-    block = _BLOCK.search(text)
-    return block.group(1) if block else text
+@dataclass(frozen=True)
+class Regex(Step):
+    pattern: str = required("A Python regular expression.", check_regex)
+    group_select: int = option(0, "Which of all matches, from 0; -1: the last. Of its groups, the first not empty.")
+    fallback: str = option("[invalid]", "The value where nothing matches.")
+
+    def apply_one(self, value: str) -> str:
+        try:
+            match = re.findall(self.pattern, value)[self.group_select]
+        except IndexError:  # nothing matched, or fewer times than group_select counts
+            return self.fallback
+        if isinstance(match, tuple):
+            match = next((group for group in match if group), self.fallback)
+        text: str = match.strip()
+        return text
+
+
+@dataclass(frozen=True)
+class Remove(Step):
+    texts: tuple[str, ...] = required("Every occurrence of each is removed.")
+
+    def apply_one(self, value: str) -> str:
+        for text in self.texts:
+            value = value.replace(text, "")
+        return value
+
+
+@dataclass(frozen=True)
+class CodeBlock(Step):
+    """What the first ``` block holds; the whole text where there is none."""
+
+    def apply_one(self, value: str) -> str:
+        block = _BLOCK.search(value)
+        return block.group(1) if block else value
+
+
+@dataclass(frozen=True)
+class Lowercase(Step):
+    def apply_one(self, value: str) -> str:
+        return value.lower()
+
+
+@dataclass(frozen=True)
+class Strip(Step):
+    """Without white space at both ends."""
+
+    def apply_one(self, value: str) -> str:
+        return value.strip()
+
+
+@dataclass(frozen=True)
+class TakeFirst(Step):
+    """Of several answers to a row (sampling.n) the first."""
+
+    def apply(self, values: list[str]) -> list[str]:
+        return values[:1]
+
+
+@dataclass(frozen=True)
+class MajorityVote(Step):
+    """Of several answers to a row the most frequent one, the earliest of equals."""
+
+    def apply(self, values: list[str]) -> list[str]:
+        return [Counter(values).most_common(1)[0][0]]
+
+
+STEPS: Mapping[str, type[Step]] = {
+    "regex": Regex,
+    "remove": Remove,
+    "code_block": CodeBlock,
+    "lowercase": Lowercase,
+    "strip": Strip,
+    "take_first": TakeFirst,
+    "majority_vote": MajorityVote,
+}
+
+
+def read_step(reader: Reader, value: Any, path: str) -> Step:
+    """A step from a task's file: its name, or its name with options. Raises ConfigError."""
+    name, options = value, None
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((name, options),) = value.items()
+    if not isinstance(name, str) or name not in STEPS:
+        near = nearest(cut(str(name)), STEPS)
+        raise ConfigError(
+            f"{path} must be one step, such as take_first or regex: {{pattern: ...}}, not {shown(value)}",
+            f"did you mean {near}?" if near else f"known: {', '.join(STEPS)}",
+        )
+    step: Step = reader.read(STEPS[name], options, f"{path}.{name}")
+    return step
+
+
+@dataclass(frozen=True)
+class Filter:
+    """The way from an answer to the value that is scored. Each filter of a task has its own accuracy."""
+
+    name: str = required("Names the filter in the results.")
+    steps: tuple[Step, ...] = option((), "What is done to the answers, in this order.", read=read_step)
+
+    def apply(self, answers: Sequence[str]) -> list[str]:
+        """The values of a row's answers (one, or sampling.n of them) after all steps."""
+        values = list(answers)
+        for step in self.steps:
+            values = step.apply(values)
+        return values

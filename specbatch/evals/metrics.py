@@ -1,53 +1,125 @@
-"""Values -> right or wrong, and rows -> accuracy with its standard error."""
+"""How values are scored: one class and one entry of METRICS for each metric."""
 
 from __future__ import annotations
 
-import math
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from specbatch.evals.schema import ExactMatch
+from specbatch.errors import ConfigError
+from specbatch.evals.filters import check_regex
+from specbatch.evals.sandbox import run_programs
+from specbatch.evals.templates import Renderer, Row, check_template
+from specbatch.option import AT_LEAST_1, Range, option, required
+from specbatch.strict import Reader, choose, described
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def exact_match(metric: ExactMatch, value: str, answer: str) -> bool:
-    """Whether the two are equal once both have lost what the metric ignores. As lm-evaluation-harness' (and before it
-    Hugging Face evaluate's) exact_match."""
-    return _plain(metric, value) == _plain(metric, answer)
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a filter made of one answer to a row."""
 
-
-def _plain(metric: ExactMatch, text: str) -> str:
-    for pattern in metric.regexes_to_ignore:
-        text = re.sub(pattern, "", text)
-    if metric.ignore_case:
-        text = text.lower()
-    return text.translate(_NO_PUNCTUATION) if metric.ignore_punctuation else text
+    text: str
+    row: Row
+    where: str  # names the row in errors
+    answer: str | None  # the right one, for metrics that compare with it
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
-    """The mean of `scored` rows' scores in 0 .. 1, and its standard error; None where there are too few rows."""
+class Score:
+    """Of one value."""
 
-    value: float | None
-    standard_error: float | None
-    correct: float  # the sum of the scores: a count, where each row has one answer
-    scored: int
-
-
-def accuracy(scores: Sequence[float]) -> Accuracy:
-    """Mean, and the sample's standard deviation over the root of its size, as lm-evaluation-harness' mean_stderr."""
-    if not scores:
-        return Accuracy(None, None, 0.0, 0)
-    mean = sum(scores) / len(scores)
-    return Accuracy(mean, standard_error(scores), sum(scores), len(scores))
+    correct: float  # 0 .. 1
+    detail: str = ""  # why a program did not pass
+    isolation: Mapping[str, str] | None = None  # of a program: what it was kept from, and how
 
 
-def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean of `values`; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
+class Metric:
+    """A frozen dataclass: its fields are the metric's options in a task's file."""
+
+    has_scores: ClassVar[bool] = True  # False: the task is for speed and acceptance only
+    needs_answer: ClassVar[bool] = False  # compares with prompt.answer
+    runs_programs: ClassVar[bool] = False  # only with --allow-code-execution
+
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        """Before any model is loaded. Raises InputError for a row that cannot be scored."""
+
+    def score(self, values: Sequence[Value], on_progress: Callable[[int, int], None]) -> list[Score]:
+        """The score of each value. `on_progress(done, total)` may be called meanwhile."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ExactMatch(Metric):
+    """Whether value and answer are equal, once both have lost what is ignored. As lm-evaluation-harness' (and before it
+    Hugging Face evaluate's) exact_match."""
+
+    needs_answer: ClassVar[bool] = True
+    ignore_case: bool = option(False, "Compare in lower case.")
+    ignore_punctuation: bool = option(False, "Compare without punctuation.")
+    regexes_to_ignore: tuple[str, ...] = option((), "Every match of each is removed first.", check_regex)
+
+    def score(self, values: Sequence[Value], on_progress: Callable[[int, int], None]) -> list[Score]:
+        return [Score(float(self._plain(value.text) == self._plain(value.answer or ""))) for value in values]
+
+    def _plain(self, text: str) -> str:
+        for pattern in self.regexes_to_ignore:
+            text = re.sub(pattern, "", text)
+        if self.ignore_case:
+            text = text.lower()
+        return text.translate(_NO_PUNCTUATION) if self.ignore_punctuation else text
+
+
+@dataclass(frozen=True)
+class Execution(Metric):
+    """Whether a program runs to its end."""
+
+    runs_programs: ClassVar[bool] = True
+    program: str = required("A template over the row's fields and `response`, the value.", check_template)
+    timeout_seconds: float = option(10.0, "Wall time of a program.", Range(">= 0.001", lambda v: 0.001 <= v <= 2**31))
+    memory_mb: int = option(1024, "Address space of a program, in MiB.", AT_LEAST_1)
+
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        render = Renderer("metric.program", self.program)
+        for i, row in enumerate(rows):
+            render(row, f"row {i + 1}", response="")
+
+    def score(self, values: Sequence[Value], on_progress: Callable[[int, int], None]) -> list[Score]:
+        render = Renderer("metric.program", self.program)
+        programs = [render(value.row, value.where, response=value.text) for value in values]
+        once = list(dict.fromkeys(programs))  # equal ones are run once
+        verdicts = run_programs(once, self.timeout_seconds, self.memory_mb, lambda done: on_progress(done, len(once)))
+        scores = {p: Score(float(v.passed), v.detail, v.isolation) for p, v in zip(once, verdicts, strict=True)}
+        return [scores[program] for program in programs]
+
+
+@dataclass(frozen=True)
+class NoMetric(Metric):
+    """Nothing is scored."""
+
+    has_scores: ClassVar[bool] = False
+
+    def score(self, values: Sequence[Value], on_progress: Callable[[int, int], None]) -> list[Score]:
+        return []
+
+
+METRICS: Mapping[str, type[Metric]] = {"exact_match": ExactMatch, "pass@1": Execution, "none": NoMetric}
+
+
+def read_metric(reader: Reader, value: Any, path: str) -> Metric:
+    """A metric from a task's file: a mapping with its name and options. Raises ConfigError."""
+    if not isinstance(value, Mapping) or "name" not in value:
+        raise ConfigError(
+            f"{path} must be a mapping with a name, not {described(value)}", f"known: {', '.join(METRICS)}"
+        )
+    cls = METRICS[choose(METRICS, value["name"], f"{path}.name")]
+    metric: Metric = reader.read(cls, {k: v for k, v in value.items() if k != "name"}, path)
+    return metric
+
+
+def metric_name(metric: Metric) -> str:
+    """Its name in METRICS."""
+    return next(name for name, cls in METRICS.items() if type(metric) is cls)

@@ -11,8 +11,9 @@ from typing import Any
 from specbatch.config import Config, DataSection
 from specbatch.errors import ConfigError, InputError
 from specbatch.evals.data import example_rows, task_rows
-from specbatch.evals.prompts import Messages, Renderer, prompts
-from specbatch.evals.schema import ExactMatch, Execution, Task
+from specbatch.evals.prompts import Messages, prompts
+from specbatch.evals.schema import Task
+from specbatch.evals.templates import Renderer
 from specbatch.job.jsonl import encode_line
 from specbatch.types import SamplingParams
 
@@ -28,7 +29,7 @@ class Plan:
     rows: list[dict[str, Any]]
     ids: list[Any]
     prompts: list[str | Messages]
-    answers: list[str] | None  # what exact_match compares with; None for other metrics
+    answers: list[str] | None  # what the metric compares with; None where it compares with nothing
     sampling: SamplingParams
     folder: Path  # of this task's files
 
@@ -57,13 +58,10 @@ def make_plan(
     pool = example_rows(task) if count else []
     written = list(prompts(task, found.rows, pool, count))
     answers = None
-    if isinstance(task.metric, ExactMatch):
+    if task.metric.needs_answer:
         answer = Renderer("prompt.answer", task.prompt.answer)
         answers = [answer(row, f"row {i + 1}") for i, row in enumerate(found.rows)]
-    elif isinstance(task.metric, Execution):
-        program = Renderer("metric.program", task.metric.program)
-        for i, row in enumerate(found.rows):
-            program(row, f"row {i + 1}", response="")  # a field that is missing is found now
+    task.metric.check_rows(found.rows)
     sampling = dataclasses.replace(task.sampling, **{name: getattr(config.sampling, name) for name in overrides})
     return Plan(
         task,
@@ -80,7 +78,7 @@ def make_plan(
 
 
 def plan_config(config: Config, plan: Plan, stop_token_ids: Sequence[int]) -> Config:
-    """`config` as the rows of `plan` want it: the task samples, and its prompts are run as they stand.
+    """`config` for the rows of `plan`: the task samples, and its prompts run as they are.
     `stop_token_ids`: further ones."""
     ids = (*plan.sampling.stop_token_ids, *stop_token_ids)
     data = DataSection(

@@ -9,56 +9,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from specbatch.errors import ConfigError, InputError
+from specbatch.errors import InputError
 from specbatch.evals.schema import FewShot, Prompt, Task
-from specbatch.job.templates import Bounded, OutOfBounds
+from specbatch.evals.templates import Renderer, Row
 
-Row = Mapping[str, Any]
 Messages = list[dict[str, str]]
-
-
-def _regex_replace(text: str, pattern: str, replacement: str, count: int = 0) -> str:
-    return re.sub(pattern, replacement, text, count=count)
-
-
-def compile_template(name: str, text: str) -> jinja2.Template:
-    """Templates see a row and nothing else: sandboxed, and a field that is not there is an error.
-
-    Raises ConfigError, with `name`, for what is not valid.
-    """
-    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    environment.filters["regex_replace"] = _regex_replace
-    try:
-        with Bounded():  # constants are computed here: {{ 'x' * 9999999999 }}
-            return environment.from_string(text)
-    except (jinja2.TemplateError, SyntaxError, RecursionError, OutOfBounds) as exc:
-        raise ConfigError(f"{name} is not a valid template: {exc}") from exc
-
-
-class Renderer:
-    """Fills one template. Raises InputError for a row that it does not fit."""
-
-    def __init__(self, name: str, template: str) -> None:
-        self._name = name
-        self._template = compile_template(name, template)
-        self._bounded = Bounded()  # tasks come from anywhere, too
-
-    def __call__(self, row: Row, where: str, response: str | None = None) -> str:
-        """`where`: the row, in words; `response`: a further field, for programs."""
-        fields = row if response is None else {**row, "response": response}
-        try:
-            with self._bounded:
-                return self._template.render(fields)
-        except Exception as exc:  # templates fail in many ways, and all of them mean: not this row
-            names = ", ".join(list(row)[:8]) or "none"
-            raise InputError(f"{self._name} does not fit {where}: {exc}", f"its fields: {names}") from exc
 
 
 def prompts(task: Task, rows: Sequence[Row], pool: Sequence[Row], num_examples: int) -> Iterator[str | Messages]:
@@ -98,7 +55,7 @@ def _example_answer(prompt: Prompt) -> str:
 def _examples(
     few: FewShot | None, rows: Sequence[Row], pool: Sequence[Row], count: int, same_rows: bool
 ) -> Iterator[Sequence[Row]]:
-    """The examples of each row, which is never among them: its answer would stand in its prompt. `same_rows`: the pool
+    """The examples of each row, which is never among them: its answer would be in its prompt. `same_rows`: the pool
     holds the rows themselves."""
     if few is None or count == 0:
         yield from ([] for _ in rows)

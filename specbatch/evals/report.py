@@ -12,10 +12,9 @@ from rich.table import Table
 
 import specbatch
 from specbatch.evals.compare import Difference
-from specbatch.evals.metrics import accuracy, standard_error
+from specbatch.evals.metrics import metric_name
 from specbatch.evals.plan import Plan
-from specbatch.evals.schema import NoMetric
-from specbatch.evals.score import Scores
+from specbatch.evals.score import Scores, accuracy, standard_error
 from specbatch.job.stats import commit
 from specbatch.job.terminal import acceptance_text
 
@@ -38,7 +37,7 @@ def task_report(plan: Plan, run: Measured, plain: Measured | None, differences: 
         "task": {"name": task.name, "version": task.version, "sha256": task.sha256, "description": task.description},
         "data": {"source": plan.source, **plan.identity},
         "num_fewshot": plan.num_examples,
-        "metric": task.metric_name,
+        "metric": metric_name(task.metric),
         "sampling": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(plan.sampling).items()},
         **_measured(plan, run),
     }
@@ -147,7 +146,7 @@ def _measured(plan: Plan, run: Measured) -> dict[str, Any]:
 
 
 def _filters(plan: Plan) -> list[str]:
-    return [] if isinstance(plan.task.metric, NoMetric) else [f.name for f in plan.task.filters]
+    return [f.name for f in plan.task.scored_filters]
 
 
 def _pairs(a: Scores, b: Scores) -> list[tuple[Any, Any]]:

@@ -295,7 +295,7 @@ def test_programs_run_only_where_that_is_allowed(run: Eval) -> None:
 )
 def test_weaker_isolation_is_said(run: Eval, monkeypatch: pytest.MonkeyPatch, weak: dict[str, str], words: str) -> None:
     verdict = Verdict(True, "", weak)
-    monkeypatch.setattr("specbatch.evals.score.run_programs", lambda programs, *_: [verdict] * len(programs))
+    monkeypatch.setattr("specbatch.evals.metrics.run_programs", lambda programs, *_: [verdict] * len(programs))
     run.texts = {row["q"]: row["a"] for row in ROWS}
     assert run(task_files=(write_task(run.folder, {**EXACT, **PROGRAMS}),), allow_code_execution=True) == 0
     assert run.results()["tasks"]["mine"]["programs_kept_from"] == weak

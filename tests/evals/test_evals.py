@@ -19,23 +19,13 @@ from specbatch.config import Config, DataSection
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.evals.compare import difference, differing_rows
 from specbatch.evals.data import DATA_FOLDER, example_rows, task_rows
-from specbatch.evals.filters import apply_filter
+from specbatch.evals.filters import CodeBlock, Filter, Lowercase, MajorityVote, Regex, Remove, Strip, TakeFirst
 from specbatch.evals.load import TASKS_FOLDER, find_tasks, load_task, task_names
-from specbatch.evals.metrics import accuracy, exact_match
+from specbatch.evals.metrics import ExactMatch, Value
 from specbatch.evals.plan import make_plan, stop_tokens
 from specbatch.evals.prompts import prompts
-from specbatch.evals.schema import (
-    CodeBlock,
-    ExactMatch,
-    Filter,
-    Lowercase,
-    MajorityVote,
-    Regex,
-    Remove,
-    Strip,
-    TakeFirst,
-    Task,
-)
+from specbatch.evals.schema import Task
+from specbatch.evals.score import accuracy
 from specbatch.evals.shared import counts_since
 from specbatch.job.sources import RawRow, Source
 from specbatch.types import EngineStats, SpeculationCounts
@@ -63,6 +53,11 @@ def write_task(folder: Path, changes: dict[str, Any] | None = None, rows: list[d
 
 def written(task: Task, count: int, limit: int | None = None) -> list[Any]:
     return list(prompts(task, task_rows(task, None, limit).rows, example_rows(task), count))
+
+
+def is_match(metric: ExactMatch, text: str, answer: str) -> bool:
+    (score,) = metric.score([Value(text, {}, "row 1", answer)], lambda done, total: None)
+    return score.correct == 1
 
 
 def test_packaged_tasks_can_be_read() -> None:
@@ -102,8 +97,8 @@ def test_scores_are_those_of_lm_eval(number: int) -> None:
         assert isinstance(task.metric, ExactMatch)
         answer = task_rows(task, None, golden["row"] + 1).rows[-1]["answer"]
         for f in task.filters:
-            (value,) = apply_filter(f, [golden["text"]])
-            assert [value, int(exact_match(task.metric, value, answer))] == golden[f.name]
+            (value,) = f.apply([golden["text"]])
+            assert [value, int(is_match(task.metric, value, answer))] == golden[f.name]
 
 
 def test_gsm8k_samples_as_lm_eval_does() -> None:
@@ -291,14 +286,14 @@ def test_templates_cannot_reach_out(tmp_path: Path) -> None:
     ],
 )
 def test_filter_steps(steps: list[Any], answers: list[str], values: list[str]) -> None:
-    assert apply_filter(Filter("f", tuple(steps)), answers) == values
+    assert Filter("f", tuple(steps)).apply(answers) == values
 
 
 def test_exact_match_and_accuracy() -> None:
-    assert exact_match(ExactMatch(), "a", "a")
-    assert not exact_match(ExactMatch(), "a", "A")
-    assert exact_match(ExactMatch(ignore_case=True), "a", "A")
-    assert exact_match(ExactMatch(ignore_punctuation=True), "a.b!", "ab")
+    assert is_match(ExactMatch(), "a", "a")
+    assert not is_match(ExactMatch(), "a", "A")
+    assert is_match(ExactMatch(ignore_case=True), "a", "A")
+    assert is_match(ExactMatch(ignore_punctuation=True), "a.b!", "ab")
     found = accuracy([1.0, 0.0, 1.0, 1.0])
     assert (found.value, found.correct, found.scored) == (0.75, 3.0, 4)
     assert found.standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 3))  # the sample's deviation: over n - 1

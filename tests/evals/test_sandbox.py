@@ -16,9 +16,9 @@ import pytest
 
 from specbatch.evals.data import task_rows
 from specbatch.evals.load import find_tasks
-from specbatch.evals.prompts import Renderer
+from specbatch.evals.metrics import Execution
 from specbatch.evals.sandbox import ISOLATED, Verdict, run_program, run_programs
-from specbatch.evals.schema import Execution
+from specbatch.evals.templates import Renderer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and limits are Linux's")
 FILL_ALL_FILES = """

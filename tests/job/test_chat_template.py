@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from specbatch.cli import app
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, ModelError, RowError
-from specbatch.evals.prompts import Renderer
+from specbatch.evals.templates import Renderer
 from specbatch.job.rows import Job
 from specbatch.job.templates import Bounded, ChatTemplate, OutOfBounds, PromptTemplate
 from specbatch.job.tokenizer import TextProcessor
