@@ -26,8 +26,8 @@ from torch import Tensor
 
 from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.attention.triton import PagedAttention
+from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.kernels.paged import PagedBatch
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
 DTYPE = torch.bfloat16

@@ -1,4 +1,4 @@
-"""Times `specbatch.kernels.attention` by tile and splits on a GPU, at the sizes of Llama-3-8B (32/8 heads of 128).
+"""Times the attention kernel by tile and splits on a GPU, at the sizes of Llama-3-8B (32/8 heads of 128).
 
     python scripts/bench/tune_attention.py -o tune_attention.json [--budget 100]
 
@@ -26,10 +26,10 @@ from torch import Tensor
 from tune_linear import only_compile, replay_time, say
 
 from specbatch.attention.triton import WORKSPACE_ROWS, num_splits
-from specbatch.kernels import attention
-from specbatch.kernels.attention import Workspace, attend
-from specbatch.kernels.attention_tile import Tile, tile_for
-from specbatch.kernels.paged import PagedBatch
+from specbatch.batch import PagedBatch
+from specbatch.kernels.triton import attention
+from specbatch.kernels.triton.attention import Workspace, attend
+from specbatch.kernels.triton.parts.attention_tile import Tile, tile_for
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16

@@ -1,4 +1,4 @@
-"""Times the skinny matrix products of `specbatch.kernels.linear` on a GPU and finds their best configurations.
+"""Times the GEMMs of few tokens (`specbatch.kernels.triton.skinny`) on a GPU and finds their best configurations.
 
     python scripts/bench/tune_linear.py -o tune_linear.json [--budget 230]
 
@@ -40,9 +40,9 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from specbatch.kernels import linear as ops
-from specbatch.kernels.linear_config import Config
-from specbatch.kernels.model import rms_norm, silu_mul
+from specbatch.kernels.triton.model import rms_norm, silu_mul
+from specbatch.kernels.triton.skinny import ops
+from specbatch.kernels.triton.skinny.tile import Config
 from specbatch.models.config import ModelConfig
 from specbatch.models.random_weights import REDUCED_DRAFT_VOCAB, geometries
 

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specbatch.batch import PagedBatch, slots_of
 from specbatch.cache.pages import KVCache
-from specbatch.kernels.paged import PagedBatch, slots_of
 
 CHUNK = 256  # keys; part of the result's bits, never a function of the batch
 MAX_GROUPED_QUERIES = 64  # sequences with more new tokens than this are not padded to each other

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
-from specbatch.kernels.paged import PagedBatch
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.kernels.paged import PagedBatch
 
 
 class AttentionBackend(Protocol):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
-from specbatch.kernels.paged import PagedBatch
 
 # Few splits leave multiprocessors idle, many cost more to merge. Measured on an H200 by
 # `scripts/bench/tune_attention.py`. Constants: results must not depend on the card.

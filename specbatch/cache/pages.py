@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.kernels.torch_model import storable
+from specbatch.kernels.torch.model import storable
 
 
 class PagePool:

@@ -17,8 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specbatch.kernels.paged import PagedBatch
-from specbatch.kernels.torch_steps import SlotColumns
+from specbatch.batch import PagedBatch, SlotColumns
 
 MAX_STOP_IDS = 6  # looked for on the device; of a request with more, the host finds the others a round later
 

@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specbatch.batch import Candidates
 from specbatch.cache.request_table import BatchView, Field, RequestTable
 from specbatch.draft.network import DraftNet, num_lookahead
 from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
-from specbatch.kernels.torch_steps import Candidates
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
-from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from specbatch.batch import NO_TOKEN
 from specbatch.engine.sequence import Sequence
-from specbatch.kernels.torch_round import NO_TOKEN
 from specbatch.types import EngineLimits, FinishReason, Request
 
 

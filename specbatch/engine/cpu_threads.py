@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from specbatch.attention.cpu import TorchAttention
+from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.kernels.paged import PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.packed import thread_counts
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.engine.round import PromptChunk
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
-from specbatch.kernels.paged import LogitsIndices, PagedBatch
 
 Ints = list[int] | np.ndarray
 

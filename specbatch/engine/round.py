@@ -16,14 +16,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from specbatch.batch import NO_TOKEN, Committed, LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import COLUMNS, BatchView, Field, RequestTable
 from specbatch.draft.drafters import Draft, Drafter
 from specbatch.draft.network import TargetOutput
 from specbatch.draft.rng import Draw
-from specbatch.kernels.paged import LogitsIndices, PagedBatch
-from specbatch.kernels.torch_round import NO_TOKEN
-from specbatch.kernels.torch_steps import Committed
 from specbatch.models.decoder import Decoder
 
 # Columns of a report before the tokens: how many are new, drafts verified, depth of the tree, drafts whose

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import RequestTable
 from specbatch.draft.drafters import Drafter
@@ -19,7 +20,6 @@ from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_s
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.kernels import ops_for
-from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.decoder import Decoder
 
 _PROMPT_GRAPHS = 16  # of a job, roughly

@@ -12,5 +12,5 @@ import torch
 def ops_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The operations for models of `dtype` on `device`: Triton's on CUDA (which brings triton along), the twins on CPU
     and for float64, which only tests use."""
-    name = "triton_ops" if device.type == "cuda" and dtype != torch.float64 else "torch_ops"
+    name = "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
     return importlib.import_module(f"specbatch.kernels.{name}")

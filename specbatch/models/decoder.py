@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from specbatch.attention.interface import AttentionBackend
+from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
-from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
 

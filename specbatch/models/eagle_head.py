@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from specbatch.attention.interface import AttentionBackend
+from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.errors import ModelError
-from specbatch.kernels.paged import LogitsIndices, PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import MLP, Attention, Decoder, ForwardPass, Load
 from specbatch.models.layers import Linear, RMSNorm, Rotary

@@ -10,6 +10,7 @@ import time
 import torch
 from torch import Tensor
 
+from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache, PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.draft.network import TargetOutput
@@ -19,7 +20,6 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.kernels.paged import PagedBatch
 from specbatch.models.decoder import Decoder
 from specbatch.oracle.proposer import Proposer
 from specbatch.oracle.sampling import token_logprob

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specbatch.batch import Candidates
 from specbatch.cache.pages import KVCache
 from specbatch.draft.network import DraftNet, TargetOutput, num_lookahead
 from specbatch.draft.rng import Draw, uniform
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
-from specbatch.kernels.torch_round import argmax, unbroken_drafts
-from specbatch.kernels.torch_steps import Candidates
+from specbatch.kernels.torch.sampling import argmax
+from specbatch.kernels.torch.tree import unbroken_drafts
 from specbatch.oracle.sampling import distribution, draw, is_broken
 from specbatch.oracle.spans import Span, batch_of
 from specbatch.oracle.tree import DraftTree, select_nodes

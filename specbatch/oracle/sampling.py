@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbatch.kernels.torch_round import finite_peak
+from specbatch.kernels.torch.sampling import finite_peak
 from specbatch.types import SamplingParams, TokenLogprob
 
 _PART = 1 << 14

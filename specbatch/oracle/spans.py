@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specbatch.kernels.paged import PagedBatch
+from specbatch.batch import PagedBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specbatch.batch import NO_TOKEN
 from specbatch.draft.rng import Draw, uniform
 from specbatch.engine.sequence import Sequence
-from specbatch.kernels.torch_round import NO_TOKEN, argmax
+from specbatch.kernels.torch.sampling import argmax
 from specbatch.oracle.sampling import distribution, draw, is_broken
 from specbatch.oracle.tree import DraftTree
 

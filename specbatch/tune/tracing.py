@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from specbatch.batch import Candidates
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, Field, RequestTable
 from specbatch.draft.drafters import Draft, NeuralDrafter
 from specbatch.draft.network import DraftNet, TargetOutput
 from specbatch.engine.sequence import Sequence
-from specbatch.kernels.torch_steps import Candidates
 from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.tree import DraftTree
 

@@ -17,12 +17,12 @@ pytest.importorskip("flashinfer")
 pytest.importorskip("triton")
 
 from specbatch.attention.flashinfer import FlashInferAttention
+from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
 from specbatch.graphs.runner import GraphRunner
-from specbatch.kernels import torch_model
-from specbatch.kernels.paged import PagedBatch
+from specbatch.kernels import torch as reference
 from specbatch.types import Completion, SamplingParams
 from tests.kernels.test_model import paged_batch, random, tree_batch
 from tests.tiny_models import random_prompts, run, tiny_device_engine
@@ -80,7 +80,7 @@ class Setting:
         return random(batch.slots_T.shape[0], self.heads, self.dim, dtype=self.dtype, seed=6)
 
     def expected(self, q: Tensor, cache: KVCache, batch: PagedBatch) -> Tensor:
-        return torch_model.attend(q.float(), cache.layer(1), batch, self.dim**-0.5)
+        return reference.attend(q.float(), cache.layer(1), batch, self.dim**-0.5)
 
     def compare(self, actual: Tensor, q: Tensor, cache: KVCache, batch: PagedBatch, name: str) -> None:
         expected = self.expected(q, cache, batch)

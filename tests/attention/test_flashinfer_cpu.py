@@ -17,7 +17,7 @@ from specbatch.config import EngineSection
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.resolve_speculation import check_mask_size
 from specbatch.errors import ConfigError, ModelError
-from specbatch.kernels import torch_mask
+from specbatch.kernels.torch import mask as torch_mask
 from specbatch.models.config import ModelConfig
 from specbatch.types import SamplingParams
 from tests import fake_flashinfer
@@ -93,7 +93,7 @@ def test_mask_bits(kind: str, num_queries: int, num_words: int, starts: list[int
     """`draft_kv_offset`: new tokens lie this many slots after the mask's start, as in later steps of a draft tree."""
     if kind == "triton":
         pytest.importorskip("triton")
-        from specbatch.kernels.mask_bits import tree_mask_bits
+        from specbatch.kernels.triton.mask import tree_mask_bits
     else:
         tree_mask_bits = torch_mask.tree_mask_bits
     device = DEVICE if kind == "triton" else torch.device("cpu")

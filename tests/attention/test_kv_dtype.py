@@ -17,7 +17,7 @@ from specbatch.engine import resolve as resolving
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.memory import CachedModel, Rows, plan_cache
 from specbatch.errors import ConfigError
-from specbatch.kernels import torch_model
+from specbatch.kernels import torch as reference
 from specbatch.types import SamplingParams
 from tests.marks import slow_on_cpu
 from tests.tiny_models import CPU, random_prompts, run, tiny_config, tiny_device_engine
@@ -112,7 +112,7 @@ def test_values_out_of_range_become_the_largest() -> None:
         stored = torch.zeros(2, 1, 3, 8, dtype=FP8)
         if broken is not None:
             values[2] = broken
-        torch_model.rotary_write(values.repeat(1, 3), 1, 1, cos[:, :8], sin[:, :8], at, at, stored, None, None, 0.0)
+        reference.rotary_write(values.repeat(1, 3), 1, 1, cos[:, :8], sin[:, :8], at, at, stored, None, None, 0.0)
         k, v = stored[:, 0, 1].float()
         if broken is None:
             assert torch.equal(k, largest)

@@ -12,11 +12,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 pytest.importorskip("triton")
 
-from specbatch.kernels import linear as ops
-from specbatch.kernels import linear_config
-from specbatch.kernels import torch_linear as twin
-from specbatch.kernels.linear_config import Config, config_for, is_skinny, without_hopper
-from specbatch.kernels.torch_model import rms_norm
+from specbatch.kernels.torch import gemm as twin
+from specbatch.kernels.torch.model import rms_norm
+from specbatch.kernels.triton.skinny import ops
+from specbatch.kernels.triton.skinny import tile as linear_config
+from specbatch.kernels.triton.skinny.tile import Config, config_for, is_skinny, without_hopper
 from tests.marks import slow_on_cpu
 
 EPS = 1e-5

@@ -15,8 +15,9 @@ from torch import Tensor
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton")
 
-from specbatch.kernels import attention, model, torch_model  # noqa: E402
-from specbatch.kernels.paged import PagedBatch, slots_of  # noqa: E402
+from specbatch.batch import PagedBatch, slots_of  # noqa: E402
+from specbatch.kernels import torch as reference  # noqa: E402
+from specbatch.kernels.triton import attention, model  # noqa: E402
 from tests.marks import slow_on_cpu  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -84,7 +85,7 @@ def attend_both(
         kv = kv.to(FP8)
     workspace = attention.Workspace(DEVICE, 16384, dim)
     scale = dim**-0.5
-    expected = torch_model.attend(q, kv, batch, scale, window)
+    expected = reference.attend(q, kv, batch, scale, window)
     actual = attention.attend(q, kv, batch, scale, window, splits, workspace)
     if splits > 1:  # the counters are back at zero: a second launch on the same workspace is right too
         again = attention.attend(q, kv, batch, scale, window, splits, workspace)
@@ -176,13 +177,13 @@ def test_bits_do_not_depend_on_the_cut(splits: int, rounded: bool, dtype: torch.
 @pytest.mark.parametrize("size", [64, 576, 4096])
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     x, weight = random(5, size, dtype=dtype), random(size, dtype=dtype, seed=1)
-    close(model.rms_norm(x, weight, 1e-5), torch_model.rms_norm(x, weight, 1e-5), dtype)
+    close(model.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul(dtype: torch.dtype) -> None:
     x = random(3, 2 * 1000, dtype=dtype) * 4
-    close(model.silu_mul(x), torch_model.silu_mul(x), dtype)
+    close(model.silu_mul(x), reference.silu_mul(x), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -199,7 +200,7 @@ def test_rotary_write(heads: int, kv_heads: int, dim: int, norm: bool, dtype: to
     norms = (random(dim, dtype=dtype, seed=2), random(dim, dtype=dtype, seed=3)) if norm else (None, None)
     before = random(2, kv_heads, 20, dim, dtype=dtype, seed=4)
     caches, queries = [], []
-    for ops in (model, torch_model):
+    for ops in (model, reference):
         cache = before.clone()
         queries.append(
             ops.rotary_write(qkv, heads, kv_heads, cos, sin, positions, slots, cache, *norms, 1e-6)  # type: ignore[attr-defined]
@@ -226,7 +227,7 @@ def test_rotary_write_to_float8(dim: int, dtype: torch.dtype) -> None:
     slots = torch.arange(tokens, device=DEVICE)
     for positions in (torch.zeros_like(slots), slots):
         caches = []
-        for ops in (model, torch_model):
+        for ops in (model, reference):
             cache = torch.zeros(2, kv_heads, tokens + 1, dim, dtype=FP8, device=DEVICE)
             ops.rotary_write(qkv, heads, kv_heads, cos, sin, positions, slots, cache, None, None, 0.0)  # type: ignore[attr-defined]
             caches.append(cache)
@@ -246,7 +247,7 @@ def test_rotary_write_to_float8(dim: int, dtype: torch.dtype) -> None:
 def test_rotary_write_of_what_float8_cannot_hold() -> None:
     values = torch.tensor([500.0, -1e30, 449.0, 448.0, 465.0, 0.3, -1.0, 0.0] * 2, device=DEVICE)
     cos, sin, at = torch.ones(4, 16, device=DEVICE), torch.zeros(4, 16, device=DEVICE), torch.tensor([1], device=DEVICE)
-    for ops in (model, torch_model):
+    for ops in (model, reference):
         cache = torch.zeros(2, 1, 3, 16, dtype=FP8, device=DEVICE)
         ops.rotary_write(values.repeat(1, 3), 1, 1, cos, sin, at, at, cache, None, None, 0.0)  # type: ignore[attr-defined]
         expected = torch.tensor([448.0, -448.0, 448.0, 448.0, 448.0, 0.3125, -1.0, 0.0] * 2, device=DEVICE)
@@ -266,7 +267,7 @@ def test_move_slots(dtype: torch.dtype) -> None:
     source = torch.tensor([[4, 6, 8], [9, 0, 2], [19, 1, 3]], device=DEVICE)
     target = torch.tensor([[4, 5, 6], [-1, -1, 2], [15, 19, 1]], device=DEVICE)
     expected, actual = kv.clone(), kv.clone()
-    torch_model.move_slots(expected, source, target)
+    reference.move_slots(expected, source, target)
     model.move_slots(actual, source, target)
     kv, expected, actual = (x.float() for x in (kv, expected, actual))  # torch compares no float8 everywhere
     assert torch.equal(actual, expected)

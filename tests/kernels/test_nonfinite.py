@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.kernels import torch_model, torch_round
-from specbatch.kernels.torch_round import NO_TOKEN
+from specbatch.batch import NO_TOKEN
+from specbatch.kernels import torch as reference
 from specbatch.types import SamplingParams
 from tests.kernels.test_model import paged_batch
 from tests.kernels.test_round import CUDA, DEVICE, Ops, filter_tensors, make_ops
@@ -66,7 +66,7 @@ def test_rows_that_are_not_finite_have_no_token(ops: Ops, vocab: int, dtype: tor
         drawn = ops.draw(p, u)
         assert drawn[~torch.tensor(finite)].eq(0).all()
         assert torch.equal(drawn[finite], tokens[finite]) or params.temperature == 0
-        assert torch.allclose(p, torch_round.distribution(logits, *filters), rtol=1e-4, atol=1e-7, equal_nan=True)
+        assert torch.allclose(p, reference.distribution(logits, *filters), rtol=1e-4, atol=1e-7, equal_nan=True)
 
 
 def test_a_masked_vocabulary_is_no_error(ops: Ops) -> None:
@@ -82,7 +82,7 @@ def test_drafts_of_rows_that_are_not_finite(ops: Ops, vocab: int) -> None:
     """Distinct, in the vocabulary, and of no weight: a tree of NaN would have children without their parents."""
     logits, finite = rows(vocab, torch.float32)
     scores, ids = ops.draft_topk(logits, 4)
-    expected_scores, expected_ids = torch_round.draft_topk(logits, 4)
+    expected_scores, expected_ids = reference.draft_topk(logits, 4)
     assert not scores.isnan().any()
     assert scores.isneginf().all(dim=1).tolist() == [not f for f in finite]
     broken = ~torch.tensor(finite)
@@ -128,7 +128,7 @@ def test_chains_with_nan(ops: Ops, draft_vocab: str) -> None:
                 drafts.expand(batch, -1), all_q, target_ids, all_p, torch.full((batch,), 2),
                 torch.full((batch,), temperature), accept, last[:, :2], last,
             )  # fmt: skip
-            of_target = 1 if temperature == 0 else int(torch_round.draw(p[:1], last[:1, 0]))
+            of_target = 1 if temperature == 0 else int(reference.draw(p[:1], last[:1, 0]))
             for b, (name, _, bad_p, (path, broken)) in enumerate(cases):
                 if temperature == 0:  # what a greedy row's drafts were drawn from does not matter
                     path, broken = min([n + 1 for n in bad_p] + [3]), 0
@@ -141,7 +141,7 @@ def test_chains_with_nan(ops: Ops, draft_vocab: str) -> None:
 def test_a_cache_holds_no_value_that_is_not_finite(dim: int, dtype: torch.dtype) -> None:
     """Kernel and twin: a token whose key or value is not finite in a head has keys of NaN there, and such a value is
     0; other heads and tokens have the bits that they had."""
-    model = pytest.importorskip("specbatch.kernels.model")
+    model = pytest.importorskip("specbatch.kernels.triton.model")
     heads, kv_heads, tokens = 12, 4, 7  # of more than one program
     width = (heads + 2 * kv_heads) * dim
     clean = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -158,7 +158,7 @@ def test_a_cache_holds_no_value_that_is_not_finite(dim: int, dtype: torch.dtype)
     at = torch.arange(tokens, device=DEVICE)
     bad_keys = [(1, 2), (2, 1), *((3, h) for h in range(kv_heads)), (5, 1), (6, kv_heads - 1)]
     bad_values = [(2, 1), *((3, h) for h in range(kv_heads))]
-    for ops in (model, torch_model):
+    for ops in (model, reference):
         caches = []
         for values in (clean, qkv):
             cache = torch.zeros(2, kv_heads, tokens + 1, dim, dtype=dtype, device=DEVICE)
@@ -178,7 +178,7 @@ def test_a_cache_holds_no_value_that_is_not_finite(dim: int, dtype: torch.dtype)
 def test_attention_beside_hidden_tokens_that_are_not_finite(masked: bool, splits: int) -> None:
     """Kernel and twin: a query gets NaN where it sees such a token, and else the very bits that it has without: of
     later tokens of a chain, of other branches of a tree, and of what is left in pages past a sequence's end."""
-    attention = pytest.importorskip("specbatch.kernels.attention")
+    attention = pytest.importorskip("specbatch.kernels.triton.attention")
     starts, counts, dim = [5, 21, 0], [4, 4, 4], 16
     batch = paged_batch(starts, counts, 16)
     if masked:  # of each sequence: 0 - 1 - 3, and 2, which is bad, below 0
@@ -200,7 +200,7 @@ def test_attention_beside_hidden_tokens_that_are_not_finite(masked: bool, splits
     spoilt[0, :, bad], spoilt[1, :, bad] = NAN, 0.0
     sees_it = [2, 10] if masked else [2, 3, 10, 11]
     others = [i for i in range(12) if i not in sees_it]
-    for ops in (attention, torch_model):
+    for ops in (attention, reference):
         workspace = ops.Workspace(DEVICE, 16384, dim)
         expected, found = (ops.attend(q, x, batch, dim**-0.5, None, splits, workspace) for x in (kv, spoilt))
         assert found[sees_it].isnan().all()

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from specbatch.batch import Candidates, Committed, SlotColumns
 from specbatch.cache.request_table import NUM_FIELDS, Field
 from specbatch.draft.rng import Draw, uniform
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
-from specbatch.kernels import torch_round
-from specbatch.kernels.torch_steps import Candidates, Committed, SlotColumns
+from specbatch.kernels import torch as reference
 from specbatch.oracle import sampling
 from specbatch.oracle.ngram import NgramProposer
 from specbatch.oracle.tree import DraftTree, select_nodes
@@ -49,7 +49,7 @@ class Ops:
     """
 
     def __init__(self, name: str) -> None:
-        self.raw = importlib.import_module(f"specbatch.kernels.{name}_ops")
+        self.raw = importlib.import_module(f"specbatch.kernels.{name}")
         self.is_slow = not CUDA and name == "triton"  # interpreted
         self.is_exact = not CUDA and name == "torch"  # float64 as on the host
 
@@ -255,7 +255,7 @@ def chain_noise(keys: list[RngKey], committed: int, num_drafts: int) -> tuple[Te
     seed, stream, sample, _ = (x[:, None] for x in noise_tensors(keys, [0] * len(keys)))
     position = committed + 1 + torch.arange(num_drafts + 1)[None]
     accept, residual, last = (
-        torch_round.uniform(seed, stream, sample, position, p) for p in (Draw.ACCEPT, Draw.RESIDUAL, Draw.SAMPLE)
+        reference.uniform(seed, stream, sample, position, p) for p in (Draw.ACCEPT, Draw.RESIDUAL, Draw.SAMPLE)
     )
     return accept[:, :num_drafts], residual[:, :num_drafts], last
 
@@ -272,13 +272,13 @@ def test_accept_chain(ops: Ops, draft_vocab: str) -> None:
 
     def distributions(logits: Tensor) -> Tensor:
         flat = [p for p in params for _ in range(logits.shape[1])]
-        return torch_round.distribution(logits.reshape(len(flat), -1), *filter_tensors(flat)).view(logits.shape)
+        return reference.distribution(logits.reshape(len(flat), -1), *filter_tensors(flat)).view(logits.shape)
 
     logits = random_logits(batch * (num_drafts + 1), vocab, 5, False).view(batch, num_drafts + 1, vocab)
     p, q = distributions(logits), distributions(logits[:, :num_drafts, places] * 0.8)
     seed, stream, sample, position = (x[:, None] for x in noise_tensors(keys, [committed + 1] * batch))
-    u_draft = torch_round.uniform(seed, stream, sample, position + torch.arange(num_drafts), Draw.DRAFT)
-    drafts = places[torch_round.draw(q.view(-1, width), u_draft.reshape(-1))].view(batch, num_drafts)
+    u_draft = reference.uniform(seed, stream, sample, position + torch.arange(num_drafts), Draw.DRAFT)
+    drafts = places[reference.draw(q.view(-1, width), u_draft.reshape(-1))].view(batch, num_drafts)
     counts = torch.tensor([rng.choice([0, 2, 4, 4]) for _ in range(batch)])
     temperature, rng = filter_tensors(params)[0], chain_noise(keys, committed, num_drafts)
     num_path, next_token, num_broken = ops.accept_chain(drafts, q, target_ids, p, counts, temperature, *rng)
@@ -473,10 +473,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_argmax_and_topk(triton_ops: Ops, dtype: torch.dtype) -> None:
     logits = large_logits(dtype)
-    assert torch.equal(triton_ops.argmax(logits), torch_round.argmax(logits.double()))
+    assert torch.equal(triton_ops.argmax(logits), reference.argmax(logits.double()))
     for k in (1, 10):
         scores, ids = triton_ops.draft_topk(logits, k)
-        expected_scores, expected_ids = torch_round.draft_topk(logits.float(), k)
+        expected_scores, expected_ids = reference.draft_topk(logits.float(), k)
         assert torch.equal(ids, expected_ids)
         assert torch.allclose(scores, expected_scores, atol=1e-5)
 
@@ -490,7 +490,7 @@ LARGE += [slow_on_cpu(name, torch.bfloat16) for name in FILTERS if name not in (
 def test_large_distribution_sample_and_draw(triton_ops: Ops, name: str, dtype: torch.dtype) -> None:
     logits = large_logits(dtype)
     filters = filter_tensors([FILTERS[name]] * len(logits))
-    found, expected = triton_ops.distribution(logits, *filters), torch_round.distribution(logits, *filters)
+    found, expected = triton_ops.distribution(logits, *filters), reference.distribution(logits, *filters)
     assert torch.equal(found > 1e-30, expected > 1e-30)
     assert torch.allclose(found, expected, rtol=1e-4, atol=0)
     for u in (0.123, 1 - 2.0**-53):
@@ -520,7 +520,7 @@ def test_large_filters_of_any_strength(triton_ops: Ops, seed: int) -> None:
         for _ in logits
     ]
     found = triton_ops.distribution(logits, *filter_tensors(params))
-    expected = torch_round.distribution(logits, *filter_tensors(params))
+    expected = reference.distribution(logits, *filter_tensors(params))
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-7)
     assert ((found > 0) != (expected > 0)).sum() <= 2, "more than a rounding at the end of top-p"
 
@@ -538,7 +538,7 @@ def test_large_accept_chain(triton_ops: Ops, mapped: bool) -> None:
     coins = [torch.rand(batch, n, generator=generator, dtype=torch.float64) for n in (3, 3, 4)]
     counts = torch.tensor([0, 1, 2, 3] * 3)
     args = (ids[flat] if mapped else flat, q, ids if mapped else None, p, counts, torch.ones(batch), *coins)
-    found, expected = triton_ops.accept_chain(*args), torch_round.accept_chain(*args)
+    found, expected = triton_ops.accept_chain(*args), reference.accept_chain(*args)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
 
@@ -548,7 +548,7 @@ def test_large_ngram_lookup(triton_ops: Ops) -> None:
     tokens = torch.randint(0, 6, (9, 3000), generator=generator).int()
     lengths = torch.tensor([1, 2, 1023, 1024, 1025, 2048, 2049, 2999, 3000])
     args = (tokens, torch.tensor([8, 3, 4, 0, 1, 2, 5, 6, 7]), lengths, lengths + 3, 2, 9, 5)
-    for found, expected in zip(triton_ops.ngram_lookup(*args), torch_round.ngram_lookup(*args), strict=True):
+    for found, expected in zip(triton_ops.ngram_lookup(*args), reference.ngram_lookup(*args), strict=True):
         assert torch.equal(found, expected)
 
 

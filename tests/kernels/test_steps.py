@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specbatch.batch import NO_TOKEN, Beam, Committed, SlotColumns
 from specbatch.cache.request_table import NUM_FIELDS, Field
-from specbatch.kernels.torch_round import NO_TOKEN
-from specbatch.kernels.torch_steps import Beam, Committed, SlotColumns
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -23,9 +22,9 @@ COLUMNS = SlotColumns(Field.LENGTH, Field.ROOT, Field.LIMIT, Field.DONE, Field.I
 PAGE = 4
 
 
-@pytest.fixture(params=["torch_steps", "round_steps"])
+@pytest.fixture(params=["torch", "triton"])
 def ops(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "round_steps":
+    if request.param == "triton":
         pytest.importorskip("triton")
     return importlib.import_module(f"specbatch.kernels.{request.param}")
 

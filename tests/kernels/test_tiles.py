@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from specbatch.kernels.attention_tile import Tile, shared_of, tile_for
-from specbatch.kernels.linear_config import Config, config_for, fitting, is_skinny, without_hopper
-from specbatch.kernels.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
+from specbatch.kernels.triton.parts.attention_tile import Tile, shared_of, tile_for
+from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
+from specbatch.kernels.triton.skinny.tile import Config, config_for, fitting, is_skinny, without_hopper
 
 KIB = 1024
 LIMITS = [64 * KIB, 99 * KIB, 163 * KIB, 227 * KIB]

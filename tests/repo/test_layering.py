@@ -24,6 +24,7 @@ LAYERS = [
     ["attention"],
     ["cache"],
     ["kernels", "parallel"],
+    ["batch"],
     ["strict"],
     ["strict_yaml", "retired"],
     ["types"],

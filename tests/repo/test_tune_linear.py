@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.kernels.linear_config import Config
+from specbatch.kernels.triton.skinny.tile import Config
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("scripts")

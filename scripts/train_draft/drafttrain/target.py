@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.kernels.paged import PagedBatch
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import default_aux_layers

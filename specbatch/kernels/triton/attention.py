@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.kernels.attention_tile import Tile, padded, tile_for
-from specbatch.kernels.launch import await_former, dependent_launch, launch_options
-from specbatch.kernels.paged import PagedBatch
-from specbatch.kernels.shared_memory import shared_bytes
+from specbatch.batch import PagedBatch
+from specbatch.kernels.triton.parts.attention_tile import Tile, padded, tile_for
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 
 _LOG2E = 1.4426950408889634
 

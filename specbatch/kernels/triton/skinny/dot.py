@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.launch import await_former
-from specbatch.kernels.linear_parts import gate_and_up, load_weights, normalised, prefetch_rows, rounded
+from specbatch.kernels.triton.parts.launch import await_former
+from specbatch.kernels.triton.skinny.parts import gate_and_up, load_weights, normalised, prefetch_rows, rounded
 
 
 @triton.jit

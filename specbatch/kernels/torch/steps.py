@@ -9,69 +9,11 @@ draft vocabulary, Z report columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from specbatch.kernels.paged import slots_of
-from specbatch.kernels.torch_round import NO_TOKEN, accept_path
-
-
-@dataclass(frozen=True, slots=True)
-class SlotColumns:
-    """Where the fields that a commit reads and writes lie in a slot's row of integers."""
-
-    length: int  # committed tokens
-    root: int  # the last sampled token
-    limit: int  # of tokens, the root counted
-    done: int  # 0: the request goes on
-    ignore_eos: int
-    stop: int  # the first of `num_stops` stop tokens; -1: none
-    num_stops: int
-
-
-class Spans(NamedTuple):
-    """The new tokens of a batch (see `paged.PagedBatch`)."""
-
-    slots_T: Tensor  # int64; -1: not written
-    positions_T: Tensor  # int64
-    starts_B: Tensor  # int32, slots in front of the new tokens
-    mask_starts_B: Tensor  # int32
-    query_starts: Tensor  # (B + 1,) int32
-
-
-class Beam(NamedTuple):
-    """The branches of a tree that is being drafted."""
-
-    scores_BK: Tensor  # float32, cumulative log-probability
-    tokens_BK: Tensor  # int64, of the target's vocabulary
-    index_BK: Tensor  # int64, place among the candidates
-    parent_BK: Tensor  # int64, the branch of the step before that each hangs on; of the first step: itself
-    seen_BKW: Tensor  # int32: bit i * K + j of the words: it sees branch j of step i
-
-
-class Candidates(NamedTuple):
-    """All nodes that drafting scores, filled step by step; what `select_nodes` chooses from."""
-
-    tokens_BC: Tensor  # int64
-    scores_BC: Tensor  # float32
-    parents_BC: Tensor  # int64, -1: the root
-
-
-class Committed(NamedTuple):
-    """What a round decided. Beyond the `num_path_B` first of M, paths and tokens are 0."""
-
-    path_BM: Tensor  # int64, nodes from the root down
-    num_path_B: Tensor  # int64, 1 .. M; as many tokens are new
-    tokens_BM: Tensor  # int64, the accepted drafts and the target's own token
-    # int32: number of new tokens (0: not live), drafts verified, depth of the tree, broken drafts, the tokens; of these
-    # the last is NO_TOKEN where the target's logits are not finite.
-    output_BZ: Tensor
-    accept_index_T: Tensor  # int64, (B * M) packed rows of the path's nodes
-    source_T: Tensor  # int64, (B * M) cache slots of the path's nodes ..
-    target_T: Tensor  # int64, .. and where they belong; -1: they are there, or do not count
+from specbatch.batch import NO_TOKEN, Committed, SlotColumns, Spans, slots_of
+from specbatch.kernels.torch.acceptance import accept_path
 
 
 def span_layout(
@@ -108,69 +50,6 @@ def span_layout(
         (length_B + mask_start).int(),
         torch.arange(0, (batch + 1) * num_queries, num_queries, dtype=torch.int32, device=device),
     )
-
-
-def beam_start(
-    scores_BK: Tensor, ids_BK: Tensor, target_ids_W: Tensor | None, num_candidates: int, num_words: int
-) -> tuple[Candidates, Beam]:
-    """The first step of a tree: its branches are the first K of `num_candidates` candidates. `ids_BK` are draft tokens,
-    `target_ids_W` their target tokens; None: the same."""
-    batch, k = ids_BK.shape
-    device = ids_BK.device
-    tokens = ids_BK if target_ids_W is None else target_ids_W[ids_BK]
-    branch = torch.arange(k, device=device).expand(batch, k)
-    candidates = Candidates(
-        torch.zeros((batch, num_candidates), dtype=torch.int64, device=device),
-        torch.zeros((batch, num_candidates), dtype=torch.float32, device=device),
-        torch.full((batch, num_candidates), -1, dtype=torch.int64, device=device),
-    )
-    candidates.tokens_BC[:, :k] = tokens
-    candidates.scores_BC[:, :k] = scores_BK
-    seen = _own_bits(branch, num_words)
-    return candidates, Beam(scores_BK, tokens, branch, branch, seen)
-
-
-def beam_expand(
-    candidates: Candidates,
-    beam: Beam,
-    step_scores_BKK: Tensor,
-    step_ids_BKK: Tensor,
-    target_ids_W: Tensor | None,
-    step: int,
-) -> Beam:
-    """Step 1, 2, .. of a tree (EAGLE-2, Li et al. 2024; `NeuralProposer._tree`): the K children of each of K branches
-    become candidates (in place), and the K of the highest cumulative score the next branches, the earlier of equals
-    first.
-
-    step_scores_BKK, step_ids_BKK: log-probabilities (float32) and draft tokens (int64) of each branch's children.
-    `target_ids_W` as in `beam_start`.
-    """
-    batch, k = beam.scores_BK.shape
-    first = k + (step - 1) * k * k
-    tokens = (step_ids_BKK if target_ids_W is None else target_ids_W[step_ids_BKK]).reshape(batch, k * k)
-    scores = (beam.scores_BK[:, :, None] + step_scores_BKK).reshape(batch, k * k)
-    candidates.tokens_BC[:, first : first + k * k] = tokens
-    candidates.scores_BC[:, first : first + k * k] = scores
-    candidates.parents_BC[:, first : first + k * k] = beam.index_BK.repeat_interleave(k, dim=1)
-    chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    parent = chosen // k
-    branch = torch.arange(k, device=chosen.device).expand(batch, k)
-    words = beam.seen_BKW.shape[2]
-    inherited = beam.seen_BKW.gather(1, parent[:, :, None].expand(-1, -1, words))
-    return Beam(
-        scores.gather(1, chosen),
-        tokens.gather(1, chosen),
-        first + chosen,
-        parent,
-        inherited | _own_bits(step * k + branch, words),
-    )
-
-
-def _own_bits(bit_BK: Tensor, num_words: int) -> Tensor:
-    """(B, K, W) int32 with one bit each; none where it lies past the words."""
-    words = torch.arange(num_words, device=bit_BK.device)
-    own = torch.where((bit_BK >> 5)[:, :, None] == words, (1 << (bit_BK & 31))[:, :, None], 0)
-    return torch.where(own >= 2**31, own - 2**32, own).int()  # bit 31 is the sign
 
 
 def commit_round(

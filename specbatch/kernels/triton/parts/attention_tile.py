@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specbatch.kernels.shared_memory import HOPPER_SHARED_BYTES
+from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.kernels import linear as skinny
-from specbatch.kernels.linear_config import is_skinny
-from specbatch.kernels.model import rms_norm, silu_mul
-from specbatch.kernels.shared_memory import like_hopper
+from specbatch.kernels.triton.model import rms_norm, silu_mul
+from specbatch.kernels.triton.parts.shared_memory import like_hopper
+from specbatch.kernels.triton.skinny import ops as skinny
+from specbatch.kernels.triton.skinny.tile import is_skinny
 
 
 def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.kernels.ordering import LOWEST, ordered, pack, packed_index, packed_number
+from specbatch.kernels.triton.parts.ordering import LOWEST, ordered, pack, packed_index, packed_number
 
 
 @triton.jit

@@ -24,12 +24,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specbatch.kernels.launch import has_dependent_launch, launch_options
-from specbatch.kernels.linear_config import Config, config_for, fitting, without_hopper
-from specbatch.kernels.linear_dot import combine_kernel, dot_kernel
-from specbatch.kernels.linear_fma import fma_kernel
-from specbatch.kernels.model import rms_norm
-from specbatch.kernels.shared_memory import shared_bytes
+from specbatch.kernels.triton.model import rms_norm
+from specbatch.kernels.triton.parts.launch import has_dependent_launch, launch_options
+from specbatch.kernels.triton.parts.shared_memory import shared_bytes
+from specbatch.kernels.triton.skinny.dot import combine_kernel, dot_kernel
+from specbatch.kernels.triton.skinny.fma import fma_kernel
+from specbatch.kernels.triton.skinny.tile import Config, config_for, fitting, without_hopper
 
 _COMBINE_BLOCK = 512  # output features of one program that sums splits
 

@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.kernels.paged import PagedBatch, slots_of
-
 _LARGEST_E4M3 = 448.0
 
 
@@ -66,8 +64,8 @@ def rotary_write(
     q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
     slots = torch.where(slots_T >= 0, slots_T, kv_2KSD.shape[2] - 1)
     k, v = storable(k, v)
-    for plane_KSD, new_TKD in zip(_movable(kv_2KSD), (k, v), strict=True):
-        plane_KSD.index_copy_(1, slots, _movable(_stored(new_TKD, kv_2KSD.dtype)).transpose(0, 1))
+    for plane_KSD, new_TKD in zip(as_bytes(kv_2KSD), (k, v), strict=True):
+        plane_KSD.index_copy_(1, slots, as_bytes(_stored(new_TKD, kv_2KSD.dtype)).transpose(0, 1))
     return q
 
 
@@ -85,59 +83,9 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _movable(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """`x`, or its bytes where it is float8, for which torch does not index and copy on every device."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
-class Workspace:
-    """What the kernel of `attend` needs between launches; the twin needs nothing."""
-
-    def __init__(self, device: torch.device, rows: int, head_dim: int) -> None:
-        pass
-
-
-def attend(
-    q_THD: Tensor,
-    kv_2KSD: Tensor,
-    batch: PagedBatch,
-    scale: float,
-    window: int | None = None,
-    num_splits: int = 1,
-    workspace: Workspace | None = None,
-) -> Tensor:
-    """Attention output (T, H, D) of new tokens over their sequences' pages; see `PagedBatch` for what is visible.
-
-    `window`: a query at position p sees keys at positions > p - window; a key's position is its slot's index, which is
-    wrong for nodes of a draft tree, all of which lie in the window of any real model.
-    `num_splits` and `workspace` are for the kernel.
-    """
-    num_tokens, num_heads, head_dim = q_THD.shape
-    num_kv_heads = kv_2KSD.shape[1]
-    tokens = torch.arange(num_tokens, device=q_THD.device)
-    seq_T = torch.searchsorted(batch.query_starts[1:].contiguous(), tokens, right=True)
-    seq_T = seq_T.clamp_(max=batch.starts_B.shape[0] - 1)
-    start_T = batch.starts_B[seq_T].to(torch.int64)
-    own_T = tokens - batch.query_starts[seq_T]
-    keys_L = torch.arange(batch.page_table_BP.shape[1] * batch.page_size, device=q_THD.device)
-    visible = keys_L[None] <= (start_T + own_T)[:, None]
-    if batch.mask_TW is not None:
-        assert batch.mask_starts_B is not None
-        bit = keys_L[None] - batch.mask_starts_B[seq_T][:, None]  # (T, L)
-        width = batch.mask_TW.shape[1] * 32
-        word = batch.mask_TW.gather(1, (bit.clamp(0, width - 1) // 32))
-        visible = (bit < 0) | ((bit < width) & ((word >> (bit % 32)) & 1).bool())
-    if window is not None:
-        visible &= keys_L[None] > (batch.positions_T - window)[:, None]
-    slots = slots_of(batch.page_table_BP, batch.page_size, keys_L.expand(batch.starts_B.shape[0], -1))
-    group = num_heads // num_kv_heads
-    wide = q_THD.dtype if q_THD.dtype == torch.float64 else torch.float32
-    k, v = (_movable(kv_2KSD[i])[:, slots].view(kv_2KSD.dtype).to(wide)[:, seq_T] for i in (0, 1))  # (K, T, L, D)
-    q = q_THD.to(wide).view(num_tokens, num_kv_heads, group, head_dim).transpose(0, 1)
-    scores = torch.einsum("ktgd,ktld->ktgl", q, k) * scale
-    weights = torch.softmax(scores.masked_fill(~visible[None, :, None], -torch.inf), dim=-1)
-    out = torch.einsum("ktgl,ktld->ktgd", weights, v)
-    return out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim).to(q_THD.dtype)
 
 
 def move_slots(kv_L2KSD: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
@@ -149,5 +97,5 @@ def move_slots(kv_L2KSD: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
     spare = kv_L2KSD.shape[3] - 1
     moves = (target_BM >= 0).view(-1)
     source, target = torch.where(moves, source_BM.view(-1), spare), torch.where(moves, target_BM.view(-1), spare)
-    kv = _movable(kv_L2KSD)
+    kv = as_bytes(kv_L2KSD)
     kv.index_copy_(3, target, kv.index_select(3, source))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.kernels.torch_model import rms_norm
+from specbatch.kernels.torch.model import rms_norm
 
 
 def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None) -> Tensor:

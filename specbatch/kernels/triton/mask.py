@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.kernels.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
 
 _BLOCK = 512  # bytes of one program
 

@@ -1,0 +1,39 @@
+"""The reference kernels: all operations in plain torch."""
+
+from specbatch.kernels.torch.acceptance import accept_chain
+from specbatch.kernels.torch.attention import Workspace, attend
+from specbatch.kernels.torch.beam import beam_expand, beam_start
+from specbatch.kernels.torch.gemm import gated_linear, linear, norm_gated_linear, norm_linear
+from specbatch.kernels.torch.mask import tree_mask_bits
+from specbatch.kernels.torch.model import move_slots, rms_norm, rotary_write, silu_mul
+from specbatch.kernels.torch.ngram import ngram_lookup
+from specbatch.kernels.torch.sampling import argmax, distribution, draw, sample, uniform
+from specbatch.kernels.torch.steps import commit_round, span_layout
+from specbatch.kernels.torch.tree import draft_topk, select_nodes
+
+__all__ = [
+    "Workspace",
+    "accept_chain",
+    "argmax",
+    "attend",
+    "beam_expand",
+    "beam_start",
+    "commit_round",
+    "distribution",
+    "draft_topk",
+    "draw",
+    "gated_linear",
+    "linear",
+    "move_slots",
+    "ngram_lookup",
+    "norm_gated_linear",
+    "norm_linear",
+    "rms_norm",
+    "rotary_write",
+    "sample",
+    "select_nodes",
+    "silu_mul",
+    "span_layout",
+    "tree_mask_bits",
+    "uniform",
+]

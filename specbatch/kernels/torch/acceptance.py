@@ -1,0 +1,99 @@
+"""Which drafts are accepted: the walk down a tree, and rejection sampling of a chain.
+
+Shape suffixes as in `sampling.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbatch.batch import NO_TOKEN
+from specbatch.kernels.torch.sampling import draw
+
+
+def accept_path(tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """The walk of `verify._walk_tree`: from the root to the child that holds the target's own choice, until there is
+    none.
+
+    `choice_BN` is the target's argmax or sample at every node. `parents_BN` is -1 at the root, node 0, and -2 at
+    nodes that are padding; a parent comes before its children, and siblings hold distinct tokens.
+
+    Returns (path_BN, num_path_B), int64: the accepted nodes from the root down, padded with 0, and their number,
+    1 .. N. The next token is `choice_BN` at the last of them.
+    """
+    num_nodes = tokens_BN.shape[1]
+    nodes = torch.arange(num_nodes, device=tokens_BN.device)
+    ancestor = parents_BN.clamp(min=0)
+    kept = (nodes == 0) | ((parents_BN >= 0) & (tokens_BN == choice_BN.gather(1, ancestor)))
+    # A node is accepted if all nodes up to the root are the choice of the one above; each turn doubles the reach.
+    for _ in range((num_nodes - 1).bit_length()):
+        kept = kept & kept.gather(1, ancestor)
+        ancestor = ancestor.gather(1, ancestor)
+    path = torch.where(kept, nodes, num_nodes).sort(dim=1).values
+    return torch.where(path < num_nodes, path, 0), kept.sum(dim=1)
+
+
+def accept_chain(
+    drafts_BD: Tensor,
+    q_BDW: Tensor,
+    target_ids_W: Tensor | None,
+    p_BNV: Tensor,
+    num_drafts_B: Tensor,
+    temperature_B: Tensor,
+    u_accept_BD: Tensor,
+    u_residual_BD: Tensor,
+    u_sample_BN: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rejection sampling of a chain (`verify._accept_chain`; Leviathan et al. 2023, Chen et al. 2023): draft i, drawn
+    from q_i, is accepted while u * q_i(x) < p_i(x); the first rejected one is replaced by a draw from max(p_i - q_i,
+    0); behind the last accepted one of all `num_drafts_B` the next token is drawn from p.
+
+    drafts_BD: target token ids. q_BDW: the distributions that they were drawn from, over draft tokens, of which
+    `target_ids_W` gives the (distinct) target ids; None: draft ids are target ids, W <= V. p_BNV: the target's
+    distribution behind each node; N = D + 1, node i + 1 is draft i. u_accept, u_residual: float64 draws for the token
+    of draft i, u_sample: for the token behind node n, that is [.., i] belongs to position num_computed_tokens + i + 1
+    in all three. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are the
+    target's argmax, whatever their q.
+
+    Where q_i is NaN (see `distribution`), draft i is rejected and the token drawn from p_i. Where p is NaN at the end
+    of the path, the token is NO_TOKEN.
+
+    Returns (num_path_B, next_token_B, num_broken_B), int64: 1 + the number of accepted drafts, the token after them,
+    and the number of drafts whose q is NaN (of temperature 0: none, for it does not matter there).
+    """
+    num_drafts, vocab = drafts_BD.shape[1], p_BNV.shape[2]
+    q_BDV = _widen(q_BDW, target_ids_W, vocab)
+    greedy_B1 = (temperature_B == 0)[:, None]
+    draft_BD1 = drafts_BD[:, :, None]
+    p_BD = p_BNV[:, :num_drafts].gather(2, draft_BD1)[:, :, 0].double()
+    q_BD = torch.where(greedy_B1, 1.0, q_BDV.gather(2, draft_BD1)[:, :, 0].double())
+    real = torch.arange(num_drafts, device=drafts_BD.device) < num_drafts_B[:, None]
+    broken_BD = real & q_BD.isnan()
+    accepted = real & (u_accept_BD * q_BD < p_BD)
+    num_accepted = accepted.long().cumprod(dim=1).sum(dim=1)
+
+    last_B1 = num_accepted[:, None]
+    rejected_B1 = last_B1 < num_drafts_B[:, None]
+    first_rejected_B1 = last_B1.clamp(max=num_drafts - 1)
+    p_BV = _row(p_BNV, last_B1).double()
+    residual = (p_BV - _row(q_BDV, first_rejected_B1).double()).clamp(min=0.0)
+    # No residual: p = q up to rounding, a rejection that happens with probability zero.
+    usable = rejected_B1 & ~greedy_B1 & (residual.sum(dim=1, keepdim=True) > 0.0)
+    usable &= ~broken_BD.gather(1, first_rejected_B1)
+    u = torch.where(rejected_B1, u_residual_BD.gather(1, first_rejected_B1), u_sample_BN.gather(1, last_B1))
+    token = draw(torch.where(usable, residual, p_BV), u[:, 0])
+    return num_accepted + 1, torch.where(p_BV[:, 0].isnan(), NO_TOKEN, token), broken_BD.sum(dim=1)
+
+
+def _widen(q_BDW: Tensor, target_ids_W: Tensor | None, vocab: int) -> Tensor:
+    """Distributions over draft tokens as such over the target's vocabulary (B, D, V)."""
+    if target_ids_W is None:
+        return torch.nn.functional.pad(q_BDW, (0, vocab - q_BDW.shape[2]))
+    wide = q_BDW.new_zeros((*q_BDW.shape[:2], vocab))
+    return wide.scatter(2, target_ids_W.expand_as(q_BDW), q_BDW)
+
+
+def _row(x_BMV: Tensor, index_B1: Tensor) -> Tensor:
+    """(B, V): of each sequence the row at its index."""
+    return x_BMV.gather(1, index_B1[:, :, None].expand(-1, -1, x_BMV.shape[2]))[:, 0]

@@ -1,0 +1,48 @@
+"""N-gram drafts, in plain torch.
+
+Shape suffixes as in `sampling.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ngram_lookup(
+    tokens_SL: Tensor,
+    req_idx_B: Tensor,
+    num_tokens_S: Tensor,
+    limit_S: Tensor,
+    min_match: int,
+    max_match: int,
+    num_drafts: int,
+) -> tuple[Tensor, Tensor]:
+    """Prompt lookup (Saxena 2023; `speculation.ngram`): the continuation of the last earlier occurrence of the longest
+    suffix of min_match to max_match tokens; over the drafted tokens themselves where it reaches the text's end.
+
+    tokens_SL: int32, the tokens of each slot, of which the first `num_tokens_S` count. req_idx_B: the slot of each
+    sequence. limit_S: the longest each slot's tokens may become; so many are drafted at most.
+
+    Returns (drafts_BD, num_drafts_B), int64, D = num_drafts: drafts padded with 0, none where there is no occurrence.
+    """
+    history = tokens_SL[req_idx_B]
+    length_B1 = num_tokens_S[req_idx_B].long()[:, None]
+    width = history.shape[1]
+    ends = torch.arange(width, device=history.device)  # of an occurrence: the index of the token behind it
+    # (B, L): how many tokens in front of `end` equal the text's last ones, up to max_match.
+    matched = torch.zeros_like(history, dtype=torch.int64)
+    running = (ends >= 1) & (ends < length_B1)
+    for back in range(1, max_match + 1):
+        suffix = history.gather(1, (length_B1 - back).clamp(0, width - 1))
+        before = history.roll(back, dims=1)
+        running = running & (ends >= back) & (before == suffix)
+        matched = matched + running
+    best = torch.where(matched >= min_match, matched * width + ends, 0).amax(dim=1, keepdim=True)
+    found_B1, start_B1 = best > 0, best % width
+
+    drafted = torch.arange(num_drafts, device=history.device)
+    source = start_B1 + drafted % (length_B1 - start_B1).clamp(min=1)
+    count_B1 = (limit_S[req_idx_B].long()[:, None] - length_B1).clamp(0, num_drafts) * found_B1
+    drafts = torch.where(drafted < count_B1, history.gather(1, source.clamp(0, width - 1)).long(), 0)
+    return drafts, count_B1[:, 0]

@@ -1,0 +1,113 @@
+"""The operations of a speculative round on a batch, in plain torch: the twins of the Triton kernels in
+`round_sampling`, `round_tree` and `round_ngram`, and what runs where Triton does not.
+
+Every function has fixed output shapes and reads nothing back to the host, so a whole round can be captured in one CUDA
+graph. The rules are those of `speculation.{sampling,noise,verify,tree,ngram}`, which decide one sequence at a time.
+
+Shape suffixes: R rows, V vocabulary, W draft vocabulary (of probabilities) or words (of masks), B sequences, N tree
+nodes, D = N - 1 drafts of a chain, K = topk, C candidates, S cache slots, L longest token list.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbatch.batch import NO_TOKEN
+
+_MASK32 = 0xFFFFFFFF
+LOWEST_LOGIT = -1e38  # below are -inf and the lowest finite numbers: masks write either for "never"
+
+
+def finite_peak(peak_R: Tensor) -> Tensor:
+    """(R,) bool: whether rows of logits with these largest values (NaN where one is NaN) are *finite*: no NaN, no +inf,
+    and not all of them masked. A single -inf is a token that never comes, and legal."""
+    return (peak_R > LOWEST_LOGIT) & (peak_R < torch.inf)
+
+
+def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
+    """(R,) int64: the lowest index among the largest values of each row; `otherwise` where a row is not finite."""
+    peak, best = logits_RV.max(dim=-1)
+    return torch.where(finite_peak(peak), best, otherwise)
+
+
+def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
+    """(R,) float64 draws from [0, 1) with 53 bits; `speculation.noise.uniform` bit for bit (Philox4x32-10, Salmon et
+    al., SC 2011).
+
+    All arguments are int64 and broadcast against each other; 64-bit seeds and streams past 2^63 - 1 are held as
+    negative numbers. `purpose` is a `speculation.noise.Purpose`.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(
+        position_R & _MASK32, (sample_R << 8 | purpose) & _MASK32, stream_R & _MASK32, stream_R >> 32 & _MASK32
+    )
+    k0, k1 = seed_R & _MASK32, seed_R >> 32 & _MASK32
+    for _ in range(10):
+        high0, low0 = _multiply32(c0, 0xD2511F53)
+        high1, low1 = _multiply32(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return (c0 << 21 | c1 >> 11).double() * 2.0**-53
+
+
+def _multiply32(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a product of 32-bit numbers. By halves: the whole product overflows int64's sign."""
+    low = (x & 0xFFFF) * factor
+    high = (x >> 16) * factor + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+
+
+def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """Probabilities (R, V) float32 after temperature, top-k (0: off), top-p (1: off) and min-p (0: off), in this order,
+    each on what the one before it left; see `speculation.sampling.distribution`. Where the temperature is 0, all mass
+    lies on the argmax. All of a row is NaN where its logits are not finite.
+    """
+    return _distribution64(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R).float()
+
+
+def _distribution64(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
+) -> Tensor:
+    vocab = logits_RV.shape[1]
+    greedy_R1 = (temperature_R == 0)[:, None]
+    wide = logits_RV.double()
+    peak = wide.amax(dim=-1, keepdim=True)
+    # The peak is taken off first: divided by a tiny temperature it would overflow.
+    scaled = (wide - peak) / torch.where(greedy_R1, 1.0, temperature_R[:, None].double())
+    ordered = scaled.sort(dim=-1, descending=True).values
+    kth = ordered.gather(1, (top_k_R.long()[:, None] - 1).clamp(0, vocab - 1))
+    drop = (scaled < kth) & ((top_k_R > 0) & (top_k_R < vocab))[:, None]
+    p = torch.softmax(scaled.masked_fill(drop, -torch.inf), dim=-1)
+
+    ordered, index = p.sort(dim=-1, descending=True, stable=True)
+    top_p = top_p_R[:, None].double()
+    beyond = (ordered.cumsum(-1) - ordered >= top_p) & (top_p < 1)
+    p = p.masked_fill(torch.zeros_like(beyond).scatter(1, index, beyond), 0.0)
+    p = torch.where(top_p < 1, p / p.sum(dim=-1, keepdim=True), p)
+
+    p = p.masked_fill(p < min_p_R[:, None].double() * p.amax(dim=-1, keepdim=True), 0.0)
+    p = p / p.sum(dim=-1, keepdim=True)
+    one_hot = torch.zeros_like(p).scatter(1, argmax(logits_RV)[:, None], 1.0)
+    return torch.where(finite_peak(peak), torch.where(greedy_R1, one_hot, p), torch.nan)
+
+
+def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """(R,) int64: the token at quantile u in [0, 1) of each row's (unnormalised) probabilities, by ascending id; never
+    one of probability zero. Token 0 where the row is NaN. `uniform_R` is float64."""
+    cdf = p_RV.double().cumsum(-1)
+    positive = p_RV > 0
+    # The first token behind the quantile. Not by binary search: a parallel sum may fall back by a rounding.
+    hit = positive & (cdf > uniform_R[:, None] * cdf[:, -1:])
+    ids = torch.arange(p_RV.shape[1], device=p_RV.device)
+    last = torch.where(positive, ids, 0).amax(dim=-1)  # where u * total was rounded up to the total
+    return torch.where(hit, ids, last[:, None]).amin(dim=-1)
+
+
+def sample(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
+) -> Tensor:
+    """(R,) int64: the argmax where the temperature is 0, else the token at quantile u (float64) of `distribution`, by
+    ascending id; never one of probability zero. NO_TOKEN where the logits are not finite."""
+    p = _distribution64(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
+    best = argmax(logits_RV, NO_TOKEN)
+    return torch.where((temperature_R == 0) | (best == NO_TOKEN), best, draw(p, uniform_R))

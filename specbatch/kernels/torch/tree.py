@@ -1,0 +1,60 @@
+"""The tokens of a draft tree and the choice of its nodes, in plain torch.
+
+Shape suffixes as in `sampling.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most likely draft tokens of each row: log-softmax values (R, K) float32, descending, and ids (R, K) int64;
+    of equal logits the lower id comes first. The first k ids, all -inf, where the logits are not finite. 1 <= k <= 16,
+    k <= W."""
+    ids = logits_RW.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    log_p = torch.log_softmax(logits_RW, dim=-1, dtype=torch.promote_types(logits_RW.dtype, torch.float32))
+    return unbroken_drafts(log_p.gather(1, ids).float(), ids)
+
+
+def unbroken_drafts(scores_RK: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """`scores_RK` and `ids_RK` of the most likely drafts, where a row without finite logits, whose log-softmax is NaN,
+    has the first ids, all of them -inf. A tree of NaN would have children that are kept without their parents."""
+    broken = scores_RK.isnan()
+    first = torch.arange(scores_RK.shape[-1], device=scores_RK.device)
+    return torch.where(broken, -torch.inf, scores_RK), torch.where(broken, first, ids_RK)
+
+
+def select_nodes(
+    root_B: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor, num_draft_tokens: int, num_steps: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tree to verify, as `speculation.tree.select_nodes`: the root and the num_draft_tokens - 1 candidates of the
+    highest cumulative score, the earlier of equals first, in the candidates' order.
+
+    `parents_BC` is the candidate that a candidate hangs on, -1 for the root; it has a smaller index, and at least the
+    score. No candidate is deeper than `num_steps`.
+
+    Returns (tokens_BN, parents_BN, depths_BN, mask_BNW): int64, parents -1 at the root, depths 0 there; and int32,
+    W = ceil(N / 32): bit j & 31 of word j >> 5 of mask_BNW[b, i] says that node i sees node j, its ancestors and
+    itself.
+    """
+    batch, device = tokens_BC.shape[0], tokens_BC.device
+    chosen = scores_BC.sort(dim=1, descending=True, stable=True).indices[:, : num_draft_tokens - 1].sort(dim=1).values
+    tokens = torch.cat((root_B[:, None], tokens_BC.gather(1, chosen)), dim=1)
+    candidate = parents_BC.gather(1, chosen)
+    parents = torch.where(candidate < 0, 0, torch.searchsorted(chosen, candidate.contiguous()) + 1)
+    parents = torch.cat((torch.full((batch, 1), -1, dtype=torch.int64, device=device), parents), dim=1)
+
+    nodes = torch.arange(num_draft_tokens, device=device)
+    words = torch.arange((num_draft_tokens + 31) // 32, device=device)
+    own = torch.where((nodes >> 5)[:, None] == words, 1 << (nodes & 31)[:, None], 0)
+    mask = own.expand(batch, -1, -1)
+    depths = (nodes > 0).long().expand(batch, -1)
+    ancestor = parents.clamp(min=0)
+    for _ in range(num_steps.bit_length()):  # each turn doubles the reach
+        mask = mask | mask.gather(1, ancestor[:, :, None].expand_as(mask))
+        depths = depths + depths.gather(1, ancestor)
+        ancestor = ancestor.gather(1, ancestor)
+    # Bit 31 is the sign.
+    return tokens, parents, depths, torch.where(mask >= 2**31, mask - 2**32, mask).int()

@@ -1,0 +1,39 @@
+"""All operations, in Triton where that pays: see `kernels.ops_for`."""
+
+from specbatch.kernels.triton.acceptance import accept_chain
+from specbatch.kernels.triton.attention import Workspace, attend
+from specbatch.kernels.triton.beam import beam_expand, beam_start
+from specbatch.kernels.triton.gemm import gated_linear, linear, norm_gated_linear, norm_linear
+from specbatch.kernels.triton.mask import tree_mask_bits
+from specbatch.kernels.triton.model import move_slots, rms_norm, rotary_write, silu_mul
+from specbatch.kernels.triton.ngram import ngram_lookup
+from specbatch.kernels.triton.sampling import argmax, distribution, draw, sample, uniform
+from specbatch.kernels.triton.steps import commit_round, span_layout
+from specbatch.kernels.triton.tree import draft_topk, select_nodes
+
+__all__ = [
+    "Workspace",
+    "accept_chain",
+    "argmax",
+    "attend",
+    "beam_expand",
+    "beam_start",
+    "commit_round",
+    "distribution",
+    "draft_topk",
+    "draw",
+    "gated_linear",
+    "linear",
+    "move_slots",
+    "ngram_lookup",
+    "norm_gated_linear",
+    "norm_linear",
+    "rms_norm",
+    "rotary_write",
+    "sample",
+    "select_nodes",
+    "silu_mul",
+    "span_layout",
+    "tree_mask_bits",
+    "uniform",
+]

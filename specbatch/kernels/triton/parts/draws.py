@@ -1,0 +1,60 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Draws from (unnormalised) probabilities: block by block, then within one (Triton)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def pick_block(sums, target, blocks):
+    """The first block at which the running sum exceeds `target`, and the sum in front of it."""
+    hit = (sums > 0.0) & (tl.cumsum(sums, 0) > target)
+    # Where nothing exceeds it, by a rounding: the last that holds anything.
+    block = tl.min(tl.where(hit, blocks, tl.max(tl.where(sums > 0.0, blocks, 0))))
+    return block, tl.sum(tl.where(blocks < block, sums, 0.0))
+
+
+@triton.jit
+def pick_id(weight, before, target, ids):
+    """Likewise the token within a block; never one of weight 0, unless all are."""
+    hit = (weight > 0.0) & (before + tl.cumsum(weight, 0) > target)
+    return tl.min(tl.where(hit, ids, tl.max(tl.where(weight > 0.0, ids, 0))))
+
+
+def blocks_of(x_RV: Tensor) -> tuple[int, int, int]:
+    """Tokens in a block, blocks in a row (rounded up to a power of two), and warps."""
+    assert x_RV.stride(-1) == 1
+    vocab = x_RV.shape[-1]
+    block = min(4096, triton.next_power_of_2(vocab))
+    return block, triton.next_power_of_2(triton.cdiv(vocab, block)), 16 if block == 4096 else 4
+
+
+@triton.jit
+def probabilities(p_ptr, q_ptr, inverse_ptr, ids, vocab, q_width, SUBTRACT: tl.constexpr, MAPPED: tl.constexpr):
+    """p, or max(p - q, 0), as float64."""
+    real = ids < vocab
+    p = tl.load(p_ptr + ids, mask=real, other=0.0).to(tl.float64)
+    if SUBTRACT:
+        if MAPPED:
+            place = tl.load(inverse_ptr + ids, mask=real, other=-1)
+            q = tl.load(q_ptr + place, mask=place >= 0, other=0.0)
+        else:
+            q = tl.load(q_ptr + ids, mask=ids < q_width, other=0.0)
+        p = tl.maximum(p - q.to(tl.float64), 0.0)
+    return tl.where(p > 0.0, p, 0.0)
+
+
+@triton.jit
+def block_sums(
+    p_ptr, q_ptr, inverse_ptr, vocab, q_width,
+    SUBTRACT: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    lanes, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    sums = tl.zeros((BLOCKS,), tl.float64)
+    for i in range(0, tl.cdiv(vocab, BLOCK)):
+        p = probabilities(p_ptr, q_ptr, inverse_ptr, i * BLOCK + lanes, vocab, q_width, SUBTRACT, MAPPED)
+        sums = tl.where(blocks == i, tl.sum(p), sums)
+    return sums

@@ -1,0 +1,224 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Noise, sampling and chain acceptance on the device (Triton); the twins in `torch_round` say what each does.
+
+Nothing is sorted. What top-k and top-p keep is everything above a logit, the *bar*, and the first few by id of those
+that equal it. The bar is found by cutting an interval of logits at several pivots per pass over the row and narrowing
+it to the values that occur in it (after FlashInfer's sorting-free sampling). It ends at one logit of the row, so that
+ties are exact: equal probabilities are equal logits. With g = 1 and target k (top-k), or g the token's weight and
+target p of the total (top-p), the bar is the lowest logit of the row above which the sum of g stays below the target.
+
+A token's *weight* is exp((logit - peak) / temperature) in float32, 1 at the peak. Sums that decide between tokens are
+made in a fixed order, so a row's token does not depend on what else is in the batch.
+
+A NaN is read as +inf in what looks for a row's peak, so that the peak alone says whether the row is finite (see
+`torch_round.finite_peak`): no maximum is relied on to carry a NaN along.
+
+Shape suffixes as in `torch_round`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specbatch.batch import NO_TOKEN
+from specbatch.kernels.triton.parts.draws import block_sums, blocks_of, pick_block, pick_id, probabilities
+from specbatch.kernels.triton.parts.filters import LOWEST, NO_ID, bar_of_filters, kept_weight, range_of
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+
+
+# Argmax
+
+
+@triton.jit
+def _argmax_of_chunk(logits_ptr, value_ptr, id_ptr, stride, vocab, CHUNK: tl.constexpr):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(value_ptr.dtype.element_ty)
+    x = tl.where(x == x, x, float("inf"))
+    best = tl.max(x)
+    tl.store(value_ptr + row * tl.num_programs(1) + chunk, best)
+    tl.store(id_ptr + row * tl.num_programs(1) + chunk, tl.min(tl.where(x == best, ids, NO_ID)))
+
+
+@triton.jit
+def _argmax_of_chunks(value_ptr, id_ptr, out_ptr, num_chunks, CHUNKS: tl.constexpr, OTHERWISE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    at = row * num_chunks + chunks
+    value = tl.load(value_ptr + at, mask=chunks < num_chunks, other=float("-inf"))
+    ids = tl.load(id_ptr + at, mask=chunks < num_chunks, other=NO_ID)
+    peak = tl.max(value)
+    best = tl.min(tl.where(value == peak, ids, NO_ID))
+    finite = (peak > LOWEST) & (peak < float("inf"))
+    tl.store(out_ptr + row, tl.where(finite, best, OTHERWISE).to(tl.int64))
+
+
+def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
+    """`torch_round.argmax`, in chunks of a row side by side. Rows may lie apart."""
+    rows, vocab = logits_RV.shape
+    assert logits_RV.stride(1) == 1
+    chunk = min(4096, triton.next_power_of_2(vocab))
+    num_chunks = triton.cdiv(vocab, chunk)
+    wide = torch.promote_types(logits_RV.dtype, torch.float32)
+    value = torch.empty((rows, num_chunks), dtype=wide, device=logits_RV.device)
+    ids = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits_RV.device)
+    out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    _argmax_of_chunk[(rows, num_chunks)](logits_RV, value, ids, logits_RV.stride(0), vocab, CHUNK=chunk)
+    _argmax_of_chunks[(rows,)](
+        value, ids, out, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), OTHERWISE=otherwise, num_warps=1
+    )
+    return out
+
+
+# Noise
+
+
+@triton.jit
+def _low32(x):
+    return (x & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def _philox_uniform(seed, stream, sample, position, purpose):
+    """Philox4x32-10 of int64 tensors; a float64 in [0, 1)."""
+    c0, c1, c2, c3 = _low32(position), _low32(sample << 8 | purpose), _low32(stream), _low32(stream >> 32)
+    k0, k1 = _low32(seed), _low32(seed >> 32)
+    factor0 = tl.full(c0.shape, 0xD2511F53, tl.uint32)
+    factor1 = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(factor0, c0), factor0 * c0
+        high1, low1 = tl.umulhi(factor1, c2), factor1 * c2
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 = _low32(k0.to(tl.int64) + 0x9E3779B9)
+        k1 = _low32(k1.to(tl.int64) + 0xBB67AE85)
+    bits = (c0.to(tl.int64) << 21) | (c1 >> 11).to(tl.int64)
+    return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit(do_not_specialize=["count", "purpose"])
+def _uniform(seed_ptr, stream_ptr, sample_ptr, position_ptr, out_ptr, count, purpose, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = at < count
+    seed = tl.load(seed_ptr + at, mask=real, other=0)
+    stream = tl.load(stream_ptr + at, mask=real, other=0)
+    sample = tl.load(sample_ptr + at, mask=real, other=0)
+    position = tl.load(position_ptr + at, mask=real, other=0)
+    tl.store(out_ptr + at, _philox_uniform(seed, stream, sample, position, purpose), mask=real)
+
+
+def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
+    """`torch_round.uniform`."""
+    keys = [x.contiguous() for x in torch.broadcast_tensors(seed_R, stream_R, sample_R, position_R)]
+    out = torch.empty(keys[0].shape, dtype=torch.float64, device=seed_R.device)
+    count = out.numel()
+    _uniform[(triton.cdiv(count, 128),)](*keys, out, count, purpose, BLOCK=128)
+    return out
+
+
+@triton.jit
+def _sample(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, out_ptr, stride, vocab,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride
+    temperature = tl.load(temperature_ptr + row)
+    best, peak, least, finite = range_of(row_ptr, vocab, BLOCK)
+    token = tl.where(finite, best, _NO_TOKEN)
+    if (temperature > 0.0) & finite:
+        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        bar, last_id = bar_of_filters(row_ptr, vocab, peak, least, temperature, top_k, top_p, BLOCK, BLOCKS)
+        lanes, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+        sums = tl.zeros((BLOCKS,), tl.float64)
+        for i in range(0, tl.cdiv(vocab, BLOCK)):
+            weight = kept_weight(row_ptr, i * BLOCK + lanes, vocab, peak, temperature, bar, last_id, min_p)
+            sums = tl.where(blocks == i, tl.sum(weight.to(tl.float64)), sums)
+        target = tl.load(uniform_ptr + row) * tl.sum(sums)
+        block, before = pick_block(sums, target, blocks)
+        ids = block * BLOCK + lanes
+        weight = kept_weight(row_ptr, ids, vocab, peak, temperature, bar, last_id, min_p)
+        token = pick_id(weight.to(tl.float64), before, target, ids)
+    tl.store(out_ptr + row, token.to(tl.int64))
+
+
+def sample(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
+) -> Tensor:
+    """`torch_round.sample`, with weights in float32 and their sums in float64; one program a row. Rows of `logits_RV`
+    may lie apart. The other arguments have the types that the twin's docstring names."""
+    rows, vocab = logits_RV.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    block, blocks, num_warps = blocks_of(logits_RV)
+    _sample[(rows,)](
+        logits_RV, temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous(), min_p_R.contiguous(),
+        uniform_R.contiguous(), out, logits_RV.stride(0), vocab, BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _distribution(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, stride, vocab,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr, out_row_ptr = logits_ptr + row * stride, out_ptr + row * vocab
+    temperature = tl.load(temperature_ptr + row)
+    best, peak, least, finite = range_of(row_ptr, vocab, BLOCK)
+    lanes = tl.arange(0, BLOCK)
+    if (temperature > 0.0) & finite:
+        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        bar, last_id = bar_of_filters(row_ptr, vocab, peak, least, temperature, top_k, top_p, BLOCK, BLOCKS)
+        sums = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, vocab, BLOCK):
+            sums += kept_weight(row_ptr, start + lanes, vocab, peak, temperature, bar, last_id, min_p)
+        scale = (1.0 / tl.sum(sums)).to(tl.float32)
+        for start in range(0, vocab, BLOCK):
+            ids = start + lanes
+            weight = kept_weight(row_ptr, ids, vocab, peak, temperature, bar, last_id, min_p)
+            tl.store(out_row_ptr + ids, weight * scale, mask=ids < vocab)
+    else:
+        for start in range(0, vocab, BLOCK):
+            ids = start + lanes
+            one_hot = tl.where(ids == best, 1.0, 0.0)
+            tl.store(out_row_ptr + ids, tl.where(finite, one_hot, float("nan")), mask=ids < vocab)
+
+
+def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """`torch_round.distribution`, as `sample` draws from it."""
+    rows, vocab = logits_RV.shape
+    out = torch.empty((rows, vocab), dtype=torch.float32, device=logits_RV.device)
+    block, blocks, num_warps = blocks_of(logits_RV)
+    _distribution[(rows,)](
+        logits_RV, temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous(), min_p_R.contiguous(),
+        out, logits_RV.stride(0), vocab, BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _draw(p_ptr, uniform_ptr, out_ptr, stride, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = p_ptr + row * stride
+    lanes, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    sums = block_sums(row_ptr, row_ptr, row_ptr, vocab, vocab, False, False, BLOCK, BLOCKS)
+    target = tl.load(uniform_ptr + row) * tl.sum(sums)
+    block, before = pick_block(sums, target, blocks)
+    ids = block * BLOCK + lanes
+    p = probabilities(row_ptr, row_ptr, row_ptr, ids, vocab, vocab, False, False)
+    tl.store(out_ptr + row, pick_id(p, before, target, ids).to(tl.int64))
+
+
+def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """`torch_round.draw`; rows of `p_RV` may lie apart."""
+    rows, vocab = p_RV.shape
+    out = torch.empty(rows, dtype=torch.int64, device=p_RV.device)
+    block, blocks, num_warps = blocks_of(p_RV)
+    _draw[(rows,)](
+        p_RV, uniform_R.contiguous(), out, p_RV.stride(0), vocab, BLOCK=block, BLOCKS=blocks, num_warps=num_warps
+    )
+    return out

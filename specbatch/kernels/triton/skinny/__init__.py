@@ -1,0 +1,1 @@
+"""GEMMs of few tokens, in Triton."""
