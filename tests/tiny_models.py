@@ -16,13 +16,13 @@ from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
 from specbatch.cache.request_table import RequestTable
-from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft, num_lookahead
+from specbatch.draft import METHODS, DraftParts, make_method
+from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft
 from specbatch.draft.schedule import ByBatch, Schedule
-from specbatch.draft.shape import DraftShape
+from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import GraphMode, RoundExecutor
-from specbatch.engine.factory import DraftFactory
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
@@ -32,6 +32,7 @@ from specbatch.models.decoder import Decoder, loader
 from specbatch.models.eagle_head import EagleConfig, EagleHead, default_aux_layers, expected_eagle_tensors
 from specbatch.models.rope import RopeConfig
 from specbatch.oracle.engine import Engine
+from specbatch.oracle.factory import proposer_of
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 
 CPU = torch.device("cpu")
@@ -185,7 +186,7 @@ def tiny_engine(
     pool = PagePool(num_pages, page_size)
     num_slots = num_pages * page_size
     net = None
-    if method not in ("none", "ngram"):
+    if METHODS[method].net is not None:
         net = tiny_draft_net(
             method,
             target,
@@ -198,8 +199,8 @@ def tiny_engine(
             **traits,
         )
 
-    drafts = DraftFactory(net, (1, 3), vocab, page_size, device, ops_for(device, dtype))
-    proposer = drafts.proposer(as_schedule(shape))
+    parts = DraftParts(device, ops_for(device, dtype), net, (1, 3))
+    proposer = proposer_of(method, as_schedule(shape), parts, vocab, page_size)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
     return Engine(
         target,
@@ -253,8 +254,8 @@ def tiny_device_engine(
     lookahead, schedule = 1, as_schedule(shape)
     for one in schedule.items:
         if one is not None:
-            own = one.num_draft_tokens if method == "ngram" else num_lookahead(one, method == "draft_model")
-            lookahead = max(lookahead, own)
+            kind = METHODS[method].net
+            lookahead = max(lookahead, num_lookahead(one, None if kind is None else kind.draft_kv_offset))
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
     # As large as they are in earnest: what reads past them must show.
     target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil)
@@ -262,17 +263,20 @@ def tiny_device_engine(
     num_slots = (num_pages + 1) * page_size  # the last page is spare
     ops = ops_for(device, dtype)
     net = None
-    if method not in ("none", "ngram"):
+    if METHODS[method].net is not None:
         net = tiny_draft_net(
             method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
             scale=scale, attention=paged, spoil=spoil_draft, **traits,
         )  # fmt: skip
-    drafters = schedule.map(DraftFactory(net, (1, 3), vocab, page_size, device, ops).drafter)
-    assert max(drafter.num_lookahead for drafter in drafters.items) == lookahead
+    parts = DraftParts(device, ops, net, (1, 3))
+    methods = schedule.map(lambda one: make_method(method, one, parts))
+    assert max(one.num_lookahead for one in methods.items) == lookahead
     pages_per_slot = pool.pages_for(max_length + lookahead)
-    state = RequestTable(max_batch_size, pages_per_slot, max_length, hidden, method == "ngram", dtype, device)
+    reads_tokens = any(one.reads_tokens for one in methods.items)
+    columns = max(one.num_host_columns for one in methods.items)
+    state = RequestTable(max_batch_size, pages_per_slot, max_length, hidden, reads_tokens, dtype, device, columns)
     cache = target.new_cache(num_slots, kv_dtype or dtype)
-    rounds = drafters.map(lambda drafter: Round(target, cache, drafter, state, page_size, eos, ops, simulate))
+    rounds = methods.map(lambda one: Round(target, cache, one, state, page_size, eos, ops, simulate))
     executor = RoundExecutor(rounds, max_batch_size, device, graphs)
     return DeviceEngine(
         executor,

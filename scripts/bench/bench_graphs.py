@@ -87,7 +87,7 @@ def copy_into(target: Any, source: Any) -> None:
 
 def capture(engine: DeviceEngine, mode: GraphMode, eager: frozenset[str]) -> None:
     """Replace the engine's graphs, which are those of greedy rounds."""
-    engine.set_drafters(engine.executor.rounds.map(lambda round_: round_.drafter), mode, ahead=False)
+    engine.set_methods(engine.executor.rounds.map(lambda round_: round_.method), mode, ahead=False)
     if engine.executor.runner is not None:
         engine.executor.runner = EagerPhases(engine.device, eager)
         with torch.inference_mode():

@@ -55,7 +55,9 @@ class RequestTable:
         keeps_tokens: bool,
         dtype: torch.dtype,
         device: torch.device,
+        num_host_columns: int = 0,
     ) -> None:
+        """`num_host_columns`: of draft trees that the host uploads, see `draft.host`."""
         rows = num_slots + 1
         self.ints_SF = torch.zeros(rows, NUM_FIELDS, dtype=torch.int64, device=device)
         self.ints_SF[:, Field.DONE] = 1
@@ -65,6 +67,9 @@ class RequestTable:
         self.features_SE = torch.zeros(rows, feature_size, dtype=dtype, device=device)
         # All tokens, for prompt lookup only.
         self.tokens_SL = torch.zeros(rows, max_length if keeps_tokens else 0, dtype=torch.int32, device=device)
+        self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
+        # Nodes of the largest of these trees in the next round; None: the draft shape's, whatever the trees are.
+        self.num_host_nodes: int | None = None
 
     @property
     def padding(self) -> int:

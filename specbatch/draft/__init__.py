@@ -1,1 +1,65 @@
-"""Drafting and verification: proposers, trees, acceptance, and the noise that sampling draws from."""
+"""Draft methods: one file each, behind one protocol (`method.py`, and `host.py` for drafts that the host makes).
+
+A new method is a file here, an entry of `METHODS` and its name in `config.MethodName`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from specbatch.draft.chain import ChainDraft
+from specbatch.draft.method import DraftMethod
+from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft
+from specbatch.draft.ngram import HostNgramDraft, NgramDraft
+from specbatch.draft.none import NoDraft
+from specbatch.draft.shape import DraftShape
+from specbatch.draft.tree import TreeDraft
+
+
+@dataclass(frozen=True, slots=True)
+class DraftParts:
+    """What draft methods are made of."""
+
+    device: torch.device
+    ops: ModuleType  # the device's kernels, see `kernels.ops_for`
+    net: DraftNet | None = None  # of a method with a draft network
+    ngram_match: tuple[int, int] = (2, 5)  # shortest and longest match
+
+
+@dataclass(frozen=True, slots=True)
+class MethodEntry:
+    """A draft method of the configuration."""
+
+    make: Callable[[DraftShape, DraftParts], DraftMethod]
+    net: type[ModelDraft | EagleDraft] | None = None  # of the draft network, which speculation.draft names
+    default_num_steps: int = 3
+    chains_only: bool = False  # topk must be 1
+
+
+def _from_network(shape: DraftShape, parts: DraftParts) -> DraftMethod:
+    assert parts.net is not None, "the method has a draft network"
+    return (ChainDraft if shape.is_chain else TreeDraft)(parts.net, shape, parts.ops)
+
+
+def _ngram(shape: DraftShape, parts: DraftParts) -> DraftMethod:
+    if parts.device.type == "cpu":
+        return HostNgramDraft(shape, *parts.ngram_match)
+    return NgramDraft(shape, *parts.ngram_match, parts.ops)
+
+
+METHODS: dict[str, MethodEntry] = {
+    "none": MethodEntry(lambda shape, parts: NoDraft()),
+    "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True),
+    "draft_model": MethodEntry(_from_network, ModelDraft),
+    "eagle": MethodEntry(_from_network, EagleDraft),
+    "eagle3": MethodEntry(_from_network, EagleDraft),
+}
+
+
+def make_method(name: str, shape: DraftShape | None, parts: DraftParts) -> DraftMethod:
+    """The draft method for one draft shape. None: rounds that draft nothing, in a schedule whose others may."""
+    return NoDraft(parts.net) if shape is None else METHODS[name].make(shape, parts)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.draft.shape import DraftShape
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead
 
@@ -66,12 +65,6 @@ class DraftNet(Protocol):
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """(R, W) in the network's dtype."""
         ...
-
-
-def num_lookahead(shape: DraftShape, draft_kv_offset: int) -> int:
-    """Slots past the committed ones that a round may write: the target's tree, the draft's branches, and after a round
-    that accepted everything the draft's slot of the new root."""
-    return max(shape.num_draft_tokens + draft_kv_offset, draft_kv_offset + shape.topk * (shape.num_steps - 1))
 
 
 class ModelDraft:

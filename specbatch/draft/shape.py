@@ -1,9 +1,7 @@
-"""Draft trees: their legal shapes, their form, and the choice of nodes to verify (EAGLE-2, Li et al. 2024).
+"""Draft shapes: the legal ones, and the room that their rounds need.
 
-Node 0 is the *root*: the last sampled token, whose key and value are not in the cache yet. A parent comes before its
-children. A chain is a tree in which every node's parent is the node before it.
-
-Shape suffixes: B sequences, N nodes, C candidates, V vocabulary.
+Node 0 of a draft tree is the *root*: the last sampled token, whose key and value are not in the cache yet. A parent
+comes before its children. A chain is a tree without branches.
 """
 
 from __future__ import annotations
@@ -52,3 +50,16 @@ class DraftShape:
                 f" for num_steps {self.num_steps} and topk {self.topk}, got {self.num_draft_tokens}",
                 hint="a tree has the root and topk + (num_steps - 1) * topk^2 candidates",
             )
+
+
+def num_lookahead(shape: DraftShape | None, draft_kv_offset: int | None) -> int:
+    """Slots past the committed ones that a round may write: the target's tree, the draft network's branches, and after
+    a round that accepted everything the draft's slot of the new root.
+
+    `shape` None: no drafts, but a draft network may follow. `draft_kv_offset`: see `DraftNet`; None: no network.
+    """
+    num_nodes = 1 if shape is None else shape.num_draft_tokens
+    if draft_kv_offset is None:
+        return num_nodes
+    branches = 0 if shape is None else shape.topk * (shape.num_steps - 1)
+    return draft_kv_offset + max(num_nodes, branches)

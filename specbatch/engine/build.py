@@ -13,11 +13,11 @@ from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
+from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft
 from specbatch.engine.build_device import build_device_engine
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.factory import DraftFactory
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
 from specbatch.engine.resolve import AttentionName, ResolvedRun
 from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
@@ -31,15 +31,17 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.packed import is_packable
 from specbatch.oracle.engine import Engine
+from specbatch.oracle.factory import proposer_of
 from specbatch.types import BatchEngine
 
 
 @dataclass(frozen=True)
 class Built:
-    """An engine, and what makes other drafts for it."""
+    """An engine, its draft method, and what other draft shapes of this method are made of."""
 
     engine: Engine | DeviceEngine
-    drafts: DraftFactory
+    method: str
+    parts: DraftParts
 
 
 def build_engine(run: ResolvedRun, show: Callable[[str], None] = lambda progress: None) -> BatchEngine:
@@ -88,20 +90,15 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
     num_pages = 1 if engine.on_device else run.cache.num_pages
     num_slots = num_pages * engine.page_size
     net = _build_net(run, target, num_slots, num_positions) if run.draft is not None else None
-    drafts = DraftFactory(
-        net,
-        (speculation.ngram.min_match, speculation.ngram.max_match),
-        target.config.vocab_size,
-        engine.page_size,
-        run.device,
-        ops_for(run.device, run.dtype),
-    )
+    ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
+    parts, method = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match), speculation.method
     if engine.on_device:
         torch.cuda.synchronize(run.device)
-        return Built(_device_engine(run, target, drafts, available, time.perf_counter() - began, show), drafts)
+        device_engine = _device_engine(run, target, parts, available, time.perf_counter() - began, show)
+        return Built(device_engine, method, parts)
     oracle = Engine(
         target,
-        drafts.proposer(schedule_of(speculation)),
+        proposer_of(method, schedule_of(speculation), parts, target.config.vocab_size, engine.page_size),
         target.new_cache(num_slots, run.kv_dtype),
         PagePool(num_pages, engine.page_size),
         max_length=run.cache.capacity,
@@ -112,13 +109,13 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
         eos_token_ids=_eos_token_ids(run),
         threads=threads,
     )
-    return Built(oracle, drafts)
+    return Built(oracle, method, parts)
 
 
 def _device_engine(
     run: ResolvedRun,
     target: Decoder,
-    drafts: DraftFactory,
+    parts: DraftParts,
     available: int,
     weights_seconds: float,
     show: Callable[[str], None],
@@ -126,7 +123,7 @@ def _device_engine(
     engine, speculation = run.engine, run.config.speculation
     built = build_device_engine(
         target,
-        schedule_of(speculation).map(drafts.drafter),
+        schedule_of(speculation).map(lambda shape: make_method(speculation.method, shape, parts)),
         dtype=run.dtype,
         kv_dtype=run.kv_dtype,
         device=run.device,
@@ -145,15 +142,14 @@ def _device_engine(
         graphs=engine.graphs,
         prompt_graphs=engine.attention == "triton",
         sampled=run.config.sampling.temperature > 0,
-        keeps_tokens=speculation.method == "ngram",
         eos_token_ids=_eos_token_ids(run),
         simulate=speculation.simulate_acceptance,
         say=run.notes.append,
         show=show,
     )
     built.start_seconds = seconds = {"weights": weights_seconds} | built.start_seconds
-    parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-    run.notes.append(f"engine: ready in {sum(seconds.values()):.1f} s ({parts})")
+    times = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+    run.notes.append(f"engine: ready in {sum(seconds.values()):.1f} s ({times})")
     return built
 
 

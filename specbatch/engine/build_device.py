@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specbatch.cache.pages import PagePool
-from specbatch.draft.drafters import Drafter
+from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import GraphMode, RoundExecutor
@@ -34,7 +34,7 @@ from specbatch.models.decoder import Decoder
 
 def build_device_engine(
     target: Decoder,
-    drafters: ByBatch[Drafter],
+    methods: ByBatch[DraftMethod],
     *,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -49,13 +49,12 @@ def build_device_engine(
     graphs: GraphMode,
     prompt_graphs: bool,
     sampled: bool,
-    keeps_tokens: bool,
     eos_token_ids: tuple[int, ...],
     simulate: float | None,
     say: Callable[[str], None],
     show: Callable[[str], None],
 ) -> DeviceEngine:
-    """`drafters`: of one draft network or of none. `available`: bytes of the device that were free before the weights
+    """`methods`: of one draft network or of none. `available`: bytes of the device that were free before the weights
     were read. `bound`: no longer row than its capacity fits. `kv_cache_tokens` None: what `memory_fraction` of what was
     available leaves after everything else. `sizes`: batch sizes and prompt chunks, of which the first is taken that
     leaves room for rows. `prompt_graphs`: where whole rounds are graphs, prompts may be, too: their attention plans
@@ -67,7 +66,7 @@ def build_device_engine(
     seconds: dict[str, float] = {}
     began = time.perf_counter()
     trials = Trials(
-        target, drafters, kv_dtype, dtype, device, bound.capacity, rows.page_size, graphs, prompt_graphs, keeps_tokens,
+        target, methods, kv_dtype, dtype, device, bound.capacity, rows.page_size, graphs, prompt_graphs,
         eos_token_ids, simulate,
     )  # fmt: skip
     show("compiling kernels, trial run")

@@ -22,7 +22,8 @@ import torch
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
-from specbatch.draft.drafters import Drafter
+from specbatch.draft.host import HostDraftMethod
+from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase
@@ -52,8 +53,6 @@ from specbatch.types import (
 
 # What cannot be made smaller is tried so often: other programs may take memory for a moment.
 _SMALLEST_CHUNK, _TRIES = 32, 4
-# Reports that may be unread when the next step is launched.
-_READ_BEHIND = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +87,12 @@ class DeviceEngine(EngineBase):
     ) -> None:
         rounds = executor.rounds.items
         self.executor = executor
-        self._round: Round = rounds[0]  # for prompts, which are nothing to drafters
+        self._round: Round = rounds[0]  # for prompts, which no draft method changes
         self._state: RequestTable = self._round.state
         self._eos = frozenset(eos_token_ids)
-        net = self._round.drafter.net
+        net = self._round.method.net
         prefix = PrefixIndex(pool, 1 - net.draft_kv_offset if net is not None else 0) if prefix_cache else None
-        lookahead = max(round_.drafter.num_lookahead for round_ in rounds)
+        lookahead = max(round_.method.num_lookahead for round_ in rounds)
         scheduler = Scheduler(
             pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens,
             min_prefill_tokens=chunk_cost.tokens,
@@ -106,6 +105,7 @@ class DeviceEngine(EngineBase):
         self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, chunk_cost.graph_tokens)
         self._rows = TableWriter(self._state, self._transfers, max_batch_size)
         self._max_batch_size = max_batch_size
+        self._async_depth = _async_depth(rounds)
         self._forget_rounds()
         self._reports: deque[_Report] = deque()
         self._failed = 0  # launches in a row that ran out of memory
@@ -118,7 +118,7 @@ class DeviceEngine(EngineBase):
         self._last_read = time.perf_counter()  # what the caller did in between is not the engine's time
         finished: list[Completion] = []
         launched = self._launch(finished)
-        while len(self._reports) > (_READ_BEHIND if launched else 0):
+        while len(self._reports) > (self._async_depth if launched else 0):
             finished += self._read()
             if not launched:
                 break  # what was read may have made room: launch before reading on
@@ -186,16 +186,25 @@ class DeviceEngine(EngineBase):
         self._rows.upload_pages(rows)
         params = [seq.request.params for seq in rows]
         wants_logprobs = any(p.logprobs is not None for p in params)
+        method = self.executor.rounds.at(len(rows)).method
+        if isinstance(method, HostDraftMethod):
+            self._upload_drafts(method, rows)
         launched = self.executor.run(
             [seq.req_idx for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs
         )
-        max_path = self.executor.rounds.at(len(rows)).drafter.max_path
+        max_path = method.max_path
         report, logprobs = self._transfers.download(launched.output_BZ), self._download(launched.logprobs)
         for seq in rows:
             seq.num_in_flight += max_path
             seq.rounds_in_flight += 1
         self._reports.append(_Report(rows, report, logprobs, max_path))
         self._stats.rounds += 1
+
+    def _upload_drafts(self, method: HostDraftMethod, rows: list[Sequence]) -> None:
+        trees = method.host_draft(rows)
+        # A CPU computes no more nodes than there are; on a GPU rounds have fixed shapes.
+        num_nodes = int(trees.num_nodes_B.max()) if self.device.type == "cpu" else None
+        self._rows.upload_host_trees(rows, method.pack(trees), num_nodes)
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
         self._rows.upload_started()
@@ -297,13 +306,13 @@ class DeviceEngine(EngineBase):
         """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
         launched for the new request comes behind that round."""
         self._rows.start(seq, self._scheduler.running)
-        seq.draft = seq.num_computed_tokens
+        seq.num_draft_computed = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
 
     @torch.inference_mode()
-    def set_drafters(
+    def set_methods(
         self,
-        drafters: ByBatch[Drafter],
+        methods: ByBatch[DraftMethod],
         mode: GraphMode,
         sampled: bool = False,
         on_progress: Callable[[str], None] = lambda progress: None,
@@ -316,11 +325,16 @@ class DeviceEngine(EngineBase):
         assert not self._scheduler.running, "requests are running"
         assert not self._scheduler.waiting, "requests are waiting"
         self.drain()  # the round in which the last request was seen to have ended
-        lookahead = max(drafter.num_lookahead for drafter in drafters.items)
+        lookahead = max(method.num_lookahead for method in methods.items)
         assert lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
+        columns = max(method.num_host_columns for method in methods.items)
+        assert columns <= self._state.host_trees_SZ.shape[1], "the engine was built without room for such drafts"
+        has_tokens = self._state.tokens_SL.shape[1] > 0
+        assert has_tokens or not any(method.reads_tokens for method in methods.items), "no tokens are on the device"
         device, size = self._state.ints_SF.device, self._max_batch_size
-        self.executor = RoundExecutor(drafters.map(self._round.drafting), size, device, mode)
+        self.executor = RoundExecutor(methods.map(self._round.drafting), size, device, mode)
         self._round = self.executor.rounds.items[0]
+        self._async_depth = _async_depth(self.executor.rounds.items)
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
         if ahead and self.executor.runner is not None:
             for kind in [False, True] if sampled else [False]:
@@ -349,6 +363,11 @@ class DeviceEngine(EngineBase):
         super().check_integrity()
         slots = [seq.req_idx for seq in self._scheduler.running]
         assert len(set(slots)) == len(slots), "two requests share a slot"
+
+
+def _async_depth(rounds: Seq[Round]) -> int:
+    """Results that may be unread when the next round is launched: none where the host drafts, from all tokens."""
+    return 0 if any(isinstance(round_.method, HostDraftMethod) for round_ in rounds) else 1
 
 
 def _surely_ends(seq: Sequence) -> bool:

@@ -48,7 +48,7 @@ class PromptGraphs:
         rounds; prompts are graphs with whole rounds only. The output is valid until the next chunk."""
         may_pad = not logprobs and (mode == "round" or self._runner is None)
         shape = self._shape(packed) if may_pad else None
-        key = (shape, sampled, round_.drafter.net is not None)
+        key = (shape, sampled, round_.method.net is not None)
         if shape is not None and key not in self._uncaptured:
             try:
                 return self._padded(round_, packed, shape, key), None

@@ -120,7 +120,7 @@ class PromptPacker:
         self._lead = draft_kv_offset
 
     def pack(self, spans: Seq[PrefillSpan]) -> PackedPrompts:
-        """Moves each sequence's draft side (`Sequence.draft`: valid slots of the draft's cache) along."""
+        """Moves each sequence's `num_draft_computed` along."""
         packed = PackedPrompts(self._page_size)
         target, draft = packed.target, packed.draft
         for span in spans:
@@ -136,9 +136,9 @@ class PromptPacker:
             if self._lead is not None:
                 # Slot i of the draft's cache reads token i + shift; the one behind the prompt may not be known yet.
                 end, shift = span.end + self._lead, 1 - self._lead
-                tokens = seq.tokens[seq.draft + shift : end + shift]
-                draft.add(seq, seq.draft, end, tokens + [0] * (end - seq.draft - len(tokens)))
-                seq.draft = end
+                tokens = seq.tokens[seq.num_draft_computed + shift : end + shift]
+                draft.add(seq, seq.num_draft_computed, end, tokens + [0] * (end - seq.num_draft_computed - len(tokens)))
+                seq.num_draft_computed = end
                 if ends:
                     draft.select_last()
         return packed

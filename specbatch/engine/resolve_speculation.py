@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specbatch.config import ScheduleSection, SpeculationSection
-from specbatch.draft.network import EagleDraft, ModelDraft, num_lookahead
+from specbatch.draft import METHODS
 from specbatch.draft.schedule import ByBatch, Schedule
-from specbatch.draft.shape import DraftShape
+from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.errors import ConfigError
 from specbatch.models.catalog import builtin_head, random_name
 from specbatch.models.formats.checkpoint import Checkpoint
@@ -177,11 +177,9 @@ def check_mask_size(shape: DraftShape, max_batch_size: int, max_length: int) -> 
 
 def lookahead_of(speculation: SpeculationSection) -> int:
     """Slots past the committed ones that a round of the largest shape may write, in either cache."""
-    shapes = [shape for shape in schedule_of(speculation).items if shape is not None]
-    if speculation.method not in NEURAL:
-        return max((shape.num_draft_tokens for shape in shapes), default=1)
-    draft_kv_offset = ModelDraft.draft_kv_offset if speculation.method == "draft_model" else EagleDraft.draft_kv_offset
-    return max(num_lookahead(shape, draft_kv_offset) for shape in shapes)
+    net = METHODS[speculation.method].net
+    draft_kv_offset = None if net is None else net.draft_kv_offset
+    return max(num_lookahead(shape, draft_kv_offset) for shape in schedule_of(speculation).items)
 
 
 def schedule_of(speculation: SpeculationSection) -> Schedule:

@@ -19,7 +19,7 @@ from torch import Tensor
 from specbatch.batch import NO_TOKEN, Committed, LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import COLUMNS, BatchView, Field, RequestTable
-from specbatch.draft.drafters import Draft, Drafter
+from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import TargetOutput
 from specbatch.draft.rng import Draw
 from specbatch.models.decoder import Decoder
@@ -60,7 +60,7 @@ class Round:
         self,
         target: Decoder,
         cache: KVCache,
-        drafter: Drafter,
+        method: DraftMethod,
         state: RequestTable,
         page_size: int,
         eos_token_ids: tuple[int, ...],
@@ -74,18 +74,18 @@ class Round:
         self._eos = torch.tensor(eos_token_ids or (-2,), device=target.device)
         self._ops = ops
         self._simulate = simulate
-        self._follow(drafter)
+        self._follow(method)
 
-    def drafting(self, drafter: Drafter) -> Round:
-        """This round with another drafter, of the same draft network or of none."""
+    def drafting(self, method: DraftMethod) -> Round:
+        """This round with another draft method, of the same draft network or of none."""
         other = copy(self)
-        other._follow(drafter)
+        other._follow(method)
         return other
 
-    def _follow(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self._aux_layers = drafter.net.aux_layers if drafter.net is not None else ()
-        self._reads_hidden = drafter.net is not None and drafter.net.reads_hidden
+    def _follow(self, method: DraftMethod) -> None:
+        self.method = method
+        self._aux_layers = method.net.aux_layers if method.net is not None else ()
+        self._reads_hidden = method.net is not None and method.net.reads_hidden
 
     @property
     def num_positions(self) -> int:
@@ -99,11 +99,11 @@ class Round:
         self.extend(verified)
         return verified
 
-    def draft(self, req_idx_B: Tensor, sampled: bool) -> tuple[BatchView, Draft]:
+    def draft(self, req_idx_B: Tensor, sampled: bool) -> tuple[BatchView, DraftTrees]:
         rows = BatchView.gather(self.state, req_idx_B, self._page_size, self._ops)
-        return rows, self.drafter.draft(rows, self.state, sampled)
+        return rows, self.method.draft(rows, self.state, sampled)
 
-    def verify(self, rows: BatchView, draft: Draft, sampled: bool, logprobs: bool = False) -> Verified:
+    def verify(self, rows: BatchView, draft: DraftTrees, sampled: bool, logprobs: bool = False) -> Verified:
         """The target's forward pass over all nodes, acceptance, and the commit of what was accepted."""
         batch, num_nodes = draft.tokens_BN.shape
         mask = None if draft.mask_BNW is None else draft.mask_BNW.view(batch * num_nodes, -1)
@@ -122,7 +122,7 @@ class Round:
             chosen = logprobs_of(logits[committed.accept_index_T].view(batch, width, -1), committed.tokens_BM)
         return Verified(rows, committed, hidden, aux_hidden_states, chosen)
 
-    def _accept_and_commit(self, rows: BatchView, draft: Draft, logits_TV: Tensor, sampled: bool) -> Committed:
+    def _accept_and_commit(self, rows: BatchView, draft: DraftTrees, logits_TV: Tensor, sampled: bool) -> Committed:
         """End-of-sequence and stop tokens are looked for before the length is. What lies behind them is cut by the
         host, which decides the same way again; here it only matters who goes on."""
         choice = path = num_path = next_token = num_broken = None
@@ -140,7 +140,7 @@ class Round:
             COLUMNS,
             self._page_size,
             self._eos,
-            self.drafter.max_path,
+            min(self.method.max_path, draft.tokens_BN.shape[1]),  # trees of the host may be smaller
             draft.tokens_BN,
             choice,
             parents_BN=draft.parents_BN,
@@ -153,7 +153,7 @@ class Round:
         )
         return committed
 
-    def _choose(self, rows: BatchView, draft: Draft, logits_TV: Tensor, sampled: bool) -> Tensor:
+    def _choose(self, rows: BatchView, draft: DraftTrees, logits_TV: Tensor, sampled: bool) -> Tensor:
         """(T,) the target's own token after each node; NO_TOKEN where its logits are not finite."""
         if not sampled:
             best: Tensor = self._ops.argmax(logits_TV, NO_TOKEN)
@@ -165,9 +165,9 @@ class Round:
         chosen: Tensor = self._ops.sample(logits_TV, *(x.repeat_interleave(num_nodes) for x in rows.sampling), u)
         return chosen
 
-    def _accept_drawn(self, rows: BatchView, draft: Draft, logits_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _accept_drawn(self, rows: BatchView, draft: DraftTrees, logits_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert draft.probs_BDW is not None
-        assert self.drafter.net is not None
+        assert self.method.net is not None
         batch, num_nodes = draft.tokens_BN.shape
         p = self._ops.distribution(logits_TV, *(x.repeat_interleave(num_nodes) for x in rows.sampling))
         position = rows.length_B[:, None] + torch.arange(1, num_nodes + 1, device=logits_TV.device)
@@ -179,7 +179,7 @@ class Round:
         num_path, next_token, num_broken = self._ops.accept_chain(
             draft.tokens_BN[:, 1:],
             draft.probs_BDW,
-            self.drafter.net.target_ids,
+            self.method.net.target_ids,
             p.view(batch, num_nodes, -1),
             num_drafts,
             rows.floats_B3[:, 0],
@@ -189,7 +189,7 @@ class Round:
         )
         return num_path, next_token, num_broken
 
-    def _simulated(self, rows: BatchView, draft: Draft) -> tuple[Tensor | None, Tensor]:
+    def _simulated(self, rows: BatchView, draft: DraftTrees) -> tuple[Tensor | None, Tensor]:
         """A path of random length with the wanted mean: along the chain (no path then), or down to a tree's first node
         of that depth."""
         assert self._simulate is not None
@@ -224,7 +224,7 @@ class Round:
     def extend(self, verified: Verified) -> None:
         """Draft-extend: the draft network follows what was committed, M rows for each request, of which those past the
         accepted ones write nothing."""
-        net = self.drafter.net
+        net = self.method.net
         if net is None:
             return
         rows, committed = verified.rows, verified.committed
@@ -259,7 +259,7 @@ class Round:
             return chunk.ready_R[:, None].int(), None
         rows = BatchView.gather(self.state, chunk.ready_R, self._page_size, self._ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.rows_R] if logits_indices is None else hidden)
-        draft = Draft(chunk.roots_R[:, None])
+        draft = DraftTrees(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
         chosen = self._choose(rows, draft, logits, sampled)
@@ -280,7 +280,7 @@ class Round:
     def _extend_prompt(
         self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, aux_hidden_states: list[Tensor]
     ) -> None:
-        net = self.drafter.net
+        net = self.method.net
         if net is None:
             return
         assert chunk.draft_layout is not None

@@ -29,7 +29,8 @@ class Sequence:
     num_uncached: int | None = None  # while waiting: tokens to compute, by the prefix cache when that was asked
     is_finished: bool = False
     pages: list[int] = field(default_factory=list)
-    draft: Any = None  # the proposer's own state
+    num_draft_computed: int = 0  # valid slots of the draft network's cache, while the prompt is computed
+    draft_state: Any = None  # the draft method's own, of a method on the host
     logprobs: list[TokenLogprob] = field(default_factory=list)
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 

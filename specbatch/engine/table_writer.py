@@ -7,6 +7,7 @@ where they have grown.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
@@ -70,6 +71,14 @@ class TableWriter:
         self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
         for seq in grown:  # not before: an upload may run out of memory
             self._num_pages_of[seq.req_idx] = len(seq.pages)
+
+    def upload_host_trees(self, sequences: Seq[Sequence], packed_BZ: np.ndarray, num_nodes: int | None) -> None:
+        """What `HostDraftMethod.pack` made of the next round's trees, which have at most `num_nodes` nodes; None: as
+        many as the draft shape, which graphs are captured for."""
+        req_idx = self._transfers.upload(np.array([seq.req_idx for seq in sequences], dtype=np.int64))
+        table_SZ = self._state.host_trees_SZ[:, : packed_BZ.shape[1]]
+        table_SZ.index_copy_(0, req_idx, self._transfers.upload(packed_BZ))
+        self._state.num_host_nodes = num_nodes
 
 
 def _signed64(value: int) -> int:

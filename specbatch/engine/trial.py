@@ -14,7 +14,7 @@ import torch
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import RequestTable
-from specbatch.draft.drafters import Drafter
+from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
@@ -49,7 +49,7 @@ class Trials:
     """`max_length`: of the longest row that the cache may turn out to hold. For the rest see `build_device_engine`."""
 
     target: Decoder
-    drafters: ByBatch[Drafter]
+    methods: ByBatch[DraftMethod]
     kv_dtype: torch.dtype
     dtype: torch.dtype
     device: torch.device
@@ -57,22 +57,22 @@ class Trials:
     page_size: int
     graphs: GraphMode
     prompt_graphs: bool
-    keeps_tokens: bool
     eos_token_ids: tuple[int, ...]
     simulate: float | None
 
     def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> Trial:
         """Leaves the caches empty. Raises where memory runs out."""
-        net, device, size = self.drafters.items[0].net, self.device, self.page_size
-        lookahead = max(drafter.num_lookahead for drafter in self.drafters.items)
+        net, device, size = self.methods.items[0].net, self.device, self.page_size
+        lookahead = max(method.num_lookahead for method in self.methods.items)
         state = RequestTable(
             max_batch_size,
             -(-(self.max_length + lookahead) // size),
             self.max_length + 1,
             self.target.config.hidden_size if net is None else net.feature_size,
-            self.keeps_tokens,
+            any(method.reads_tokens for method in self.methods.items),
             self.dtype,
             device,
+            max(method.num_host_columns for method in self.methods.items),
         )
         ops = ops_for(device, self.dtype)
         # The trial's cache holds one prompt chunk; a page after it is spare, as in the real one.
@@ -82,7 +82,7 @@ class Trials:
         if net is not None:
             net.cache.resize(trial_slots)
             caches.append(net.cache)
-        rounds = self.drafters.map(
+        rounds = self.methods.map(
             lambda d: Round(self.target, cache, d, state, size, self.eos_token_ids, ops, self.simulate)
         )
         chunk_cost = ChunkCost.of_model(
@@ -92,7 +92,7 @@ class Trials:
             # With "none" too: tuning captures rounds later, and is to gather prompts as the job will.
             self.prompt_graphs and self.graphs != "phases",
         )
-        prompt = rounds.items[0]  # for prompts, which are nothing to drafters
+        prompt = rounds.items[0]  # for prompts, which no draft method changes
         prompt_bytes = self._prompt_peak(prompt, prefill_chunk_tokens)
         padded_bytes = self._prompt_peak(prompt, chunk_cost.graph_tokens) if chunk_cost.graph_tokens else 0
         num_tokens = _SMALLEST_CHUNK

@@ -59,7 +59,7 @@ class Engine(EngineBase):
         # What drafting, the target and draft-extend took in the last round.
         self.phase_seconds = 0.0, 0.0, 0.0
 
-    def set_drafters(self, proposer: Proposer) -> None:
+    def set_methods(self, proposer: Proposer) -> None:
         """Draft so from now on, with the same draft network or none. The engine must be idle, and was built for the
         widest; what its prefix cache holds is of use to the network that it was computed with only."""
         assert not self.num_running, "requests are running"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from specbatch.batch import Candidates
 from specbatch.cache.pages import KVCache
-from specbatch.draft.network import DraftNet, TargetOutput, num_lookahead
+from specbatch.draft.network import DraftNet, TargetOutput
 from specbatch.draft.rng import Draw, uniform
-from specbatch.draft.shape import DraftShape
+from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.torch.sampling import argmax
 from specbatch.kernels.torch.tree import unbroken_drafts
@@ -62,12 +62,12 @@ class NeuralProposer:
         return self._net.cache
 
     def start(self, seq: Sequence) -> None:
-        seq.draft = _State(length=seq.num_computed_tokens)
+        seq.draft_state = _State(length=seq.num_computed_tokens)
 
     def extend(self, sequences: list[Sequence], output: TargetOutput) -> None:
         spans, tokens, last_rows, ready, row = [], [], [], [], 0
         for seq, start in zip(sequences, output.starts, strict=True):
-            state: _State = seq.draft
+            state: _State = seq.draft_state
             # A draft model's own chain filled the slots of accepted drafts with what they would be computed to
             # again. EAGLE's were made from the draft's features and are always redone with the target's.
             state.length += min(state.num_kept, seq.num_computed_tokens - start - 1)
@@ -100,7 +100,7 @@ class NeuralProposer:
 
     def _start(self, sequences: list[Sequence]) -> tuple[list[_State], Tensor, Tensor]:
         """The sequences' states, and their roots' draft logits (B, W) and hidden states (B, E)."""
-        states: list[_State] = [seq.draft for seq in sequences]
+        states: list[_State] = [seq.draft_state for seq in sequences]
         logits = torch.stack([s.logits for s in states if s.logits is not None])
         hidden = torch.stack([s.hidden for s in states if s.hidden is not None])
         assert len(logits) == len(hidden) == len(states), "a sequence drafts before its draft-extend"

@@ -75,8 +75,8 @@ class NgramProposer:
         return self._num_draft_tokens
 
     def start(self, seq: Sequence) -> None:
-        if seq.draft is None:  # a preempted sequence keeps its index: its tokens are the same
-            seq.draft = NgramIndex(self._min_match, self._max_match)
+        if seq.draft_state is None:  # a preempted sequence keeps its index: its tokens are the same
+            seq.draft_state = NgramIndex(self._min_match, self._max_match)
 
     def extend(self, sequences: list[Sequence], output: TargetOutput) -> None:
         pass
@@ -85,7 +85,7 @@ class NgramProposer:
         return DraftTree.chain([[seq.tokens[-1], *self._continue(seq)] for seq in sequences])
 
     def _continue(self, seq: Sequence) -> list[int]:
-        index: NgramIndex = seq.draft
+        index: NgramIndex = seq.draft_state
         index.update(seq.tokens)
         start = index.lookup(seq.tokens)
         if start is None:

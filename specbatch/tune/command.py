@@ -202,7 +202,7 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
 
 
 def _limits(run: ResolvedRun, built: Built, widest: Widest) -> Limits:
-    engine, net = run.engine, built.drafts.net
+    engine, net = run.engine, built.parts.net
     kv_tokens = built.engine.num_pages * engine.page_size
     draft_kv_offset = 0 if net is None else net.draft_kv_offset
     behind = 1 if engine.on_device else 0

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 
 from specbatch.cache.request_table import BatchView, Field, RequestTable
-from specbatch.draft.drafters import Draft, Drafter, NoDrafter
+from specbatch.draft import NoDraft, make_method
+from specbatch.draft.method import DraftTrees
 from specbatch.draft.network import DraftNet
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
@@ -28,7 +29,7 @@ from specbatch.oracle.schedule import ScheduledProposer
 from specbatch.oracle.tree import DraftTree
 from specbatch.tune.costs import Measurement
 from specbatch.tune.session import Session
-from specbatch.tune.timing import TIMED_TOKENS, dummy_requests, time_drafters, time_steps
+from specbatch.tune.timing import TIMED_TOKENS, dummy_requests, time_methods, time_steps
 
 _GRAPH_NOISE = 0.02  # of the median of a captured graph's times
 _ROUNDS = 3  # of the oracle engine, for each shape; after one to warm up
@@ -55,12 +56,12 @@ def probes(depth: int, topk: int, *, every: bool = False) -> list[DraftShape]:
 def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
     """Of the device engine: plain rounds of `batch` rows of `context` tokens, and what the host and the copies have to
     do with any round; empty where the cache does not hold so many rows."""
-    engine, net = session.engine, session.drafts.net
+    engine, net = session.engine, session.parts.net
     assert isinstance(engine, DeviceEngine)
     context = max(1, min(context, engine.limits.max_prompt_tokens - TIMED_TOKENS))
     if not _fits(engine, batch, context + TIMED_TOKENS):
         return []
-    plain = time_drafters(engine, batch, context, [NoDrafter()])[0]["round"]
+    plain = time_methods(engine, batch, context, [NoDraft()])[0]["round"]
     found = [Measurement("plain", batch, 1, plain, _GRAPH_NOISE)]
     session.use(ByBatch.always(None))
     whole, host = time_steps(engine, batch, context)
@@ -68,7 +69,7 @@ def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
     if plain > host:  # else the device waits, and what it does beside the graph does not show
         found.append(Measurement("copies", batch, 1, max(0.0, whole - plain)))
     if net is not None:
-        followed = time_drafters(engine, batch, context, [NoDrafter(net)])[0]
+        followed = time_methods(engine, batch, context, [NoDraft(net)])[0]
         found.append(Measurement("extend", batch, 1, followed["extend"], _GRAPH_NOISE))
     return found
 
@@ -78,7 +79,7 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
     widths of up to `most_nodes` nodes of all rows together; empty where the cache does not hold so many rows, or
     nothing can be drafted for so many. Without a draft network, widths are those of lookups."""
     engine = session.engine
-    if session.drafts.net is None:
+    if session.parts.net is None:
         shapes = [DraftShape(n - 1, 1, n) for n in _NGRAM_NODES if n <= engine.num_lookahead]
     else:
         shapes = probes(depth, topk, every=isinstance(engine, DeviceEngine))
@@ -103,7 +104,7 @@ def time_prompts(session: Session, chunk_tokens: int) -> list[Measurement]:
     what a prompt costs, and without."""
     session.use(ByBatch.always(DraftShape(1, 1, 2)))
     found = list(_prompts(session, chunk_tokens, "prefill"))
-    if session.drafts.net is not None:
+    if session.parts.net is not None:
         session.use(ByBatch.always(None))
         found += _prompts(session, chunk_tokens, "prefill_plain")
     return found
@@ -129,9 +130,9 @@ def _prompts(session: Session, chunk_tokens: int, kind: str) -> Iterator[Measure
 def _on_device(
     session: Session, engine: DeviceEngine, batch: int, context: int, shapes: list[DraftShape]
 ) -> Iterator[Measurement]:
-    net = session.drafts.net
-    drafters: list[Drafter] = [_FixedDrafter(s) if net is None else session.drafts.neural_drafter(s) for s in shapes]
-    times = time_drafters(engine, batch, context, drafters)
+    net = session.parts.net
+    methods = [_FixedDraft(s) if net is None else make_method(session.method, s, session.parts) for s in shapes]
+    times = time_methods(engine, batch, context, methods)
     for shape, parts in zip(shapes, times, strict=True):
         yield from _parts(batch, shape, net, parts, _first_step(shape, shapes, times), _GRAPH_NOISE)
 
@@ -162,10 +163,10 @@ def _parts(
 def _oracle(
     session: Session, engine: Engine, batch: int, context: int, shapes: list[DraftShape]
 ) -> Iterator[Measurement]:
-    net = session.drafts.net
+    net = session.parts.net
     proposers: list[Proposer] = []
     for shape in shapes:
-        proposers.append(_FixedProposer(shape) if net is None else session.drafts.neural_proposer(shape))
+        proposers.append(_FixedProposer(shape) if net is None else session.proposer(shape))
     switch = _Switch(NoProposer() if net is None else proposers[0])
     session.use_proposer(switch)
     for request in dummy_requests(engine.limits.vocab_size, batch, context, _oracle_tokens(shapes)):
@@ -228,13 +229,13 @@ class _FixedProposer(NoProposer):
         return DraftTree.chain([[seq.tokens[-1], *[0] * self._count] for seq in sequences])
 
 
-class _FixedDrafter(NoDrafter):
+class _FixedDraft(NoDraft):
     """The same for the device engine."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
 
-    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
+    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> DraftTrees:
         root_B1 = rows.field(Field.ROOT)[:, None]
-        return Draft(torch.cat((root_B1, torch.zeros_like(root_B1).expand(-1, self.num_nodes - 1)), dim=1))
+        return DraftTrees(torch.cat((root_B1, torch.zeros_like(root_B1).expand(-1, self.num_nodes - 1)), dim=1))

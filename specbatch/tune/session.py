@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from specbatch.draft.drafters import Drafter, NoDrafter
+from specbatch.draft import DraftMethod, NoDraft, make_method
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.base import check_finite
@@ -20,6 +20,8 @@ from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import GraphMode
 from specbatch.oracle.engine import Engine
+from specbatch.oracle.factory import neural_proposer, proposer_of
+from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.ngram import NoProposer
 from specbatch.oracle.proposer import Proposer
 from specbatch.tune.trace import RowTrace, Trace
@@ -54,7 +56,7 @@ class Session:
         self, built: Built, graphs: GraphMode, sampled: bool = False, show: Callable[[str], None] = lambda doing: None
     ) -> None:
         self.engine = built.engine
-        self.drafts = built.drafts
+        self.method, self.parts = built.method, built.parts
         self._graphs: GraphMode = graphs
         self._sampled = sampled
         self._show = show
@@ -69,21 +71,27 @@ class Session:
         shortest and longest of lookups; None: those of the configuration."""
         if (schedule, matches) == self._in_use:
             return
-        drafts = self.drafts if matches is None else self.drafts.looking_up(*matches)
+        parts = self.parts if matches is None else replace(self.parts, ngram_match=matches)
         drafts_at_all = any(shape is not None for shape in schedule.items)
         if isinstance(self.engine, DeviceEngine):
-            plain: ByBatch[Drafter] = ByBatch.always(NoDrafter())
-            drafters = schedule.map(drafts.drafter) if drafts_at_all else plain
-            self.engine.set_drafters(drafters, self._graphs, self._sampled, self._show)
+            plain: ByBatch[DraftMethod] = ByBatch.always(NoDraft())
+            methods = schedule.map(lambda shape: make_method(self.method, shape, parts)) if drafts_at_all else plain
+            self.engine.set_methods(methods, self._graphs, self._sampled, self._show)
         else:
-            self.engine.set_drafters(drafts.proposer(schedule) if drafts_at_all else NoProposer())
+            sizes = self.engine.limits.vocab_size, self.engine.page_size
+            proposer = proposer_of(self.method, schedule, parts, *sizes) if drafts_at_all else NoProposer()
+            self.engine.set_methods(proposer)
         self._in_use = schedule, matches
 
     def use_proposer(self, proposer: Proposer) -> None:
         """As `use`, of the oracle engine."""
         assert isinstance(self.engine, Engine)
         self._in_use = None
-        self.engine.set_drafters(proposer)
+        self.engine.set_methods(proposer)
+
+    def proposer(self, shape: DraftShape) -> NeuralProposer:
+        """Of the oracle engine and the draft network."""
+        return neural_proposer(shape, self.parts, self.engine.limits.vocab_size, self.engine.page_size)
 
     def run(
         self,
@@ -119,7 +127,7 @@ class Session:
         requests' own texts. Lookups need the texts alone: topk 0. The requests' noise streams must differ. Raises
         OutOfTime as `run` does."""
         sampled = any(request.params.temperature > 0 for request in requests)
-        if self.drafts.net is None:
+        if self.parts.net is None:
             self.use(ByBatch.always(None))
             completions = self.run(requests, until=until).completions
             return Trace(tuple(_row(r, c, None) for r, c in zip(requests, completions, strict=True)), 0, 0, sampled)
@@ -142,7 +150,7 @@ class Session:
                     record(drafted)
         else:
             self._in_use = None
-            self.engine.set_drafters(TracingProposer(self.drafts.neural_proposer(wide), record))
+            self.engine.set_methods(TracingProposer(self.proposer(wide), record))
         completions = self.run(requests, behind_round, until).completions
         rows = [_row(r, c, records[i]) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
         return Trace(tuple(rows), topk, depth, sampled)
@@ -151,9 +159,9 @@ class Session:
         """In use from now on, or from the rows traced before, with the graphs that were captured for those."""
         if isinstance(self._in_use, _Tracing) and self._in_use.wide == wide:
             return self._in_use.drafter
-        drafter = TracingDrafter(self.drafts.neural_drafter(wide))
+        drafter = TracingDrafter(wide, self.parts)
         # A graph of each size that comes up: few do, and they are large.
-        engine.set_drafters(ByBatch.always(drafter), self._graphs, ahead=False)
+        engine.set_methods(ByBatch.always(drafter), self._graphs, ahead=False)
         self._in_use = _Tracing(wide, drafter)
         return drafter
 

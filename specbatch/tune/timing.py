@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specbatch.cache.request_table import Field
-from specbatch.draft.drafters import Drafter
+from specbatch.draft.method import DraftMethod
 from specbatch.engine.base import check_finite
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import PHASES
@@ -36,16 +36,16 @@ def dummy_requests(vocab_size: int, count: int, tokens: int, max_tokens: int) ->
 
 
 def time_phases(engine: DeviceEngine, batch_size: int, context: int = 1000) -> dict[str, float]:
-    """As `time_drafters`, of what the engine drafts for that many requests."""
-    return time_drafters(engine, batch_size, context, [engine.executor.rounds.at(batch_size).drafter])[0]
+    """As `time_methods`, of what the engine drafts for that many requests."""
+    return time_methods(engine, batch_size, context, [engine.executor.rounds.at(batch_size).method])[0]
 
 
 @torch.inference_mode()
-def time_drafters(
-    engine: DeviceEngine, batch_size: int, context: int, drafters: Sequence[Drafter], repeats: int | None = None
+def time_methods(
+    engine: DeviceEngine, batch_size: int, context: int, methods: Sequence[DraftMethod], repeats: int | None = None
 ) -> list[dict[str, float]]:
     """Median milliseconds of draft, verify, extend and the whole round, of `batch_size` requests of `context` tokens,
-    with each of the drafters. `repeats` None: 20 on CUDA, 3 elsewhere."""
+    with each of the draft methods. `repeats` None: 20 on CUDA, 3 elsewhere."""
     _start_dummy_batch(engine, batch_size, context)
     running = engine.prepare_round()
     assert len(running) == batch_size, "the cache does not hold that many requests"
@@ -54,8 +54,8 @@ def time_drafters(
     req_idx_B = torch.tensor(running + padding, device=engine.device)
     restore = round_.state.saved()
     times = []
-    for drafter in drafters:
-        one = round_.drafting(drafter)
+    for method in methods:
+        one = round_.drafting(method)
         if on_cuda:
             times.append(_time_graph(one, req_idx_B, restore, repeats or _CUDA_REPEATS))
         else:

@@ -19,8 +19,12 @@ from torch import Tensor
 from specbatch.batch import Candidates
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, Field, RequestTable
-from specbatch.draft.drafters import Draft, NeuralDrafter
-from specbatch.draft.network import DraftNet, TargetOutput
+from specbatch.draft import DraftParts
+from specbatch.draft.chain import ChainDraft
+from specbatch.draft.method import DraftMethod, DraftTrees
+from specbatch.draft.network import TargetOutput
+from specbatch.draft.shape import DraftShape
+from specbatch.draft.tree import TreeDraft
 from specbatch.engine.sequence import Sequence
 from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.tree import DraftTree
@@ -79,22 +83,22 @@ class TracingProposer:
         return DraftTree.chain([[seq.tokens[-1]] for seq in sequences])
 
 
-class TracingDrafter:
+class TracingDrafter(DraftMethod):
     """The same for the device engine, whose rounds may be graphs: they leave their record on the device, where the host
     reads it in front of the next round."""
 
     num_nodes = max_path = 1
 
-    def __init__(self, wide: NeuralDrafter) -> None:
-        self._wide = wide
+    def __init__(self, wide: DraftShape, parts: DraftParts) -> None:
+        assert parts.net is not None, "without a draft network nothing is traced"
+        self._tree, self._chain = TreeDraft(parts.net, wide, parts.ops), ChainDraft(parts.net, wide, parts.ops)
         self._last: _OnDevice | None = None
-        self.net: DraftNet | None = wide.net
-        self.branches = wide.branches
-        self.num_lookahead = wide.num_lookahead
+        self.net = parts.net
+        self.num_lookahead = self._tree.num_lookahead
 
-    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
-        candidates = self._wide.candidates(rows, state)
-        chains = self._wide.chain(rows, state, sampled=False).tokens_BN
+    def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> DraftTrees:
+        candidates = self._tree.candidates(rows, state)
+        chains = self._chain.draft(rows, state, sampled=False).tokens_BN
         goes_on = rows.field(Field.DONE) == 0  # neither padding nor a row that ended in the round before
         parts = (goes_on, rows.field(Field.STREAM), rows.length_B, chains, *candidates)
         if self._last is None:  # where graphs of all sizes write
@@ -102,7 +106,7 @@ class TracingDrafter:
         self._last.goes_on_B.zero_()
         for kept, part in zip(self._last, parts, strict=True):
             kept[: len(part)] = part
-        return Draft(rows.field(Field.ROOT)[:, None])
+        return DraftTrees(rows.field(Field.ROOT)[:, None])
 
     def read(self) -> Drafted | None:
         """The record of the round that was launched last; waits for it. None: no row went on."""

@@ -67,8 +67,8 @@ def cache_of(engine: DeviceEngine) -> KVCache:
 def test_speculation_equals_plain(method: str, shape: DraftShape) -> None:
     engine, actual = tokens_of(method, shape, GREEDY)
     assert cache_of(engine).all_layers.dtype == FP8
-    if engine._round.drafter.net is not None:
-        assert engine._round.drafter.net.cache.all_layers.dtype == FP8
+    if engine._round.method.net is not None:
+        assert engine._round.method.net.cache.all_layers.dtype == FP8
     assert actual == plain(GREEDY, num_layers(method))
     assert engine.stats.speculation.acceptance_length > 1, "nothing was ever accepted: this proves little"
 

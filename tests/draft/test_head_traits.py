@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specbatch.cache.request_table import BatchView, Field, RequestTable
-from specbatch.draft.drafters import Draft, NeuralDrafter
+from specbatch.draft.chain import ChainDraft
+from specbatch.draft.method import DraftTrees
 from specbatch.draft.shape import DraftShape
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.eagle_head import EagleConfig, default_aux_layers, expected_eagle_tensors
@@ -58,9 +59,9 @@ def test_the_device_engine_drafts_what_the_reference_does(name: str, monkeypatch
     traits = TRAITS.get(name, {})
     engine = tiny_device_engine("eagle3", CHAIN, num_pages=256, prefill_chunk_tokens=9, decoder=head_config, **traits)
     seen: list[Seen] = []
-    real = NeuralDrafter.draft
+    real = ChainDraft.draft
 
-    def draft(self: NeuralDrafter, rows: BatchView, state: RequestTable, sampled: bool) -> Draft:
+    def draft(self: ChainDraft, rows: BatchView, state: RequestTable, sampled: bool) -> DraftTrees:
         features = state.features_SE[rows.req_idx_B].clone()
         found = real(self, rows, state, sampled)
         for b in (rows.field(Field.DONE) == 0).nonzero().view(-1).tolist():
@@ -68,7 +69,7 @@ def test_the_device_engine_drafts_what_the_reference_does(name: str, monkeypatch
             seen.append(Seen(row, length, features[b], found.tokens_BN[b].tolist()))
         return found
 
-    monkeypatch.setattr(NeuralDrafter, "draft", draft)
+    monkeypatch.setattr(ChainDraft, "draft", draft)
     prompts = random_prompts(3, shared=6)
     texts = [prompt + c.token_ids for prompt, c in zip(prompts, run(engine, prompts, GREEDY), strict=True)]
 

@@ -8,20 +8,18 @@ import pytest
 import torch
 
 from specbatch.cache.pages import KVCache
+from specbatch.draft.ngram import HostNgramDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine import build_device, trial
 from specbatch.engine.build_device import build_device_engine
 from specbatch.engine.device_engine import DeviceEngine
-from specbatch.engine.factory import DraftFactory
 from specbatch.engine.memory import Rows, plan_cache, sizes_to_try
 from specbatch.errors import ModelError
-from specbatch.kernels import ops_for
 from specbatch.types import SamplingParams
 from tests.tiny_models import (
     CPU,
     MAX_LENGTH,
-    VOCAB,
     paged_of,
     random_prompts,
     run,
@@ -51,16 +49,16 @@ def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any, **options: A
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     target = tiny_decoder(tiny_config(3), torch.float64, attention=paged_of)
-    drafts = DraftFactory(None, (1, 3), VOCAB, 4, CPU, ops_for(CPU, torch.float64))
+    ngram = HostNgramDraft(SHAPE, 1, 3)
     rows = Rows(TOKEN_BYTES, 4, SHAPE.num_draft_tokens, MAX_LENGTH, 64, spare_pages=1)
     said: list[str] = []
     settings: dict[str, Any] = {
         "sizes": sizes_to_try(64, 1024, open_batch=True, open_chunk=True), "kv_cache_tokens": None
     } | options  # fmt: skip
     engine = build_device_engine(
-        target, ByBatch.always(SHAPE).map(drafts.drafter), dtype=torch.float64, kv_dtype=torch.float64, device=CPU,
+        target, ByBatch.always(ngram), dtype=torch.float64, kv_dtype=torch.float64, device=CPU,
         available=free, bound=plan_cache(free, rows), rows=rows, memory_fraction=0.9, prefix_cache=True, graphs="none",
-        prompt_graphs=False, sampled=False, keeps_tokens=True, eos_token_ids=(), simulate=None,
+        prompt_graphs=False, sampled=False, eos_token_ids=(), simulate=None,
         say=said.append, show=lambda progress: None, **settings,
     )  # fmt: skip
     return engine, said

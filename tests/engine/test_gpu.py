@@ -168,7 +168,7 @@ def test_padding_writes_nothing() -> None:
         "eagle3", DraftShape(5, 4, 8), num_pages=128, dtype=torch.float32, device=CUDA, graphs="round"
     )
     run(engine, random_prompts(4), GREEDY)  # fills the caches with something
-    caches = [engine._round._cache, engine._round.drafter.net.cache]
+    caches = [engine._round._cache, engine._round.method.net.cache]
     for i, prompt in enumerate(random_prompts(3, seed=1)):
         engine.submit(Request(i, prompt, SamplingParams(max_tokens=100), RngKey(0, i, 0)))
     engine.step()

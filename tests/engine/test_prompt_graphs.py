@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specbatch.attention.triton import PagedAttention
-from specbatch.draft.drafters import NoDrafter
+from specbatch.draft import NoDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.device_engine import DeviceEngine
@@ -113,7 +113,7 @@ def test_a_chunk_of_nothing_touches_padding_alone(method: str) -> None:
         engine.step()
     round_, state = engine._round, engine._state
     kept = [state.ints_SF, state.features_SE, state.tokens_SL, state.page_table_SP]
-    caches = [round_._cache, *([round_.drafter.net.cache] if round_.drafter.net is not None else [])]
+    caches = [round_._cache, *([round_.method.net.cache] if round_.method.net is not None else [])]
     spare = caches[0].all_layers.shape[3] - 1  # of no page
     before = [part[:-1].clone() for part in kept] + [cache.all_layers[..., :spare, :].clone() for cache in caches]
     packer = engine._packer
@@ -193,7 +193,7 @@ class StandIn:
 def live(engine: DeviceEngine) -> list[Tensor]:
     """What belongs to requests: not padding's slot, nor the spare slot of the caches."""
     state, round_ = engine._state, engine._round
-    caches = [round_._cache, *([round_.drafter.net.cache] if round_.drafter.net is not None else [])]
+    caches = [round_._cache, *([round_.method.net.cache] if round_.method.net is not None else [])]
     parts = [state.ints_SF, state.features_SE, state.tokens_SL, state.page_table_SP]
     return [*(part[:-1] for part in parts), *(cache.all_layers[..., :-1, :] for cache in caches)]
 
@@ -247,10 +247,10 @@ def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShap
     prompts, params = random_prompts(5), SamplingParams(max_tokens=6)
     expected = run(tiny_engine(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(method, shape, **settings, graph_tokens=128)
-    drafter = engine._round.drafter
+    method = engine._round.method
     runner = StandIn(engine)
     for drafts in (False, True, False, True):
-        engine.set_drafters(ByBatch.always(drafter if drafts else NoDrafter()), "none")
+        engine.set_methods(ByBatch.always(method if drafts else NoDraft()), "none")
         engine.executor.mode = "round"
         actual = run(engine, prompts, params)
         assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
@@ -288,8 +288,8 @@ def test_where_packed_tokens_lie(page_size: int, draft_kv_offset: int | None) ->
         assert packed.ready == [span.seq.req_idx for span in ended]
         assert packed.lengths == [span.end for span in ended]
         assert packed.all_end == (len(ended) == len(spans))
-        assert [s.seq.draft for s in spans] == [
-            s.seq.draft if draft_kv_offset is None else s.end + draft_kv_offset for s in spans
+        assert [s.seq.num_draft_computed for s in spans] == [
+            s.seq.num_draft_computed if draft_kv_offset is None else s.end + draft_kv_offset for s in spans
         ]
 
 
@@ -302,7 +302,7 @@ def random_span(rng: random.Random, slot: int, page_size: int, draft_kv_offset: 
     start = rng.randrange(seq.num_prefill_tokens)
     end = rng.choice([seq.num_prefill_tokens, rng.randint(start + 1, seq.num_prefill_tokens)])
     seq.pages = rng.sample(range(500), (seq.num_prefill_tokens + 2) // page_size + 1)
-    seq.draft = rng.randint(0, start) if draft_kv_offset is not None else 0
+    seq.num_draft_computed = rng.randint(0, start) if draft_kv_offset is not None else 0
     return PrefillSpan(seq, start, end, True, 0)
 
 
@@ -316,7 +316,7 @@ def one_by_one(
         first, end, shift = (
             (span.start, span.end, 0)
             if draft_kv_offset is None
-            else (seq.draft, span.end + draft_kv_offset, 1 - draft_kv_offset)
+            else (seq.num_draft_computed, span.end + draft_kv_offset, 1 - draft_kv_offset)
         )
         for i in range(first, end):
             tokens.append(seq.tokens[i + shift] if i + shift < len(seq.tokens) else 0)

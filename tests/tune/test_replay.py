@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specbatch.draft.network import num_lookahead
-from specbatch.draft.shape import DraftShape
+from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.oracle.ngram import NgramIndex
 from specbatch.tune.candidates import Candidate, NgramShape, lookahead, max_path
 from specbatch.tune.errors import TuningError

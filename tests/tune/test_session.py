@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from specbatch.draft.drafters import NeuralDrafter, NoDrafter
+from specbatch.draft import DraftMethod, DraftParts, NoDraft, make_method
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import GraphMode, RoundExecutor
-from specbatch.engine.factory import DraftFactory
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.tune import measure
@@ -26,12 +25,12 @@ from specbatch.tune.costs import CostModel, Measurement
 from specbatch.tune.measure import probes, time_batch, time_plain, time_prompts
 from specbatch.tune.replay import replay
 from specbatch.tune.session import Finished, OutOfTime, Session
-from specbatch.tune.timing import time_drafters, time_steps
+from specbatch.tune.timing import time_methods, time_steps
 from specbatch.tune.trace import Trace
 from specbatch.types import Request, RngKey, SamplingParams, SpeculationCounts
 from tests.engine.test_nonfinite import all_nan
 from tests.engine.test_out_of_memory import Replays
-from tests.tiny_models import CPU, VOCAB, random_prompts, tiny_device_engine, tiny_engine
+from tests.tiny_models import CPU, random_prompts, tiny_device_engine, tiny_engine
 
 TOPK, DEPTH = 3, 3
 OPS = ops_for(CPU, torch.float64)
@@ -43,8 +42,8 @@ SHAPES = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(2, 3, 6), DraftSh
 def gpu_session(method: str, graphs: GraphMode) -> Session:
     """In float64, in which a GPU writes the texts that a CPU does."""
     engine = tiny_device_engine(method, WIDE, num_pages=512, prefix_cache=False, device=CUDA)
-    drafts = DraftFactory(engine._round.drafter.net, (1, 3), VOCAB, 4, CUDA, ops_for(CUDA, torch.float64))
-    return Session(Built(engine, drafts), graphs)
+    parts = DraftParts(CUDA, ops_for(CUDA, torch.float64), engine._round.method.net, (1, 3))
+    return Session(Built(engine, method, parts), graphs)
 
 
 def session(method: str, on_device: bool, num_pages: int = 512) -> Session:
@@ -52,9 +51,8 @@ def session(method: str, on_device: bool, num_pages: int = 512) -> Session:
     engine: Any = (tiny_device_engine if on_device else tiny_engine)(
         method, WIDE, num_pages=num_pages, prefix_cache=False
     )
-    net = engine._round.drafter.net if on_device else getattr(engine._proposer, "_net", None)
-    drafts = DraftFactory(net, (1, 3), VOCAB, 4, CPU, OPS)
-    return Session(Built(engine, drafts), "none")
+    net = engine._round.method.net if on_device else getattr(engine._proposer, "_net", None)
+    return Session(Built(engine, method, DraftParts(CPU, OPS, net, (1, 3))), "none")
 
 
 def requests(temperature: float = 0.0) -> list[Request]:
@@ -74,7 +72,7 @@ def test_both_engines_record_the_same(method: str) -> None:
 def test_what_captures_in_the_middle_of_a_run_leave_of_the_record(
     method: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each runs the drafter over padding, between the rounds of rows. What a GPU does beyond that is tested there."""
+    """Each drafts for padding, between the rounds of rows. What a GPU does beyond that is tested there."""
 
     class Captures(RoundExecutor):
         def __init__(self, *args: Any) -> None:
@@ -95,13 +93,13 @@ def test_waves_share_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = session("draft_model", on_device=True)
     expected = tuned.trace(requests(), TOPK, DEPTH).rows
     redrafted: list[object] = []
-    set_drafters = tuned.engine.set_drafters
+    set_methods = tuned.engine.set_methods
 
-    def counted(drafters: Any, *args: Any, **rest: Any) -> None:
-        redrafted.append(drafters)
-        set_drafters(drafters, *args, **rest)
+    def counted(methods: Any, *args: Any, **rest: Any) -> None:
+        redrafted.append(methods)
+        set_methods(methods, *args, **rest)
 
-    monkeypatch.setattr(tuned.engine, "set_drafters", counted)
+    monkeypatch.setattr(tuned.engine, "set_methods", counted)
     for _ in range(2):
         tuned.use(ByBatch.always(SHAPES[0]))
         redrafted.clear()
@@ -143,8 +141,8 @@ def test_parts_of_a_round_add_up(method: str) -> None:
     tuned = gpu_session(method, "round")
     assert isinstance(tuned.engine, DeviceEngine)
     shape = DraftShape(3, 1, 4)
-    drafter = tuned.drafts.drafter(shape) if method == "ngram" else tuned.drafts.neural_drafter(shape)
-    plain, drafting = time_drafters(tuned.engine, 2, 20, [NoDrafter(), drafter], repeats=5)
+    methods = [NoDraft(), make_method(method, shape, tuned.parts)]
+    plain, drafting = time_methods(tuned.engine, 2, 20, methods, repeats=5)
     for times in (plain, drafting):
         assert sum(times[part] for part in ("draft", "verify", "extend")) == pytest.approx(times["round"], rel=0.2)
     assert plain["extend"] < plain["verify"], "nothing follows"
@@ -262,11 +260,11 @@ def test_what_a_later_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chains of every length on a device, each beyond the first step."""
     tuned = session("draft_model", on_device=True)
 
-    def time_drafters(engine: Any, batch: int, context: int, drafters: list[NeuralDrafter]) -> list[dict[str, float]]:
-        drafts = [1.0 + 0.25 * (drafter.max_path - 2) for drafter in drafters]
+    def time_methods(engine: Any, batch: int, context: int, methods: list[DraftMethod]) -> list[dict[str, float]]:
+        drafts = [1.0 + 0.25 * (method.max_path - 2) for method in methods]
         return [{"draft": draft, "verify": 2.0, "extend": 1.0, "round": 3.0 + draft} for draft in drafts]
 
-    monkeypatch.setattr(measure, "time_drafters", time_drafters)
+    monkeypatch.setattr(measure, "time_methods", time_methods)
     found = time_batch(tuned, 2, 20, 6, TOPK, 512)
     assert {m.width for m in found if m.kind == "verify"} == set(range(2, 8))
     assert {m.milliseconds for m in found if m.kind == "draft_start"} == {1.0}
@@ -280,10 +278,10 @@ def test_what_a_later_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_later_steps_that_take_no_time_are_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = session("draft_model", on_device=True)
 
-    def time_drafters(engine: Any, batch: int, context: int, drafters: list[NeuralDrafter]) -> list[dict[str, float]]:
-        return [{"draft": 1.0, "verify": 2.0, "extend": 1.0, "round": 4.0} for _ in drafters]
+    def time_methods(engine: Any, batch: int, context: int, methods: list[DraftMethod]) -> list[dict[str, float]]:
+        return [{"draft": 1.0, "verify": 2.0, "extend": 1.0, "round": 4.0} for _ in methods]
 
-    monkeypatch.setattr(measure, "time_drafters", time_drafters)
+    monkeypatch.setattr(measure, "time_methods", time_methods)
     steps = [m for m in time_batch(tuned, 2, 20, 2, 1, 512) if m.kind == "draft_step"]
     assert [(m.milliseconds, m.rng) for m in steps] == [(0.0, math.inf)]
 
@@ -319,10 +317,10 @@ def test_what_is_timed_on_a_device(
     tuned = session("draft_model", on_device=True)
     parts = {"draft": 0.5, "verify": 0.75, "extend": 0.25}
 
-    def time_drafters(engine: Any, batch: int, context: int, drafters: list[Any]) -> list[dict[str, float]]:
-        return [parts | {"round": 1.0} for _ in drafters]
+    def time_methods(engine: Any, batch: int, context: int, methods: list[Any]) -> list[dict[str, float]]:
+        return [parts | {"round": 1.0} for _ in methods]
 
-    monkeypatch.setattr(measure, "time_drafters", time_drafters)
+    monkeypatch.setattr(measure, "time_methods", time_methods)
     monkeypatch.setattr(measure, "time_steps", lambda engine, batch, context: (whole, host))
     found = time_plain(tuned, 2, 20) + time_batch(tuned, 2, 20, DEPTH, TOPK, 512)
     one = {(m.kind, m.width): m.milliseconds for m in found}
@@ -338,18 +336,18 @@ def test_what_a_plain_round_is_timed_of(method: str, monkeypatch: pytest.MonkeyP
     assert isinstance(tuned.engine, DeviceEngine)
     followed: list[bool] = []
 
-    def time_drafters(engine: Any, batch: int, context: int, drafters: list[NoDrafter]) -> list[dict[str, float]]:
-        (drafter,) = drafters
-        followed.append(drafter.net is not None)
+    def time_methods(engine: Any, batch: int, context: int, methods: list[DraftMethod]) -> list[dict[str, float]]:
+        (plain,) = methods
+        followed.append(plain.net is not None)
         return [{"round": 2.0, "extend": 1.0}]
 
     def time_steps(engine: Any, batch: int, context: int) -> tuple[float, float]:
-        drafter = tuned.engine._round.drafter  # type: ignore[union-attr]
-        assert isinstance(drafter, NoDrafter), "the engine decodes plainly"
-        assert drafter.net is None
+        plain = tuned.engine._round.method  # type: ignore[union-attr]
+        assert isinstance(plain, NoDraft), "the engine decodes plainly"
+        assert plain.net is None
         return 3.0, 0.5
 
-    monkeypatch.setattr(measure, "time_drafters", time_drafters)
+    monkeypatch.setattr(measure, "time_methods", time_methods)
     monkeypatch.setattr(measure, "time_steps", time_steps)
     tuned.use(ByBatch.always(SHAPES[0]))
     kinds = ["plain", "host", "copies", *(["extend"] if method != "ngram" else [])]
@@ -365,7 +363,9 @@ def test_parts_of_a_round_are_timed_and_leave_nothing_behind(method: str) -> Non
     assert isinstance(tuned.engine, DeviceEngine)
     expected = [c.token_ids for c in tuned.run(requests()).completions]
     shapes = [DraftShape(1, 1, 2), DraftShape(3, 1, 4)]
-    times = time_drafters(tuned.engine, 3, 20, [NoDrafter(), *map(tuned.drafts.drafter, shapes)])
+    times = time_methods(
+        tuned.engine, 3, 20, [NoDraft(), *(make_method(method, shape, tuned.parts) for shape in shapes)]
+    )
     for parts in times:
         assert sum(parts[name] for name in ("draft", "verify", "extend")) == pytest.approx(parts["round"], rel=0.5)
         assert min(parts.values()) > 0
@@ -387,7 +387,8 @@ def test_steps_of_requests_that_end_are_not_timed() -> None:
 
 def test_what_ran_before_does_not_change_what_is_gathered() -> None:
     engine = tiny_device_engine("draft_model", WIDE, max_batch_size=32, num_pages=512, prefix_cache=False)
-    tuned = Session(Built(engine, DraftFactory(engine._round.drafter.net, (1, 3), VOCAB, 4, CPU, OPS)), "none")
+    parts = DraftParts(CPU, OPS, engine._round.method.net, (1, 3))
+    tuned = Session(Built(engine, "draft_model", parts), "none")
     tuned.use(ByBatch.always(None))
     assert engine._scheduler.min_free_requests == 2
     tuned.run(requests())
@@ -443,7 +444,7 @@ def test_a_broken_model_is_told(on_device: bool) -> None:
         "ngram", DraftShape(3, 1, 4), num_pages=512, prefix_cache=False, spoil=all_nan("lm_head.weight")
     )
     timed: list[Callable[[], object]] = [lambda: time_steps(engine, 2, 20), lambda: time_batch(broken, 2, 20, 0, 0, 64)]
-    broken = Session(Built(engine, DraftFactory(None, (1, 3), VOCAB, 4, CPU, OPS)), "none")
+    broken = Session(Built(engine, "ngram", DraftParts(CPU, OPS, None, (1, 3))), "none")
     with pytest.raises(ModelError, match="not finite"):
         broken.trace(requests(), 0, 0)
     with pytest.raises(ModelError, match="not finite"):

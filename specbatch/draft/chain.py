@@ -1,0 +1,45 @@
+"""Chains from a draft network: each draft is the network's own choice after the one before it.
+
+Shape suffixes: B requests, E hidden size.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from specbatch.cache.request_table import BatchView, Field, RequestTable
+from specbatch.draft.method import DraftMethod, DraftTrees
+from specbatch.draft.network import DraftNet
+from specbatch.draft.rng import Draw
+from specbatch.draft.shape import DraftShape, num_lookahead
+
+
+class ChainDraft(DraftMethod):
+    """Chains of num_steps drafts, whatever topk is: drawn where a request samples, else the most likely tokens."""
+
+    def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType) -> None:
+        self.net = self._net = net
+        self._num_steps = shape.num_steps
+        self._ops = ops
+        self.num_nodes = self.max_path = shape.num_steps + 1
+        self.num_lookahead = num_lookahead(shape, net.draft_kv_offset)
+
+    def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        hidden_BE = table.features_SE[view.req_idx_B]
+        tokens, probs = [view.field(Field.ROOT)], []
+        for step in range(self._num_steps):
+            if step > 0:
+                # After the committed slots of the draft's cache, which include the root's where it has one.
+                offset = self._net.draft_kv_offset + step - 1
+                hidden_BE = self._net.forward(tokens[-1], hidden_BE, view.layout(1, start=offset, position=offset))
+            logits = self._net.raw_logits(hidden_BE)
+            if sampled:
+                u = self._ops.uniform(*view.rng, view.length_B + (step + 1), Draw.DRAFT)
+                probs.append(self._ops.distribution(logits, *view.sampling))
+                ids = self._ops.draw(probs[-1], u)
+            else:
+                ids = self._ops.argmax(logits)
+            tokens.append(ids if self._net.target_ids is None else self._net.target_ids[ids])
+        return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=torch.stack(probs, dim=1) if probs else None)

@@ -1,0 +1,126 @@
+"""Drafts that the host makes: from the sequences' tokens, uploaded with the batch.
+
+Shape suffixes: B requests, N tree nodes, W words of a mask, Z columns of the uploaded table.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specbatch.cache.request_table import BatchView, Field, RequestTable
+from specbatch.draft.method import DraftMethod, DraftTrees
+from specbatch.draft.shape import DraftShape
+
+
+class HostSequence(Protocol):
+    """What a host draft may read of a sequence (`engine.sequence.Sequence`)."""
+
+    tokens: list[int]  # prompt and output; the last is the root. Only ever appended to, also over a preemption
+    max_length: int  # of `tokens`: a draft past it cannot be accepted
+    draft_state: Any  # the method's own, None at first; all draft shapes of a schedule share it
+
+
+@dataclass(frozen=True, slots=True)
+class HostTrees:
+    """One draft tree for each of B sequences, padded to N nodes. Node 0 is the root, whose token is not read; a parent
+    comes before its children, and siblings hold different tokens."""
+
+    tokens_BN: NDArray[np.int64]  # of the target's vocabulary
+    num_nodes_B: NDArray[np.int64]  # 1 .. N
+    parents_BN: NDArray[np.int64] | None = None  # None: chains
+
+    @staticmethod
+    def chains(drafts: Sequence[Sequence[int]]) -> HostTrees:
+        """Of each sequence the drafts after its root, in order; there may be none."""
+        num_nodes = np.array([1 + len(one) for one in drafts], dtype=np.int64)
+        tokens = np.zeros((len(drafts), int(num_nodes.max(initial=1))), dtype=np.int64)
+        for line, one in zip(tokens, drafts, strict=True):
+            line[1 : 1 + len(one)] = one
+        return HostTrees(tokens, num_nodes)
+
+
+class HostDraftMethod(DraftMethod):
+    """A draft method on the host. The engine reads every result before it launches the next round: `host_draft` sees
+    all tokens. Chains and trees, greedy and sampled, are verified as any deterministic drafts: the output is that of
+    plain decoding."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        self.num_nodes = self.num_lookahead = shape.num_draft_tokens
+        self.max_path = min(shape.num_steps + 1, shape.num_draft_tokens)
+        self._is_chain = shape.is_chain
+        self._num_words = -(-self.num_nodes // 32)
+        self.num_host_columns = 1 + self.num_nodes * (1 if self._is_chain else 3 + self._num_words)
+
+    @abstractmethod
+    def host_draft(self, sequences: Sequence[HostSequence]) -> HostTrees:
+        """Trees of at most `num_nodes` nodes and `max_path` nodes on a path; without parents where topk is 1."""
+
+    def pack(self, trees: HostTrees) -> NDArray[np.int32]:
+        """(B, Z) what `draft` reads: number of nodes, tokens; of trees also parents, depths and mask."""
+        batch, width = trees.tokens_BN.shape
+        counts = trees.num_nodes_B
+        assert width <= self.num_nodes, f"{width} nodes, and the draft shape has {self.num_nodes}"
+        assert ((counts >= 1) & (counts <= width)).all(), "a tree has its root, and no more nodes than tokens"
+        parts = [trees.tokens_BN]
+        if trees.parents_BN is None:
+            assert width <= self.max_path, f"a path of {width} nodes, and the draft shape has {self.max_path}"
+        if not self._is_chain:
+            parents = np.arange(-1, width - 1) if trees.parents_BN is None else trees.parents_BN
+            parts += _ancestry(np.broadcast_to(parents, (batch, width)), trees, self.max_path, self._num_words)
+        else:
+            assert trees.parents_BN is None, "a tree, and topk is 1"
+        packed = np.zeros((batch, self.num_host_columns), dtype=np.int32)
+        packed[:, 0] = counts
+        first = 1
+        for part in parts:
+            per_node = 1 if part.ndim == 2 else part.shape[2]
+            packed[:, first : first + width * per_node] = part.reshape(batch, -1)
+            first += self.num_nodes * per_node
+        return packed
+
+    def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        """The trees that were uploaded (`pack`)."""
+        lines_BZ = table.host_trees_SZ[view.req_idx_B]
+        n = self.num_nodes
+        width = min(n, table.num_host_nodes or n)
+
+        def part(index: int) -> Tensor:
+            first = 1 + index * n
+            return lines_BZ[:, first : first + width].long()
+
+        tokens_BN, num_nodes_B = part(0), lines_BZ[:, 0].long()
+        tokens_BN[:, 0] = view.field(Field.ROOT)
+        if self._is_chain:
+            return DraftTrees(tokens_BN, num_nodes_B)
+        is_node = torch.arange(width, device=tokens_BN.device) < num_nodes_B[:, None]
+        mask = lines_BZ[:, 1 + 3 * n :][:, : n * self._num_words].view(-1, n, self._num_words)
+        parents_BN = torch.where(is_node, part(1), -2)
+        return DraftTrees(tokens_BN, num_nodes_B, parents_BN, part(2), mask[:, :width].contiguous())
+
+
+def _ancestry(parents_BN: NDArray[np.int64], trees: HostTrees, max_path: int, num_words: int) -> list[np.ndarray]:
+    """Parents, depths (B, N) and mask words (B, N, W). A node past the tree's end sees itself alone."""
+    batch, width = parents_BN.shape
+    lines, nodes = np.arange(batch), np.arange(width)
+    is_node = nodes < trees.num_nodes_B[:, None]
+    drafts = is_node & (nodes > 0)
+    assert (((parents_BN >= 0) & (parents_BN < nodes)) | ~drafts).all(), "a parent comes before its children"
+    child = np.where(drafts, trees.tokens_BN * width + parents_BN, -1 - nodes)
+    assert all(len(np.unique(one)) == width for one in child), "siblings hold different tokens"
+    depths = np.zeros((batch, width), dtype=np.int64)
+    mask = np.zeros((batch, width, num_words), dtype=np.uint32)
+    mask[:, nodes, nodes >> 5] = np.uint32(1) << (nodes & 31).astype(np.uint32)
+    for node in range(1, width):
+        parent = np.where(drafts[:, node], parents_BN[:, node], 0)
+        depths[:, node] = np.where(drafts[:, node], depths[lines, parent] + 1, 0)
+        mask[:, node] |= np.where(drafts[:, node, None], mask[lines, parent], 0)
+    assert depths.max(initial=0) < max_path, f"a path has at most {max_path} nodes"
+    return [parents_BN, depths, mask.view(np.int32)]

@@ -1,0 +1,93 @@
+"""Prompt lookup (Saxena 2023): the drafts are what followed the last earlier occurrence of the sequence's last few
+tokens, in the prompt or in the output. Where that reaches the end of the text, it goes on with the drafts themselves,
+so a repeated pattern is drafted to full length.
+
+On CUDA a kernel searches the text in each round. On a CPU the host keeps an index of each sequence, which costs less.
+Both give the same drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from specbatch.cache.request_table import BatchView, Field, RequestTable
+from specbatch.draft.host import HostDraftMethod, HostSequence, HostTrees
+from specbatch.draft.method import DraftMethod, DraftTrees
+from specbatch.draft.shape import DraftShape
+
+
+class NgramDraft(DraftMethod):
+    """On the device: chains of up to num_draft_tokens - 1 drafts, found by matches of min_match to max_match tokens."""
+
+    reads_tokens = True
+
+    def __init__(self, shape: DraftShape, min_match: int, max_match: int, ops: ModuleType) -> None:
+        self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
+        self._min_match, self._max_match = min_match, max_match
+        self._lookup = ops.ngram_lookup
+
+    def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        drafts, count = self._lookup(
+            table.tokens_SL,
+            view.req_idx_B,
+            table.ints_SF[:, Field.LENGTH] + 1,
+            table.ints_SF[:, Field.LIMIT],
+            self._min_match,
+            self._max_match,
+            self.num_nodes - 1,
+        )
+        return DraftTrees(torch.cat((view.field(Field.ROOT)[:, None], drafts), dim=1), count + 1)
+
+
+class NgramIndex:
+    """Where each n-gram of a growing token list occurred last, for n from min_match to max_match."""
+
+    def __init__(self, min_match: int, max_match: int) -> None:
+        self._sizes = range(min_match, max_match + 1)
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
+        self._num_indexed = 0  # n-grams that end before this token are in the index
+
+    def update(self, tokens: list[int]) -> None:
+        """Add every n-gram that has a token after it."""
+        for end in range(max(1, self._num_indexed), len(tokens)):
+            for size in self._sizes:
+                if size <= end:
+                    self._next[tuple(tokens[end - size : end])] = end
+        self._num_indexed = len(tokens)
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Index of the token after the last earlier occurrence of the longest suffix that has one."""
+        for size in reversed(self._sizes):
+            if size < len(tokens):
+                found = self._next.get(tuple(tokens[-size:]))
+                if found is not None:
+                    return found
+        return None
+
+
+class HostNgramDraft(HostDraftMethod):
+    """On the host, with an index of each sequence. A preempted sequence keeps its index: its tokens are the same."""
+
+    def __init__(self, shape: DraftShape, min_match: int, max_match: int) -> None:
+        super().__init__(DraftShape(shape.num_draft_tokens - 1, 1, shape.num_draft_tokens))
+        self._min_match, self._max_match = min_match, max_match
+
+    def host_draft(self, sequences: Sequence[HostSequence]) -> HostTrees:
+        return HostTrees.chains([self._drafts(seq) for seq in sequences])
+
+    def _drafts(self, seq: HostSequence) -> list[int]:
+        if seq.draft_state is None:
+            seq.draft_state = NgramIndex(self._min_match, self._max_match)
+        index: NgramIndex = seq.draft_state
+        index.update(seq.tokens)
+        start = index.find(seq.tokens)
+        if start is None:
+            return []
+        count = min(self.num_nodes - 1, seq.max_length - len(seq.tokens))
+        drafts = seq.tokens[start : start + count]
+        while len(drafts) < count:
+            drafts += drafts[: count - len(drafts)]
+        return drafts

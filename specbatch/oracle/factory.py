@@ -1,0 +1,27 @@
+"""Makes the oracle's proposers of a draft method."""
+
+from __future__ import annotations
+
+from specbatch.draft import DraftParts
+from specbatch.draft.schedule import Schedule
+from specbatch.draft.shape import DraftShape
+from specbatch.oracle.neural import NeuralProposer
+from specbatch.oracle.ngram import NgramProposer
+from specbatch.oracle.proposer import Proposer
+from specbatch.oracle.schedule import scheduled
+
+
+def proposer_of(method: str, schedule: Schedule, parts: DraftParts, vocab_size: int, page_size: int) -> Proposer:
+    """`vocab_size`: of the target."""
+
+    def make(shape: DraftShape) -> Proposer:
+        if method == "ngram":
+            return NgramProposer(shape.num_draft_tokens, *parts.ngram_match)
+        return neural_proposer(shape, parts, vocab_size, page_size)
+
+    return scheduled(schedule, make)
+
+
+def neural_proposer(shape: DraftShape, parts: DraftParts, vocab_size: int, page_size: int) -> NeuralProposer:
+    assert parts.net is not None, "the method has a draft network"
+    return NeuralProposer(parts.net, shape, vocab_size, page_size, parts.device)
