@@ -203,7 +203,7 @@ class Bench:
                 entry["error"] = f"{type(error).__name__}: {error}"
                 failed = True
                 self.say(traceback.format_exc())
-            # Behind the handlers: their traceback holds the engine alive.
+            # After the handlers: their traceback holds the engine alive.
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -248,7 +248,7 @@ class Bench:
         for name in args.workload:
             if name != "uniform":
                 self._file_job(name, method, run, engine, entry)
-        # Behind all cells, so that none is lost to it.
+        # After all cells, so that no cell is lost to it.
         if args.phases:
             self._time_phases(engine, entry)
 

@@ -43,7 +43,7 @@ MAX_LAYERS = 32
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` rows with `queries` new tokens each behind `start` others."""
+    """`batch` rows with `queries` new tokens each, after `start` others."""
 
     kind: str
     batch: int
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.batch} x {self.queries} behind {self.start}"
+        return f"{self.kind} {self.batch} x {self.queries} after {self.start}"
 
 
 def cases(kinds: list[str]) -> list[Case]:

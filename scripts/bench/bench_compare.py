@@ -1,4 +1,4 @@
-"""Figures of other engines beside ours: JSON files with one engine and method each.
+"""Figures of other engines next to ours: JSON files with one engine and method each.
 
     {"engine": "vllm", "k": 3, "acc": 2.5, "ready_s": 57.0, "rows": [{"concurrency": 1, "tok_s": 411.0, ...}, ...]}
     {"engine": "vllm", "k": 0, "acc": 1.0, "ready_s": 43.0, "jobs": {"mixed-1k-512": {"wall_s": 35.2, ...}, ...}}

@@ -87,7 +87,7 @@ def pair(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -
 
 
 def assisted(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -> None:
-    """Speed at batch 1: plain, n-gram and draft model, beside transformers' plain and assisted generation."""
+    """Speed at batch 1: plain, n-gram and draft model, next to transformers' plain and assisted generation."""
     params = SamplingParams(max_tokens=max_tokens)
     base = SpeculationSection(method="draft_model", draft=str(draft))
     for speculation in (

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def profile_rounds(engine: DeviceEngine, batch: int, rounds: int) -> dict[str, Any]:
-    """Kernels of the prefill of `batch` prompts (all steps), and of so many rounds after it."""
+    """Kernels of the prefill of `batch` prompts (all steps), and of N rounds after it."""
     params = SamplingParams(max_tokens=(rounds + 8) * 8, ignore_eos=True)
     for i in range(batch):
         prompt = [(i * 7919 + j * 104729) % engine.limits.vocab_size for j in range(CONTEXT)]

@@ -5,7 +5,7 @@
 Rounds: batches of 1 to 256 rows of 1250 tokens, 1, 4 or 8 new ones each (a chain; 8 also as a tree). Prompts: a chunk
 of 8 x 1024 tokens, one of 8192, one that continues a prompt. Each in CUDA-graph replay over the caches of 4 layers,
 so that keys and values come from memory. Candidates are compiled beforehand by processes without a GPU, as in
-tune_linear.py. Prints the best of each size beside what `tile_for` and `num_splits` choose.
+tune_linear.py. Prints the best of each size next to what `tile_for` and `num_splits` choose.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COPY_BYTES_PER_SECOND = 4.2e12
 
 @dataclass(frozen=True)
 class Size:
-    """`queries` new tokens in each of `batch` rows, behind `start` others."""
+    """`queries` new tokens in each of `batch` rows, after `start` others."""
 
     name: str
     batch: int
@@ -174,7 +174,7 @@ def main() -> None:
             if not results:
                 break
             floor = max(size.kv_bytes / COPY_BYTES_PER_SECOND, size.flops / 780e12) * 1e6
-            say(f"{size.name} {size.batch} x {size.queries} behind {size.start}: floor {floor:.1f} us")
+            say(f"{size.name} {size.batch} x {size.queries} after {size.start}: floor {floor:.1f} us")
             for label, (microseconds, tile, splits) in (
                 ("now", results[0]),
                 *(("best", r) for r in sorted(results, key=lambda r: r[0])[:3]),

@@ -206,7 +206,7 @@ def candidates(product: Product, M: int) -> list[Config]:
 
 
 class NoGpu:
-    """Stands for the GPU's driver in processes that only compile."""
+    """Replaces the GPU's driver in processes that only compile."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -2,7 +2,7 @@
 
     python scripts/check/check_lm_eval.py MODEL --out DIR [--rows 200] [--minutes 25] [--data FOLDER] [--set a.b=c ...]
 
-Wants lm-eval (`pip install lm-eval accelerate`; seen with 0.4.13) beside specbatch. MODEL is a folder in Hugging Face
+Needs lm-eval, too (`pip install lm-eval accelerate`; tested with 0.4.13). MODEL is a folder in Hugging Face
 format. Both run greedily in float32, lm-eval with its `hf` model, --batch-size rows at once (more than one are padded,
 which rounds differently); on a CPU, OMP_NUM_THREADS says how many cores they take. lm-eval answers rows until --rows or
 --minutes is reached, then specbatch answers the same ones. Both keep what they have: the same command goes on.

@@ -1,4 +1,4 @@
-"""A trained EAGLE-3 head in vLLM beside ours: the same file, the same prompts, greedy; acceptance, texts and speed.
+"""A trained EAGLE-3 head in vLLM and in ours: the same file, the same prompts, greedy; acceptance, texts and speed.
 
     python scripts/check/check_vllm.py prepare --model TARGET --rows eval.jsonl -o ids.json           # our environment
     python scripts/check/check_vllm.py run ids.json --model HF_DIRECTORY --head HEAD --num-steps 5 -o vllm.json # vLLM's
@@ -9,7 +9,7 @@
 
 `eval.jsonl` are rows with `messages`, such as those that train_draft.py leaves in training/. `compare` says how far the
 acceptance lengths are apart, how many texts are equal, and by how much our target preferred its token to the second
-best where a text first differs: in bfloat16, two engines part at ties. `speed` runs GSM8K prompts so many at once,
+best where a text first differs: in bfloat16, two engines part at ties. `speed` runs GSM8K prompts, N at once,
 prompts included, twice each: the better run counts, as what is compiled or loaded first is in the other.
 """
 
@@ -131,7 +131,7 @@ def _vllm(args: argparse.Namespace, stop: list[int]) -> tuple[Any, Any]:
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Output tokens per second, so many rows at once."""
+    """Output tokens per second by the number of requests at once."""
     given = json.loads(args.ids.read_text(encoding="utf-8"))
     rows = [row["prompt"] for row in given["rows"] if "gsm8k" in row["file"]]
     if len(rows) < max(args.batches):

@@ -1,1 +1,1 @@
-"""Attention backends behind one `plan` / `attend` interface."""
+"""Attention backends with one interface: `plan` and `attend`."""

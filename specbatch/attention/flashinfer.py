@@ -9,7 +9,7 @@ Read in FlashInfer 0.6.11, and relied on:
 
 - Every sequence has a whole row of the page table, `indptr[b] = b * P`, so its length is (P - 1) * page_size +
   last_page_len[b], in unsigned arithmetic: a negative last_page_len is right, and nothing else reads it.
-- What the kernel reads is looked up in the wrapper at `run`: the `_REPLACED` are replaced behind `plan`. The wrapper's
+- What the kernel reads is looked up in the wrapper at `run`: the `_REPLACED` are replaced after `plan`. The wrapper's
   own CUDA-graph mode is no use: it pads the list of pairs, and without splits nothing masks the padding.
 - `plan` stages the list in page-locked memory and does not wait for the copy. The list of prompts is staged in a ring.
 - The kernel reads lengths before it waits for its predecessor, so it is not launched ahead of time (`enable_pdl`).

@@ -1,1 +1,1 @@
-"""Paged KV cache: refcounted pages, the tensors behind them, and the prefix index that shares them across rows."""
+"""Paged KV cache: refcounted pages, their tensors, and the prefix index that shares pages between requests."""

@@ -124,7 +124,7 @@ class KVCache:
         return self.bytes_per_slot(num_layers, num_kv_heads, head_dim, self.dtype)
 
     def resize(self, num_slots: int) -> None:
-        """Start over with so many slots: for sizing the cache by what a trial with a small one has left free."""
+        """Start over with `num_slots`: a trial with a small cache measures how large it can be."""
         self._shape = (*self._shape[:3], num_slots, self._shape[4])
         del self._kv  # the old one first: there may be no room for both
         self._kv = self._allocate()

@@ -1,6 +1,6 @@
 """The prefix index: which full pages of tokens are in the cache already (a radix tree with one page an edge).
 
-A node stands for one full page after a given path of pages, so two rows share exactly the pages up to the first one in
+A node is one full page after a given path of pages, so two requests share exactly the pages up to the first one in
 which their tokens differ. The index holds one reference to each of its pages; a page that nobody else holds can be
 evicted, leaves first, least recently used first.
 
@@ -8,7 +8,7 @@ A cache of a GPU has 100,000 pages, and every step asks what could be evicted, s
 pages that nobody else holds are counted as they come and go, and those that are leaves wait in a heap.
 
 `lookahead` is 1 where the draft's keys and values at a slot depend on the *next* token too (EAGLE pairs the feature of
-position i with token i + 1): then a page is shared only between rows that agree on the token behind it as well.
+position i with token i + 1): then a page is shared only between requests that agree on the token after it as well.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class PrefixIndex:
 
     def num_evictable(self) -> int:
         """Pages that eviction could free: nobody but the index holds them."""
-        # Whoever holds a page of the index holds the path above it too, so that none of these stands above one in use.
+        # An owner of a page of the index owns the path above it too, so none of these pages is above one in use.
         return self._num_idle
 
     def evict(self, count: int) -> int:
@@ -154,7 +154,7 @@ class PrefixIndex:
             if last_used < node.last_used:
                 self._queue(node)
                 continue
-            # Whoever takes a page or files another below it uses it.
+            # Taking a page, or adding another below it, is a use.
             is_idle_leaf = not node.children and self._pool.refs(page) == 1
             assert is_idle_leaf, f"page {page} became busy without being used"
             parent = node.parent
@@ -194,7 +194,7 @@ class PrefixIndex:
             stack.extend(node.children.values())
             num_reached += 1
             page, refs = node.page, self._pool.refs(node.page)
-            assert self._nodes.get(page) is node, f"page {page} stands at two places of the index, or is not known"
+            assert self._nodes.get(page) is node, f"page {page} is at two places of the index, or unknown"
             assert refs >= 1, f"the index points at free page {page}"
             assert node.is_queued == (page in queued), f"page {page} has a wrong mark"
             assert queued.get(page, 0) <= node.last_used, f"page {page} waits for a time to come"

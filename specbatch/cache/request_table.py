@@ -73,7 +73,7 @@ class RequestTable:
 
     @property
     def padding(self) -> int:
-        """The slot that stands for no request."""
+        """The slot of no request."""
         return self.ints_SF.shape[0] - 1
 
     def saved(self) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_MOST_BEFORE = 8  # tokens by which texts may part behind tokens
+_MOST_BEFORE = 8  # tokens by which texts can differ later than tokens do
 LOGPROBS = 5  # of the rows that are run again: where three tokens are about equally probable, the third is one of them
 
 
@@ -43,7 +43,7 @@ def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable
     # Tokens in common are a beginning: once a token differs, no longer text is the beginning of the other.
     lengths = range(1, len(ids) + 1)
     common = bisect.bisect_left(lengths, 1, key=lambda n: int(not text.startswith(decode(ids[:n]).rstrip("\ufffd"))))
-    last = min(common, len(ids) - 1)  # the last one, where `text` only goes on behind it
+    last = min(common, len(ids) - 1)  # the last one if `text` only continues after it
     # Or tokens part before texts do: " the" begins " theory". A likely token that leads past what the texts have in
     # common tells where that was; one that does not, " " where both go on with " $", may be likely for itself.
     places = range(last, max(last - _MOST_BEFORE, -1), -1)
@@ -62,5 +62,5 @@ def _others(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _leads_past(shared: str, text: str, other: str) -> bool:
-    """Whether `text` goes on behind `shared`, or ends, as `other` does."""
+    """Whether `text` continues after `shared`, or ends, as `other` does."""
     return other == text or (len(other) > len(shared) and text.startswith(other))

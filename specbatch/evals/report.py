@@ -114,7 +114,7 @@ def comparison_lines(report: Mapping[str, Any]) -> list[str]:
         if other["speed_up"] is not None:
             parts.append(f"speed-up {other['speed_up']:.2f}")
         elif resumed := task["resumed_rows"] + other["resumed_rows"]:
-            parts.append(f"no speed-up is told, for {resumed:,} rows are from sessions before")
+            parts.append(f"no speed-up: {resumed:,} rows are from earlier sessions")
         lines.append(f"{name}, with speculation against without: " + "; ".join(parts))
     return lines
 

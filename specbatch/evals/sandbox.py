@@ -39,7 +39,7 @@ class Verdict:
 def run_programs(
     programs: Sequence[str], timeout_seconds: float, memory_mb: int, shown: Callable[[int], None] = lambda done: None
 ) -> list[Verdict]:
-    """A verdict for each program, a few at a time. `shown` is told how many are done."""
+    """A verdict for each program, a few at a time. `shown` gets the number that are done."""
     verdicts = []
     stopped = threading.Event()
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:

@@ -36,7 +36,7 @@ class SharedRuntime:
 
     def _resolve(self, config: Config) -> Any:
         own = dataclasses.replace(self.resolved.config, sampling=config.sampling, data=config.data)
-        # What was decided is told once: by the first job that needs the engine.
+        # The decisions are printed once: by the first job that needs the engine.
         notes = self.resolved.notes if self._engine is None else []
         return dataclasses.replace(self.resolved, config=own, notes=notes)
 

@@ -67,7 +67,7 @@ class Runtime:
     """The parts that need models: `engine.build` in the tool, stubs in tests."""
 
     resolve: Callable[[Config], Any]  # -> Resolved
-    build_engine: Callable[[Any, Callable[[str], None]], BatchEngine]  # told where to show what is being done
+    build_engine: Callable[[Any, Callable[[str], None]], BatchEngine]  # its second argument prints what is being done
     model_paths: Callable[[Config], Mapping[str, Path]]  # by option, of a resolved config
 
 

@@ -179,7 +179,7 @@ class FileJob:
         params = job.params
         row = _RowInFlight(digest, head, job, len(prompt), [None] * job.num_computed)
         for sample in range(job.num_computed):
-            # A seed of the row's own stands for itself wherever the row is; any other is keyed by the row.
+            # A seed that the row gives is used alone, at any place of the file; the job's seed is keyed by the row.
             if job.own_seed and params.seed is not None:
                 rng = RngKey(params.seed, 0, sample)
             else:

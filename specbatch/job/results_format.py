@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from specbatch.errors import RowError
 from specbatch.types import FinishReason, SpeculationCounts, TokenLogprob
 
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; the value is OpenAI's
+LOWEST_LOGPROB = -9999.0  # means minus infinity, which JSON lacks; the value is OpenAI's
 
 
 class TokenTexts(Protocol):

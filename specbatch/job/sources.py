@@ -104,7 +104,7 @@ def _stdin_source(given: BinaryIO | None) -> Source:
     if given is None and sys.stdin is None:
         raise InputError("standard input is closed", "specbatch generate - -o results.jsonl < data.jsonl")
     stdin = given if given is not None else sys.stdin.buffer
-    # Standard input cannot be read twice, so its head stands for the whole: a resumed run must be fed the same content.
+    # Standard input cannot be read twice, so its head identifies the whole: a resumed run must get the same content.
     try:
         head = stdin.read(_STDIN_HEAD)
     except (OSError, ValueError) as exc:  # a folder, or opened for writing only

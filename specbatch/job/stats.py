@@ -45,7 +45,7 @@ class RowTotals:
     def add(self, row: dict[str, Any], times: int = 1) -> None:
         """Count one result line, native or OpenAI; `times=-1` takes one back. Raises KeyError or TypeError for what is
         neither."""
-        # Everything is looked up before anything is counted: a damaged line must leave no half of itself behind.
+        # Everything is looked up before anything is counted: a damaged line must not be counted in part.
         if row.get("error"):
             error = row["error"]
             kind = str(error["type"] if "type" in error else error["code"])

@@ -22,7 +22,7 @@ _MAX_HELD = 8
 class StopChecker:
     """A `types.StopCheck`: the number of tokens to keep once a stop string is complete, else None.
 
-    Tokens are decoded one by one behind a short window of earlier ones (decoders join and strip across tokens), and an
+    Tokens are decoded one by one after a short window of earlier ones (decoders join and strip across tokens), and an
     unfinished character (a trailing U+FFFD) waits for its last byte. The answer is the same however many tokens
     arrive per call.
     """
@@ -62,7 +62,7 @@ class StopChecker:
             self._window = max(self._read, end - _MAX_HELD)  # short, through endless special tokens, too
             self._read = end
             context = self._decode(tokens[self._window : end])
-            # A character may be in the making even now, behind special tokens: its last byte is still to come.
+            # A character can be incomplete here, after special tokens: its last byte is still to come.
             self._given = len(context if whole == text else context.rstrip("\ufffd"))
         else:
             self._given = max(self._given, len(whole))

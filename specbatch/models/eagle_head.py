@@ -6,7 +6,7 @@ has no input norm, and the target's LM head is applied to its output.
 
 EAGLE-3 (Li et al. 2025; names as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): the feature is fc([low; middle; high]) of
 three of the target's layers; attention takes [norm(embedding); norm(feature)], twice the hidden size; the head has
-its own final norm and LM head, over a reduced draft vocabulary: draft id d stands for target id d + d2t[d].
+its own final norm and LM head, over a reduced draft vocabulary: draft id d means target id d + d2t[d].
 
 Both feed their own output back as the next position's feature. `formats/eagle_files.py` opens heads.
 

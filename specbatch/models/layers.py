@@ -26,7 +26,7 @@ class RMSNorm:
 
 
 class Linear:
-    """y = x W^T + b, with the input's norm in front and the sum with a residual behind, where these are asked for.
+    """y = x W^T + b, with the input's norm before and the sum with a residual after, if these are asked for.
 
     A residual may be overwritten by the sum. On CPU in float32 the weight is packed, and a row's bits do not depend on
     the other rows.

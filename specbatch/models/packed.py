@@ -47,7 +47,7 @@ class PackedLinear:
         self.settings = _settle(in_features, out_features, torch.get_num_threads())
 
     def multiply(self, x_RI: Tensor, activation: str = "none") -> Tensor:
-        """One block, with oneDNN's activation fused behind the product."""
+        """One block, with oneDNN's activation fused into the GEMM."""
         with _threads(self.settings.threads_for(torch.get_num_threads())):
             return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self._bias, activation, [], "")
 

@@ -434,7 +434,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     assert 0 < task["resumed_rows"] < 200
     # A part of the rows against all of them would be no comparison.
     assert task["compare"]["speed_up"] is None
-    assert f"no speed-up is told, for {task['resumed_rows']} rows" in again.stderr
+    assert f"no speed-up: {task['resumed_rows']} rows" in again.stderr
     cli(tmp_path, *arguments[:-1], "other")
     for name in ("samples.jsonl", "mine/answers.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()

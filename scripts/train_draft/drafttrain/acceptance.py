@@ -59,13 +59,13 @@ class Acceptance:
 
 
 def count_rounds(hits_LJ: Tensor, example: Example) -> int:
-    """Rounds that a chain of J steps takes for an answer behind its first token, as the engine counts them.
+    """Rounds that a chain of J steps takes for an answer after its first token, as the engine counts them.
 
     A round whose root is token t + 1 commits as many tokens as steps of chain t are right in a row, and one more.
     """
     accepted = hits_LJ.long().cumprod(dim=1).sum(dim=1).tolist()
     chain, rounds = example.prompt_length - 1, 0
-    while chain < len(example.tokens) - 2:  # the last token has nothing behind it
+    while chain < len(example.tokens) - 2:  # nothing follows the last token
         chain += accepted[chain] + 1
         rounds += 1
     return rounds

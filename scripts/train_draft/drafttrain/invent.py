@@ -17,7 +17,7 @@ from drafttrain.prompts import Messages, read_lines, write_job
 from specbatch.errors import ConfigError, RowError
 from specbatch.job.tokenizer import TextProcessor
 
-_MARK = "\u2042specbatch\u2042"  # stands where the user's words go
+_MARK = "\u2042specbatch\u2042"  # in the place of the user's words
 _TEMPERATURE, _TOP_P = 1.0, 0.95  # wide, but for the tail from which small models do not come back
 _MAX_TOKENS = 256  # a prompt that is not finished by then is dropped
 _FEWEST_CHARACTERS = 12

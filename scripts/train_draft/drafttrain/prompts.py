@@ -1,6 +1,6 @@
 """Prompts of training and evaluation: JSONL files of several known kinds -> rows as `specbatch generate` takes them.
 
-The kind is told by a row's fields, in this order:
+A row's fields show its kind, in this order:
 
     {"messages": [...]}                    as it is; an answer at its end is dropped, the target writes its own
     {"turns": ["...", ...]}                MT-bench, Arena-Hard: the first turn (text, or {"content": text})

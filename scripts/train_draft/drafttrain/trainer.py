@@ -34,7 +34,7 @@ _STEPS_A_VALIDATED_BATCH = 4
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What the weights depend on beside the examples; a checkpoint of other settings is refused."""
+    """What the weights depend on in addition to the examples; a checkpoint of other settings is refused."""
 
     num_steps: int  # unrolled draft steps
     epochs: int

@@ -1,6 +1,6 @@
 """Training-time test (EAGLE-3, Li et al. 2025): the head is trained on what it meets when it drafts, its own output.
 
-Row t of a batch is the chain that drafts behind token t + 1. Step 0 reads the pair (token t + 1, target's feature of t)
+Row t of a batch is the chain that drafts after token t + 1. Step 0 reads the pair (token t + 1, target's feature of t)
 at position t and sees the pairs of all positions up to t, as draft-extend computes them. Step j reads (token t + 1 + j,
 the chain's own output of step j - 1) at position t + j, and sees those same pairs and what steps 1 .. j of *its own
 chain* made: a causal triangle and j diagonals. The token that step j predicts is t + 2 + j.
@@ -73,7 +73,7 @@ def attend(q_BHLD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> 
     """Step j's attention over `keys` and `values` of steps 0 .. j, (B, K, L, D) each: causal over step 0, the diagonal
     of the others. Returns (B, H, L, D).
 
-    Later steps are one call of fused attention over all keys under a mask. It multiplies j L^2 products in vain, but
+    Later steps are one call of fused attention over all keys under a mask. It computes j L^2 unused products, but
     keeps no L^2 tensor, needs no second softmax to merge, and the head is one layer.
     """
     length = q_BHLD.shape[2]

@@ -140,7 +140,7 @@ def _guess_kind(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str:
 
 
 def _with_leading_added(vocab: dict[str, int], tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
-    """The vocabulary with those added tokens that do not all lie behind it.
+    """The vocabulary, with the added tokens if not all of them come after it.
 
     `tokenizers` numbers added tokens from the vocabulary's size on; those with lower ids (or between unused ones) must
     be in the vocabulary to keep their ids. They cannot match as ordinary text: no merge forms them.

@@ -97,7 +97,7 @@ def _byte_letters() -> list[str]:
 
 
 def describe_tokenizer_difference(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
-    """None where every id that both tokenizers have stands for the same token; else what differs, in one sentence.
+    """None if every id that both tokenizers have means the same token; else the difference in one sentence.
 
     Only ids are compared, not merges: a draft model shares the target's token ids and never tokenizes text itself.
     """
