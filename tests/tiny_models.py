@@ -28,9 +28,10 @@ from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
-from specbatch.models.decoder import Decoder, loader
+from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleConfig, EagleHead, default_aux_layers, expected_eagle_tensors
 from specbatch.models.rope import RopeConfig
+from specbatch.models.weight_loader import WeightLoader
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.factory import proposer_of
 from specbatch.types import Completion, Request, RngKey, SamplingParams
@@ -107,8 +108,7 @@ def tiny_decoder(
     tensors = RandomTensors(decoder_tensors(config), seed, scale)
     if spoil is not None:
         spoil(tensors._tensors)
-    load = loader(tensors, dtype, device)
-    return Decoder(config, load, attention(config, device), num_positions, dtype, device)
+    return Decoder(config, WeightLoader(tensors, dtype, device), attention(config, device), num_positions)
 
 
 def tiny_draft_net(
@@ -146,9 +146,8 @@ def tiny_draft_net(
     ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
     tensors._tensors["d2t"] = ids - torch.arange(width)
     tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-    load = loader(tensors, dtype, device)
     backend = attention(head_config, device)
-    model = EagleHead(head, load, tensors.load, target, backend, num_positions, dtype, device)
+    model = EagleHead(head, WeightLoader(tensors, dtype, device), target, backend, num_positions)
     return EagleDraft(model, model.new_cache(num_slots, kv_dtype))
 
 

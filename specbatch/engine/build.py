@@ -25,11 +25,12 @@ from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, loader
+from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.packed import is_packable
+from specbatch.models.weight_loader import WeightLoader
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.factory import proposer_of
 from specbatch.types import BatchEngine
@@ -164,7 +165,7 @@ def build_decoder(
 ) -> Decoder:
     """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`."""
     backend = _attention(config, dtype, device, attention, kv_dtype)
-    return Decoder(config, loader(tensors, dtype, device), backend, num_positions, dtype, device)
+    return Decoder(config, WeightLoader(tensors, dtype, device), backend, num_positions)
 
 
 def _attention(
@@ -181,9 +182,9 @@ def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions:
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
     if isinstance(run.draft, EagleCheckpoint):
         head, tensors = run.draft.config, run.draft.tensors
-        load = loader(tensors, run.dtype, run.device)
+        weights = WeightLoader(tensors, run.dtype, run.device)
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype)
-        model = EagleHead(head, load, tensors.load, target, attention, num_positions, run.dtype, run.device)
+        model = EagleHead(head, weights, target, attention, num_positions)
         cache = model.new_cache(num_slots, run.kv_dtype)
         return EagleDraft(model, cache)
     assert run.draft is not None, "resolve() opens the draft"

@@ -4,7 +4,6 @@ see `build_device.py`."""
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_s
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.kernels import ops_for
+from specbatch.models.config import num_layer_weights
 from specbatch.models.decoder import Decoder
 
 _PROMPT_GRAPHS = 16  # of a job, roughly
@@ -87,7 +87,7 @@ class Trials:
         )
         chunk_cost = ChunkCost.of_model(
             self.target.config.num_layers,
-            sum(math.prod(one.shape) for one in self.target.linears),
+            num_layer_weights(self.target.config),
             prefill_chunk_tokens,
             # With "none" too: tuning captures rounds later, and is to gather prompts as the job will.
             self.prompt_graphs and self.graphs != "phases",

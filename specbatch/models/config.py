@@ -6,18 +6,21 @@ for keys that a config.json leaves out are those of transformers' config classes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from specbatch.errors import ModelError
 from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, flag, mapping, norm_eps, shown, whole_number
 from specbatch.models.rope import RopeConfig, parse_rope
 
+Activation = Literal["silu"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and traits of a decoder-only transformer with RMSNorm, RoPE and a gated SiLU MLP."""
+    """Sizes and traits of a decoder-only transformer with RMSNorm, RoPE and a gated MLP."""
 
     model_type: str  # "llama" | "mistral" | "qwen2" | "qwen3"
     vocab_size: int  # rows of the embedding; may exceed the tokenizer's
@@ -37,6 +40,7 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over head_dim on queries and keys, before RoPE
     sliding_windows: tuple[int | None, ...]  # per layer; w: position p sees (p - w, p]; None: all of [0, p]
     eos_token_ids: tuple[int, ...]  # any of them ends a generation
+    activation: Activation = "silu"  # of the MLP's gate
 
     def checked(self, source: str) -> ModelConfig:
         """Itself. Raises ModelError, which begins with `source`, where sizes do not fit each other."""
@@ -58,6 +62,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"num_kv_heads": None, "head_dim": None, "max_position": 32768, "eos": None},
     "qwen3": {"num_kv_heads": None, "head_dim": 128, "max_position": 32768, "eos": None},
 }
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu"}  # by their names in config.json
 SUPPORTED_MODEL_TYPES = tuple(_DEFAULTS)
 
 
@@ -74,9 +79,9 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
             hint=f"supported model types: {', '.join(SUPPORTED_MODEL_TYPES)}",
         )
     defaults = _DEFAULTS[model_type]
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"hidden_act {shown(activation)} is not supported", hint="supported activations: silu")
+    hidden_act = config.get("hidden_act", "silu")
+    if not isinstance(hidden_act, str) or hidden_act not in _ACTIVATIONS:
+        raise ModelError(f"hidden_act {shown(hidden_act)} is not supported", hint="supported activations: silu")
     if config.get("quantization_config"):
         method = mapping(config["quantization_config"], "config.json: quantization_config").get("quant_method")
         raise ModelError(
@@ -117,6 +122,7 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
         qk_norm=model_type == "qwen3",
         sliding_windows=_parse_windows(config, model_type, num_layers),
         eos_token_ids=tuple(dict.fromkeys(eos)),
+        activation=_ACTIVATIONS[hidden_act],
     ).checked("config.json")
 
 
@@ -148,6 +154,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
     return shapes
+
+
+def num_layer_weights(config: ModelConfig) -> int:
+    """Elements of the matrices of all layers: each is read once for a forward pass."""
+    return sum(math.prod(shape) for name, shape in expected_tensors(config).items() if name.endswith("_proj.weight"))
 
 
 def _size(config: dict[str, Any], key: str, at_most: int = MAX_SIZE) -> int:

@@ -1,13 +1,14 @@
-"""The decoder of every supported family (Llama 2/3, SmolLM2, Mistral, Qwen2/2.5, Qwen3), which differ by the traits in
-`ModelConfig`: biases, per-head norms on queries and keys, sliding windows, rotary scaling, tied embeddings.
+"""The decoder of every supported family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3. The traits in
+`ModelConfig` distinguish them: biases, per-head norms on queries and keys, sliding windows, rotary scaling, tied
+embeddings, the activation of the MLP.
 
 Shape suffixes: T packed tokens, E hidden size, V vocabulary, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +18,12 @@ from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
-
-# Gives a checkpoint's tensor by its canonical (Hugging Face) name, in the dtype and on the device of the model.
-Load = Callable[[str], Tensor]
-
-
-class TensorReader(Protocol):
-    def load(self, name: str) -> Tensor: ...
-
-
-def loader(tensors: TensorReader, dtype: torch.dtype, device: torch.device) -> Load:
-    """Load from `tensors` and convert."""
-    return lambda name: tensors.load(name).to(device=device, dtype=dtype)
+from specbatch.models.layers import RMSNorm, Rotary
+from specbatch.models.weight_loader import WeightLoader
 
 
 class ForwardPass:
-    """What every layer of one forward pass needs to know about its tokens."""
+    """What all layers of one forward pass share."""
 
     def __init__(self, layout: PagedBatch, backend: AttentionBackend, cache: KVCache, rotary: Rotary):
         self.layout = layout
@@ -52,18 +42,16 @@ class Attention:
     """Self-attention of one layer: fused QKV projection, optional per-head norms, rotary, cache write, backend,
     output."""
 
-    def __init__(self, config: ModelConfig, layer: int, load: Load, prefix: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str) -> None:
         self._layer = layer
-        self.heads, self._kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, self._num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._window = config.sliding_windows[layer]
-        weight = torch.cat([load(f"{prefix}{name}_proj.weight") for name in "qkv"])
-        bias = torch.cat([load(f"{prefix}{name}_proj.bias") for name in "qkv"]) if config.qkv_bias else None
-        self._qkv = Linear(weight, bias)
-        self._out = Linear(load(f"{prefix}o_proj.weight"), load(f"{prefix}o_proj.bias") if config.output_bias else None)
-        self._q_norm = RMSNorm(load(f"{prefix}q_norm.weight"), config.rms_norm_eps) if config.qk_norm else None
-        self._k_norm = RMSNorm(load(f"{prefix}k_norm.weight"), config.rms_norm_eps) if config.qk_norm else None
-        self._rotary_write = ops_for(weight.device, weight.dtype).rotary_write
-        self.linears = self._qkv, self._out
+        self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in "qkv"), has_bias=config.qkv_bias)
+        self._out = weights.linear(f"{prefix}o_proj", has_bias=config.output_bias)
+        self._q_norm, self._k_norm = (
+            weights.norm(f"{prefix}{name}_norm", config.rms_norm_eps) if config.qk_norm else None for name in "qk"
+        )
+        self._rotary_write = ops_for(weights.device, weights.dtype).rotary_write
 
     def __call__(
         self,
@@ -74,22 +62,22 @@ class Attention:
         residual_TE: Tensor,
         logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
-        """residual + attention(norm(x)), (T, E), or (R, E) of the selected tokens; the residual, which may be x, may be
+        """residual + attention(norm(x)), (T, E), or (R, E) of the selected tokens. The residual, which may be x, may be
         overwritten."""
-        qkv = self._qkv(x_TI, norm=norm)
+        qkv = self._qkv(x_TI) if norm is None else self._qkv.with_norm(x_TI, norm)
         write = self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused
         q, plan = write(qkv, step), step.plan
         if logits_indices is not None:
             q, residual_TE = q[logits_indices.rows_R], residual_TE[logits_indices.rows_R]
-            if q.shape[0] == 0:  # a piece of a prompt: keys and values are all that is wanted of it
+            if q.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
                 return residual_TE
             plan = step.backend.plan(logits_indices.batch)
         out = step.backend.attend(plan, q, step.cache, self._layer, self._window)
-        return self._out(out.view(q.shape[0], -1), residual_TO=residual_TE)
+        return self._out.with_residual(out.view(q.shape[0], -1), residual_TE)
 
     def _rotate_and_write(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         assert step.angles is not None
-        sizes = (self.heads, self._kv_heads, self._kv_heads)
+        sizes = (self.num_heads, self._num_kv_heads, self._num_kv_heads)
         qkv = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
         if self._q_norm is not None and self._k_norm is not None:
             q, k, v = qkv.split(sizes, dim=1)
@@ -103,8 +91,8 @@ class Attention:
     def _rotate_and_write_fused(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         q: Tensor = self._rotary_write(
             qkv,
-            self.heads,
-            self._kv_heads,
+            self.num_heads,
+            self._num_kv_heads,
             step.rotary.cos_PD,
             step.rotary.sin_PD,
             step.layout.positions_T,
@@ -118,67 +106,86 @@ class Attention:
 
 
 class MLP:
-    """SwiGLU feed-forward (Shazeer 2020)."""
+    """Gated feed-forward (Shazeer 2020)."""
 
-    def __init__(self, load: Load, prefix: str, bias: bool) -> None:
-        gate, up, down = (
-            (load(f"{prefix}{name}_proj.weight"), load(f"{prefix}{name}_proj.bias") if bias else None)
-            for name in ("gate", "up", "down")
-        )
-        self._gated = GatedLinear(gate[0], up[0], gate[1], up[1])
-        self._down = Linear(*down)
-        self.linears = self._gated, self._down
+    def __init__(self, config: ModelConfig, weights: WeightLoader, prefix: str) -> None:
+        gate, up = f"{prefix}gate_proj", f"{prefix}up_proj"
+        self._gated = weights.gated_linear(gate, up, config.activation, has_bias=config.mlp_bias)
+        self._down = weights.linear(f"{prefix}down_proj", has_bias=config.mlp_bias)
 
     def __call__(self, x_TE: Tensor, *, norm: RMSNorm, residual_TE: Tensor) -> Tensor:
-        """residual + mlp(norm(x)); the residual, which may be x, may be overwritten."""
-        return self._down(self._gated(x_TE, norm=norm), residual_TO=residual_TE)
+        """residual + mlp(norm(x)). The residual, which may be x, may be overwritten."""
+        return self._down.with_residual(self._gated.with_norm(x_TE, norm), residual_TE)
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, load: Load, prefix: str) -> None:
-        self.input_norm = RMSNorm(load(f"{prefix}input_layernorm.weight"), config.rms_norm_eps)
-        self.attention = Attention(config, layer, load, f"{prefix}self_attn.")
-        self.post_norm = RMSNorm(load(f"{prefix}post_attention_layernorm.weight"), config.rms_norm_eps)
-        self.mlp = MLP(load, f"{prefix}mlp.", config.mlp_bias)
+    """Attention and MLP, each with a norm before it and a residual. Without `input_norm` the caller norms the input of
+    the attention."""
 
-    def __call__(self, x_TE: Tensor, step: ForwardPass, logits_indices: LogitsIndices | None = None) -> Tensor:
-        x_TE = self.attention(x_TE, step, norm=self.input_norm, residual_TE=x_TE, logits_indices=logits_indices)
-        return self.mlp(x_TE, norm=self.post_norm, residual_TE=x_TE) if x_TE.shape[0] else x_TE
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, *, input_norm: bool = True
+    ) -> None:
+        norm = f"{prefix}input_layernorm"
+        self._input_norm = weights.norm(norm, config.rms_norm_eps) if input_norm else None
+        self._attention = Attention(config, layer, weights, f"{prefix}self_attn.")
+        self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", config.rms_norm_eps)
+        self._mlp = MLP(config, weights, f"{prefix}mlp.")
+
+    def __call__(
+        self,
+        x_TI: Tensor,
+        step: ForwardPass,
+        logits_indices: LogitsIndices | None = None,
+        residual_TE: Tensor | None = None,
+    ) -> Tensor:
+        """(T, E), or (R, E) of the selected tokens. `residual_TE`: of the attention; None: x. It may be overwritten."""
+        residual_TE = x_TI if residual_TE is None else residual_TE
+        x = self._attention(x_TI, step, norm=self._input_norm, residual_TE=residual_TE, logits_indices=logits_indices)
+        return self._mlp(x, norm=self._post_norm, residual_TE=x) if x.shape[0] else x
 
 
-class Decoder:
-    """A causal language model over a paged cache.
+class PagedModel:
+    """What a decoder and an EAGLE head have in common: rotary embeddings, a paged cache, logits.
 
-    `num_positions` sizes the rotary tables: the longest sequence plus the tokens that speculation looks ahead.
+    `num_positions` sizes the rotary tables: the longest sequence, and the slots that speculation writes after it.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        load: Load,
-        backend: AttentionBackend,
-        num_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, config: ModelConfig, weights: WeightLoader, backend: AttentionBackend, num_positions: int
     ) -> None:
         self.config = config
-        self.device = device
+        self.device = weights.device
         self.num_positions = num_positions
         self._backend = backend
-        self.embedding_VE = load("model.embed_tokens.weight")
         inv_freq, factor = config.rope.inverse_frequencies(config.head_dim)
-        self._rotary = Rotary(inv_freq, factor, num_positions, dtype, device)
-        self._layers = [DecoderLayer(config, i, load, f"model.layers.{i}.") for i in range(config.num_layers)]
-        self._norm = RMSNorm(load("model.norm.weight"), config.rms_norm_eps)
-        self.lm_head = Linear(self.embedding_VE if config.tie_word_embeddings else load("lm_head.weight"))
+        self._rotary = Rotary(inv_freq, factor, num_positions, weights.dtype, weights.device)
 
-    @property
-    def linears(self) -> list[Linear | GatedLinear]:
-        """The matrix products of the layers."""
-        found: list[Linear | GatedLinear] = []
-        for layer in self._layers:
-            found += [*layer.attention.linears, *layer.mlp.linears]
-        return found
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        """Logits (R, V) of selected hidden states, in the model's dtype."""
+        raise NotImplementedError
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """As `raw_logits`, float32 (float64 where the model is)."""
+        out = self.raw_logits(hidden_RE)
+        return out if out.dtype == torch.float64 else out.float()
+
+    def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
+        c = self.config
+        return KVCache(c.num_layers, num_slots, c.num_kv_heads, c.head_dim, dtype, self.device)
+
+
+class Decoder(PagedModel):
+    """A causal language model over a paged cache."""
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightLoader, backend: AttentionBackend, num_positions: int
+    ) -> None:
+        super().__init__(config, weights, backend, num_positions)
+        self.embedding_VE = weights.tensor("model.embed_tokens.weight")
+        self._layers = [DecoderLayer(config, i, weights, f"model.layers.{i}.") for i in range(config.num_layers)]
+        self._norm = weights.norm("model.norm", config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.lm_head = weights.new_linear(self.embedding_VE) if tied else weights.linear("lm_head")
 
     def forward(
         self,
@@ -188,30 +195,20 @@ class Decoder:
         aux_layers: Sequence[int] = (),
         logits_indices: LogitsIndices | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the inputs of the layers
-        named in `capture` (EAGLE-3 features), (T, E) each: the number of layers means the last one's output, which
+        """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the auxiliary hidden
+        states, (T, E) each: the inputs of `aux_layers`. There the number of layers means the last layer's output, which
         needs all tokens."""
         step = ForwardPass(layout, self._backend, cache, self._rotary)
         x_TE = self.embedding_VE[tokens_T]
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self._layers):
             if i in aux_layers:
-                aux_hidden_states.append(x_TE.clone())  # the sums of later layers can overwrite it
+                aux_hidden_states.append(x_TE.clone())  # later layers may write their sums over it
             x_TE = layer(x_TE, step, logits_indices if i == len(self._layers) - 1 else None)
         if len(self._layers) in aux_layers:
-            assert logits_indices is None, "the features are those of all tokens"
+            assert logits_indices is None, "auxiliary hidden states are those of all tokens"
             aux_hidden_states.append(x_TE)
         return self._norm(x_TE), aux_hidden_states
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Logits (R, V) of selected rows, float32 (float64 where the model is)."""
-        out = self.raw_logits(hidden_RE)
-        return out if out.dtype == torch.float64 else out.float()
-
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
-        """Logits (R, V) in the model's dtype."""
         return self.lm_head(hidden_RE)
-
-    def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
-        c = self.config
-        return KVCache(c.num_layers, num_slots, c.num_kv_heads, c.head_dim, dtype, self.device)

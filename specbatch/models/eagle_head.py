@@ -27,8 +27,8 @@ from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.errors import ModelError
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import MLP, Attention, Decoder, ForwardPass, Load
-from specbatch.models.layers import Linear, RMSNorm, Rotary
+from specbatch.models.decoder import Decoder, DecoderLayer, ForwardPass, PagedModel
+from specbatch.models.weight_loader import WeightLoader
 
 EagleKind = Literal["eagle", "eagle3"]
 
@@ -203,46 +203,32 @@ def target_ids_of(d2t_W: Tensor, t2d_V: Tensor, vocab_size: int) -> Tensor:
     return ids
 
 
-class EagleHead:
+class EagleHead(PagedModel):
     """The head as a model: features and tokens in, draft hidden states and draft logits out."""
 
     def __init__(
-        self,
-        head: EagleConfig,
-        load: Load,
-        load_raw: Load,
-        target: Decoder,
-        backend: AttentionBackend,
-        num_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, head: EagleConfig, weights: WeightLoader, target: Decoder, backend: AttentionBackend, num_positions: int
     ) -> None:
         c = head.decoder
-        self.config = c
-        self.device = device
+        super().__init__(c, weights, backend, num_positions)
         self.aux_layers = head.aux_layers
-        # Of every token: EAGLE-1/2 take it, and where the last layer's output is tapped it has to be computed.
+        # Of every token: EAGLE-1/2 read it, and an EAGLE-3 head can read the last layer's output.
         self.reads_hidden = head.kind == "eagle" or target.config.num_layers in head.aux_layers
         self._kind = head.kind
         self._norm_before_residual = head.norm_before_residual
-        self._target = target
-        self._backend = backend
-        self._embedding = load("embed_tokens.weight") if head.has_embedding else target.embedding_VE
-        self._fc = Linear(load("fc.weight"), load("fc.bias") if head.has_fc_bias else None)
-        inv_freq, factor = c.rope.inverse_frequencies(c.head_dim)
-        self._rotary = Rotary(inv_freq, factor, num_positions, dtype, device)
-        layer = layer_prefix(head.kind)
-        self._attention = Attention(c, 0, load, f"{layer}self_attn.")
-        self._post_norm = RMSNorm(load(f"{layer}post_attention_layernorm.weight"), c.rms_norm_eps)
-        self._mlp = MLP(load, f"{layer}mlp.", c.mlp_bias)
-        self._target_ids: Tensor | None = None
+        self._embedding_VE = weights.tensor("embed_tokens.weight") if head.has_embedding else target.embedding_VE
+        self._fc = weights.linear("fc", has_bias=head.has_fc_bias)
+        self._layer = DecoderLayer(c, 0, weights, layer_prefix(head.kind), input_norm=False)
+        self.lm_head = weights.linear("lm_head") if head.has_lm_head else target.lm_head
+        # (W,) target token of each draft token; None where the two vocabularies are equal
+        self.target_ids: Tensor | None = None
         if head.kind == "eagle3":
-            self._hidden_norm = RMSNorm(load("midlayer.hidden_norm.weight"), c.rms_norm_eps)
-            self._input_norm = RMSNorm(load("midlayer.input_layernorm.weight"), c.rms_norm_eps)
-            self._norm = RMSNorm(load("norm.weight"), c.rms_norm_eps)
+            self._hidden_norm = weights.norm("midlayer.hidden_norm", c.rms_norm_eps)
+            self._input_norm = weights.norm("midlayer.input_layernorm", c.rms_norm_eps)
+            self._norm = weights.norm("norm", c.rms_norm_eps)
             if head.has_vocab_map:
-                self._target_ids = target_ids_of(load_raw("d2t"), load_raw("t2d"), c.vocab_size).to(device)
-        self.lm_head = Linear(load("lm_head.weight")) if head.has_lm_head else None  # None: the target's
+                ids = target_ids_of(weights.stored("d2t"), weights.stored("t2d"), c.vocab_size)
+                self.target_ids = ids.to(self.device)
 
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor:
         """The target's features (T, E), from what its forward pass returned."""
@@ -259,31 +245,15 @@ class EagleHead:
         """Hidden states (T, E), or (R, E) of the selected tokens: the next position's features, and what `logits`
         takes. `features_TE` may be overwritten."""
         step = ForwardPass(layout, self._backend, cache, self._rotary)
-        embedded = self._embedding[tokens_T]
+        embedded = self._embedding_VE[tokens_T]
         if self._kind == "eagle3":
             normed = self._hidden_norm(features_TE)
             residual = normed if self._norm_before_residual else features_TE
             x = torch.cat((self._input_norm(embedded), normed), dim=-1)
         else:
             residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
-        x = self._attention(x, step, norm=None, residual_TE=residual, logits_indices=logits_indices)
-        return self._mlp(x, norm=self._post_norm, residual_TE=x) if x.shape[0] else x
-
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Draft logits (R, W), float32 (float64 where the model is)."""
-        out = self.raw_logits(hidden_RE)
-        return out if out.dtype == torch.float64 else out.float()
+        return self._layer(x, step, logits_indices, residual)
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W) in the model's dtype."""
-        head = self._target.lm_head if self.lm_head is None else self.lm_head
-        return head(hidden_RE, norm=self._norm if self._kind == "eagle3" else None)
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """(W,) target token of each draft token; None where the two vocabularies are one."""
-        return self._target_ids
-
-    def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
-        c = self.config
-        return KVCache(1, num_slots, c.num_kv_heads, c.head_dim, dtype, self.device)
+        return self.lm_head.with_norm(hidden_RE, self._norm) if self._kind == "eagle3" else self.lm_head(hidden_RE)

@@ -1,6 +1,6 @@
-"""The layers of a decoder, inference only. Weights are plain tensors; nothing here knows about checkpoints.
+"""Norms and rotary embeddings, for inference only.
 
-Shape suffixes: T packed tokens, I input features, O output features, H heads, D head dimension.
+Shape suffixes: T packed tokens, E hidden size, H heads, D head dimension, P positions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from specbatch.kernels import ops_for
-from specbatch.models.packed import PackedLinear, in_blocks, is_packable
 
 
 class RMSNorm:
@@ -23,68 +22,6 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self._rms_norm(x, self.weight, self.eps)
         return y
-
-
-class Linear:
-    """y = x W^T + b, with the input's norm before and the sum with a residual after, if these are asked for.
-
-    A residual may be overwritten by the sum. On CPU in float32 the weight is packed, and a row's bits do not depend on
-    the other rows.
-    """
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight_OI.shape
-        self.shape = self.out_features, self.in_features
-        self._packed = PackedLinear(weight_OI, bias_O) if is_packable(weight_OI) else None
-        if self._packed is None:
-            self._weight, self._bias = weight_OI, bias_O
-            self._ops = ops_for(weight_OI.device, weight_OI.dtype)
-
-    def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None, residual_TO: Tensor | None = None) -> Tensor:
-        if self._packed is not None:
-            x_TI = x_TI if norm is None else norm(x_TI)
-            y = in_blocks(self._packed.multiply, x_TI, self._packed.settings.blocks)
-            return y if residual_TO is None else residual_TO + y
-        if norm is not None:
-            y = self._ops.norm_linear(x_TI, norm.weight, norm.eps, self._weight, self._bias)
-            return y if residual_TO is None else residual_TO + y
-        product: Tensor = self._ops.linear(x_TI, self._weight, self._bias, residual_TO)
-        return product
-
-
-class GatedLinear:
-    """silu(x G^T) * (x U^T): the first half of a SwiGLU feed-forward.
-
-    On CPU in float32 the activation is fused into the products, where it is computed alike for every element.
-    Torch's own computes the elements at the end of a thread's share by another formula.
-    """
-
-    def __init__(self, gate_OI: Tensor, up_OI: Tensor, gate_bias_O: Tensor | None, up_bias_O: Tensor | None) -> None:
-        self._is_packed = is_packable(gate_OI)
-        if self._is_packed:
-            self._gate, self._up = PackedLinear(gate_OI, gate_bias_O), PackedLinear(up_OI, up_bias_O)
-        else:
-            self._weight = torch.cat((gate_OI, up_OI))
-            self._bias = None if gate_bias_O is None or up_bias_O is None else torch.cat((gate_bias_O, up_bias_O))
-            self._ops = ops_for(gate_OI.device, gate_OI.dtype)
-        self.shape = gate_OI.shape[0] + up_OI.shape[0], gate_OI.shape[1]
-
-    def __call__(self, x_TI: Tensor, *, norm: RMSNorm | None = None) -> Tensor:
-        if not self._is_packed:
-            y: Tensor
-            if self._bias is not None:
-                x_TI = x_TI if norm is None else norm(x_TI)
-                y = self._ops.silu_mul(self._ops.linear(x_TI, self._weight, self._bias))
-            elif norm is None:
-                y = self._ops.gated_linear(x_TI, self._weight)
-            else:
-                y = self._ops.norm_gated_linear(x_TI, norm.weight, norm.eps, self._weight)
-            return y
-        x_TI = x_TI if norm is None else norm(x_TI)
-        return in_blocks(self._multiply, x_TI, self._gate.settings.blocks)  # gate and up are of one size
-
-    def _multiply(self, x_RI: Tensor) -> Tensor:
-        return self._up.multiply_by(x_RI, self._gate.multiply(x_RI, "swish"))
 
 
 class Rotary:

@@ -18,10 +18,10 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import build_decoder
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import ModelError
-from specbatch.models.decoder import loader
 from specbatch.models.eagle_head import EagleHead, EagleKind, default_aux_layers, target_ids_of
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import LAYER_IDS, open_eagle_head
+from specbatch.models.weight_loader import WeightLoader
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.spans import Span, batch_of
@@ -100,16 +100,7 @@ def test_drafts_are_those_of_the_reference(
     head, source = opened.config, opened.tensors
     reference = Reference(made.kind, tensors, target, made.norm_before_residual)
     decoder = build_decoder(target.config, target.tensors, 300, torch.float64, CPU)
-    model = EagleHead(
-        head,
-        loader(source, torch.float64, CPU),
-        source.load,
-        decoder,
-        attention_of(head.decoder),
-        300,
-        torch.float64,
-        CPU,
-    )
+    model = EagleHead(head, WeightLoader(source, torch.float64, CPU), decoder, attention_of(head.decoder), 300)
     pool = PagePool(64, 4)
     net = EagleDraft(model, model.new_cache(256, torch.float64))
     proposer = NeuralProposer(net, shape, VOCAB, 4, CPU)
@@ -174,8 +165,7 @@ def test_sampled_chains_are_drawn_from_the_heads_distribution(target: Checkpoint
     head, source = opened.config, opened.tensors
     reference = Reference("eagle3", tensors, target)
     decoder = build_decoder(target.config, target.tensors, 100, torch.float64, CPU)
-    load = loader(source, torch.float64, CPU)
-    model = EagleHead(head, load, source.load, decoder, attention_of(head.decoder), 100, torch.float64, CPU)
+    model = EagleHead(head, WeightLoader(source, torch.float64, CPU), decoder, attention_of(head.decoder), 100)
     proposer = NeuralProposer(EagleDraft(model, model.new_cache(64, torch.float64)), DraftShape(1, 1, 2), VOCAB, 8, CPU)
     cache = decoder.new_cache(64, torch.float64)
     options = {"max_length": 60, "max_batch_size": 1, "prefill_chunk_tokens": 64, "prefix_cache": False}

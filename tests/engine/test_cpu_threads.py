@@ -24,8 +24,7 @@ from specbatch.engine.cpu_threads import (
     read_cpu,
 )
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers import GatedLinear, Linear
-from specbatch.models.packed import thread_counts
+from specbatch.models.packed import PackedGatedLinear, PackedLinear, thread_counts
 from specbatch.oracle.sampling import distribution
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_config, tiny_engine
@@ -217,7 +216,7 @@ def test_products_have_the_same_bits_with_every_number_of_threads(inputs: int, o
     torch.set_num_threads(4)
     generator = torch.Generator().manual_seed(0)
     weight, other = (torch.randn(outputs, inputs, generator=generator) * 0.02 for _ in range(2))
-    linear, gated = Linear(weight), GatedLinear(weight, other, None, None)
+    linear, gated = PackedLinear(weight), PackedGatedLinear(weight, other, None, "silu")
     x = torch.randn(200, inputs, generator=generator)
     whole, whole_gated = linear(x), gated(x)
     for count in (3, 2, 1):

@@ -12,7 +12,8 @@ import torch
 from specbatch.attention.cpu import TorchAttention
 from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
-from specbatch.models.layers import GatedLinear, Linear, RMSNorm, Rotary
+from specbatch.models.layers import RMSNorm, Rotary
+from specbatch.models.packed import PackedGatedLinear, PackedLinear
 from specbatch.oracle.spans import Span, batch_of
 from specbatch.types import SamplingParams
 from tests.tiny_models import CPU, random_prompts, run, tiny_engine
@@ -27,7 +28,7 @@ ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 257]
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(inputs: int, outputs: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    linear = Linear(
+    linear = PackedLinear(
         torch.randn(outputs, inputs, generator=generator) * 0.02,
         torch.randn(outputs, generator=generator) if bias else None,
     )
@@ -58,7 +59,7 @@ def test_elementwise() -> None:
 def test_gated_linear(inputs: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     gate, up = (torch.randn(outputs, inputs, generator=generator) * 0.02 for _ in range(2))
-    gated = GatedLinear(gate, up, None, None)
+    gated = PackedGatedLinear(gate, up, None, "silu")
     x = torch.randn(400, inputs, generator=generator)
     whole = gated(x)
     torch.testing.assert_close(whole, torch.nn.functional.silu(x @ gate.T) * (x @ up.T), atol=1e-5, rtol=1e-4)

@@ -30,11 +30,12 @@ from specbatch.engine.resolve_speculation import resolve_speculation, schedule_o
 from specbatch.errors import InputError
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.config import expected_tensors
-from specbatch.models.decoder import loader
 from specbatch.models.eagle_head import EagleHead, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import open_eagle_head
+from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.formats.tokenizer import byte_tokenizer
+from specbatch.models.weight_loader import WeightLoader
 from specbatch.oracle.engine import Engine
 from specbatch.oracle.neural import NeuralProposer
 from specbatch.oracle.ngram import NoProposer
@@ -64,6 +65,16 @@ class Source(RandomTensors):
         """Nothing is open."""
 
 
+class Trained:
+    """The weights of a trained head, and what its files hold in addition."""
+
+    def __init__(self, weights: dict[str, Tensor], files: TensorSource) -> None:
+        self._weights, self._files = weights, files
+
+    def load(self, name: str) -> Tensor:
+        return self._weights[name] if name in self._weights else self._files.load(name)
+
+
 def target_checkpoint() -> Checkpoint:
     config = tiny_config(LAYERS)
     return Checkpoint(None, config, Source(expected_tensors(config)), "random")
@@ -91,14 +102,10 @@ def inference_head(head: Any, target: Checkpoint, folder: Path, dtype: torch.dty
     checked = open_eagle_head(folder, "eagle3", target)
     opened, source = checked.config, checked.tensors
     decoder = build_decoder(target.config, target.tensors, 300, dtype, CPU)
-    load = loader(source, dtype, CPU)
-    if dtype == torch.float64:  # not what the file's float32 left of them
-        state = head.state_dict()
-
-        def load(name: str) -> Tensor:
-            return state[name]
-
-    model = EagleHead(opened, load, source.load, decoder, attention_of(opened.decoder), 300, dtype, CPU)
+    weights = WeightLoader(source, dtype, CPU)
+    if dtype == torch.float64:  # the trained weights, not the float32 ones of the file
+        weights = WeightLoader(Trained(head.state_dict(), source), dtype, CPU)
+    model = EagleHead(opened, weights, decoder, attention_of(opened.decoder), 300)
     return model, decoder
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, loader
+from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.weight_loader import WeightLoader
 
 _LOGITS_AT_ONCE = 2**28  # elements: 0.5 GiB in bfloat16
 
@@ -79,8 +80,8 @@ class FrozenTarget:
         device: torch.device,
     ) -> None:
         self.config = c = checkpoint.config
-        load = loader(checkpoint.tensors, dtype, device)
-        self._decoder = Decoder(c, load, PaddedAttention(c), max_length, dtype, device)
+        weights = WeightLoader(checkpoint.tensors, dtype, device)
+        self._decoder = Decoder(c, weights, PaddedAttention(c), max_length)
         self._cache = OneLayerCache(1, max_tokens, c.num_kv_heads, c.head_dim, dtype, device)
         self._aux_layers = default_aux_layers(c.num_layers)
         self._draft_ids_W = draft_ids_W.to(device)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from specbatch.engine.build import build_decoder
 from specbatch.errors import ModelError
-from specbatch.models.decoder import loader
+from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead, EagleKind, default_aux_layers, expected_eagle_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import LAYER_IDS, EagleCheckpoint, open_eagle_head
+from specbatch.models.weight_loader import WeightLoader
 from tests.eagle_reference import LAYERS, VOCAB, E, Reference, head_tensors, random_target, write_head
 from tests.tiny_models import CPU, attention_of
 
@@ -200,11 +201,14 @@ def test_speculators_files_are_the_same_head(draft_vocab: int | None, target: Ch
     assert not opened(tmp_path / "own", target).config.norm_before_residual
 
 
-def head_model(found: EagleCheckpoint, target: Checkpoint) -> EagleHead:
-    decoder = build_decoder(target.config, target.tensors, 64, torch.float64, CPU)
-    load = loader(found.tensors, torch.float64, CPU)
+def decoder_of(target: Checkpoint) -> Decoder:
+    return build_decoder(target.config, target.tensors, 64, torch.float64, CPU)
+
+
+def head_model(found: EagleCheckpoint, decoder: Decoder) -> EagleHead:
+    weights = WeightLoader(found.tensors, torch.float64, CPU)
     attention = attention_of(found.config.decoder)
-    return EagleHead(found.config, load, found.tensors.load, decoder, attention, 64, torch.float64, CPU)
+    return EagleHead(found.config, weights, decoder, attention, 64)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -222,8 +226,9 @@ def test_a_missing_lm_head_is_the_targets(
     del tensors["lm_head.weight"]
     found = open_eagle_head(write_head(tmp_path, tensors, draft_vocab, tie_word_embeddings=tied), "eagle3", target)
     assert any("no LM head of its own" in note for note in found.notes)
-    model = head_model(found, target)
-    assert (model.lm_head is None) == (draft_vocab is None), "the whole head is shared, and not kept twice"
+    decoder = decoder_of(target)
+    model = head_model(found, decoder)
+    assert (model.lm_head is decoder.lm_head) == (draft_vocab is None), "the whole head is shared, and not kept twice"
     hidden = torch.randn(3, E, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     logits = model.logits(hidden)
     normed = Reference("eagle3", tensors | {"lm_head.weight": whole}, target).norm(hidden, "norm.weight")
@@ -242,7 +247,7 @@ def test_a_missing_t2d_is_made_of_d2t(target: Checkpoint, tmp_path: Path) -> Non
     t2d = tensors.pop("t2d")
     found = open_eagle_head(write_head(tmp_path, tensors, 23), "eagle3", target)
     assert torch.equal(found.tensors.load("t2d"), t2d)
-    ids = head_model(found, target).target_ids
+    ids = head_model(found, decoder_of(target)).target_ids
     assert ids is not None
     assert torch.equal(ids, t2d.nonzero().view(-1))
     tensors["d2t"] += VOCAB  # a map that leaves the vocabulary is refused as ever

@@ -1,0 +1,85 @@
+"""Linear layers: what a decoder asks of one, and the implementation that keeps its weight as it is.
+
+The implementation is chosen where weights are loaded (`weight_loader.py`): packed weights for float32 on CPU
+(`packed.py`), dense ones elsewhere. A layer may compute what precedes or follows its GEMM in the same kernel: the norm
+of its input, and the sum with a residual. By default both are steps of their own. So an implementation whose result is
+a part of a sum (a weight that is split over several devices) completes it in `__call__`, before the residual is added.
+
+Shape suffixes: T packed tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specbatch.models.layers import RMSNorm
+
+
+class Layer(Protocol):
+    """A function of (T, I) that returns (T, O)."""
+
+    @abstractmethod
+    def __call__(self, x_TI: Tensor) -> Tensor: ...
+
+    def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
+        """The layer of norm(x)."""
+        return self(norm(x_TI))
+
+
+class Linear(Layer, Protocol):
+    """x W^T + b."""
+
+    def with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Tensor:
+        """residual + x W^T + b. The sum may be written over the residual."""
+        return residual_TO + self(x_TI)
+
+
+class GatedLinear(Layer, Protocol):
+    """act(x G^T) * (x U^T): the first half of a gated feed-forward (Shazeer 2020)."""
+
+
+class DenseLinear(Linear):
+    """`ops`: as `kernels.ops_for` returns them. They fuse the norm and the residual where that is faster."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, ops: ModuleType) -> None:
+        self._weight, self._bias, self._ops = weight_OI, bias_O, ops
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        y_TO: Tensor = self._ops.linear(x_TI, self._weight, self._bias)
+        return y_TO
+
+    def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
+        y_TO: Tensor = self._ops.norm_linear(x_TI, norm.weight, norm.eps, self._weight, self._bias)
+        return y_TO
+
+    def with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Tensor:
+        y_TO: Tensor = self._ops.linear(x_TI, self._weight, self._bias, residual_TO)
+        return y_TO
+
+
+class DenseGatedLinear(GatedLinear):
+    """`ops`: as for `DenseLinear`. They fuse the activation, and without a bias the GEMM and the norm with it."""
+
+    def __init__(self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, ops: ModuleType) -> None:
+        self._weight = torch.cat((gate_OI, up_OI))
+        self._bias = None if biases_O is None else torch.cat(biases_O)
+        self._ops = ops
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        y_TO: Tensor
+        if self._bias is None:
+            y_TO = self._ops.gated_linear(x_TI, self._weight)
+        else:
+            y_TO = self._ops.silu_mul(self._ops.linear(x_TI, self._weight, self._bias))
+        return y_TO
+
+    def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
+        if self._bias is not None:
+            return self(norm(x_TI))
+        y_TO: Tensor = self._ops.norm_gated_linear(x_TI, norm.weight, norm.eps, self._weight)
+        return y_TO

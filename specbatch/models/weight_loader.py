@@ -1,0 +1,72 @@
+"""From a checkpoint's tensors to the layers of a model. Here is decided which implementation a linear layer has.
+
+Shape suffixes: I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specbatch.kernels import ops_for
+from specbatch.models.config import Activation
+from specbatch.models.layers import RMSNorm
+from specbatch.models.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
+from specbatch.models.packed import PackedGatedLinear, PackedLinear, is_packable
+
+
+class TensorReader(Protocol):
+    def load(self, name: str) -> Tensor:
+        """A checkpoint's tensor by its canonical (Hugging Face) name, as it is stored."""
+        ...
+
+
+class WeightLoader:
+    """Makes the layers of a model that computes in `dtype` on `device`. Layers are named as in the checkpoint, without
+    the ending `.weight` or `.bias`."""
+
+    def __init__(self, tensors: TensorReader, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._tensors = tensors
+        self._ops = ops_for(device, dtype)
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor as the checkpoint holds it."""
+        return self._tensors.load(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor in the dtype and on the device of the model."""
+        return self.stored(name).to(device=self.device, dtype=self.dtype)
+
+    def norm(self, name: str, eps: float) -> RMSNorm:
+        return RMSNorm(self.tensor(f"{name}.weight"), eps)
+
+    def linear(self, *names: str, has_bias: bool = False) -> Linear:
+        """One layer; several names: layers of the same input, their outputs concatenated."""
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
+        return self.new_linear(_joined(weights), _joined(biases) if has_bias else None)
+
+    def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
+        biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None
+        return self.new_gated_linear(self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight"), biases, activation)
+
+    def new_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        if is_packable(weight_OI):
+            return PackedLinear(weight_OI, bias_O)
+        return DenseLinear(weight_OI, bias_O, self._ops)
+
+    def new_gated_linear(
+        self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, activation: Activation
+    ) -> GatedLinear:
+        if is_packable(gate_OI):
+            return PackedGatedLinear(gate_OI, up_OI, biases_O, activation)
+        assert activation == "silu", activation  # the one that the kernels fuse
+        return DenseGatedLinear(gate_OI, up_OI, biases_O, self._ops)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
