@@ -88,4 +88,4 @@ def shown(value: Any) -> str:
 
 if __name__ == "__main__":
     (ROOT / "docs" / "options.md").write_text(options_text(), encoding="utf-8")
-    (ROOT / "specbatch" / "default.yaml").write_text(default_text(), encoding="utf-8")
+    (ROOT / "configs" / "default.yaml").write_text(default_text(), encoding="utf-8")

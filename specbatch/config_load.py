@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+import specbatch
 from specbatch.config import Config
 from specbatch.errors import ConfigError, cut
 from specbatch.retired import OPTIONS
@@ -21,7 +21,8 @@ LOCAL_NAME = "specbatch.yaml"
 
 
 def load_config(path: Path | str | None = None, sets: Sequence[str] = ()) -> Config:
-    """The configuration of `path` (None: ./specbatch.yaml where it exists, else the packaged default) under `sets`.
+    """The configuration of `path` under `sets`. `path` is a file or the name of a packaged configuration; None:
+    ./specbatch.yaml where it exists, else the packaged default.
 
     Options that a file leaves out have the defaults of `specbatch.config`. Raises ConfigError.
     """
@@ -30,7 +31,8 @@ def load_config(path: Path | str | None = None, sets: Sequence[str] = ()) -> Con
     if path is None:
         tree = read_mapping(default_config_text(), "the packaged default.yaml")
     else:
-        tree = read_mapping(read_text(Path(path), "configuration"), str(path))
+        path = find_config(Path(path))
+        tree = read_mapping(read_text(path, "configuration", packaged_configs()), str(path))
     reader = Reader(Config, OPTIONS, _of_vllm)
     for item in sets:
         _apply_set(tree, item, reader)
@@ -55,9 +57,26 @@ def option_paths() -> list[str]:
     return paths_of(Config)
 
 
+def configs_folder() -> Path:
+    """Where the packaged configurations and eval tasks are: in the package, or next to it in a checkout."""
+    package = Path(specbatch.__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def packaged_configs() -> dict[str, Path]:
+    """The packaged configurations by name."""
+    return {path.stem: path for path in sorted(configs_folder().glob("*.yaml"))}
+
+
+def find_config(path: Path) -> Path:
+    """`path`, or the packaged configuration of this name where there is no such file."""
+    return path if path.exists() else packaged_configs().get(str(path), path)
+
+
 def default_config_text() -> str:
     """The packaged default.yaml, comments included."""
-    return resources.files("specbatch").joinpath("default.yaml").read_text(encoding="utf-8")
+    return (configs_folder() / "default.yaml").read_text(encoding="utf-8")
 
 
 def write_template(path: Path) -> None:

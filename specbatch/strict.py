@@ -199,15 +199,16 @@ def _any_element(path: str) -> str:
     return re.sub(r"\[\d+\]", "[]", path)
 
 
-def read_text(path: Path, what: str) -> str:
-    """The text of a YAML file. Raises ConfigError, with the nearest name in its folder where there is no such file."""
+def read_text(path: Path, what: str, names: Iterable[str] = ()) -> str:
+    """The text of a YAML file. Raises ConfigError, with the nearest of `names` and of the files in its folder."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
         folder = path.parent
-        near = nearest(path.name, [p.name for p in folder.glob("*.y*ml")] if folder.is_dir() else [])
+        files = {p.name: p for p in folder.glob("*.y*ml")} if folder.is_dir() else {}
+        near = nearest(path.name, [*files, *names])
         reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
-        hint = f"did you mean {folder / near}?" if near else None
+        hint = f"did you mean {files.get(near, near)}?" if near else None
         raise ConfigError(f"cannot read the {what} {path}: {reason}", hint) from exc
 
 

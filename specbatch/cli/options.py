@@ -45,6 +45,13 @@ def named_path(text: str | Path) -> Path:
     return Path(text)
 
 
+def config_path(text: str | Path) -> Path:
+    """A file, or a packaged configuration by name."""
+    from specbatch.config_load import find_config
+
+    return find_config(named_path(text))
+
+
 def _methods() -> list[str]:
     from specbatch.config import SpeculationSection
 
@@ -80,8 +87,8 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        parser=named_path,
-        help="YAML file; default: ./specbatch.yaml, else the packaged default.",
+        parser=config_path,
+        help="YAML file, or the name of a packaged one; default: ./specbatch.yaml, else the packaged default.",
     ),
 ]
 SetsOption = Annotated[

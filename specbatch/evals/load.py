@@ -8,28 +8,31 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from specbatch.config_load import configs_folder
 from specbatch.errors import ConfigError
 from specbatch.evals.metrics import metric_name
 from specbatch.evals.schema import DataSource, Task
 from specbatch.retired import TASK_OPTIONS
 from specbatch.strict import Reader, read_mapping, read_text
 
-TASKS_FOLDER = Path(__file__).parent / "tasks"
+
+def packaged_tasks() -> dict[str, Path]:
+    """The packaged tasks by name."""
+    return {path.stem: path for path in sorted((configs_folder() / "evals").glob("*.yaml"))}
 
 
 def task_names() -> list[str]:
-    """The packaged tasks."""
-    return sorted(path.stem for path in TASKS_FOLDER.glob("*.yaml"))
+    return list(packaged_tasks())
 
 
 def find_tasks(names: Iterable[str], files: Iterable[Path]) -> list[Task]:
     """The packaged tasks `names`, then those of the YAML `files`. Raises ConfigError."""
-    known = task_names()
+    known = packaged_tasks()
     tasks = []
     for name in names:
         if name not in known:
             raise ConfigError(f"unknown task {name}; known: {', '.join(known)}", _near_task(name, known))
-        tasks.append(load_task(TASKS_FOLDER / f"{name}.yaml"))
+        tasks.append(load_task(known[name]))
     tasks += [load_task(path) for path in files]
     if not tasks:
         raise ConfigError(
@@ -88,7 +91,7 @@ def _check_source(source: DataSource, path: str) -> None:
         raise ConfigError(f"{path}: subset and split are for data of the hub")
 
 
-def _near_task(name: str, known: list[str]) -> str:
+def _near_task(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     if name.endswith((".yaml", ".yml")):
         return f"--task {name} runs your own task"

@@ -14,13 +14,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import specbatch
 from specbatch.cli import app
 from specbatch.config import Config, DataSection
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.evals.compare import difference, differing_rows
 from specbatch.evals.data import DATA_FOLDER, example_rows, task_rows
 from specbatch.evals.filters import CodeBlock, Filter, Lowercase, MajorityVote, Regex, Remove, Strip, TakeFirst
-from specbatch.evals.load import TASKS_FOLDER, find_tasks, load_task, task_names
+from specbatch.evals.load import find_tasks, load_task, task_names
 from specbatch.evals.metrics import ExactMatch, Value
 from specbatch.evals.plan import make_plan, stop_tokens
 from specbatch.evals.prompts import prompts
@@ -400,9 +401,9 @@ def test_every_packaged_task_is_named_in_the_help() -> None:
         assert re.search(rf"\b{name}\b", said), name
 
 
-def test_every_packaged_task_is_named_in_the_readme() -> None:
-    readme = TASKS_FOLDER.parent.parent.parent / "README.md"
-    if not readme.is_file():
+def test_every_packaged_task_is_named_in_the_docs() -> None:
+    page = Path(specbatch.__file__).parent.parent / "docs" / "eval.md"
+    if not page.is_file():
         pytest.skip("no checkout")
     for name in task_names():
-        assert f"`{name}`" in readme.read_text(encoding="utf-8")
+        assert f"`{name}`" in page.read_text(encoding="utf-8")

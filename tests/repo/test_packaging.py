@@ -50,5 +50,5 @@ def test_a_type_checker_may_read_the_annotations(project: dict[str, Any]) -> Non
 def test_a_source_distribution_holds_more_than_the_package(project: dict[str, Any]) -> None:
     lines = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()
     folders = {line.split()[1] for line in lines if line.startswith("graft ")}
-    assert folders == {"docs", "examples", "scripts", "tests"}
+    assert folders == {"configs", "docs", "examples", "scripts", "tests"}
     assert all((ROOT / folder).is_dir() for folder in folders)
