@@ -1,11 +1,14 @@
-"""Where the new tokens of a batch lie, as device tensors: what attention without host planning reads.
+"""What kernels, caches, models and the engine give each other: the layout of a batch, drafts, the fields of running
+requests and the output of a round. Plain types.
 
-Shape suffixes: B sequences, T packed new tokens, P pages of a table, W words of a mask.
+Shape suffixes: B sequences, T packed new tokens, R of them selected, P pages of a table, W words of a mask, K branches,
+C candidates, M longest path (root counted), Z columns of the round output.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -13,16 +16,45 @@ import torch
 from torch import Tensor
 
 NO_TOKEN = -1  # what a target chooses where its logits are not finite
+MAX_STOP_IDS = 6  # that the device looks for; if a request has more, the host finds the others a round later
+
+
+class Field(IntEnum):
+    """Fields of a running request, by column of `RequestTable.ints_SF`."""
+
+    LENGTH = 0  # tokens whose keys and values the target has computed
+    ROOT = 1  # the last sampled token: node 0 of the next tree
+    LIMIT = 2  # of tokens, the root counted
+    DONE = 3  # 0: the request goes on
+    IGNORE_EOS = 4
+    TOP_K = 5
+    SEED = 6
+    STREAM = 7
+    SAMPLE = 8
+    STOP = 9  # the first of MAX_STOP_IDS stop tokens, which are the last fields; -1: none
+
+
+NUM_FIELDS = int(Field.STOP) + MAX_STOP_IDS
+
+
+class Output(IntEnum):
+    """Columns of the round output, which is all that the host reads of a round. The tokens are the last columns."""
+
+    NUM_NEW = 0  # new tokens; 0: the request is done
+    NUM_DRAFTED = 1  # drafts that were verified
+    DEPTH = 2  # of the draft tree
+    NUM_BROKEN = 3  # drafts whose probabilities are NaN
+    TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
     """T new tokens of B sequences, the same for every layer of a forward pass.
 
-    Sequence b has new tokens [query_starts[b], query_starts[b + 1]) of the packed batch. They lie behind `starts[b]`
-    slots of its pages, and token i sees slots [0, starts[b] + i]: the case without a mask. With a mask, slots in front
-    of `mask_starts[b]` are visible and slot mask_starts[b] + j is where bit j % 32 of word j // 32 of the token's row
-    is set. Nothing here is read by the host, so lengths may change under a captured graph.
+    Sequence b has new tokens [query_starts[b], query_starts[b + 1]) of the packed batch. They come after the first
+    `starts[b]` slots of its pages. Without a mask, token i sees slots [0, starts[b] + i]. With a mask, all slots before
+    `mask_starts[b]` are visible, and slot mask_starts[b] + j is visible if bit j % 32 of the token's word j // 32 is
+    set. The host reads nothing of this, so lengths may change under a captured graph.
     """
 
     slots_T: Tensor  # int64; where keys and values are written; -1: nowhere
@@ -43,24 +75,24 @@ class LogitsIndices:
     """The R tokens of a batch whose hidden states are wanted. Of the others, a model's last layer computes keys and
     values only."""
 
-    rows_R: Tensor  # int64, in the packed batch
+    index_R: Tensor  # int64, of packed tokens
     batch: PagedBatch  # the same tokens, each the one new token of a sequence
 
     @staticmethod
-    def of(batch: PagedBatch, rows_R: Tensor, starts_R: Tensor, page_table_RP: Tensor) -> LogitsIndices:
-        """`starts_R`: slots in front of each; `page_table_RP`: the pages of its sequence."""
-        count = rows_R.shape[0] + 1
+    def of(batch: PagedBatch, index_R: Tensor, starts_R: Tensor, page_table_RP: Tensor) -> LogitsIndices:
+        """`starts_R`: slots before each; `page_table_RP`: the pages of its sequence."""
+        count = index_R.shape[0] + 1
         alone = PagedBatch(
-            batch.slots_T[rows_R],
-            batch.positions_T[rows_R],
+            batch.slots_T[index_R],
+            batch.positions_T[index_R],
             page_table_RP,
             batch.page_size,
             starts_R.to(torch.int32),
-            torch.arange(count, dtype=torch.int32, device=rows_R.device),
+            torch.arange(count, dtype=torch.int32, device=index_R.device),
             max_queries=1,
             host_query_starts=None if batch.host_query_starts is None else np.arange(count, dtype=np.int32),
         )
-        return LogitsIndices(rows_R, alone)
+        return LogitsIndices(index_R, alone)
 
 
 def slots_of(page_table_BP: Tensor, page_size: int, index_BQ: Tensor) -> Tensor:
@@ -70,25 +102,12 @@ def slots_of(page_table_BP: Tensor, page_size: int, index_BQ: Tensor) -> Tensor:
     return page_table_BP.gather(1, page_index).to(torch.int64) * page_size + index_BQ % page_size
 
 
-@dataclass(frozen=True, slots=True)
-class SlotColumns:
-    """Where the fields that a commit reads and writes lie in a slot's row of integers."""
-
-    length: int  # committed tokens
-    root: int  # the last sampled token
-    limit: int  # of tokens, the root counted
-    done: int  # 0: the request goes on
-    ignore_eos: int
-    stop: int  # the first of `num_stops` stop tokens; -1: none
-    num_stops: int
-
-
 class Spans(NamedTuple):
     """The new tokens of a batch (see `PagedBatch`)."""
 
     slots_T: Tensor  # int64; -1: not written
     positions_T: Tensor  # int64
-    starts_B: Tensor  # int32, slots in front of the new tokens
+    starts_B: Tensor  # int32, slots before the new tokens
     mask_starts_B: Tensor  # int32
     query_starts: Tensor  # (B + 1,) int32
 
@@ -98,8 +117,8 @@ class Beam(NamedTuple):
 
     scores_BK: Tensor  # float32, cumulative log-probability
     tokens_BK: Tensor  # int64, of the target's vocabulary
-    index_BK: Tensor  # int64, place among the candidates
-    parent_BK: Tensor  # int64, the branch of the step before that each hangs on; of the first step: itself
+    index_BK: Tensor  # int64, index of the candidate
+    parent_BK: Tensor  # int64, the branch of the step before that is its parent; of the first step: itself
     seen_BKW: Tensor  # int32: bit i * K + j of the words: it sees branch j of step i
 
 
@@ -117,9 +136,8 @@ class Committed(NamedTuple):
     path_BM: Tensor  # int64, nodes from the root down
     num_path_B: Tensor  # int64, 1 .. M; as many tokens are new
     tokens_BM: Tensor  # int64, the accepted drafts and the target's own token
-    # int32: number of new tokens (0: not live), drafts verified, depth of the tree, broken drafts, the tokens; of these
-    # the last is NO_TOKEN where the target's logits are not finite.
+    # int32, see `Output`. The last token is NO_TOKEN where the target's logits are not finite.
     output_BZ: Tensor
-    accept_index_T: Tensor  # int64, (B * M) packed rows of the path's nodes
+    accept_index_T: Tensor  # int64, (B * M) packed tokens of the path's nodes
     source_T: Tensor  # int64, (B * M) cache slots of the path's nodes ..
     target_T: Tensor  # int64, .. and where they belong; -1: they are there, or do not count

@@ -11,36 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from specbatch.batch import PagedBatch, SlotColumns
-
-MAX_STOP_IDS = 6  # looked for on the device; of a request with more, the host finds the others a round later
-
-
-class Field(IntEnum):
-    """Columns of `RequestTable.ints_SF`."""
-
-    LENGTH = 0  # committed: tokens whose target KV is written
-    ROOT = 1  # the last sampled token: node 0 of the next tree
-    LIMIT = 2  # of tokens, the root counted
-    DONE = 3
-    IGNORE_EOS = 4
-    TOP_K = 5
-    SEED = 6
-    STREAM = 7
-    SAMPLE = 8
-    STOP = 9  # .. 9 + MAX_STOP_IDS; -1: none
-
-
-NUM_FIELDS = int(Field.STOP) + MAX_STOP_IDS
-COLUMNS = SlotColumns(
-    Field.LENGTH, Field.ROOT, Field.LIMIT, Field.DONE, Field.IGNORE_EOS, Field.STOP, num_stops=MAX_STOP_IDS
-)
+from specbatch.batch import NUM_FIELDS, Field, PagedBatch
 
 
 class RequestTable:

@@ -13,7 +13,8 @@ from types import ModuleType
 
 import torch
 
-from specbatch.cache.request_table import BatchView, Field, RequestTable
+from specbatch.batch import Field
+from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.host import HostDraftMethod, HostSequence, HostTrees
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from specbatch.cache.request_table import BatchView, Field, RequestTable
+from specbatch.batch import Field
+from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import DraftNet
 from specbatch.draft.shape import num_lookahead

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from specbatch.batch import Candidates
-from specbatch.cache.request_table import BatchView, Field, RequestTable
+from specbatch.batch import Candidates, Field
+from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import DraftNet
 from specbatch.draft.shape import DraftShape, num_lookahead

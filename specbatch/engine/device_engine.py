@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specbatch.batch import Output
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
@@ -32,11 +33,6 @@ from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.round import (
-    OUTPUT_BROKEN,
-    OUTPUT_COUNT,
-    OUTPUT_DEPTH,
-    OUTPUT_DRAFTED,
-    OUTPUT_TOKENS,
     Logprobs,
     Round,
 )
@@ -285,18 +281,18 @@ class DeviceEngine(EngineBase):
         return append_tokens(seq, report, self._eos)
 
     def _read_round(self, seq: Sequence, report: list[int], max_path: int) -> FinishReason | None:
-        count = report[OUTPUT_COUNT]
+        count = report[Output.NUM_NEW]
         assert count >= 1, f"request {seq.request.request_id} ended on the device only"
         seq.rounds_in_flight -= 1
         seq.num_in_flight -= max_path
         seq.num_computed_tokens += count
-        self._stats.broken_drafts += report[OUTPUT_BROKEN]
+        self._stats.broken_drafts += report[Output.NUM_BROKEN]
         before = len(seq.tokens)
-        reason = append_tokens(seq, report[OUTPUT_TOKENS : OUTPUT_TOKENS + count], self._eos)
+        reason = append_tokens(seq, report[Output.TOKENS : Output.TOKENS + count], self._eos)
         committed = len(seq.tokens) - before
         seq.counts.record(
-            drafted=report[OUTPUT_DRAFTED],
-            depth=report[OUTPUT_DEPTH],
+            drafted=report[Output.NUM_DRAFTED],
+            depth=report[Output.DEPTH],
             accepted=min(count - 1, committed),
             committed=committed,
         )

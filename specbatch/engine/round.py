@@ -16,17 +16,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, LogitsIndices, PagedBatch
+from specbatch.batch import NO_TOKEN, Committed, Field, LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.cache.request_table import COLUMNS, BatchView, Field, RequestTable
+from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import TargetOutput
 from specbatch.draft.rng import Draw
 from specbatch.models.decoder import Decoder
 
-# Columns of a report before the tokens: how many are new, drafts verified, depth of the tree, drafts whose
-# probabilities are NaN.
-OUTPUT_COUNT, OUTPUT_DRAFTED, OUTPUT_DEPTH, OUTPUT_BROKEN, OUTPUT_TOKENS = range(5)
 MAX_TOP_LOGPROBS = 20
 _LOGPROB_ROWS = 32  # rows of a batch whose log-probabilities are computed at once
 # Up to so many rows a draft-extend only streams weights, and computing the hidden states of all of them costs nothing.
@@ -137,7 +134,6 @@ class Round:
             self.state.tokens_SL,
             self.state.page_table_SP,
             rows.req_idx_B,
-            COLUMNS,
             self._page_size,
             self._eos,
             min(self.method.max_path, draft.tokens_BN.shape[1]),  # trees of the host may be smaller
@@ -258,7 +254,7 @@ class Round:
             self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states)
             return chunk.ready_R[:, None].int(), None
         rows = BatchView.gather(self.state, chunk.ready_R, self._page_size, self._ops)
-        logits = self._target.raw_logits(hidden[chunk.logits_indices.rows_R] if logits_indices is None else hidden)
+        logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
         draft = DraftTrees(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
@@ -285,7 +281,7 @@ class Round:
             return
         assert chunk.draft_layout is not None
         assert chunk.draft_selected is not None
-        tokens = chunk.draft_tokens_T.index_copy(0, chunk.draft_selected.rows_R, first_R)
+        tokens = chunk.draft_tokens_T.index_copy(0, chunk.draft_selected.index_R, first_R)
         features = net.features(TargetOutput([], hidden_TE, aux_hidden_states))
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)

@@ -11,7 +11,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from specbatch.cache.request_table import MAX_STOP_IDS, NUM_FIELDS, Field, RequestTable
+from specbatch.batch import MAX_STOP_IDS, NUM_FIELDS, Field
+from specbatch.cache.request_table import RequestTable
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
 

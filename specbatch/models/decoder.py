@@ -68,7 +68,7 @@ class Attention:
         write = self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused
         q, plan = write(qkv, step), step.plan
         if logits_indices is not None:
-            q, residual_TE = q[logits_indices.rows_R], residual_TE[logits_indices.rows_R]
+            q, residual_TE = q[logits_indices.index_R], residual_TE[logits_indices.index_R]
             if q.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
                 return residual_TE
             plan = step.backend.plan(logits_indices.batch)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from specbatch.cache.request_table import BatchView, Field, RequestTable
+from specbatch.batch import Field
+from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft import NoDraft, make_method
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.network import DraftNet

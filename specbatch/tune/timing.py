@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specbatch.cache.request_table import Field
+from specbatch.batch import Field
 from specbatch.draft.method import DraftMethod
 from specbatch.engine.base import check_finite
 from specbatch.engine.device_engine import DeviceEngine

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from specbatch.batch import Candidates
+from specbatch.batch import Candidates, Field
 from specbatch.cache.pages import KVCache
-from specbatch.cache.request_table import BatchView, Field, RequestTable
+from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft import DraftParts
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftMethod, DraftTrees

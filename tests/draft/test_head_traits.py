@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.cache.request_table import BatchView, Field, RequestTable
+from specbatch.batch import Field
+from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.shape import DraftShape

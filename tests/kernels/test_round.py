@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.batch import Candidates, Committed, SlotColumns
-from specbatch.cache.request_table import NUM_FIELDS, Field
+from specbatch.batch import NUM_FIELDS, Candidates, Committed, Field
 from specbatch.draft.rng import Draw, uniform
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
@@ -242,10 +241,10 @@ def commit(ops: Ops, tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -
     ints = torch.zeros((batch, NUM_FIELDS), dtype=torch.int64, device=DEVICE)
     ints[:, Field.LIMIT] = 1000
     history, table = torch.empty((batch, 0), device=DEVICE).int(), torch.zeros((batch, 1), device=DEVICE).int()
-    columns = SlotColumns(Field.LENGTH, Field.ROOT, Field.LIMIT, Field.DONE, Field.IGNORE_EOS, Field.STOP, 0)
+    ints[:, Field.STOP :] = -1
     rows, eos = torch.arange(batch, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
     committed: Committed = ops.raw.commit_round(
-        ints, history, table, rows, columns, 4, eos, num_nodes, tokens_BN, choice_BN, parents_BN=parents_BN
+        ints, history, table, rows, 4, eos, num_nodes, tokens_BN, choice_BN, parents_BN=parents_BN
     )
     return committed
 

@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Beam, Committed, SlotColumns
-from specbatch.cache.request_table import NUM_FIELDS, Field
+from specbatch.batch import NO_TOKEN, NUM_FIELDS, Beam, Committed, Field
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 pytestmark = [pytest.mark.gpu] if CUDA else []
-COLUMNS = SlotColumns(Field.LENGTH, Field.ROOT, Field.LIMIT, Field.DONE, Field.IGNORE_EOS, Field.STOP, 2)
 PAGE = 4
 
 
@@ -150,7 +148,7 @@ class Slots:
         length = ints[Field.LENGTH]
         room = ints[Field.LIMIT] - length - 1
         failed, tokens = tokens[-1] == NO_TOKEN, [max(token, 0) for token in tokens]
-        stops = ints[Field.STOP : Field.STOP + 2] + ([] if ints[Field.IGNORE_EOS] else eos)
+        stops = ints[Field.STOP :] + ([] if ints[Field.IGNORE_EOS] else eos)
         ints[Field.DONE] = int(failed or len(tokens) >= room or any(t in stops for t in tokens[:room]))
         ints[Field.LENGTH] = min(length + len(tokens), ints[Field.LIMIT] - 1)
         ints[Field.ROOT] = tokens[-1]
@@ -231,7 +229,6 @@ def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
             state.tokens_SL,
             state.table,
             on_device(rows),
-            COLUMNS,
             PAGE,
             on_device(eos),
             max_path,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, SlotColumns, Spans, slots_of
+from specbatch.batch import NO_TOKEN, Committed, Field, Spans, slots_of
 from specbatch.kernels.torch.acceptance import accept_path
 
 
@@ -57,7 +57,6 @@ def commit_round(
     tokens_SL: Tensor,
     page_table_SP: Tensor,
     req_idx_B: Tensor,
-    columns: SlotColumns,
     page_size: int,
     eos_K: Tensor,
     max_path: int,
@@ -110,17 +109,17 @@ def commit_round(
     tokens = torch.where(on_path, torch.where(last, next_token_B[:, None], tokens), 0)
 
     ints = ints_SF[req_idx_B]
-    length, live = ints[:, columns.length], ints[:, columns.done] == 0
-    room = ints[:, columns.limit] - length - 1
+    length, live = ints[:, Field.LENGTH], ints[:, Field.DONE] == 0
+    room = ints[:, Field.LIMIT] - length - 1
     counted = place < torch.minimum(num_path_B, room)[:, None]
-    eos = (tokens[:, :, None] == eos_K).any(dim=2) & (ints[:, columns.ignore_eos] == 0)[:, None]
-    stops = ints[:, None, columns.stop : columns.stop + columns.num_stops]
+    eos = (tokens[:, :, None] == eos_K).any(dim=2) & (ints[:, Field.IGNORE_EOS] == 0)[:, None]
+    stops = ints[:, None, Field.STOP :]
     ends = ((eos | (tokens[:, :, None] == stops).any(dim=2)) & counted).any(dim=1)
     new = ints.clone()
     # No further than a row may go: a round that was launched already runs once more from here, in vain.
-    new[:, columns.length] = torch.minimum(length + num_path_B, ints[:, columns.limit] - 1)
-    new[:, columns.root] = next_token_B
-    new[:, columns.done] = (ends | failed | (num_path_B >= room)).long()
+    new[:, Field.LENGTH] = torch.minimum(length + num_path_B, ints[:, Field.LIMIT] - 1)
+    new[:, Field.ROOT] = next_token_B
+    new[:, Field.DONE] = (ends | failed | (num_path_B >= room)).long()
     ints_SF.index_copy_(0, req_idx_B, torch.where(live[:, None], new, ints))
     max_length = tokens_SL.shape[1]
     if max_length:

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, SlotColumns, Spans
+from specbatch.batch import MAX_STOP_IDS, NO_TOKEN, Committed, Field, Output, Spans
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
+_NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _TOKENS = (tl.constexpr(int(column)) for column in Output)
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def span_layout(
 def _commit_round(
     ints_ptr, history_ptr, table_ptr, rows_ptr, eos_ptr,
     tokens_ptr, choice_ptr, parents_ptr, depths_ptr, num_nodes_ptr, given_path_ptr, given_num_path_ptr, given_next_ptr,
-    num_broken_ptr, path_ptr, num_path_ptr, new_tokens_ptr, report_ptr, picked_ptr, source_ptr, target_ptr,
+    num_broken_ptr, path_ptr, num_path_ptr, new_tokens_ptr, output_ptr, accept_index_ptr, source_ptr, target_ptr,
     num_fields, max_length, stride_table, num_pages, num_eos, num_nodes, max_path,
     LENGTH: tl.constexpr, ROOT: tl.constexpr, LIMIT: tl.constexpr, DONE: tl.constexpr, IGNORE_EOS: tl.constexpr,
     STOP: tl.constexpr, NUM_STOPS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
@@ -143,7 +144,7 @@ def _commit_round(
         tokens = tl.where(place < count, choice, 0)
         next_token = tl.sum(tl.where(place == count - 1, choice, 0))
     on_path = place < count
-    told = tokens
+    sampled = tokens
     failed = next_token == _NO_TOKEN
     tokens, next_token = tl.maximum(tokens, 0), tl.maximum(next_token, 0)
 
@@ -177,19 +178,19 @@ def _commit_round(
     tl.store(path_ptr + row * max_path + place, path, mask=written)
     tl.store(new_tokens_ptr + row * max_path + place, tokens, mask=written)
     tl.store(num_path_ptr + row, count.to(tl.int64))
-    report = report_ptr + row * (max_path + 4)
+    output = output_ptr + row * (max_path + _TOKENS)
     depth = real - 1
     if HAS_DEPTHS:
         depth = tl.max(tl.load(depths_ptr + first + place, mask=in_tree, other=0)).to(tl.int32)
-    tl.store(report, num_new)
-    tl.store(report + 1, real - 1)
-    tl.store(report + 2, depth)
+    tl.store(output + _NUM_NEW, num_new)
+    tl.store(output + _NUM_DRAFTED, real - 1)
+    tl.store(output + _DEPTH, depth)
     broken = tl.full((), 0, tl.int32)
     if HAS_BROKEN:
         broken = tl.load(num_broken_ptr + row).to(tl.int32)
-    tl.store(report + 3, broken)
-    tl.store(report + 4 + place, told.to(tl.int32), mask=written)
-    tl.store(picked_ptr + row * max_path + place, first + path, mask=written)
+    tl.store(output + _NUM_BROKEN, broken)
+    tl.store(output + _TOKENS + place, sampled.to(tl.int32), mask=written)
+    tl.store(accept_index_ptr + row * max_path + place, first + path, mask=written)
     table_row_ptr = table_ptr + slot * stride_table
     source = _slot_of(table_row_ptr, length + path, num_pages, written, PAGE)
     target = _slot_of(table_row_ptr, length + place, num_pages, written, PAGE)
@@ -203,7 +204,6 @@ def commit_round(
     tokens_SL: Tensor,
     page_table_SP: Tensor,
     req_idx_B: Tensor,
-    columns: SlotColumns,
     page_size: int,
     eos_K: Tensor,
     max_path: int,
@@ -224,9 +224,9 @@ def commit_round(
     assert max_path <= num_nodes, f"a path of {max_path} in a tree of {num_nodes}"
     assert ints_SF.is_contiguous()
     assert tokens_SL.is_contiguous()
-    path, tokens, picked, source, target = torch.empty((5, batch, max_path), dtype=torch.int64, device=device)
+    path, tokens, accept_index, source, target = torch.empty((5, batch, max_path), dtype=torch.int64, device=device)
     count = torch.empty(batch, dtype=torch.int64, device=device)
-    report = torch.empty((batch, 4 + max_path), dtype=torch.int32, device=device)
+    output = torch.empty((batch, Output.TOKENS + max_path), dtype=torch.int32, device=device)
 
     def given(x: Tensor | None) -> Tensor:
         return req_idx_B if x is None else x.contiguous()  # in its place: anything
@@ -235,14 +235,14 @@ def commit_round(
         ints_SF, tokens_SL, page_table_SP, req_idx_B, eos_K,
         tokens_BN.contiguous(), given(choice_BN), given(parents_BN), given(depths_BN), given(num_nodes_B),
         given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B),
-        path, count, tokens, report, picked, source, target,
+        path, count, tokens, output, accept_index, source, target,
         ints_SF.shape[1], tokens_SL.shape[1], page_table_SP.stride(0), page_table_SP.shape[1], eos_K.shape[0],
         num_nodes, max_path,
-        LENGTH=columns.length, ROOT=columns.root, LIMIT=columns.limit, DONE=columns.done,
-        IGNORE_EOS=columns.ignore_eos, STOP=columns.stop, NUM_STOPS=columns.num_stops, PAGE=page_size,
+        LENGTH=Field.LENGTH, ROOT=Field.ROOT, LIMIT=Field.LIMIT, DONE=Field.DONE,
+        IGNORE_EOS=Field.IGNORE_EOS, STOP=Field.STOP, NUM_STOPS=MAX_STOP_IDS, PAGE=page_size,
         BLOCK=max(16, triton.next_power_of_2(num_nodes)),
         HAS_PARENTS=parents_BN is not None, HAS_DEPTHS=depths_BN is not None,
         HAS_COUNTS=num_nodes_B is not None, HAS_PATH=path_BN is not None, HAS_NUM_PATH=num_path_B is not None,
         HAS_NEXT=next_token_B is not None, HAS_BROKEN=num_broken_B is not None, num_warps=1,
     )  # fmt: skip
-    return Committed(path, count, tokens, report, picked.view(-1), source.view(-1), target.view(-1))
+    return Committed(path, count, tokens, output, accept_index.view(-1), source.view(-1), target.view(-1))
