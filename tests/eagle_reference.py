@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specbatch.draft.shape import DraftShape
 from specbatch.models.decoder import Decoder
-from specbatch.models.eagle_head import EagleKind, default_aux_layers
+from specbatch.models.eagle_config import EagleKind, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.oracle.spans import Span, batch_of
 

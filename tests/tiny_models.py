@@ -29,7 +29,8 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder
-from specbatch.models.eagle_head import EagleConfig, EagleHead, default_aux_layers, expected_eagle_tensors
+from specbatch.models.eagle_config import EagleConfig, default_aux_layers, expected_eagle_tensors
+from specbatch.models.eagle_head import EagleHead
 from specbatch.models.rope import RopeConfig
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.oracle.engine import Engine

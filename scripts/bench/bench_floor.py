@@ -18,8 +18,8 @@ import torch
 
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.models import config as decoder
-from specbatch.models import eagle_head
 from specbatch.models.config import ModelConfig
+from specbatch.models.eagle_config import expected_eagle_tensors
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
 
@@ -146,7 +146,7 @@ def _decoder_pass(config: ModelConfig, rows: float) -> Pass:
 def _head_pass(draft: EagleCheckpoint, target: ModelConfig, rows: float, takes_target_features: bool) -> Pass:
     head = draft.config
     c = head.decoder
-    shapes = {name: s for name, s in eagle_head.expected_eagle_tensors(head).items() if name != "embed_tokens.weight"}
+    shapes = {name: s for name, s in expected_eagle_tensors(head).items() if name != "embed_tokens.weight"}
     if head.kind == "eagle3" and not takes_target_features:
         del shapes["fc.weight"]  # further steps go on from the head's own features
     matrices = _num_matrix_parameters(shapes)

@@ -27,7 +27,7 @@ from specbatch.config import Config, EngineSection, ModelSection, SpeculationSec
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.models.config import parse_hf_config
-from specbatch.models.eagle_head import EagleConfig, expected_eagle_tensors
+from specbatch.models.eagle_config import EagleConfig, expected_eagle_tensors
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.tokenizer import load_tokenizer
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams

@@ -43,7 +43,7 @@ from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.job.files import disk_errors
 from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
-from specbatch.models.eagle_head import eagle_config, expected_eagle_tensors
+from specbatch.models.eagle_config import eagle_config, expected_eagle_tensors
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 STAGES = ("answers", "training", "evaluation")

@@ -32,7 +32,8 @@ def models_list() -> None:
 def models_pull(name: BuiltinModel) -> None:
     """Download a built-in model and print its path."""
     with user_errors() as console:
-        from specbatch.models.catalog import BUILTIN_PREFIX, pull
+        from specbatch.models.catalog import BUILTIN_PREFIX
+        from specbatch.models.download import pull
 
         with download_bar(console) as show:
             path = pull(name.removeprefix(BUILTIN_PREFIX), show)

@@ -100,7 +100,8 @@ def download_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 def model_paths(config: Config) -> Mapping[str, Path]:
     """The paths of the models of a resolved config; resolving has downloaded them. Random weights have no files: they
     depend on name, dtype and device, which are in the config."""
-    from specbatch.models.catalog import random_name, resolve_model
+    from specbatch.models.catalog import random_name
+    from specbatch.models.download import resolve_model
 
     refs = {"model.target": config.model.target, "speculation.draft": config.speculation.draft}
     return {

@@ -30,9 +30,10 @@ from specbatch.engine.resolve_speculation import (
     schedule_of,
 )
 from specbatch.errors import ConfigError, ModelError
-from specbatch.models.catalog import random_name, resolve_model
+from specbatch.models.catalog import random_name
 from specbatch.models.config import ModelConfig
-from specbatch.models.eagle_head import EagleKind
+from specbatch.models.download import resolve_model
+from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer

@@ -63,3 +63,18 @@ def first_names(names: Sequence[str], limit: int = 5) -> str:
     """The first names, and the number of the others."""
     rest = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    """How the tensors of a checkpoint differ from the expected ones; empty where they do not."""
+    missing = [name for name in expected if name not in found]
+    unknown = sorted(name for name in found if name not in expected)
+    wrong = [
+        f"{name} is {list(found[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    problems = {"missing": missing, "of the wrong shape": wrong, "unknown": unknown}
+    return "; ".join(
+        f"{len(names)} tensors are {problem}: {first_names(names)}" for problem, names in problems.items() if names
+    )

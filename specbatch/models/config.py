@@ -128,31 +128,37 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical (Hugging Face) tensor names and shapes of a checkpoint, in model order; linear weights (out, in)."""
-    c, q_size, kv_size = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    c = config
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    for layer in range(c.num_layers):
+        shapes |= layer_tensors(c, f"model.layers.{layer}.")
+    shapes["model.norm.weight"] = (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    return shapes
+
+
+def layer_tensors(config: ModelConfig, prefix: str, input_size: int | None = None) -> dict[str, tuple[int, ...]]:
+    """As `expected_tensors`, of one layer. `input_size`: of the attention's input; None: the hidden size."""
+    c, q_size, kv_size = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    input_size = input_size or c.hidden_size
     linears = {
-        "self_attn.q_proj": (q_size, c.hidden_size, c.qkv_bias),
-        "self_attn.k_proj": (kv_size, c.hidden_size, c.qkv_bias),
-        "self_attn.v_proj": (kv_size, c.hidden_size, c.qkv_bias),
+        "self_attn.q_proj": (q_size, input_size, c.qkv_bias),
+        "self_attn.k_proj": (kv_size, input_size, c.qkv_bias),
+        "self_attn.v_proj": (kv_size, input_size, c.qkv_bias),
         "self_attn.o_proj": (c.hidden_size, q_size, c.output_bias),
         "mlp.gate_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
         "mlp.up_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
         "mlp.down_proj": (c.hidden_size, c.intermediate_size, c.mlp_bias),
     }
-    for layer in range(c.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (c.hidden_size,)
-        for name, (size_out, size_in, has_bias) in linears.items():
-            shapes[f"{prefix}{name}.weight"] = (size_out, size_in)
-            if has_bias:
-                shapes[f"{prefix}{name}.bias"] = (size_out,)
-        if c.qk_norm:
-            shapes[prefix + "self_attn.q_norm.weight"] = (c.head_dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (c.head_dim,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (c.hidden_size,)
-    shapes["model.norm.weight"] = (c.hidden_size,)
-    if not c.tie_word_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}input_layernorm.weight": (c.hidden_size,)}
+    for name, (size_out, size_in, has_bias) in linears.items():
+        shapes[f"{prefix}{name}.weight"] = (size_out, size_in)
+        if has_bias:
+            shapes[f"{prefix}{name}.bias"] = (size_out,)
+    if c.qk_norm:
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (c.head_dim,) for name in "qk"}
+    shapes[f"{prefix}post_attention_layernorm.weight"] = (c.hidden_size,)
     return shapes
 
 

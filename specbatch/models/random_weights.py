@@ -21,7 +21,7 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.models.catalog import RANDOM_PREFIX, random_name
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
-from specbatch.models.eagle_head import EagleConfig, EagleKind, EagleTraits, eagle_config, expected_eagle_tensors
+from specbatch.models.eagle_config import EagleConfig, EagleKind, EagleTraits, eagle_config, expected_eagle_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 

@@ -18,7 +18,8 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import build_decoder
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import ModelError
-from specbatch.models.eagle_head import EagleHead, EagleKind, default_aux_layers, target_ids_of
+from specbatch.models.eagle_config import EagleKind, default_aux_layers, target_ids_of
+from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import LAYER_IDS, open_eagle_head
 from specbatch.models.weight_loader import WeightLoader
@@ -190,10 +191,10 @@ FAULTS: dict[str, tuple[EagleKind, dict[str, Any], dict[str, Any], list[str]]] =
     "eagle as eagle3": ("eagle3", {"kind": "eagle"}, {}, ["no eagle3 checkpoint", "midlayer", "missing"]),
     "draft vocabulary": ("eagle3", {"draft_vocab": 23}, {"draft_vocab_size": 29}, ["lm_head.weight", "23", "29"]),
     "unnamed draft vocabulary": ("eagle3", {"draft_vocab": 23}, {"draft_vocab_size": None}, ["lm_head.weight", "23"]),
-    "missing tensor": ("eagle3", {"drop": "midlayer.hidden_norm.weight"}, {}, ["hidden_norm.weight: missing"]),
-    "missing map": ("eagle3", {"draft_vocab": 23, "drop": "d2t"}, {"draft_vocab_size": 23}, ["d2t: missing"]),
-    "unknown tensor": ("eagle", {"add": "layers.0.surprise.weight"}, {}, ["layers.0.surprise.weight: unknown"]),
-    "heads": ("eagle", {}, {"num_key_value_heads": 4}, ["k_proj.weight: shape (16, 32), expected (32, 32)"]),
+    "missing tensor": ("eagle3", {"drop": "midlayer.hidden_norm.weight"}, {}, ["missing: midlayer.hidden_norm.weight"]),
+    "missing map": ("eagle3", {"draft_vocab": 23, "drop": "d2t"}, {"draft_vocab_size": 23}, ["missing: d2t"]),
+    "unknown tensor": ("eagle", {"add": "layers.0.surprise.weight"}, {}, ["unknown: layers.0.surprise.weight"]),
+    "heads": ("eagle", {}, {"num_key_value_heads": 4}, ["k_proj.weight is [16, 32], expected [32, 32]"]),
 }
 
 

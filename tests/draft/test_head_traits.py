@@ -17,7 +17,7 @@ from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.shape import DraftShape
 from specbatch.models.config import expected_tensors as decoder_tensors
-from specbatch.models.eagle_head import EagleConfig, default_aux_layers, expected_eagle_tensors
+from specbatch.models.eagle_config import EagleConfig, default_aux_layers, expected_eagle_tensors
 from specbatch.models.rope import RopeConfig
 from specbatch.types import SamplingParams
 from tests.eagle_reference import THETA, VOCAB, E, Reference, target_features

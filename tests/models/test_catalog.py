@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from specbatch.errors import ModelError
 from specbatch.models import catalog as module
-from specbatch.models.catalog import builtin_head, cache_dir, cached_path, catalog, pull, resolve_model
+from specbatch.models.catalog import builtin_head, cache_dir, cached_path, catalog
+from specbatch.models.download import pull, resolve_model
 
 NAME = "smollm2-135m-instruct"
 CONTENT = b"GGUF" + bytes(range(256)) * 20000

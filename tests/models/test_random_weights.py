@@ -17,7 +17,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import random_name
 from specbatch.models.config import ModelConfig, expected_tensors
-from specbatch.models.eagle_head import target_ids_of
+from specbatch.models.eagle_config import target_ids_of
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.models.random_weights import (

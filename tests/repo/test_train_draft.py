@@ -30,7 +30,8 @@ from specbatch.engine.resolve_speculation import resolve_speculation, schedule_o
 from specbatch.errors import InputError
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.config import expected_tensors
-from specbatch.models.eagle_head import EagleHead, default_aux_layers
+from specbatch.models.eagle_config import default_aux_layers
+from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import open_eagle_head
 from specbatch.models.formats.tensor_files import TensorSource

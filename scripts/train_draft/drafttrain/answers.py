@@ -5,20 +5,19 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from specbatch.config import Config
+from specbatch.cli.startup import model_paths
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.errors import InputError
 from specbatch.job.command import GenerateOptions, Runtime, generate_file
 from specbatch.job.paths import stats_path_of
-from specbatch.models.catalog import random_name, resolve_model
 
 INTERRUPTED = 130
 
@@ -30,7 +29,7 @@ def run_rows(rows: Path, output: Path, sets: Sequence[str], config: Path | None,
     Raises SpecbatchError for mistakes, KeyboardInterrupt where a signal ended it (finished rows are kept).
     """
     console = Console(stderr=True, highlight=False)
-    runtime = Runtime(resolve, build_engine, _model_paths)
+    runtime = Runtime(resolve, build_engine, model_paths)
     options = GenerateOptions(str(rows), output, overwrite=overwrite)
     code = generate_file(options, load_config(config, sets), runtime, console, began=time.perf_counter())
     # The next engine, or the training, needs the device's memory.
@@ -43,12 +42,3 @@ def run_rows(rows: Path, output: Path, sets: Sequence[str], config: Path | None,
     if not report["rows"]["ok"]:
         raise InputError(f"no row of {rows} could be answered: {report['rows']['errors']}")
     return report
-
-
-def _model_paths(config: Config) -> Mapping[str, Path]:
-    refs = {"model.target": config.model.target, "speculation.draft": config.speculation.draft}
-    return {
-        option: resolve_model(ref, allow_download=False)
-        for option, ref in refs.items()
-        if ref is not None and random_name(ref) is None
-    }

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.eagle_head import EagleConfig
+from specbatch.models.eagle_config import EagleConfig
 
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.eagle_head import EagleConfig, default_aux_layers
+from specbatch.models.eagle_config import EagleConfig, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.rope import RopeConfig
 

@@ -20,7 +20,7 @@ from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.eagle_head import default_aux_layers
+from specbatch.models.eagle_config import default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.weight_loader import WeightLoader
 

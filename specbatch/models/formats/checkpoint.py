@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import first_names, shown
+from specbatch.models.checks import shown, tensor_problems
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
@@ -101,26 +101,12 @@ def _has_own_lm_head(tensors: TensorSource) -> bool:
 
 
 def _check_tensors(path: Path, config: ModelConfig, tensors: TensorSource) -> None:
-    expected, found = expected_tensors(config), tensors.shapes()
-    missing = [name for name in expected if name not in found]
-    unknown = [name for name in found if name not in expected and not _is_harmless(name, config)]
-    wrong = [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} tensors are missing: {first_names(missing)}")
-    if wrong:
-        problems.append(f"{len(wrong)} tensors have the wrong shape: {first_names(wrong)}")
-    if unknown:
-        problems.append(f"{len(unknown)} tensors are unknown: {first_names(sorted(unknown))}")
+    needed = {name: shape for name, shape in tensors.shapes().items() if not _is_harmless(name, config)}
+    problems = tensor_problems(expected_tensors(config), needed)
     if problems:
         tensors.close()
         raise ModelError(
-            f"{path} does not match its configuration ({config.model_type}, {config.num_layers} layers): "
-            + "; ".join(problems),
+            f"{path} does not match its configuration ({config.model_type}, {config.num_layers} layers): {problems}",
             hint="the files may come from different models, or the model uses features that are not supported",
         )
 

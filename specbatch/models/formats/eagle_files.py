@@ -18,14 +18,7 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.models.checks import flag, mapping, shown, whole_number
 from specbatch.models.config import ModelConfig, parse_hf_config
-from specbatch.models.eagle_head import (
-    EagleConfig,
-    EagleKind,
-    EagleTraits,
-    eagle_config,
-    layer_prefix,
-    target_ids_of,
-)
+from specbatch.models.eagle_config import EagleConfig, EagleKind, EagleTraits, eagle_config, layer_prefix, target_ids_of
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.tensor_files import TensorSource, is_stored_rotary, open_tensors

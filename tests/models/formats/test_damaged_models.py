@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from specbatch.errors import ModelError, SpecbatchError
-from specbatch.models.catalog import resolve_model
+from specbatch.models.download import resolve_model
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.files import read_json
 from specbatch.models.formats.tokenizer import load_tokenizer

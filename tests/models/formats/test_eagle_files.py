@@ -14,7 +14,8 @@ from torch import Tensor
 from specbatch.engine.build import build_decoder
 from specbatch.errors import ModelError
 from specbatch.models.decoder import Decoder
-from specbatch.models.eagle_head import EagleHead, EagleKind, default_aux_layers, expected_eagle_tensors
+from specbatch.models.eagle_config import EagleKind, default_aux_layers, expected_eagle_tensors
+from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import LAYER_IDS, EagleCheckpoint, open_eagle_head
 from specbatch.models.weight_loader import WeightLoader

@@ -1,0 +1,165 @@
+"""What an EAGLE head is: its kind, its traits, and the tensors of its checkpoint.
+
+EAGLE-1/2 (Li et al. 2024; names as in yuhuili/EAGLE-LLaMA3-Instruct-8B) and EAGLE-3 (Li et al. 2025; names as in
+yuhuili/EAGLE3-LLaMA3.1-Instruct-8B). `eagle_head.py` says what each computes.
+
+Shape suffixes: W draft vocabulary, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specbatch.errors import ModelError
+from specbatch.models.checks import tensor_problems
+from specbatch.models.config import ModelConfig, layer_tensors
+
+EagleKind = Literal["eagle", "eagle3"]
+
+
+@dataclass(frozen=True)
+class EagleTraits:
+    """What the tensors of an EAGLE-3 head do not show."""
+
+    aux_layers: tuple[int, ...] | None = None  # as in `EagleConfig`; None: `default_aux_layers`
+    norm_before_residual: bool = False
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """`decoder` describes the head's one layer; `feature_size` is the width of one target feature."""
+
+    kind: EagleKind
+    decoder: ModelConfig
+    feature_size: int
+    draft_vocab_size: int
+    has_fc_bias: bool
+    has_embedding: bool  # some checkpoints carry a copy of the target's embedding
+    has_vocab_map: bool  # d2t and t2d; there even where the vocabulary is not reduced in some checkpoints
+    # EAGLE-3: the target's layers, from 0, whose inputs are the low, middle and high feature. The number of layers
+    # means the last one's output.
+    aux_layers: tuple[int, ...] = ()
+    norm_before_residual: bool = False  # EAGLE-3: the residual of attention is the feature after its norm
+    lacks_lm_head: bool = False  # EAGLE-3: the head's own final norm, then the target's LM head
+
+    @property
+    def has_lm_head(self) -> bool:
+        """EAGLE-1/2 always use the target's."""
+        return self.kind == "eagle3" and not self.lacks_lm_head
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """`EagleConfig.aux_layers` of a head that names none: those of the public code."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def layer_prefix(kind: EagleKind) -> str:
+    """What the names of the layer's tensors start with."""
+    return "midlayer." if kind == "eagle3" else "layers.0."
+
+
+def eagle_config(
+    kind: EagleKind,
+    config: ModelConfig,
+    draft_vocab_size: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    target: ModelConfig,
+    traits: EagleTraits = EagleTraits(),
+) -> EagleConfig:
+    """Check a head's tensors against its config and the target; raises ModelError naming every difference.
+
+    `config` is the head's parsed config.json, `shapes` the checkpoint's tensors.
+    """
+    layer = layer_prefix(kind)
+    config = replace(
+        config,
+        # A head has one layer and the traits its tensors show, whatever family its config.json names.
+        num_layers=1,
+        sliding_windows=(None,),
+        qk_norm=False,
+        mlp_bias=False,
+        qkv_bias=f"{layer}self_attn.q_proj.bias" in shapes,
+        output_bias=f"{layer}self_attn.o_proj.bias" in shapes,
+    )
+    if config.hidden_size != target.hidden_size:
+        raise ModelError(
+            f"the draft head's hidden size is {config.hidden_size}, the target's {target.hidden_size}",
+            hint="a head works only with the target it was trained for",
+        )
+    if config.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"the draft head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
+        )
+    head = EagleConfig(
+        kind,
+        config,
+        target.hidden_size,
+        draft_vocab_size,
+        has_fc_bias="fc.bias" in shapes,
+        has_embedding="embed_tokens.weight" in shapes,
+        has_vocab_map=kind == "eagle3" and (draft_vocab_size != config.vocab_size or "d2t" in shapes),
+        aux_layers=_aux_layers(traits.aux_layers, target.num_layers) if kind == "eagle3" else (),
+        norm_before_residual=traits.norm_before_residual,
+        lacks_lm_head=kind == "eagle3" and "lm_head.weight" not in shapes,
+    )
+    problems = tensor_problems(expected_eagle_tensors(head), shapes)
+    if problems:
+        raise ModelError(
+            f"the draft head is no {kind} checkpoint for this target: {problems}",
+            hint="check speculation.method (eagle or eagle3) and that the head belongs to the target",
+        )
+    return head
+
+
+def _aux_layers(given: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    if given is None:
+        if num_layers < 7:
+            raise ModelError(
+                f"EAGLE-3 taps three layers of the target, which has only {num_layers}",
+                hint="use a target with at least 7 layers, or say which with speculation.aux_layers",
+            )
+        return default_aux_layers(num_layers)
+    if len(given) != 3 or list(given) != sorted(set(given)) or given[-1] > num_layers:
+        raise ModelError(
+            f"an EAGLE-3 head reads three layers of the target, in rising order and none above {num_layers}, the "
+            f"target's number of layers; not {list(given)}",
+            hint="set speculation.aux_layers, such as " + str(list(default_aux_layers(max(num_layers, 7)))),
+        )
+    return given
+
+
+def expected_eagle_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a head's checkpoint."""
+    c = head.decoder
+    prefix = layer_prefix(head.kind)
+    if head.kind == "eagle":
+        shapes = {"fc.weight": (c.hidden_size, 2 * c.hidden_size)} | layer_tensors(c, prefix)
+        del shapes[f"{prefix}input_layernorm.weight"]
+    else:
+        shapes = {"fc.weight": (c.hidden_size, 3 * head.feature_size)} | layer_tensors(c, prefix, 2 * c.hidden_size)
+        shapes |= {f"{prefix}hidden_norm.weight": (c.hidden_size,), "norm.weight": (c.hidden_size,)}
+    if head.has_fc_bias:
+        shapes["fc.bias"] = (c.hidden_size,)
+    if head.has_embedding:
+        shapes["embed_tokens.weight"] = (c.vocab_size, c.hidden_size)
+    if head.has_lm_head:
+        shapes["lm_head.weight"] = (head.draft_vocab_size, c.hidden_size)
+    if head.has_vocab_map:
+        shapes |= {"d2t": (head.draft_vocab_size,), "t2d": (c.vocab_size,)}
+    return shapes
+
+
+def target_ids_of(d2t_W: Tensor, t2d_V: Tensor, vocab_size: int) -> Tensor:
+    """(W,) target token of each draft token. Raises ModelError where the checkpoint's two maps are no one-to-one
+    map."""
+    ids = d2t_W.to(torch.int64) + torch.arange(d2t_W.shape[0])
+    if not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size and ids.unique().numel() == ids.numel()):
+        raise ModelError("d2t of the draft head does not map draft tokens to distinct target tokens")
+    if not torch.equal(t2d_V.bool().nonzero().view(-1), ids.sort().values):
+        raise ModelError("d2t and t2d of the draft head do not fit each other")
+    return ids
