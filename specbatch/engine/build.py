@@ -20,7 +20,6 @@ from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_gove
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
 from specbatch.engine.resolve import AttentionName, ResolvedRun
-from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -83,7 +82,7 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
         torch.cuda.empty_cache()  # of an engine before this one
     available = available_memory(run.device)
     began = time.perf_counter()
-    num_positions = run.cache.capacity + lookahead_of(speculation) + 1
+    num_positions = run.cache.capacity + run.speculation.num_lookahead + 1
     target = build_decoder(
         run.target.config, run.target.tensors, num_positions, run.dtype, run.device, engine.attention, run.kv_dtype
     )
@@ -99,7 +98,7 @@ def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
         return Built(device_engine, method, parts)
     oracle = Engine(
         target,
-        proposer_of(method, schedule_of(speculation), parts, target.config.vocab_size, engine.page_size),
+        proposer_of(method, run.speculation.schedule, parts, target.config.vocab_size, engine.page_size),
         target.new_cache(num_slots, run.kv_dtype),
         PagePool(num_pages, engine.page_size),
         max_length=run.cache.capacity,
@@ -124,7 +123,7 @@ def _device_engine(
     engine, speculation = run.engine, run.config.speculation
     built = build_device_engine(
         target,
-        schedule_of(speculation).map(lambda shape: make_method(speculation.method, shape, parts)),
+        run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts)),
         dtype=run.dtype,
         kv_dtype=run.kv_dtype,
         device=run.device,

@@ -19,15 +19,12 @@ from specbatch.engine.resolve_cache import CacheRequest, resolve_cache
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.engine.resolve_speculation import (
-    NEURAL,
+    Speculation,
     check_device_shape,
     check_mask_size,
     check_simulation,
-    decide_method,
-    lookahead_of,
     low_acceptance,
     resolve_speculation,
-    schedule_of,
 )
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import random_name
@@ -66,6 +63,7 @@ class ResolvedRun:
     """A run that can be built: files opened and checked, every `auto` decided. Weights are not read yet."""
 
     config: Config
+    speculation: Speculation
     target: Checkpoint
     draft: Checkpoint | EagleCheckpoint | None
     tokenizer: PreTrainedTokenizerBase
@@ -87,20 +85,13 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     Raises ConfigError or ModelError. Downloads the models where they are not there yet.
     """
     notes: list[str] = []
-    speculation = resolve_speculation(decide_method(config.speculation, config.model.target, notes))
-    if speculation.method in NEURAL and speculation.schedule is not None:
-        chains = {entry.num_steps for entry in speculation.schedule if entry.topk == 1}
-        if chains and (len(chains) > 1 or len(chains) < len(speculation.schedule)):
-            notes.append(
-                "speculation.schedule: sampled rows are drawn together with a chain's drafts, so their texts depend on "
-                "how many rows run beside them; greedy rows' do not"
-            )
+    speculation = resolve_speculation(config.speculation, config.model.target, notes)
     device = resolve_device(config.engine.device, notes)
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = _resolve_engine(config.engine, device, dtype, notes)
     kv_dtype = _resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
     check_simulation(speculation, engine.on_device)
-    if speculation.simulate_acceptance is not None:
+    if speculation.section.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
     as_chat = runs_prompts_as_chat(config.data, tokenizer)
@@ -110,11 +101,12 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
-    draft = _open_draft(speculation, target, tokenizer, dtype, device, progress)
+    draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
         notes += draft.notes
-        speculation = replace(speculation, aux_layers=draft.config.aux_layers or None)
-    shapes = [shape for shape in schedule_of(speculation).items if shape is not None]
+        section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
+        speculation = replace(speculation, section=section)
+    shapes = speculation.shapes
     topk = max((shape.topk for shape in shapes), default=1)
     if topk > 1:
         _check_topk(topk, draft)
@@ -123,10 +115,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         _check_flashinfer(target.config, kv_dtype)
         if draft is not None:
             _check_flashinfer(draft.config.decoder if isinstance(draft, EagleCheckpoint) else draft.config, kv_dtype)
-    if engine.on_device and speculation.method in NEURAL:
+    if engine.on_device and speculation.has_network:
         for shape in shapes:
             check_device_shape(shape)
-    lookahead = lookahead_of(speculation)
+    lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
     models = _cached_models(target, draft, is_packed=device.type == "cpu" and dtype == torch.float32)
     rows = Rows(
@@ -141,13 +133,13 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     measured = (num_nodes, engine.prefill_chunk_tokens) if engine.on_device else None
     cache = resolve_cache(CacheRequest(models, rows, dtype, device, given, engine.memory_fraction, measured), notes)
     max_length = cache.capacity
-    if engine.attention == "flashinfer" and speculation.method in NEURAL:
+    if engine.attention == "flashinfer" and speculation.has_network:
         for shape in shapes:
             check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
     resolved = replace(
         config,
         model=replace(config.model, dtype=DTYPE_NAMES[dtype]),
-        speculation=speculation,
+        speculation=speculation.section,
         engine=replace(
             config.engine,
             device=str(device),
@@ -165,9 +157,11 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     )
     description = {"target": f"{config.model.target} ({target.config.model_type}, {target.description})"}
     if draft is not None:
-        description["draft"] = f"{speculation.draft} ({speculation.method}{_random_weights(speculation.draft)})"
+        ref = speculation.section.draft
+        description["draft"] = f"{ref} ({speculation.method}{_random_weights(ref)})"
     return ResolvedRun(
         resolved,
+        speculation,
         target,
         draft,
         tokenizer,
@@ -179,7 +173,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         rows,
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
-        low_acceptance(speculation, draft),
+        low_acceptance(speculation.section, draft),
         notes,
     )
 
@@ -217,9 +211,8 @@ def _open_draft(
     device: torch.device,
     progress: Callable[[str, int, int], None] | None,
 ) -> Checkpoint | EagleCheckpoint | None:
-    if speculation.method not in NEURAL:
+    if speculation.draft is None:
         return None
-    assert speculation.draft is not None
     if speculation.method == "draft_model":
         draft, own_tokenizer = _open_model(speculation.draft, dtype, device, progress)
         difference = describe_tokenizer_difference(tokenizer, own_tokenizer)

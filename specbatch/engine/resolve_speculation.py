@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from specbatch.config import ScheduleSection, SpeculationSection
-from specbatch.draft import METHODS
+from specbatch.draft import METHODS, MethodEntry
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.errors import ConfigError
@@ -13,11 +13,37 @@ from specbatch.models.catalog import builtin_head, random_name
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, after
 
-NEURAL = ("draft_model", "eagle", "eagle3")
-DEFAULT_NUM_STEPS = 3
-DEFAULT_NGRAM_TOKENS = 6
 DEFAULT_TREE_TOKENS = 8
 MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # of the device engine
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What a run drafts."""
+
+    section: SpeculationSection  # with everything filled in
+    schedule: Schedule
+
+    @property
+    def method(self) -> str:
+        return self.section.method
+
+    @property
+    def has_network(self) -> bool:
+        """Whether a draft network drafts, which `section.draft` names."""
+        return METHODS[self.method].net is not None
+
+    @property
+    def shapes(self) -> list[DraftShape]:
+        """Those that draft something."""
+        return [shape for shape in self.schedule.items if shape is not None]
+
+    @property
+    def num_lookahead(self) -> int:
+        """Slots past the committed ones that a round of the largest shape may write, in either cache."""
+        net = METHODS[self.method].net
+        draft_kv_offset = None if net is None else net.draft_kv_offset
+        return max(num_lookahead(shape, draft_kv_offset) for shape in self.schedule.items)
 
 
 def decide_method(section: SpeculationSection, target: str, notes: list[str]) -> SpeculationSection:
@@ -38,38 +64,45 @@ def decide_method(section: SpeculationSection, target: str, notes: list[str]) ->
     return replace(section, method="eagle3", draft=head)
 
 
-def resolve_speculation(section: SpeculationSection) -> SpeculationSection:
-    """Fill in num_steps and num_draft_tokens and check the shapes."""
-    assert section.method != "auto", "decide_method() comes first"
+def resolve_speculation(section: SpeculationSection, target: str, notes: list[str]) -> Speculation:
+    """Decide the method and the draft shapes, and check them. `target`: model.target. What was decided is added to
+    `notes`."""
+    section = decide_method(section, target, notes)
     if section.method == "none":
-        return replace(
+        section = replace(
             section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None, aux_layers=None
         )
+        return Speculation(section, ByBatch.always(None))
     if section.aux_layers is not None and section.method != "eagle3":
         raise ConfigError(
             f"speculation.aux_layers says what an EAGLE-3 head reads, and speculation.method is {section.method}",
             hint="leave speculation.aux_layers out, or set speculation.method to eagle3",
         )
-    if section.method in NEURAL and section.draft is None:
+    entry = METHODS[section.method]
+    if entry.net is None:
+        section = replace(section, draft=None)
+    elif section.draft is None:
         raise ConfigError(
             f"speculation.method {section.method} needs speculation.draft",
             hint="name one (a directory, a hub id, a .gguf file or builtin:NAME), or use ngram, which needs none",
         )
-    draft = section.draft if section.method in NEURAL else None
     if section.schedule is not None:
-        return replace(section, draft=draft, schedule=_resolve_schedule(section, section.schedule))
-    shape = _resolve_shape(section.method, section.num_steps, section.topk, section.num_draft_tokens)
-    return replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens, draft=draft)
+        schedule = _resolve_schedule(section, section.schedule)
+        filled = tuple(map(_schedule_section, schedule.bounds, schedule.items))
+        _note_chains(schedule, entry, notes)
+        return Speculation(replace(section, schedule=filled), schedule)
+    shape = _resolve_shape(section, section)
+    section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
+    return Speculation(section, ByBatch.always(shape))
 
 
-def _resolve_shape(method: str, steps: int | None, topk: int, tokens: int | None) -> DraftShape:
-    if method == "ngram":
-        if topk != 1:
-            raise ConfigError(f"speculation.topk must be 1 for ngram, which drafts chains, got {topk}")
-        if steps is None and tokens is None:
-            tokens = DEFAULT_NGRAM_TOKENS
+def _resolve_shape(section: SpeculationSection, given: SpeculationSection | ScheduleSection) -> DraftShape:
+    """The shape of `section`, or of an entry of its schedule."""
+    entry, steps, topk, tokens = METHODS[section.method], given.num_steps, given.topk, given.num_draft_tokens
+    if entry.chains_only and topk != 1:
+        raise ConfigError(f"speculation.topk must be 1 for {section.method}, which drafts chains, got {topk}")
     if steps is None:
-        steps = tokens - 1 if tokens is not None and topk == 1 else DEFAULT_NUM_STEPS
+        steps = tokens - 1 if tokens is not None and topk == 1 else entry.default_num_steps
     if tokens is None:
         tokens = steps + 1 if topk == 1 else min(DEFAULT_TREE_TOKENS, DraftShape(steps, topk, 2).num_candidates + 1)
     shape = DraftShape(steps, topk, tokens)
@@ -77,7 +110,7 @@ def _resolve_shape(method: str, steps: int | None, topk: int, tokens: int | None
     return shape
 
 
-def _resolve_schedule(section: SpeculationSection, entries: tuple[ScheduleSection, ...]) -> tuple[ScheduleSection, ...]:
+def _resolve_schedule(section: SpeculationSection, entries: tuple[ScheduleSection, ...]) -> Schedule:
     option = "speculation.schedule"
     if (section.num_steps, section.topk, section.num_draft_tokens) != (None, 1, None):
         raise ConfigError(
@@ -86,26 +119,39 @@ def _resolve_schedule(section: SpeculationSection, entries: tuple[ScheduleSectio
         )
     if all(entry.num_steps == 0 for entry in entries):
         raise ConfigError(f"{option} drafts for no number of rows", hint="set speculation.method to none instead")
-    resolved, last = [], 0
+    shapes: list[DraftShape | None] = []
+    last = 0
     for i, entry in enumerate(entries):
         if entry.max_batch <= last:
             raise ConfigError(f"{option}[{i}].max_batch must be more than the entry's before it, {last}")
         last = entry.max_batch
-        if entry.num_steps == 0:
-            resolved.append(ScheduleSection(entry.max_batch, 0, 1, 1))
-            continue
         try:
-            shape = _resolve_shape(section.method, entry.num_steps, entry.topk, entry.num_draft_tokens)
+            shapes.append(None if entry.num_steps == 0 else _resolve_shape(section, entry))
         except ConfigError as error:
             raise ConfigError(f"{option}[{i}]: {error.message}", hint=error.hint) from error
-        resolved.append(ScheduleSection(entry.max_batch, shape.num_steps, shape.topk, shape.num_draft_tokens))
-    return tuple(resolved)
+    return ByBatch(tuple(entry.max_batch for entry in entries), tuple(shapes))
+
+
+def _schedule_section(max_batch: int, shape: DraftShape | None) -> ScheduleSection:
+    if shape is None:
+        return ScheduleSection(max_batch, 0, 1, 1)
+    return ScheduleSection(max_batch, shape.num_steps, shape.topk, shape.num_draft_tokens)
+
+
+def _note_chains(schedule: Schedule, entry: MethodEntry, notes: list[str]) -> None:
+    """A network's chains are drawn where a request samples; all other drafts give the text of plain decoding."""
+    has_chains = any(shape is not None and shape.is_chain for shape in schedule.items)
+    if entry.net is not None and has_chains and len(set(schedule.items)) > 1:
+        notes.append(
+            "speculation.schedule: sampled requests are drawn together with a chain's drafts, so their texts depend on "
+            "how many requests run at the same time; greedy requests' do not"
+        )
 
 
 def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleCheckpoint | None) -> str | None:
     """Likely causes where a network's drafts are hardly ever right. None where that is nobody's mistake: lookups find
     little in some texts, and random weights know nothing."""
-    if speculation.method not in NEURAL or speculation.simulate_acceptance is not None:
+    if METHODS[speculation.method].net is None or speculation.simulate_acceptance is not None:
         return None
     if random_name(speculation.draft) is not None:
         return None
@@ -126,8 +172,8 @@ def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleChe
     return "; or ".join(causes)
 
 
-def check_simulation(speculation: SpeculationSection, on_device: bool) -> None:
-    simulated = speculation.simulate_acceptance
+def check_simulation(speculation: Speculation, on_device: bool) -> None:
+    simulated = speculation.section.simulate_acceptance
     if simulated is None:
         return
     option = "speculation.simulate_acceptance"
@@ -136,13 +182,13 @@ def check_simulation(speculation: SpeculationSection, on_device: bool) -> None:
             f"{option} needs drafts to accept, and speculation.method is none",
             hint=f"set speculation.method, or {option} to null",
         )
-    if speculation.schedule is not None:
+    if speculation.section.schedule is not None:
         raise ConfigError(f"{option} is one figure for one shape, and speculation.schedule has several")
-    assert speculation.num_steps is not None, "resolve() decides the shape"
-    longest = speculation.num_steps + 1
-    if simulated > longest:
+    [shape] = speculation.shapes
+    if simulated > shape.num_steps + 1:
         raise ConfigError(
-            f"{option} is {simulated:g}, but a round of {longest - 1} steps commits at most {longest} tokens",
+            f"{option} is {simulated:g}, but a round of {shape.num_steps} steps commits at most {shape.num_steps + 1} "
+            "tokens",
             hint="raise speculation.num_steps",
         )
     if not on_device:
@@ -173,26 +219,3 @@ def check_mask_size(shape: DraftShape, max_batch_size: int, max_length: int) -> 
             f"{max_length} tokens with trees of {shape.num_draft_tokens} take {num_bytes / 2**30:.1f}",
             hint="lower engine.max_batch_size or speculation.num_draft_tokens, or use engine.attention: triton",
         )
-
-
-def lookahead_of(speculation: SpeculationSection) -> int:
-    """Slots past the committed ones that a round of the largest shape may write, in either cache."""
-    net = METHODS[speculation.method].net
-    draft_kv_offset = None if net is None else net.draft_kv_offset
-    return max(num_lookahead(shape, draft_kv_offset) for shape in schedule_of(speculation).items)
-
-
-def schedule_of(speculation: SpeculationSection) -> Schedule:
-    """Of a resolved section."""
-    if speculation.method == "none":
-        return ByBatch.always(None)
-    if speculation.schedule is None:
-        return ByBatch.always(_decided(speculation))
-    bounds = tuple(entry.max_batch for entry in speculation.schedule)
-    return ByBatch(bounds, tuple(None if e.num_steps == 0 else _decided(e) for e in speculation.schedule))
-
-
-def _decided(section: SpeculationSection | ScheduleSection) -> DraftShape:
-    assert section.num_steps is not None, "resolve() decides the shape"
-    assert section.num_draft_tokens is not None, "resolve() decides the shape"
-    return DraftShape(section.num_steps, section.topk, section.num_draft_tokens)

@@ -13,7 +13,6 @@ from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode, padded_sizes
 from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_speculation import lookahead_of, schedule_of
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 from specbatch.types import Request, RngKey, SamplingParams
@@ -122,17 +121,30 @@ SETS = ("speculation.method=draft_model", "speculation.draft=random:tiny")
 
 def test_read_and_resolved() -> None:
     text = "[{max_batch: 4, num_steps: 5, topk: 4}, {max_batch: 32, num_steps: 3}, {max_batch: 256, num_steps: 0}]"
-    config = resolve(loaded(*SETS, f"speculation.schedule={text}")).config
-    assert schedule_of(config.speculation) == ByBatch((4, 32, 256), (DraftShape(5, 4, 8), DraftShape(3, 1, 4), None))
-    assert lookahead_of(config.speculation) == 1 + 4 * 4
-    assert config_to_dict(config)["speculation"]["schedule"][2] == {
+    run = resolve(loaded(*SETS, f"speculation.schedule={text}"))
+    assert run.speculation.schedule == ByBatch((4, 32, 256), (DraftShape(5, 4, 8), DraftShape(3, 1, 4), None))
+    assert run.speculation.num_lookahead == 1 + 4 * 4
+    assert config_to_dict(run.config)["speculation"]["schedule"][2] == {
         "max_batch": 256, "num_steps": 0, "topk": 1, "num_draft_tokens": 1
     }  # fmt: skip
-    assert any("rows run beside" in note for note in resolve(loaded(*SETS, f"speculation.schedule={text}")).notes)
-    trees = "[{max_batch: 4, num_steps: 5, topk: 4}, {max_batch: 32, num_steps: 2, topk: 2}]"
-    assert not any("rows run beside" in n for n in resolve(loaded(*SETS, f"speculation.schedule={trees}")).notes)
-    plain = resolve(loaded(f"speculation.schedule={text}", "speculation.method=none")).config
-    assert schedule_of(plain.speculation) == ByBatch.always(None)
+    assert any("requests run at the same time" in note for note in run.notes)
+    plain = resolve(loaded(f"speculation.schedule={text}", "speculation.method=none"))
+    assert plain.speculation.schedule == ByBatch.always(None)
+    assert plain.config.speculation.schedule is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[{max_batch: 4, num_steps: 5, topk: 4}, {max_batch: 32, num_steps: 2, topk: 2}]",
+        "[{max_batch: 4, num_steps: 5, topk: 4}, {max_batch: 32, num_steps: 0}]",
+        "[{max_batch: 4, num_steps: 2}, {max_batch: 32, num_steps: 2}]",
+    ],
+)
+def test_no_note_where_sampled_texts_depend_on_nothing(text: str) -> None:
+    """Trees and plain decoding draw the same numbers, and so do chains of one length."""
+    run = resolve(loaded(*SETS, f"speculation.schedule={text}"))
+    assert not any("requests run at the same time" in note for note in run.notes)
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ def test_only_eagle3_has_layers_to_choose(method: str) -> None:
     sets = [f"speculation.method={method}", "speculation.draft=x", "speculation.aux_layers=[1, 2, 3]"]
     section = load_config(None, sets).speculation
     with pytest.raises(ConfigError, match=rf"speculation\.method is {method}"):
-        resolve_speculation(section)
+        resolve_speculation(section, "random:tiny", [])
     none = load_config(None, ["speculation.method=none", "speculation.aux_layers=[1, 2, 3]"]).speculation
-    assert resolve_speculation(none).aux_layers is None
+    assert resolve_speculation(none, "random:tiny", []).section.aux_layers is None
 
 
 def test_shape_heads_read_the_layers_that_are_configured() -> None:

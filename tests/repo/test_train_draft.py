@@ -26,7 +26,7 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import build_decoder
 from specbatch.engine.resolve import ResolvedRun, resolve
-from specbatch.engine.resolve_speculation import resolve_speculation, schedule_of
+from specbatch.engine.resolve_speculation import resolve_speculation
 from specbatch.errors import InputError
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.config import expected_tensors
@@ -376,9 +376,9 @@ def test_ways_to_draft_do_not_mix_with_the_configuration(tmp_path: Path) -> None
     for before in (["schedule=[{max_batch: 4, num_steps: 2, topk: 2}]"], ["num_steps=3", "topk=4", "draft=head"]):
         for way, (method, draft, decided) in zip(ways, wanted, strict=True):
             sets = [f"speculation.{option}" for option in before] + way.sets(tmp_path)
-            section = resolve_speculation(load_config(None, sets).speculation)
-            assert (section.method, section.draft) == (method, draft)
-            assert schedule_of(section) == ByBatch.always(decided)
+            found = resolve_speculation(load_config(None, sets).speculation, "random:tiny", [])
+            assert (found.method, found.section.draft) == (method, draft)
+            assert found.schedule == ByBatch.always(decided)
 
 
 def without_template(config: Config) -> ResolvedRun:
