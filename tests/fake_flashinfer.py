@@ -35,6 +35,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         causal: bool,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
+        sm_scale: float | None,
         seq_lens: Tensor,
         max_token_per_sequence: int,
         disable_split_kv: bool,
@@ -53,6 +54,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         needed = 3 * -(-4 * pairs // 16) * 16 + -(-4 * (len(counts) + 1) // 16) * 16 + 4
         assert needed <= self._int_bytes, (needed, self._int_bytes)
         self._dtypes = q_data_type, kv_data_type
+        self._scale = head_dim_qk**-0.5 if sm_scale is None else sm_scale
         self._query_starts = qo_indptr.clone()
         self._page_size = page_size
         self._paged_kv_indptr_buf = paged_kv_indptr.clone()
@@ -88,7 +90,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 row = self._custom_mask_buf[int(self._mask_indptr_buf[b]) :]
                 visible = ((row[index // 8] >> (index % 8)) & 1).bool()
             k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
-            scores = torch.einsum("qhd,hkd->hqk", q[first:end].to(wide), k) * q.shape[-1] ** -0.5
+            scores = torch.einsum("qhd,hkd->hqk", q[first:end].to(wide), k) * self._scale
             weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
             out[first:end] = torch.einsum("hqk,hkd->qhd", weights, v).to(q.dtype)
         return out

@@ -67,13 +67,15 @@ class _Group:
 
 
 class TorchAttention:
-    """See the module's text. `num_heads` is a multiple of `num_kv_heads`."""
+    """See the module's text. `num_heads` is a multiple of `num_kv_heads`. `scale` None: head_dim ** -0.5."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *, scale: float | None = None
+    ) -> None:
         self._per_head = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
-        self._scale = head_dim**-0.5
+        self._scale = head_dim**-0.5 if scale is None else scale
         # Observed with MKL: up to 5 rows differ at head_dim 128, up to 10 at 256. test_invariance.py watches it.
         self._min_rows = max(8, head_dim // 16)
         self._device = device

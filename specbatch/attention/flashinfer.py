@@ -110,8 +110,10 @@ class FlashInferAttention:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
+        *,
+        scale: float | None = None,
     ) -> None:
-        """`kv_dtype`: of the cache; None: `dtype`."""
+        """`kv_dtype`: of the cache; None: `dtype`. `scale` None: head_dim ** -0.5."""
         self._device = device
         self._group = num_heads // num_kv_heads
         self._geometry = {
@@ -120,6 +122,7 @@ class FlashInferAttention:
             "head_dim_qk": head_dim,
             "q_data_type": dtype,
             "kv_data_type": kv_dtype or dtype,
+            "sm_scale": scale,
         }
         self._tree_mask_bits = ops_for(device, dtype).tree_mask_bits
         self._planned: dict[tuple[int, ...], _Planner] = {}

@@ -24,7 +24,7 @@ WORKSPACE_ROWS = _PROGRAMS * _ROWS
 
 class PagedAttention:
     """`num_heads` is a multiple of `num_kv_heads`. Splits follow the number of sequences, which is fixed in a captured
-    graph, never their lengths."""
+    graph, never their lengths. `scale` None: head_dim ** -0.5."""
 
     def __init__(
         self,
@@ -33,13 +33,15 @@ class PagedAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        scale: float | None = None,
     ) -> None:
         ops = ops_for(device, dtype)
         self._attend = ops.attend
         self._workspace = ops.Workspace(device, WORKSPACE_ROWS, head_dim)
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
-        self._scale = head_dim**-0.5
+        self._scale = head_dim**-0.5 if scale is None else scale
 
     def plan(self, layout: PagedBatch) -> tuple[PagedBatch, int]:
         return layout, num_splits(layout.starts_B.shape[0], self._num_kv_heads, layout.max_queries * self._group)

@@ -170,11 +170,12 @@ def build_decoder(
 def _attention(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, name: AttentionName, kv_dtype: torch.dtype | None
 ) -> AttentionBackend:
+    sizes, scale = (config.num_heads, config.num_kv_heads, config.head_dim), config.attention_scale
     if name == "triton":
-        return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+        return PagedAttention(*sizes, dtype, device, scale=scale)
     if name == "flashinfer":
-        return FlashInferAttention(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, kv_dtype)
-    return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
+        return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale)
+    return TorchAttention(*sizes, device, scale=scale)
 
 
 def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> DraftNet:

@@ -40,6 +40,7 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over head_dim on queries and keys, before RoPE
     sliding_windows: tuple[int | None, ...]  # per layer; w: position p sees (p - w, p]; None: all of [0, p]
     eos_token_ids: tuple[int, ...]  # any of them ends a generation
+    attention_scale: float | None = None  # of queries times keys; None: head_dim ** -0.5
     activation: Activation = "silu"  # of the MLP's gate
 
     def checked(self, source: str) -> ModelConfig:

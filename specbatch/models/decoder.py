@@ -44,7 +44,7 @@ class Attention:
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str) -> None:
         self._layer = layer
-        self.num_heads, self._num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._window = config.sliding_windows[layer]
         self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in "qkv"), has_bias=config.qkv_bias)
         self._out = weights.linear(f"{prefix}o_proj", has_bias=config.output_bias)
@@ -77,8 +77,8 @@ class Attention:
 
     def _rotate_and_write(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         assert step.angles is not None
-        sizes = (self.num_heads, self._num_kv_heads, self._num_kv_heads)
-        qkv = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
+        sizes = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
+        qkv = qkv.view(qkv.shape[0], sum(sizes), self._head_dim)
         if self._q_norm is not None and self._k_norm is not None:
             q, k, v = qkv.split(sizes, dim=1)
             qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
@@ -91,7 +91,7 @@ class Attention:
     def _rotate_and_write_fused(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         q: Tensor = self._rotary_write(
             qkv,
-            self.num_heads,
+            self._num_heads,
             self._num_kv_heads,
             step.rotary.cos_PD,
             step.rotary.sin_PD,

@@ -32,7 +32,7 @@ class PaddedAttention:
     real token sees it."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._num_heads, self._head_dim = config.num_heads, config.head_dim
+        self._num_heads, self._head_dim, self._scale = config.num_heads, config.head_dim, config.attention_scale
 
     def plan(self, batch: PagedBatch) -> tuple[int, int]:
         return batch.starts_B.shape[0], batch.page_size
@@ -45,7 +45,7 @@ class PaddedAttention:
         if window is not None and window < length:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
         k, v = kv[0].transpose(0, 1), kv[1].transpose(0, 1)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self._scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(batch * length, self._num_heads, self._head_dim)
 
 
