@@ -1,9 +1,9 @@
-"""Launches prompt chunks: short ones, of whole prompts, padded to one of few shapes and replayed as a graph, the others
-kernel by kernel.
+"""Launches prompt chunks. A short chunk of whole prompts is padded to one of few shapes and replayed as a graph; other
+chunks are launched kernel by kernel.
 
-Launching a chunk takes the host 0.3 ms a layer, whatever is in it, and meanwhile no round runs. Up to as many tokens as
-a GPU computes in that time (`ChunkCost.graph_tokens`) padding costs nothing that launching would not. A shape's graph
-is captured when the first chunk of it comes up: a job has few.
+Launching a chunk takes the host 0.3 ms a layer, whatever is in it, and meanwhile no round runs. As many tokens as a GPU
+computes in that time (`ChunkCost.graph_tokens`) can be padding without a loss. A shape's graph is captured when the
+first chunk of it comes: a job has few shapes.
 """
 
 from __future__ import annotations
@@ -14,53 +14,67 @@ import torch
 from torch import Tensor
 
 from specbatch.engine.executor import GraphMode
-from specbatch.engine.prompts import ChunkShape, HostArrays, PackedPrompts, PromptPacker
+from specbatch.engine.prompts import ChunkArrays, ChunkShape, PackedPrompts, PromptPacker
 from specbatch.engine.round import Logprobs, Round
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels.out_of_memory import is_out_of_memory
 
-# Up to three quarters of the rows may be padding: few shapes count for more. Of a row alone only the last layer and the
-# head are computed.
-_ROWS_STEP = 4
-_FEWEST_TOKENS = 64
-_SHORT_QUERIES = 256  # attention has a program for every 64 (query, head) pairs of each row: most of them idle
+# Up to three quarters of the sequences can be padding: fewer shapes are worth more. Of a padded sequence only the last
+# layer and the head are computed.
+_SEQUENCES_STEP = 4
+_MIN_TOKENS = 64
+_SHORT_QUERIES = 256  # attention has a program for every 64 (query, head) pairs of each sequence: most of them idle
 
 
 class PromptGraphs:
-    """`most_tokens` of a padded chunk; 0: none are. On a CPU, for tests, chunks are padded and nothing is captured."""
+    """`max_tokens` of a padded chunk; 0: none are padded. On a CPU, for tests, chunks are padded and nothing is
+    captured."""
 
     def __init__(
-        self, packer: PromptPacker, transfers: Transfers, device: torch.device, max_batch_size: int, most_tokens: int
+        self, packer: PromptPacker, transfers: Transfers, device: torch.device, max_batch_size: int, max_tokens: int
     ) -> None:
         self._packer = packer
         self._transfers = transfers
         self._max_batch_size = max_batch_size
-        self._most_tokens = most_tokens
-        self._uncaptured: set[tuple[Any, ...]] = set()  # for want of memory
-        self._buffers: dict[ChunkShape, tuple[Tensor, Tensor]] = {}
+        self._max_tokens = max_tokens
+        self._uncaptured: set[tuple[Any, ...]] = set()  # their graphs did not fit into memory
+        self._buffers: dict[ChunkShape, Tensor] = {}  # what graphs read
         self._runner = GraphRunner(device) if device.type == "cuda" else None
 
     def run(
         self, round_: Round, packed: PackedPrompts, sampled: bool, logprobs: bool, mode: GraphMode
     ) -> tuple[Tensor, Logprobs | None]:
-        """As `Round.prefill`, but behind the tokens of the prompts that end here there may be others. `mode`: of the
-        rounds; prompts are graphs with whole rounds only. The output is valid until the next chunk."""
+        """As `Round.prefill`, but more tokens can follow those of the prompts that end here. `mode`: of the rounds;
+        prompts are graphs with whole rounds only. The output is valid until the next chunk."""
         may_pad = not logprobs and (mode == "round" or self._runner is None)
-        shape = self._shape(packed) if may_pad else None
+        shape = self.shape_of(packed) if may_pad else None
         key = (shape, sampled, round_.method.net is not None)
         if shape is not None and key not in self._uncaptured:
             try:
                 return self._padded(round_, packed, shape, key), None
             except Exception as error:
-                # As it is, the chunk takes less.
+                # The chunk takes less without padding.
                 if not is_out_of_memory(error) or self._runner is None or key in self._runner:
                     raise
                 self._uncaptured.add(key)
         arrays = packed.arrays()
-        longs, ints = self._transfers.upload(arrays.longs), self._transfers.upload(arrays.ints)
-        chunk = self._packer.chunk(arrays, longs, ints, round_.state.page_table_SP, packed.max_queries)
+        buffer = self._transfers.upload(arrays.buffer)
+        chunk = self._packer.chunk(arrays, buffer, round_.state.page_table_SP, packed.max_queries)
         return round_.prefill(chunk, sampled, logprobs)
+
+    def shape_of(self, packed: PackedPrompts) -> ChunkShape | None:
+        """The smallest shape that holds these, if one does."""
+        if not packed.all_end:
+            return None
+        tokens = max(_MIN_TOKENS, 1 << packed.num_tokens.bit_length())  # more than there are
+        if tokens > self._max_tokens:
+            return None
+        count = 1
+        while count < len(packed.req_idx):
+            count *= _SEQUENCES_STEP
+        is_short = count > 1 and packed.max_queries <= _SHORT_QUERIES < tokens
+        return ChunkShape(tokens, min(count, self._max_batch_size), _SHORT_QUERIES if is_short else tokens)
 
     def release_graphs(self) -> None:
         """Give the memory of all graphs back. Nothing may be in flight."""
@@ -69,35 +83,21 @@ class PromptGraphs:
             self._buffers.clear()
 
     def _padded(self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]) -> Tensor:
-        table, upload, sampled = round_.state.page_table_SP, self._transfers.upload, key[1]
-        arrays = packed.padded(shape, round_.state.padding)
+        sampled, padding = key[1], round_.state.padding
+        arrays = packed.padded(shape, padding)
         if shape not in self._buffers:
-            self._buffers[shape] = upload(arrays.longs), upload(arrays.ints)
-        longs, ints = self._buffers[shape]
+            self._buffers[shape] = self._transfers.upload(arrays.buffer)
 
         def prefill() -> Tensor:
-            chunk = self._packer.chunk(arrays, longs, ints, table, shape.queries)
+            chunk = self._packer.chunk(arrays, self._buffers[shape], round_.state.page_table_SP, shape.max_queries)
             return round_.prefill(chunk, sampled)[0]
 
         if self._runner is not None and key not in self._runner:
-            # Over no prompt: what is captured is run, and must write to nobody's slots.
-            self._fill(shape, self._packer.pack([]).padded(shape, round_.state.padding))
+            # Over no prompt: what is captured is run, and must write to no request's slots.
+            self._fill(shape, self._packer.pack([]).padded(shape, padding))
             self._runner.capture(key, prefill)
         self._fill(shape, arrays)
         return prefill() if self._runner is None else self._runner.replay(key)
 
-    def _shape(self, packed: PackedPrompts) -> ChunkShape | None:
-        """The smallest that holds these, if one does."""
-        if not packed.all_end:
-            return None
-        tokens = max(_FEWEST_TOKENS, 1 << packed.num_tokens.bit_length())  # more than there are
-        rows = 1
-        while rows < len(packed.rows):
-            rows *= _ROWS_STEP
-        queries = _SHORT_QUERIES if rows > 1 and packed.max_queries <= _SHORT_QUERIES < tokens else tokens
-        return ChunkShape(tokens, min(rows, self._max_batch_size), queries) if tokens <= self._most_tokens else None
-
-    def _fill(self, shape: ChunkShape, arrays: HostArrays) -> None:
-        longs, ints = self._buffers[shape]
-        longs.copy_(self._transfers.upload(arrays.longs))
-        ints.copy_(self._transfers.upload(arrays.ints))
+    def _fill(self, shape: ChunkShape, arrays: ChunkArrays) -> None:
+        self._buffers[shape].copy_(self._transfers.upload(arrays.buffer))

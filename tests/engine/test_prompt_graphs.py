@@ -17,7 +17,7 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.prompt_graphs import PromptGraphs
-from specbatch.engine.prompts import ChunkShape, PromptPacker
+from specbatch.engine.prompts import ChunkShape, PromptPacker, TokenFields
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
@@ -47,13 +47,13 @@ def many_prompts() -> list[list[int]]:
 def shapes_used(monkeypatch: pytest.MonkeyPatch) -> list[ChunkShape | None]:
     """Of every chunk from now on, the shape that it is padded to."""
     used: list[ChunkShape | None] = []
-    shape_of = PromptGraphs._shape
+    shape_of = PromptGraphs.shape_of
 
     def noted(graphs: PromptGraphs, packed: Any) -> ChunkShape | None:
         used.append(shape_of(graphs, packed))
         return used[-1]
 
-    monkeypatch.setattr(PromptGraphs, "_shape", noted)
+    monkeypatch.setattr(PromptGraphs, "shape_of", noted)
     return used
 
 
@@ -74,7 +74,7 @@ def test_texts_are_the_same(
     assert len(padded) > 1
     assert None in used, "a piece of a prompt is not padded"
     assert engine.stats.cached_prompt_tokens > 0
-    assert {one.rows for one in padded} <= {1, 4, 8}
+    assert {one.num_sequences for one in padded} <= {1, 4, 8}
     state = engine._state
     assert bool(state.ints_SF[state.padding, 3]), "padding is done"
 
@@ -127,13 +127,13 @@ def test_a_chunk_of_nothing_touches_padding_alone(method: str) -> None:
 @torch.inference_mode()
 def chunk_of_nothing(packer: PromptPacker, round_: Round, shape: ChunkShape) -> None:
     arrays = packer.pack([]).padded(shape, round_.state.padding)
-    longs, ints = (Transfers(CPU).upload(part) for part in (arrays.longs, arrays.ints))
+    buffer = Transfers(CPU).upload(arrays.buffer)
     for sampled in (False, True):
-        round_.prefill(packer.chunk(arrays, longs, ints, round_.state.page_table_SP, shape.queries), sampled)
+        round_.prefill(packer.chunk(arrays, buffer, round_.state.page_table_SP, shape.max_queries), sampled)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "queries", "expected"),
+    ("tokens", "num_sequences", "queries", "expected"),
     [
         (63, 1, 63, (64, 1, 64)),
         (64, 1, 64, (128, 1, 128)),
@@ -144,20 +144,19 @@ def chunk_of_nothing(packer: PromptPacker, round_: Round, shape: ChunkShape) -> 
         (1024, 1, 1024, None),
     ],
 )
-def test_shapes(tokens: int, rows: int, queries: int, expected: tuple[int, int, int] | None) -> None:
-    """More tokens than there are, rows in steps of four, at most as many as there are places."""
+def test_shapes(tokens: int, num_sequences: int, queries: int, expected: tuple[int, int, int] | None) -> None:
+    """More tokens than there are, sequences in steps of four, at most as many as a batch has."""
     packed = PromptPacker(4, None).pack([])
     packed.target.tokens = [0] * tokens
-    packed.target.rows = packed.rows = [0] * rows
     packed.target.max_queries = queries
+    packed.req_idx = packed.ready = [0] * num_sequences
     graphs = PromptGraphs(PromptPacker(4, None), Transfers(CPU), CPU, 12, 1024)
-    assert graphs._shape(packed) == expected
+    assert graphs.shape_of(packed) == expected
     # The draft network may have more: a token of its own of each prompt, or what it lags behind.
     packed.target, packed.draft = packed.draft, packed.target
-    packed.target.rows = packed.rows
-    assert graphs._shape(packed) == expected
-    packed.rows = [0] * (rows - 1)
-    assert graphs._shape(packed) is None, "a prompt goes on"
+    assert graphs.shape_of(packed) == expected
+    packed.ready = [0] * (num_sequences - 1)
+    assert graphs.shape_of(packed) is None, "a prompt goes on"
 
 
 class StandIn:
@@ -280,10 +279,10 @@ def test_where_packed_tokens_lie(page_size: int, draft_kv_offset: int | None) ->
         packed = PromptPacker(page_size, draft_kv_offset).pack(spans)
         ended = [span for span in spans if span.end == span.seq.num_prefill_tokens]
         for side, (tokens, positions, slots, ends) in zip((packed.target, packed.draft), expected, strict=False):
-            longs = [list(part) for part in side.longs]
-            assert longs[:3] == [tokens, positions, slots]
-            assert longs[3] == [ends[i + 1] - 1 for i, span in enumerate(spans) if span in ended]
-            assert side.ends == ends
+            fields = TokenFields(*(list(part) for part in side.fields()))
+            assert (fields.tokens_T, fields.positions_T, fields.slots_T) == (tokens, positions, slots)
+            assert fields.logits_indices_R == [ends[i + 1] - 1 for i, span in enumerate(spans) if span in ended]
+            assert fields.query_starts == ends
             assert side.max_queries == max(ends[i + 1] - ends[i] for i in range(len(spans)))
         assert packed.ready == [span.seq.req_idx for span in ended]
         assert packed.lengths == [span.end for span in ended]
@@ -326,18 +325,35 @@ def one_by_one(
     return tokens, positions, slots, ends
 
 
-def test_lists_are_aligned() -> None:
+def test_arrays_are_aligned() -> None:
     """At 16 bytes, padded or not: for another address Triton would compile its kernels anew, in the middle of a run."""
     packer = PromptPacker(4, 1)
     packed = packer.pack([random_span(random.Random(i), i, 4, 1) for i in range(3)])
-    all_arrays = [packed.arrays(), packer.pack([]).padded(ChunkShape(64, 7, 64), 9)]
-    for arrays in all_arrays:
-        longs, ints = (Transfers(CPU).upload(part) for part in (arrays.longs, arrays.ints))
-        views = arrays.views(longs, ints)
-        for whole, parts in zip((longs, ints), views, strict=True):
-            assert all((part.data_ptr() - whole.data_ptr()) % 16 == 0 for part in parts)
-        assert [len(part) for part in views[0]] == list(arrays.long_sizes)
-        assert [len(part) for part in views[1]] == list(arrays.int_sizes)
+    for arrays in (packed.arrays(), packer.pack([]).padded(ChunkShape(64, 7, 64), 9)):
+        buffer = Transfers(CPU).upload(arrays.buffer)
+        views = arrays.views(buffer).flat()
+        assert all((part.data_ptr() - buffer.data_ptr()) % 16 == 0 for part in views)
+        assert tuple(map(len, views)) == arrays.sizes
+
+
+def test_arrays_come_back_by_name() -> None:
+    """Padded and not: the device reads what the host wrote, then padding."""
+    rng, spans = random.Random(0), []
+    while len(spans) < 3:
+        span = random_span(rng, 3 + len(spans), 4, 1)
+        spans += [span] if span.end == span.seq.num_prefill_tokens else []
+    packed = PromptPacker(4, 1).pack(spans)
+    shape = ChunkShape(256, 4, 256)
+    for arrays in (packed.arrays(), packed.padded(shape, 9)):
+        views = arrays.views(torch.from_numpy(arrays.buffer))
+        assert views.target.query_starts.dtype == views.draft.starts_B.dtype == torch.int32
+        for view, values in zip(views.flat(), packed.fields().flat(), strict=True):
+            assert view[: len(values)].tolist() == list(values)
+    assert views.req_idx_B.tolist() == [3, 4, 5, 9]
+    assert views.ready_index_R.tolist() == [0, 1, 2, 3]
+    assert views.target.slots_T[packed.target.query_starts[-1] :].eq(-1).all()
+    assert views.draft.query_starts[3:].eq(packed.draft.query_starts[-1]).all()
+    assert views.draft.logits_indices_R[3] == shape.num_tokens - 1
 
 
 @pytest.mark.gpu
