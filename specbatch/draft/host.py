@@ -114,8 +114,8 @@ def _ancestry(parents_BN: NDArray[np.int64], trees: HostTrees, max_path: int, nu
     is_node = nodes < trees.num_nodes_B[:, None]
     drafts = is_node & (nodes > 0)
     assert (((parents_BN >= 0) & (parents_BN < nodes)) | ~drafts).all(), "a parent comes before its children"
-    child = np.where(drafts, trees.tokens_BN * width + parents_BN, -1 - nodes)
-    assert all(len(np.unique(one)) == width for one in child), "siblings hold different tokens"
+    child = np.sort(np.where(drafts, trees.tokens_BN * width + parents_BN, -1 - nodes), axis=1)
+    assert (child[:, 1:] != child[:, :-1]).all(), "siblings hold different tokens"
     depths = np.zeros((batch, width), dtype=np.int64)
     mask = np.zeros((batch, width, num_words), dtype=np.uint32)
     mask[:, nodes, nodes >> 5] = np.uint32(1) << (nodes & 31).astype(np.uint32)

@@ -1,12 +1,11 @@
-"""Drafting with a network, as a chain or as a dynamic tree; shared by `draft_model`, `eagle` and `eagle3`.
+"""Draft networks: a smaller model, or an EAGLE head. `chain.py` and `tree.py` draft with them.
 
-The network's cache lives in the sequence's pages beside the target's. Slot i of it belongs to token i (draft model)
-or to the pair of token i + 1 and the target's feature of position i (EAGLE). Either way *draft-extend* has run over
-everything up to and including the root before a round starts, and has left the logits of the first draft step. Draft
-tokens of a tree go to slots in the order in which they are drafted, with an ancestor mask; the next draft-extend
-overwrites them.
+A network has its own KV cache, in the same pages of a sequence as the target's. Slot i belongs to token i of a draft
+model; of EAGLE to the pair of token i + 1 and the target's feature of position i. Before a round starts, *draft-extend*
+has run over all tokens up to the root, and has left the hidden state of the first draft step. Drafts go to the next
+slots, in the order in which they are drafted; the next draft-extend overwrites them.
 
-Shape suffixes: B sequences, T packed tokens, K = topk, E hidden size, W draft vocabulary, V target vocabulary.
+Shape suffixes: T packed tokens, R of them whose hidden states are wanted, E hidden size, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from specbatch.models.eagle_head import EagleHead
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """What the target computed for newly committed tokens, packed sequence after sequence.
+    """What the target computed for new committed tokens, sequence after sequence.
 
     Sequence b committed tokens [starts[b], sequences[b].num_computed_tokens).
     """
 
     starts: list[int]
     hidden_TE: Tensor  # after the final norm
-    aux_hidden_states: list[Tensor]  # (T, E) inputs of the layers that `Proposer.capture` names
+    aux_hidden_states: list[Tensor]  # (T, E) inputs of the layers `DraftNet.aux_layers`
 
 
 class DraftNet(Protocol):
     """A draft network with its cache."""
 
     cache: KVCache
-    aux_layers: tuple[int, ...]
-    draft_kv_offset: int  # slots that the draft's cache is ahead of the target's between rounds: 1 if the root has one
+    aux_layers: tuple[int, ...]  # target layers whose inputs `features` takes
+    draft_kv_offset: int  # slots that its cache has more than the target's before a round: 1 if the root has one
     target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
     feature_size: int  # E
     reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
@@ -59,7 +58,7 @@ class DraftNet(Protocol):
         ...
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """(R, W), float32 (float64 where the model is)."""
+        """(R, W), float32, or float64 if the model is."""
         ...
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
@@ -78,7 +77,7 @@ class ModelDraft:
         self.cache = cache
         self._model = model
         # Embeddings are padded to different sizes within one family; ids past the smaller vocabulary are never
-        # proposed.
+        # drafted.
         self._target_vocab_size = target_vocab_size
         self._width = min(target_vocab_size, model.config.vocab_size)
         self.target_ids: Tensor | None = None

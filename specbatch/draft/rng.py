@@ -1,8 +1,8 @@
 """Random numbers that depend on nothing but what they are for: Philox4x32-10 (Salmon et al., SC 2011), counter based.
 
-Key: the 64-bit seed. Counter: (absolute token position, purpose and sample number, row number low, row number high).
-So a draw is the same whatever the batch, the schedule, a preemption or a restart did. Scalar Python is enough on the
-host: a token needs one to three draws.
+Key: the 64-bit seed. Counter: token position, kind of draw and sample number, stream low, stream high (`RngKey`). So a
+draw does not depend on the batch, the schedule, a preemption or a restart. `kernels.torch.sampling.uniform` computes
+the same numbers in tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _MASK = 0xFFFFFFFF
 
 
 class Draw(IntEnum):
-    """What a draw decides about the token at its position. Every position is decided by independent draws."""
+    """What a draw decides about the token at its position. All draws are independent."""
 
     SAMPLE = 0  # the token itself, drawn from the target's distribution
-    DRAFT = 1  # the token that the draft proposes
-    ACCEPT = 2  # whether the proposal is accepted
-    RESIDUAL = 3  # the token that replaces a rejected proposal
+    DRAFT = 1  # the token that the draft network drafts
+    ACCEPT = 2  # whether this draft is accepted
+    RESIDUAL = 3  # the token instead of a rejected draft
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -34,11 +34,11 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
-def uniform(rng: RngKey, position: int, purpose: Draw) -> float:
+def uniform(rng: RngKey, position: int, kind: Draw) -> float:
     """A draw from [0, 1) with 53 bits."""
     counter = (
         position & _MASK,
-        (rng.sample << 8 | purpose) & _MASK,
+        (rng.sample << 8 | kind) & _MASK,
         rng.stream & _MASK,
         rng.stream >> 32 & _MASK,
     )
