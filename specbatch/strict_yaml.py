@@ -1,4 +1,4 @@
-"""YAML of people who may be mistaken: plain data, or one clear error. For configurations, --set and tasks of eval."""
+"""YAML -> plain data, or one clear error. For configurations, --set and eval tasks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_yaml(text: str) -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses keys given twice, and structures that nobody writes by hand."""
+    """SafeLoader that refuses keys given twice, and structures that only an attack or an accident makes."""
 
     yaml_implicit_resolvers: ClassVar[Any] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _TEXT_TAGS]
@@ -57,7 +57,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
-    """Of the data under `node`, with each alias (*name) replaced by what it names."""
+    """Values under `node`, each alias (*name) replaced by what it names. `inside`: the nodes around it."""
     if id(node) in inside:
         raise _problem("an alias (*name) of what it is a part of", node)
     if id(node) not in known:

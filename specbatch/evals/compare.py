@@ -1,7 +1,7 @@
-"""With and without speculation: where the texts part, and by how little.
+"""With and without speculation: the first token that differs, and the logit margin there.
 
-Greedy texts are the same token for token where arithmetic is exact. Elsewhere (bfloat16, another batch) two tokens that
-are about equally probable may change places; how much closer than any accident they were is what `margin` tells.
+Greedy texts are the same token for token if arithmetic is exact. Otherwise (bfloat16, another batch) rounding can swap
+two tokens that are about equally probable: the margin between them is then small.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_MOST_BEFORE = 8  # tokens by which texts can differ later than tokens do
-LOGPROBS = 5  # of the rows that are run again: where three tokens are about equally probable, the third is one of them
+_MAX_BEFORE = 8  # tokens by which texts can differ later than tokens do
+LOGPROBS = 5  # of rows that run again: enough if three tokens are about equally probable
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one row. `token`: the first one that differs, from 0; `margin`: between the logarithms of the probabilities,
-    without speculation, of the token that was taken there and of the one that leads to the other text (or where none
-    of those known does, the likeliest that was not taken). None where running the row again gave the other text."""
+    """Of one row. `token`: the first one that differs, from 0. `margin`, in nats: between the log-probabilities in plain
+    decoding of the token chosen there and of the one that leads to the other text (or, if none of the known ones does,
+    of the likeliest other one). Both are None if the row, run again, gave the other text."""
 
     index: int
     id: Any
     token: int | None
     margin: float | None
-    tokens: tuple[str, ...] = ()  # the two; of equals the one that was taken need not be the first of the likeliest
+    tokens: tuple[str, ...] = ()  # the two; of equally likely ones the chosen one is not always listed first
 
 
 def differing_rows(results: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -36,7 +36,7 @@ def differing_rows(results: Sequence[Mapping[str, Any]], others: Sequence[Mappin
 
 def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> Difference:
     """Where `text` leaves `plain`, the row's result without speculation, run with LOGPROBS."""
-    logprobs = plain.get("logprobs", ())  # none of a row that failed this time
+    logprobs = plain.get("logprobs", ())  # a row that failed this time has none
     ids = [entry["token_id"] for entry in logprobs]
     if plain["text"] == text or not ids:
         return Difference(index, plain["id"], None, None)
@@ -44,10 +44,10 @@ def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable
     lengths = range(1, len(ids) + 1)
     common = bisect.bisect_left(lengths, 1, key=lambda n: int(not text.startswith(decode(ids[:n]).rstrip("\ufffd"))))
     last = min(common, len(ids) - 1)  # the last one if `text` only continues after it
-    # Or tokens part before texts do: " the" begins " theory". A likely token that leads past what the texts have in
-    # common tells where that was; one that does not, " " where both go on with " $", may be likely for itself.
-    places = range(last, max(last - _MOST_BEFORE, -1), -1)
-    others = ((n, other) for n in places for other in _others(logprobs[n]))
+    # Tokens can differ earlier than texts do: " the" begins " theory". A likely token that leads past the common text
+    # shows where. One that does not, such as " " where both continue with " $", can be likely for another reason.
+    positions = range(last, max(last - _MAX_BEFORE, -1), -1)
+    others = ((n, other) for n in positions for other in _others(logprobs[n]))
     shared = decode(ids[:last])
     found = (pair for pair in others if _leads_past(shared, text, decode([*ids[: pair[0]], pair[1]["token_id"]])))
     token, other = next(found, (last, _others(logprobs[last])[0]))
@@ -57,7 +57,7 @@ def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable
 
 
 def _others(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of the likeliest tokens those that were not taken."""
+    """The likeliest tokens without the chosen one."""
     return [top for top in entry["top"] if top["token_id"] != entry["token_id"]]
 
 

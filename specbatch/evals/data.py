@@ -21,7 +21,7 @@ class Rows:
     """All rows of a source: tasks are small, and few-shot examples come from anywhere in them."""
 
     name: str
-    identity: dict[str, Any]  # what they are known by: a digest, or the version of a data set
+    identity: dict[str, Any]  # identifies them: a digest, or the version of a data set
     rows: list[dict[str, Any]]
 
 

@@ -1,4 +1,4 @@
-"""The files of an evaluation, and the checks that no other job's and nobody else's are written over."""
+"""The files of an evaluation, and the checks that no other file is overwritten."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def answers_path(plan: Plan, variant: str) -> Path:
 
 
 def differing_paths(plan: Plan) -> tuple[Path, Path]:
-    """The rows that are run once more, and what comes of them."""
+    """The rows that run once more, and their results."""
     return plan.folder / "none" / "differing.prompts.jsonl", plan.folder / "none" / "differing.jsonl"
 
 
@@ -54,7 +54,7 @@ def check_folder(folder: Path, tasks: Sequence[Task], *, overwrite: bool) -> Non
     refuse_remote(folder)
     with usable(folder, "the output"):
         if folder.exists() and not folder.is_dir():
-            raise InputError(f"the output {folder} is no folder", "-o DIR names one")
+            raise InputError(f"the output {folder} is not a folder", "-o DIR names one")
     if not folder.parent.is_dir():
         raise InputError(f"the folder of the output, {folder.parent}, does not exist", "make it, or use -o DIR")
     results = results_path(folder)
@@ -88,8 +88,8 @@ def check_files(folder: Path, plans: Sequence[Plan], reads: Mapping[str, Path], 
 
 
 def _check_prompts(plans: Sequence[Plan]) -> None:
-    """Other prompts are another job. The file job would say so by the digest of its input, which tells nobody why, and
-    once the prompts of the answers that are there have been written over."""
+    """Other prompts are another job. The file job would find that by the digest of its input, which explains nothing,
+    and only after the prompts of the existing answers were overwritten."""
     for plan in plans:
         outputs = answers_path(plan, ""), answers_path(plan, "none")
         if not prompts_path(plan).is_file() or not any(o.exists() or partial_path(o).exists() for o in outputs):
@@ -109,7 +109,7 @@ def _results(path: Path) -> Written:
 
 
 def _tasks(results: Path) -> list[str]:
-    """The tasks of results.json; none where it is none of ours."""
+    """The tasks of results.json; none if it is another file."""
     try:
         tasks = json.loads(results.read_bytes())["tasks"]
         return list(tasks) if isinstance(tasks, dict) else []
@@ -127,8 +127,8 @@ def _holds_samples(path: Path) -> bool:
 
 
 def _prompts_of(outputs: Sequence[Path], lines: bytes) -> Callable[[Path], bool]:
-    """Whether prompts are ours: they are `lines`, this run's, or an earlier run's answers lie in the same folder. By
-    themselves they look like anybody's input."""
+    """Whether prompts are an evaluation's: they are `lines`, this run's, or the folder has the answers of an earlier
+    run. The file alone looks like any input."""
     return lambda path: path.read_bytes() == lines or any(map(_has_job, outputs))
 
 

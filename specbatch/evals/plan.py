@@ -1,4 +1,4 @@
-"""What a run of a task will do, decided and checked before any model is touched."""
+"""A task with its rows and prompts, checked before any model is loaded."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def make_plan(
     overrides: Sequence[str],
     folder: Path,
 ) -> Plan:
-    """Read the rows and write the prompts of `task`. `num_examples` None: the task's own number; `overrides`: the
-    sampling options that `config` has from the command line, which go before the task's.
+    """Read the rows and make the prompts of `task`. `num_examples`: None: the task's own number. `overrides`: sampling
+    options from the command line, which override the task's.
 
     Raises ConfigError or InputError.
     """
     count = task.few_shot.count if task.few_shot is not None else 0
     if num_examples is not None:
         if task.few_shot is None and num_examples > 0:
-            raise ConfigError(f"the task {task.name} has no examples to show: --num-fewshot {num_examples}")
+            raise ConfigError(f"the task {task.name} has no examples, and --num-fewshot is {num_examples}")
         count = num_examples
     found = task_rows(task, data, limit)
     pool = example_rows(task) if count else []
@@ -88,8 +88,8 @@ def plan_config(config: Config, plan: Plan, stop_token_ids: Sequence[int]) -> Co
 
 
 def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
-    """Ids of the special tokens among stop strings: decoded text does not show them. `</s>` stops a model that has it
-    as a token, as it does in lm-evaluation-harness."""
+    """Ids of the special tokens among stop strings: decoded text does not have them. `</s>` stops a model that has it
+    as a token, as in lm-evaluation-harness."""
     special = set(getattr(tokenizer, "all_special_tokens", ()))
     return sorted({tokenizer.convert_tokens_to_ids(text) for text in stop if text in special})
 

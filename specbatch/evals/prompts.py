@@ -1,8 +1,8 @@
-"""Rows -> prompts, with worked examples before them where the task wants some.
+"""Rows -> prompts, with worked examples before them if the task has some.
 
 Completion prompts are lm-evaluation-harness' (`ConfigurableTask.fewshot_context`, `ContextSampler`): question,
 delimiter and answer of each example, then the question. Its examples are drawn with one `random.Random(seed)` that
-goes through the rows in order, so that the prompt of a row depends on how many came before it.
+goes through the rows in order, so that the prompt of a row depends on the number of rows before it.
 """
 
 from __future__ import annotations

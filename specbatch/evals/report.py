@@ -1,4 +1,4 @@
-"""results.json, and the table that says the same at the terminal."""
+"""results.json, and its main figures at the terminal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import specbatch
 from specbatch.evals.compare import Difference
 from specbatch.evals.metrics import metric_name
 from specbatch.evals.plan import Plan
+from specbatch.evals.sandbox import ISOLATED
 from specbatch.evals.score import Scores, accuracy, standard_error
 from specbatch.job.stats import commit
 from specbatch.job.terminal import acceptance_text
@@ -30,8 +31,8 @@ class Measured:
 
 
 def task_report(plan: Plan, run: Measured, plain: Measured | None, differences: Sequence[Difference]) -> dict[str, Any]:
-    """What results.json says of one task. `plain`: the same without speculation, where that was asked for;
-    `differences`: rows whose texts differ."""
+    """The entry of one task in results.json. `plain`: the run without speculation, if there was one; `differences`:
+    rows whose texts differ."""
     task = plan.task
     report = {
         "task": {"name": task.name, "version": task.version, "sha256": task.sha256, "description": task.description},
@@ -68,7 +69,7 @@ def whole_report(
         "config": config,
         "models": first["models"],
         "device": first["device"],
-        # What made the answers, and what scored them: answers that are there are scored again by a later command.
+        # What made the answers, and what scored them: a later command can score them again.
         "versions": first["versions"],
         "commit": first["commit"],
         "scored_by": {"specbatch": specbatch.__version__, "commit": commit()},
@@ -106,7 +107,7 @@ def comparison_lines(report: Mapping[str, Any]) -> list[str]:
         if margins:
             shown = ", ".join(f"{m:.2g}" for m in margins[:_SHOWN_MARGINS])
             more = ", ..." if len(margins) > _SHOWN_MARGINS else ""
-            parts[0] += f" (nats between the two tokens where they part: {shown}{more})"
+            parts[0] += f" (logit margin at the first difference, in nats: {shown}{more})"
         for f, change in other["accuracy_difference"].items():
             if change["value"] is not None:
                 error = f" ± {100 * change['standard_error']:.2f}" if change["standard_error"] is not None else ""
@@ -117,6 +118,32 @@ def comparison_lines(report: Mapping[str, Any]) -> list[str]:
             parts.append(f"no speed-up: {resumed:,} rows are from earlier sessions")
         lines.append(f"{name}, with speculation against without: " + "; ".join(parts))
     return lines
+
+
+def isolation_notes(report: Mapping[str, Any]) -> list[str]:
+    """Warns where the kernel could not isolate generated programs."""
+    notes = []
+    for name, task in report["tasks"].items():
+        kept = task.get("programs_kept_from", ISOLATED)
+        weak = [what for what, how in ISOLATED.items() if kept.get(what) != how]
+        if weak:
+            notes.append(
+                f"{name}: the kernel allows no namespaces for {', '.join(weak)}: programs were kept from these by "
+                "Python's means alone"
+            )
+    return notes
+
+
+def failure_notes(report: Mapping[str, Any]) -> list[str]:
+    """One for each run with failed rows."""
+    notes = []
+    for name, task in report["tasks"].items():
+        for part, label in ((task, ""), (task.get("compare"), " without speculation")):
+            if part is not None and part["rows"]["failed"]:
+                kinds = ", ".join(f"{count:,} {kind}" for kind, count in part["rows"]["errors"].items())
+                failed, total = part["rows"]["failed"], part["rows"]["total"]
+                notes.append(f"{name}{label}: {failed:,} of {total:,} rows failed: {kinds}")
+    return notes
 
 
 def _measured(plan: Plan, run: Measured) -> dict[str, Any]:
@@ -132,13 +159,13 @@ def _measured(plan: Plan, run: Measured) -> dict[str, Any]:
             "finish_reasons": stats["rows"]["finish_reasons"],
         },
         "tokens": stats["tokens"],
-        # Speed and acceptance by position are of the last session; `resumed_rows` of the rows are from those before.
+        # Speed and acceptance by position are of the last session; `resumed_rows` are from earlier ones.
         "output_tokens_per_second": session["output_tokens_per_second"],
         "seconds": session["seconds"],
         "resumed_rows": session["resumed_rows"],
         **{name: stats["speculation"][name] for name in ("acceptance_length", "acceptance_rate", "accept_histogram")},
         "acceptance_rate_by_position": session["acceptance_rate_by_position"],
-        "draft_rate_by_position": session.get("draft_rate_by_position", []),  # answers of an earlier version have none
+        "draft_rate_by_position": session.get("draft_rate_by_position", []),  # earlier versions wrote none
     }
     if run.scores.isolation is not None:
         report["programs_kept_from"] = dict(run.scores.isolation)
@@ -154,7 +181,7 @@ def _pairs(a: Scores, b: Scores) -> list[tuple[Any, Any]]:
 
 
 def _paired(a: Scores, b: Scores, name: str) -> dict[str, float | None]:
-    """Mean of the rows' differences with its standard error: the same rows, so far less noise than two accuracies."""
+    """Mean of the rows' differences with its standard error: less noise than in the difference of two accuracies."""
     changes = [x[name].correct - y[name].correct for x, y in _pairs(a, b) if x is not None and y is not None]
     if not changes:
         return {"value": None, "standard_error": None}
@@ -162,8 +189,8 @@ def _paired(a: Scores, b: Scores, name: str) -> dict[str, float | None]:
 
 
 def _speed_up(stats: Mapping[str, Any], plain: Mapping[str, Any]) -> float | None:
-    """Ratio of output tokens a second, prefill included, loading not. None where either run was resumed: its speed is
-    that of the rows that were left, in other batches than those of the other run."""
+    """Ratio of output tokens per second, with prefill, without loading. None if either run was resumed: its speed is
+    that of the remaining rows, in other batches than those of the other run."""
     if stats["session"]["resumed_rows"] or plain["session"]["resumed_rows"]:
         return None
     fast, slow = (s["session"]["output_tokens_per_second"] for s in (stats, plain))

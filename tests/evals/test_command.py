@@ -392,7 +392,7 @@ def test_mistakes_are_found_before_a_model_is_loaded(run: Eval, options: dict[st
 
 def test_chat_tasks_want_a_template(run: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.stub_engine.StubTokenizer.chat_template", None)
-    with pytest.raises(SpecbatchError, match="wants a chat template"):
+    with pytest.raises(SpecbatchError, match="needs a chat template"):
         run(tasks=("mt_bench_speed",))
     assert not run.engines
 

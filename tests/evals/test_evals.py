@@ -25,9 +25,9 @@ from specbatch.evals.load import find_tasks, load_task, task_names
 from specbatch.evals.metrics import ExactMatch, Value
 from specbatch.evals.plan import make_plan, stop_tokens
 from specbatch.evals.prompts import prompts
+from specbatch.evals.runner import counts_since
 from specbatch.evals.schema import Task
 from specbatch.evals.score import accuracy
-from specbatch.evals.shared import counts_since
 from specbatch.job.sources import RawRow, Source
 from specbatch.types import EngineStats, SpeculationCounts
 

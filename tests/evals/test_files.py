@@ -68,7 +68,7 @@ def test_rows_and_tasks_that_are_read(run: Eval, name: str) -> None:
     ("name", "message"),
     [
         ("no/out", "does not exist"),
-        ("file", "is no folder"),
+        ("file", "is not a folder"),
         ("x" * 300, "File name too long"),
         ("s3://bucket/out", "s3: is not supported"),
         ("out", "Not a directory"),

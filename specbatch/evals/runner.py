@@ -1,0 +1,200 @@
+"""The file jobs of an evaluation, over one engine."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from specbatch.config import Config
+from specbatch.errors import ConfigError
+from specbatch.evals.compare import LOGPROBS, Difference, difference, differing_rows
+from specbatch.evals.files import answers_path, differing_paths, prompts_path, results_path, samples_path
+from specbatch.evals.plan import Plan, plan_config, prompt_lines, stop_tokens
+from specbatch.evals.report import Measured
+from specbatch.evals.score import read_results, score
+from specbatch.job.command import GenerateOptions, Runtime, generate_file
+from specbatch.job.files import disk_errors, write_whole
+from specbatch.job.paths import stats_path_of
+from specbatch.job.templates import ChatTemplate
+from specbatch.job.terminal import print_notes
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.retired import current_statistics
+from specbatch.signals import INTERRUPTED
+from specbatch.types import BatchEngine, EngineStats, SpeculationCounts
+
+_PROGRESS_SECONDS = 5.0
+
+
+class Interrupted(Exception):
+    """A job ended early, by SIGINT or SIGTERM."""
+
+
+class Runner:
+    """Answers the rows of all tasks with one configuration, and measures the answers."""
+
+    def __init__(self, folder: Path, runtime: Runtime, console: Console, *, began: float, overwrite: bool) -> None:
+        self._folder = folder
+        self._runtime = runtime
+        self._console = console
+        self._began: float | None = began  # the first job's statistics count the start of the program
+        self._overwrite = overwrite
+        self._shared: SharedRuntime | None = None
+        self._stop_tokens: dict[str, list[int]] = {}
+
+    def run(self, plans: Sequence[Plan], config: Config, variant: str) -> dict[str, Measured]:
+        """Answer the rows of all plans and measure the answers, by task. `variant`, "" or "none", names the folder.
+
+        Raises Interrupted.
+        """
+        if self._shared is not None:
+            self._shared.release()
+        # A task says which prompts are chats; its other prompts run as text.
+        as_text = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts_as_chat=False))
+        self._shared = SharedRuntime(self._runtime, as_text)
+        tokenizer = self._shared.resolved.tokenizer
+        for plan in plans:
+            if plan.task.prompt.kind == "chat":
+                _check_chat_template(ChatTemplate(tokenizer, config.data), plan)
+        if self._overwrite:  # until this run has its own
+            for path in (results_path(self._folder), samples_path(self._folder)):
+                with disk_errors(path):
+                    path.unlink(missing_ok=True)
+        for plan in plans:
+            write_whole(prompts_path(plan), prompt_lines(plan.ids, plan.prompts))
+            extra = self._stop_tokens[plan.task.name] = stop_tokens(tokenizer, plan.sampling.stop)
+            without = ", without speculation" if variant else ""
+            print_notes([f"{plan.task.name}{without}: {len(plan.rows):,} rows"], self._console)
+            self._generate(prompts_path(plan), answers_path(plan, variant), plan_config(config, plan, extra))
+        return {plan.task.name: self._measure(plan, variant) for plan in plans}
+
+    def differences(self, plan: Plan, config: Config) -> list[Difference]:
+        """The rows whose text differs from that of the run without speculation, which was the last one. They run once
+        more with log-probabilities, which the timed runs do without.
+
+        Raises Interrupted.
+        """
+        results = read_results(answers_path(plan, ""))
+        plain = read_results(answers_path(plan, "none"))
+        rows = differing_rows(results, plain)
+        if not rows or plan.sampling.temperature > 0:  # samples may differ: other draws of the same distribution
+            return [Difference(i, plan.ids[i], None, None) for i in rows]
+        assert self._shared is not None, "run() comes first"
+        own = plan_config(config, plan, self._stop_tokens[plan.task.name])
+        own = dataclasses.replace(own, sampling=dataclasses.replace(own.sampling, logprobs=LOGPROBS, n=1))
+        prompts, answers = differing_paths(plan)
+        write_whole(prompts, prompt_lines([plan.ids[i] for i in rows], [plan.prompts[i] for i in rows]))
+        self._generate(prompts, answers, own, overwrite=True)  # quick, and derived from the other two: always new
+        texts = TextProcessor(self._shared.resolved.tokenizer, own.data)
+        pairs = zip(rows, read_results(answers), strict=True)
+        return [difference(i, results[i]["text"], again, texts.decode) for i, again in pairs]
+
+    def _measure(self, plan: Plan, variant: str) -> Measured:
+        answers = answers_path(plan, variant)
+        stats, notes = current_statistics(json.loads(stats_path_of(answers).read_text(encoding="utf-8")))
+        print_notes(notes, self._console)
+        return Measured(score(plan, read_results(answers), _progress(self._console)), stats)
+
+    def _generate(self, prompts: Path, answers: Path, config: Config, overwrite: bool = False) -> None:
+        assert self._shared is not None
+        answers.parent.mkdir(parents=True, exist_ok=True)
+        options = GenerateOptions(str(prompts), answers, overwrite=overwrite or self._overwrite)
+        began = time.perf_counter() if self._began is None else self._began
+        self._began = None
+        code = generate_file(options, config, self._shared.runtime, self._console, began=began, summary=False)
+        if code == INTERRUPTED:
+            raise Interrupted
+
+
+def _check_chat_template(template: ChatTemplate, plan: Plan) -> None:
+    if not template.exists:
+        raise ConfigError(
+            f"the task {plan.task.name} needs a chat template, and the model has none",
+            "--set data.chat_template=PATH gives one",
+        )
+    template.check()
+
+
+def _progress(console: Console) -> Callable[[int, int], None]:
+    """Prints every few seconds how many programs have run."""
+    last = time.monotonic()
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _PROGRESS_SECONDS:
+            last = time.monotonic()
+            console.print(f"{done:,}/{total:,} programs run", soft_wrap=True)
+
+    return on_progress
+
+
+class SharedRuntime:
+    """Resolves a configuration once and builds its engine once, when a job first needs it.
+
+    `runtime` is for the jobs: they can differ in `sampling` and `data`, on which no part of an engine depends.
+    """
+
+    def __init__(self, inner: Runtime, config: Config) -> None:
+        self._inner = inner
+        self._engine: BatchEngine | None = None
+        self.resolved: Any = inner.resolve(config)
+        self.runtime = Runtime(self._resolve, self._build, inner.model_paths)
+
+    def release(self) -> None:
+        """Free the engine and the GPU's memory."""
+        self._engine = None
+        gc.collect()
+        torch = sys.modules.get("torch")  # a stub engine needs no torch
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _resolve(self, config: Config) -> Any:
+        own = dataclasses.replace(self.resolved.config, sampling=config.sampling, data=config.data)
+        # The decisions are printed once: by the first job that needs the engine.
+        notes = self.resolved.notes if self._engine is None else []
+        return dataclasses.replace(self.resolved, config=own, notes=notes)
+
+    def _build(self, run: Any, log: Callable[[str], None]) -> BatchEngine:
+        if self._engine is None:
+            self._engine = self._inner.build_engine(run, log)
+        return cast(BatchEngine, _OneJob(self._engine))
+
+
+class _OneJob:
+    """An engine whose statistics begin now; everything else is the engine's own."""
+
+    def __init__(self, engine: BatchEngine) -> None:
+        assert engine.num_running == engine.num_waiting == 0, "the job before has left something"
+        self._engine = engine
+        self._before = copy.deepcopy(engine.stats)
+
+    @property
+    def stats(self) -> EngineStats:
+        return counts_since(self._engine.stats, self._before)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
+    """`now` less `before`, an earlier copy of the same engine's statistics."""
+    numbers = {f.name: getattr(now, f.name) for f in dataclasses.fields(EngineStats) if f.name != "speculation"}
+    counts = SpeculationCounts()
+    for f in dataclasses.fields(SpeculationCounts):
+        new, old = getattr(now.speculation, f.name), getattr(before.speculation, f.name)
+        if isinstance(new, list):
+            value = [n - (old[i] if i < len(old) else 0) for i, n in enumerate(new)]
+            while value and value[-1] == 0:  # depths that only earlier jobs reached
+                value.pop()
+        else:
+            value = new - old
+        setattr(counts, f.name, value)
+    return EngineStats(**{n: v - getattr(before, n) for n, v in numbers.items()}, speculation=counts)
