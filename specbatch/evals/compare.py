@@ -17,9 +17,9 @@ LOGPROBS = 5  # of rows that run again: enough if three tokens are about equally
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one row. `token`: the first one that differs, from 0. `margin`, in nats: between the log-probabilities in plain
-    decoding of the token chosen there and of the one that leads to the other text (or, if none of the known ones does,
-    of the likeliest other one). Both are None if the row, run again, gave the other text."""
+    """Of one row. `token`: the first one that differs, from 0. `margin`, in nats: between the log-probabilities in
+    plain decoding of the token chosen there and of the one that leads to the other text (or, if none of the known ones
+    does, of the likeliest other one). Both are None if the row, run again, gave the other text."""
 
     index: int
     id: Any
