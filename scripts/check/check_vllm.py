@@ -66,7 +66,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
     from specbatch.config_load import load_config
     from specbatch.engine.resolve import resolve
-    from specbatch.job.rows import Job
+    from specbatch.job.rows import Prompt
     from specbatch.job.tokenizer import TextProcessor
     from specbatch.types import EngineLimits, SamplingParams
 
@@ -76,7 +76,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     limits = EngineLimits(config.max_position_embeddings, config.vocab_size)
     rows = []
     for row in read_lines(args.rows):
-        ids = texts.encode(Job("messages", row["messages"], SamplingParams(), False), limits)
+        ids = texts.encode(Prompt("messages", row["messages"], SamplingParams()), limits)
         rows.append({"id": row["id"], "file": row["metadata"]["file"], "prompt": ids})
     return {"rows": rows, "stop": list(config.eos_token_ids)}
 

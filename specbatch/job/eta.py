@@ -31,8 +31,8 @@ class Work:
     prefill_seconds: float  # of this session
     admitted: int  # requests that the engine has begun in this session
     finished: Mapping[tuple[int, bool], int]  # (tokens, whether it ended before its limit) -> completions, all sessions
-    under_way: Sequence[tuple[int, int]]  # (tokens so far, limit) of each request that was begun
-    queued: Sequence[int]  # limits of requests that wait
+    running: Sequence[tuple[int, int]]  # (tokens so far, limit) of each request that was begun
+    waiting: Sequence[int]  # limits of requests that wait
     unread: float | None  # requests of rows that were not read yet, about; None: unknown
 
 
@@ -54,7 +54,7 @@ class Forecast:
 
     def update(self, seconds: float, work: Work) -> None:
         """`seconds`: of any clock that does not go backward."""
-        decoding, running = seconds - work.prefill_seconds, len(work.under_way)
+        decoding, running = seconds - work.prefill_seconds, len(work.running)
         area = 0.0
         if self._moments:
             last = self._moments[-1]
@@ -85,7 +85,7 @@ class Forecast:
         # tokens at today's speed. The two differ at the end of a job only.
         rounds_seconds = longest * area / tokens
         tokens_seconds = tokens_left * decoding / tokens
-        prompts_seconds = (len(work.queued) + work.unread) * work.prefill_seconds / max(work.admitted, 1)
+        prompts_seconds = (len(work.waiting) + work.unread) * work.prefill_seconds / max(work.admitted, 1)
         return (rounds_seconds + tokens_seconds) / 2 + prompts_seconds
 
 
@@ -93,23 +93,23 @@ def _tokens_left(work: Work, batch: int) -> tuple[float, float]:
     """(tokens that all requests will still write, those that one place in the batch will write that is busy to the
     end), with `batch` places."""
     assert work.unread is not None
-    limits = [*(limit for _, limit in work.under_way), *work.queued] or [1]
-    to_come = len(work.queued) + work.unread
+    limits = [*(limit for _, limit in work.running), *work.waiting] or [1]
+    to_come = len(work.waiting) + work.unread
     # The end of the job is played through. Before it all places are busy, and only the mean counts.
     played = min(round(to_come), 2 * batch)
-    so_far = np.array([tokens for tokens, _ in work.under_way] + [0] * played, dtype=np.float64)
-    new_limits = (work.queued or limits) if played else []
-    limit = np.array([most for _, most in work.under_way] + [new_limits[i % len(new_limits)] for i in range(played)])
+    so_far = np.array([tokens for tokens, _ in work.running] + [0] * played, dtype=np.float64)
+    new_limits = (work.waiting or limits) if played else []
+    limit = np.array([most for _, most in work.running] + [new_limits[i % len(new_limits)] for i in range(played)])
     if not len(so_far):
         return 0.0, 0.0
-    hazard, last_rate = _fit(work.finished, so_far[: len(work.under_way)], float(np.mean(limits)))
+    hazard, last_rate = _fit(work.finished, so_far[: len(work.running)], float(np.mean(limits)))
     # Quantiles spread evenly instead of random numbers: the display must not tremble.
     repeats = int(np.clip(_DRAWS // len(so_far), 4, 64))
     quantiles = (np.arange(1, 1 + repeats * len(so_far)) * _GOLDEN % 1.0).reshape(repeats, -1)
     wanted = np.interp(so_far, _EDGES, hazard) - np.log1p(-quantiles)
     lengths = np.interp(wanted, hazard, _EDGES) + np.maximum(wanted - hazard[-1], 0) / last_rate
     left = np.clip(lengths, so_far + 1, np.maximum(limit, so_far + 1)) - so_far
-    rest = (to_come - played) * (left[:, len(work.under_way) :].mean() if played else 0.0)
+    rest = (to_come - played) * (left[:, len(work.running) :].mean() if played else 0.0)
     longest = np.mean([_busy_longest(row, batch) for row in left.tolist()])
     return float(left.sum(axis=1).mean() + rest), float(longest + rest / batch)
 

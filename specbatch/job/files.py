@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import secrets
 from collections.abc import Iterator
@@ -13,35 +14,63 @@ from typing import Any
 from specbatch.errors import InputError
 
 _CHUNK = 1 << 20
+# Inputs up to this size are hashed whole; a bigger one would delay the first row for too long.
+WHOLE_HASH_BYTES = 4 << 30
 
 
 class FileFacts:
     """Counts and hashes the parts of a file."""
 
     def __init__(self) -> None:
-        self._bytes = self._rows = 0
+        self.num_bytes = self.num_newlines = 0
+        self.ends_with_newline = True
         self._digest = hashlib.sha256()
 
     def add(self, part: bytes) -> None:
-        self._bytes += len(part)
-        self._rows += part.count(b"\n")
+        self.num_bytes += len(part)
+        self.num_newlines += part.count(b"\n")
+        self.ends_with_newline = part.endswith(b"\n")
         self._digest.update(part)
 
-    def found(self) -> dict[str, Any]:
-        return {"bytes": self._bytes, "rows": self._rows, "sha256": self._digest.hexdigest()}
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def of_results(self) -> dict[str, Any]:
+        return {"bytes": self.num_bytes, "rows": self.num_newlines, "sha256": self.sha256}
 
 
-def file_facts(path: Path) -> dict[str, Any]:
-    """Bytes, rows and sha256 of an output file."""
-    facts = FileFacts()
+def chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb", buffering=0) as file:
-        while part := file.read(_CHUNK):
-            facts.add(part)
-    return facts.found()
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+def file_facts(path: Path) -> FileFacts:
+    """Of the whole file."""
+    facts = FileFacts()
+    for chunk in chunks(path):
+        facts.add(chunk)
+    return facts
+
+
+def identify_input(path: Path) -> tuple[dict[str, Any], int | None]:
+    """(what resume compares, number of lines). Size and sha256 of the content; above WHOLE_HASH_BYTES size, mtime and
+    sha256 of the first and last MiB, and None for the lines."""
+    stat = path.stat()
+    if stat.st_size > WHOLE_HASH_BYTES:
+        with path.open("rb") as file:
+            digest = hashlib.sha256(file.read(_CHUNK))
+            file.seek(-_CHUNK, io.SEEK_END)
+            digest.update(file.read(_CHUNK))
+        return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256_of_ends": digest.hexdigest()}, None
+    facts = file_facts(path)
+    return {"size": stat.st_size, "sha256": facts.sha256}, facts.num_newlines + (not facts.ends_with_newline)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """A reader sees the old file or the new one; the folder is made. Raises InputError where the disk refuses."""
+    """Write a small file. A reader sees the old file or the new one; the folder is made. Raises InputError for errors
+    of the disk."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Short, and a name that no file has: "x" refuses one that exists.
@@ -58,17 +87,18 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A full disk, for one, is no error of this program: OSErrors become InputErrors."""
+    """Turns OSErrors, such as that of a full disk, into InputErrors: they are not errors of this program."""
     try:
         yield
     except OSError as exc:
         raise InputError(
-            f"cannot write {path}: {exc.strerror or exc}", "finished rows are kept; run the same command again to go on"
+            f"cannot write {path}: {exc.strerror or exc}",
+            "finished rows are kept; run the same command again to continue",
         ) from exc
 
 
 def replace_durably(source: Path, target: Path) -> None:
-    """Rename over `target`, and make the rename itself survive a power cut."""
+    """Rename over `target`, so that the rename itself survives a power cut."""
     os.replace(source, target)
     folder = os.open(target.parent, os.O_RDONLY)
     try:

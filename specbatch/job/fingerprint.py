@@ -1,4 +1,9 @@
-"""What makes two runs the same job: everything that the bytes of a result line depend on, and nothing else."""
+"""What makes two runs the same job: everything that the bytes of a result line depend on, and nothing else.
+
+Small model files are hashed whole. Weights are too long for that at every start: blocks spread over each file are
+hashed, and its time of modification is recorded. A job that runs for a minute hashes them whole, in a thread. If only
+the time differs in a later session, the file is read whole and compared with that hash.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,10 @@ from specbatch import __version__
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
+from specbatch.job.files import chunks
 
-# Capacity and scheduling: results do not depend on them. kv_cache_tokens is recorded by `job_fingerprint` where it
-# is what limits the length of a row.
+# Capacity and scheduling: results do not depend on them. `job_fingerprint` records kv_cache_tokens if it limits the
+# length of a row.
 _NOT_IN_RESULTS = (
     "engine.cuda_graphs",
     "engine.max_batch_size",
@@ -26,7 +32,7 @@ _NOT_IN_RESULTS = (
     "engine.prefix_cache",
     "engine.prefill_chunk_tokens",
 )
-INPUT_FACTS = "input."  # how the names of what identifies the input begin
+INPUT_FACTS = "input."  # prefix of the names that identify the input
 
 
 def job_fingerprint(
@@ -37,9 +43,9 @@ def job_fingerprint(
     row_tokens: int | None = None,
     models: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Flat, JSON-ready. `config` is the resolved one with data.chat_template as text; `row_tokens` the longest row
-    that fits where the user's own kv_cache_tokens, and not the model, limits it (where memory does, the result file
-    keeps what the first run allowed); `models` the digests of the models by option."""
+    """Flat, JSON-ready. `config`: the resolved one with data.chat_template as text. `row_tokens`: the longest row that
+    fits, if the user's kv_cache_tokens limits it, and not the model. (If memory limits it, the result file keeps what
+    the first run allowed.) `models`: the digests of the models by option."""
     job: dict[str, Any] = {"specbatch": __version__, "limit": limit}
     for path, value in _flat(config_to_dict(config)):
         if path not in _NOT_IN_RESULTS:
@@ -74,18 +80,17 @@ def _short(value: Any) -> str:
 
 
 _PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.json", "*.model", "*.jinja", "merges.txt")
-_BLOCK, _BLOCKS = 64 << 10, 128  # of each file; a file that is not longer than all of them is hashed whole
-_HEAD, _MOST_HEAD = 1 << 20, 100 << 20
-_CHUNK = 1 << 20
-_HASH_AFTER_SECONDS = 60.0  # shorter jobs lose little where they have to start again
+_BLOCK, _NUM_BLOCKS = 64 << 10, 128  # of each file; a shorter file is hashed whole
+_HEADER, _MAX_HEADER = 1 << 20, 100 << 20
+_HASH_AFTER_SECONDS = 60.0  # a shorter job loses little if it has to start again
 
 
 class ModelFiles:
-    """The files of a job's models, as they are when this is made; `paths`: their folders or files by option."""
+    """The files of a job's models, as they are when this is constructed. `paths`: their folders or files by option."""
 
-    def __init__(self, paths: Mapping[str, Path], tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, paths: Mapping[str, Path], log: Callable[[str], None] = lambda line: None) -> None:
         self.digests: dict[str, str] = {}  # by option: names, sizes and the blocks
-        self._tell = tell
+        self._log = log
         self._times: dict[Path, int] = {}
         self._large: dict[str, Path] = {}  # files that `digests` do not cover whole
         self._hashes: dict[str, str] = {}  # of those, as far as they are known
@@ -101,14 +106,14 @@ class ModelFiles:
             self.digests[option] = digest.hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """What `differences` compares later, JSON-ready; more of it may be known after a while."""
+        """What `differences` compares later, JSON-ready. Hashes are added while the job runs."""
         return {
             name: {"mtime_ns": self._times[file], "sha256": self._hashes.get(name)}
             for name, file in self._large.items()
         }
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
-        """One line for each large file that is not, for certain, the one of `recorded`. Equal `digests` are given."""
+        """One line for each large file that may not be the one of `recorded`. The `digests` are equal."""
         changed = []
         for name, file in self._large.items():
             old = recorded.get(name)
@@ -116,7 +121,7 @@ class ModelFiles:
                 continue
             if old["mtime_ns"] != self._times[file]:
                 if old["sha256"] is not None:
-                    self._tell(f"{file} has a new time of modification: reading it whole")
+                    self._log(f"{file} has a new time of modification: it is read whole")
                 if old["sha256"] is None or self._hash(file) != old["sha256"]:
                     changed.append(f"{name}: written {_time(old['mtime_ns'])} -> {_time(self._times[file])}")
                     continue
@@ -125,12 +130,12 @@ class ModelFiles:
         return changed
 
     def check_loaded(self) -> None:
-        """That what was loaded is what was hashed. Raises InputError."""
+        """Check that no file has changed since it was hashed. Raises InputError."""
         if changed := [file for file in self._times if self._changed(file)]:
-            raise InputError(f"{changed[0]} was changed while it was loaded", "run the same command again")
+            raise InputError(f"{changed[0]} changed while it was loaded", "run the same command again")
 
     def hash_later(self, after_seconds: float = _HASH_AFTER_SECONDS) -> threading.Thread | None:
-        """Hash the large files whole in a thread, where that is still to be done, until `stop`."""
+        """Hash the large files that have no hash yet, whole and in a thread, until `close`."""
         missing = {name: file for name, file in self._large.items() if name not in self._hashes}
         if not missing:
             return None
@@ -138,7 +143,7 @@ class ModelFiles:
         def work() -> None:
             if self._stopped.wait(after_seconds):
                 return
-            with contextlib.suppress(OSError):  # unreadable by now: then it is not known
+            with contextlib.suppress(OSError):  # not readable any more: no hash then
                 for name, file in missing.items():
                     digest = self._hash(file)
                     if digest is not None and not self._changed(file):
@@ -148,17 +153,16 @@ class ModelFiles:
         thread.start()
         return thread
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._stopped.set()
 
     def _hash(self, file: Path) -> str | None:
-        """Of the whole file; None where `stop` came first."""
+        """Of the whole file; None if `close` came first."""
         digest = hashlib.sha256()
-        with file.open("rb", buffering=0) as stream:
-            while chunk := stream.read(_CHUNK):
-                if self._stopped.is_set():
-                    return None
-                digest.update(chunk)
+        for chunk in chunks(file):
+            if self._stopped.is_set():
+                return None
+            digest.update(chunk)
         return digest.hexdigest()
 
     def _changed(self, file: Path) -> bool:
@@ -175,25 +179,25 @@ def _files(path: Path) -> list[Path]:
 
 
 def _add_blocks(digest: Any, file: Path, size: int) -> bool:
-    """Hash the file's header and blocks spread over it; True where that is all of it."""
+    """Hash the file's header and blocks spread over it; True if that is the whole file."""
     with file.open("rb", buffering=0) as stream:
-        if size <= _BLOCK * _BLOCKS:
+        if size <= _BLOCK * _NUM_BLOCKS:
             digest.update(stream.read())
             return True
         digest.update(stream.read(_header_size(stream, file)))
-        for number in range(_BLOCKS):
-            stream.seek(number * (size - _BLOCK) // (_BLOCKS - 1))
+        for number in range(_NUM_BLOCKS):
+            stream.seek(number * (size - _BLOCK) // (_NUM_BLOCKS - 1))
             digest.update(stream.read(_BLOCK))
     return False
 
 
 def _header_size(stream: BinaryIO, file: Path) -> int:
-    """Of safetensors exactly: it names the tensors, their types and places."""
+    """In bytes. That of safetensors, which names the tensors, their types and offsets, is known exactly."""
     if file.suffix != ".safetensors":
-        return _HEAD
+        return _HEADER
     size = 8 + int.from_bytes(stream.read(8), "little")
     stream.seek(0)
-    return min(size, _MOST_HEAD)
+    return min(size, _MAX_HEADER)
 
 
 def _time(nanoseconds: int) -> str:

@@ -1,59 +1,22 @@
-"""JSON lines: reading bytes line by line from plain and compressed files, and the one way a line is written."""
+"""JSON lines: read line by line from plain and compressed files, decoded, and encoded."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import itertools
 import json
 import math
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from specbatch.errors import InputError, RowError
 
 _CHUNK = 1 << 20
-# Files up to this size are hashed whole; a bigger one would delay the first row for too long.
-WHOLE_HASH_BYTES = 4 << 30
-MAX_LINE_BYTES = 64 << 20  # of an input line; a compressed file of a few MB can hold one that fills the memory
-
-
-class Lines(Protocol):
-    """What lines are read from."""
-
-    def readline(self, size: int, /) -> bytes: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
-    """What resume compares. `num_lines` is None where the file was not read whole."""
-
-    facts: dict[str, Any]
-    num_lines: int | None
-
-
-def identify_file(path: Path) -> FileIdentity:
-    """Size and sha256 of the content; above WHOLE_HASH_BYTES size, mtime and sha256 of the first and last MiB."""
-    stat = path.stat()
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        if stat.st_size > WHOLE_HASH_BYTES:
-            digest.update(file.read(_CHUNK))
-            file.seek(-_CHUNK, io.SEEK_END)
-            digest.update(file.read(_CHUNK))
-            facts = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256_of_ends": digest.hexdigest()}
-            return FileIdentity(facts, None)
-        newlines, last = 0, b"\n"
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            newlines += chunk.count(b"\n")
-            last = chunk[-1:]
-    return FileIdentity({"size": stat.st_size, "sha256": digest.hexdigest()}, newlines + (last != b"\n"))
+MAX_LINE_BYTES = 64 << 20  # of an input line; in a compressed file of a few MB one line can fill the memory
 
 
 def open_lines(path: Path) -> BinaryIO:
@@ -61,23 +24,23 @@ def open_lines(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if path.suffix == ".zst":
-        # pyarrow comes with `datasets`, so zstd needs no further dependency.
+        # pyarrow comes with `datasets`, so zstd needs no other dependency.
         import pyarrow as pa
 
         return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd"), _CHUNK))
     return path.open("rb", buffering=_CHUNK)
 
 
-def numbered_lines(file: Lines, name: str) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(readline: Callable[[int], bytes], name: str) -> Iterator[tuple[int, bytes]]:
     """(0-based line, bytes without the newline). Blank lines are skipped but counted; a leading BOM is dropped.
 
-    One line at a time is in memory. Raises InputError where the file itself cannot be read on (bad compression, a line
-    longer than MAX_LINE_BYTES).
+    One line at a time is in memory. `readline` is that of a file; its argument is the maximum length. Raises InputError
+    if the file cannot be read to its end (bad compression, a line longer than MAX_LINE_BYTES).
     """
     index = 0
     try:
         for index in itertools.count():
-            line = file.readline(MAX_LINE_BYTES + 1)
+            line = readline(MAX_LINE_BYTES + 1)
             if not line:
                 return
             if len(line) > MAX_LINE_BYTES:
@@ -96,7 +59,7 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-MAX_DEPTH = 100  # of nested containers in a row; the encoder, which is recursive, must be able to write it back
+MAX_DEPTH = 100  # of nested containers in a row: the encoder, which is recursive, must be able to write the row
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
@@ -109,12 +72,12 @@ def decode_line(line: bytes) -> dict[str, Any]:
     try:
         row = _DECODER.decode(text)
     except RecursionError as exc:
-        raise RowError("invalid_json", "the line is not usable JSON: nested too deeply") from exc
+        raise RowError("invalid_json", "the JSON of the line is nested too deeply") from exc
     except ValueError as exc:  # JSONDecodeError, and numbers too long to convert
         raise RowError("invalid_json", f"the line is not valid JSON: {exc}") from exc
-    # Only a line with that many brackets can be that deep: the rest are not walked.
+    # Only a line with that many brackets can be that deep: others are not searched.
     if text.count("{") + text.count("[") > MAX_DEPTH and _is_deeper(row, MAX_DEPTH):
-        raise RowError("invalid_json", "the line is not usable JSON: nested too deeply")
+        raise RowError("invalid_json", "the JSON of the line is nested too deeply")
     if not isinstance(row, dict):
         raise RowError("invalid_json", f"the line must hold a JSON object, not {type(row).__name__}")
     return row
@@ -126,11 +89,11 @@ def _is_deeper(value: Any, depth: int) -> bool:
     return depth == 0 or any(_is_deeper(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
 
 
-_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")  # in the text of an image, and another one in each process
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")  # in the repr of an image; it differs from process to process
 
 
 def _foreign(value: Any) -> Any:
-    """Column types of data sets that JSON does not have: dates, decimals, bytes, images, numpy scalars."""
+    """Column types of data sets that JSON lacks: dates, decimals, bytes, images, numpy scalars."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, bytes):
@@ -141,12 +104,12 @@ def _foreign(value: Any) -> Any:
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_foreign)
-# For lone surrogates, which UTF-8 does not have but \ud800 escapes can say.
+# For lone surrogates: they have no UTF-8, but can be written as \ud800.
 _ASCII_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, default=_foreign)
 
 
 def encode_line(row: dict[str, Any]) -> bytes:
-    """`row` as one UTF-8 line with its newline. Numbers that JSON has no word for (NaN, 1e999) become null."""
+    """`row` as one UTF-8 line with its newline. Numbers that JSON lacks (NaN, infinity) become null."""
     try:
         text = _ENCODER.encode(row)
     except ValueError:

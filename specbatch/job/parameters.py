@@ -1,8 +1,8 @@
-"""Parameters of requests that other engines know and this one does not: refused where they would change the output.
+"""Parameters of other engines that are not implemented here: refused if they would change the output.
 
 The names are those of OpenAI's chat completions and completions, of vLLM (SamplingParams and its extra request fields),
 SGLang (sampling_params and request fields), TensorRT-LLM (SamplingParams), Text Generation Inference, and transformers
-(GenerationConfig). Not among them is what changes no output here: who asks, priorities, caching, streaming intervals.
+(GenerationConfig). Parameters that change no output are left out: users, priorities, caching, streaming intervals.
 """
 
 from __future__ import annotations
@@ -19,174 +19,85 @@ SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__)
 ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
 SAMPLING_NAMES = {**{name: name for name in SAMPLING_FIELDS}, **ALIASES}  # -> the field
 
-_NEVER: tuple[Any, ...] = ()  # no value is neutral
-# Name -> the values that change nothing; null is one of them in every case. A type means all of its values: that
-# engine would not take them, so they are data that happens to have this name.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # penalties, and other changes to the logits
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "encoder_repetition_penalty": (1,),
-    "length_penalty": (0, 1),
-    "diversity_penalty": (0,),
-    "beam_search_diversity_rate": (0,),
-    "exponential_decay_length_penalty": _NEVER,
-    "repetition_detection": _NEVER,
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "logit_bias": ({},),
-    "embedding_bias": _NEVER,
-    "sequence_bias": ({}, []),
-    "guidance_scale": (1,),
-    "penalty_alpha": (0,),
-    "dola_layers": _NEVER,
-    "remove_invalid_values": (False,),
-    "renormalize_logits": (False,),
-    "watermark": (False,),
-    "watermarking": (False,),
-    "watermarking_config": _NEVER,
-    "logits_processor": ([],),
-    "logits_processors": ([],),
-    "logit_processors": ([],),
-    "custom_logit_processor": _NEVER,
-    "custom_params": ({},),
-    "apply_batched_logits_processor": (False,),
-    "extra_args": ({},),
-    "vllm_xargs": ({},),
-    # which tokens may come, and which come for certain
-    "allowed_token_ids": _NEVER,
-    "bad": ([], "", bool),
-    "bad_words": ([],),
-    "bad_words_ids": ([],),
-    "bad_token_ids": ([],),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "force_words_ids": ([],),
-    "forced_bos_token_id": _NEVER,
-    "forced_eos_token_id": _NEVER,
-    "trace_decode_token_ids": _NEVER,
-    "token_healing": (False,),
-    # sampling and search
-    "typical_p": (1,),
-    "top_h": _NEVER,
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "top_p_min": _NEVER,
-    "top_p_reset_ids": _NEVER,
-    "top_p_decay": (1,),
-    "sampling_seed": _NEVER,
-    "sampling_params": ({},),
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "beam_width": (1,),
-    "beam_width_array": _NEVER,
-    "use_beam_search": (False,),
-    "best_of": (1,),
-    "num_return_sequences": (1,),
-    # lengths and ends
-    "max_length": _NEVER,
-    "max_output_tokens": _NEVER,
-    "max_time": _NEVER,
-    "min_length": (0,),
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),
-    "eos_token_id": _NEVER,
-    "end_id": _NEVER,
-    "stop_sequences": ([],),
-    "stop_strings": ([],),
-    "stop_regex": ([], ""),
-    "no_stop_trim": (False,),
-    "include_stop_str_in_output": (False,),
-    "truncate": (str, bool),
-    "truncate_prompt_tokens": _NEVER,
-    # structured output
-    "response_format": ({"type": "text"},),
-    "json_schema": _NEVER,
-    "regex": _NEVER,
-    "ebnf": _NEVER,
-    "grammar": (str,),
-    "structural_tag": _NEVER,
-    "structured_outputs": _NEVER,
-    "guided_decoding": _NEVER,
-    "guided_json": _NEVER,
-    "guided_regex": _NEVER,
-    "guided_choice": _NEVER,
-    "guided_grammar": _NEVER,
-    # tools, thinking, and what a model writes like
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "web_search_options": _NEVER,
-    "reasoning": (str,),
-    "reasoning_effort": _NEVER,
-    "include_reasoning": (True,),
-    "separate_reasoning": (False,),
-    "require_reasoning": (False,),
-    "enable_thinking": _NEVER,
-    "thinking_budget": _NEVER,
-    "thinking_token_budget": (-1,),
-    "max_thinking_tokens": _NEVER,
-    "verbosity": _NEVER,
-    "modalities": (["text"],),
-    "audio": (str,),
-    # the prompt
-    "system": _NEVER,
-    "suffix": ("",),
-    "echo": (False,),
-    "documents": ([], str),
-    "chat_template": _NEVER,
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": _NEVER,  # true for text and false for chats: no value is neutral for both
-    "input_ids": _NEVER,
-    "input_embeds": _NEVER,
-    "prompt_embeds": _NEVER,
-    "image_data": _NEVER,
-    "video_data": _NEVER,
-    "audio_data": _NEVER,
-    "multi_modal_data": _NEVER,
-    "session_params": ({},),
-    # the model
-    "lora_path": _NEVER,
-    "lora_id": _NEVER,
-    "lora_name": _NEVER,
-    "lora_request": _NEVER,
-    "adapter_id": _NEVER,
-    # what is returned
-    "stream": (False,),
-    "detokenize": (True,),
-    "skip_special_tokens": (True,),
-    "top_logprobs": (0,),
-    "top_logprobs_num": (0,),
-    "top_n_tokens": (0,),
-    "return_logprob": (False,),
-    "prompt_logprobs": _NEVER,
-    "prompt_logprob_token_ids": _NEVER,
-    "logprob_token_ids": _NEVER,
-    "token_ids_logprob": ([],),
-    "flat_logprobs": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_prompt_text": (False,),
-    "return_full_text": (False,),
-    "return_hidden_states": (False,),
-    "return_entropy": (False,),
-    "return_context_logits": (False,),
-    "return_generation_logits": (False,),
-    "exclude_input_from_output": (True,),
-    "additional_model_outputs": ([],),
-    "output_scores": (False,),
-    "output_logits": (False,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-}
+# (values that change nothing, names). null changes nothing in every case. A type means all of its values: engines that
+# have the parameter do not take them, so they are data that happens to have this name.
+_BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (),
+        """
+        exponential_decay_length_penalty repetition_detection embedding_bias dola_layers watermarking_config
+        custom_logit_processor allowed_token_ids forced_bos_token_id forced_eos_token_id trace_decode_token_ids
+        top_h top_p_min top_p_reset_ids sampling_seed beam_width_array
+        max_length max_output_tokens max_time eos_token_id end_id truncate_prompt_tokens
+        json_schema regex ebnf structural_tag structured_outputs
+        guided_decoding guided_json guided_regex guided_choice guided_grammar
+        web_search_options reasoning_effort enable_thinking thinking_budget max_thinking_tokens verbosity
+        system chat_template input_ids input_embeds prompt_embeds image_data video_data audio_data multi_modal_data
+        lora_path lora_id lora_name lora_request adapter_id
+        prompt_logprobs prompt_logprob_token_ids logprob_token_ids
+        """,
+    ),
+    ((), "add_special_tokens"),  # true for text and false for chats: no value is neutral for both
+    (
+        (0,),
+        """
+        presence_penalty frequency_penalty diversity_penalty beam_search_diversity_rate penalty_alpha
+        no_repeat_ngram_size encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff
+        min_length min_tokens min_new_tokens top_logprobs top_logprobs_num top_n_tokens
+        """,
+    ),
+    (
+        (1,),
+        """
+        repetition_penalty encoder_repetition_penalty guidance_scale typical_p top_p_decay
+        num_beams num_beam_groups beam_width best_of num_return_sequences
+        """,
+    ),
+    ((0, 1), "length_penalty"),
+    ((-1,), "thinking_token_budget"),
+    (
+        (False,),
+        """
+        remove_invalid_values renormalize_logits watermark watermarking apply_batched_logits_processor token_healing
+        use_beam_search no_stop_trim include_stop_str_in_output separate_reasoning require_reasoning
+        echo continue_final_message stream
+        return_logprob flat_logprobs return_tokens_as_token_ids return_token_ids return_prompt_token_ids
+        return_prompt_text return_full_text return_hidden_states return_entropy
+        return_context_logits return_generation_logits
+        output_scores output_logits output_attentions output_hidden_states
+        """,
+    ),
+    (
+        (True,),
+        "include_reasoning add_generation_prompt detokenize skip_special_tokens exclude_input_from_output",
+    ),
+    (
+        ([],),
+        """
+        logits_processor logits_processors logit_processors bad_words bad_words_ids bad_token_ids
+        suppress_tokens begin_suppress_tokens force_words_ids stop_sequences stop_strings
+        tools functions token_ids_logprob additional_model_outputs
+        """,
+    ),
+    (
+        ({},),
+        "logit_bias custom_params extra_args vllm_xargs sampling_params chat_template_kwargs session_params",
+    ),
+    (({}, []), "sequence_bias"),
+    (([], "", bool), "bad"),
+    (([], ""), "stop_regex"),
+    (("",), "suffix"),
+    ((str, bool), "truncate"),
+    ((str,), "grammar reasoning audio"),
+    (([], str), "documents"),
+    (({"type": "text"},), "response_format"),
+    ((["text"],), "modalities"),
+    (("none", "auto"), "tool_choice function_call"),
+)
+UNSUPPORTED = {name: values for values, names in _BY_NEUTRAL_VALUES for name in names.split()}
 _INSTEAD = {
     "sampling_seed": "seed",
-    "sampling_params": "these fields in the row itself",
+    "sampling_params": "these fields of the row itself",
     "num_return_sequences": "n",
     "max_length": "max_tokens, which does not count the prompt",
     "max_output_tokens": "max_tokens",
@@ -201,44 +112,46 @@ _INSTEAD = {
     "system": "messages, or data.system_prompt of the configuration",
     "input_ids": "prompt_token_ids",
     "chat_template": "data.chat_template of the configuration",
-    "chat_template_kwargs": "a chat template that says it (data.chat_template)",
-    "enable_thinking": "a chat template that says it (data.chat_template)",
+    "chat_template_kwargs": "a chat template with these values (data.chat_template)",
+    "enable_thinking": "a chat template with this value (data.chat_template)",
 }
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 KNOWN_NAMES = (*SAMPLING_NAMES, *UNSUPPORTED, "do_sample", *PROMPTS)
-LONGEST_NAME = 60  # characters of a name that are looked at and shown
-_NEAR = 0.82  # difflib's ratio: `temprature` and `topk` are near, `prompt_id` and `topic` are not
+MAX_NAME_CHARS = 60  # of a name that are compared and shown
+_MIN_SIMILARITY = 0.82  # difflib's ratio: `temprature` and `topk` are similar to a parameter, `topic` is not
 
 
 def refuse_unsupported(row: Mapping[str, Any], params: SamplingParams, as_data: str) -> None:
-    """Raises RowError for a parameter that would change the output and that is not implemented. `params`: the row's;
+    """Raises RowError for a parameter that would change the output and is not implemented. `params`: the row's.
     `as_data`: what to do with a field that is only data."""
     given = row.keys() & UNSUPPORTED.keys()
-    for name in sorted(given):  # a set's order differs from process to process, and error rows are bytes of the file
+    for name in sorted(
+        given
+    ):  # in one order, because errors are bytes of the file: that of a set differs from process to process
         value = row[name]
         if value is not None and not _is_one_of(value, UNSUPPORTED[name]):
             instead = f"use {_INSTEAD[name]}; " if name in _INSTEAD else ""
             raise RowError("unsupported_parameter", f"{name} is not supported; {instead}if it is only data, {as_data}")
     sample = row.get("do_sample")
     if sample is not None and sample is not (params.temperature > 0):
-        raise RowError("unsupported_parameter", "do_sample is not supported; temperature decides, and 0 is greedy")
+        raise RowError("unsupported_parameter", "do_sample is not supported; use temperature, where 0 is greedy")
 
 
 def meant_by(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
-    """The known parameter that `name` is probably a slip of the pen for; None where there is none."""
-    plain = name[:LONGEST_NAME].lower().replace("-", "_")
-    near = difflib.get_close_matches(plain, known, n=1, cutoff=_NEAR)
+    """The known parameter that `name` is probably a misspelling of, or None."""
+    plain = name[:MAX_NAME_CHARS].lower().replace("-", "_")
+    near = difflib.get_close_matches(plain, known, n=1, cutoff=_MIN_SIMILARITY)
     return near[0] if near else None
 
 
 def shown_name(name: str) -> str:
-    """The name of a field, as it may be printed: names come from the input."""
-    name = name[:LONGEST_NAME]
+    """The name of a field, safe to print: names come from the input."""
+    name = name[:MAX_NAME_CHARS]
     return name if name.isprintable() else repr(name)
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    # Strict about type, for False == 0 and a bool is no penalty.
+    # Types are compared too: False == 0, but a bool is not a penalty.
     return any(
         type(value) is v if isinstance(v, type) else value == v and isinstance(value, bool) == isinstance(v, bool)
         for v in neutral

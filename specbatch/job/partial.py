@@ -1,12 +1,14 @@
-"""The lines of `OUTPUT.partial`: JSON lines, each with a checksum over the rest of it.
+"""`OUTPUT.partial`: its lines, and the index of its results by row.
+
+JSON lines, each with a checksum of its rest:
 
     {"check":"<16 hex digits>","specbatch_job":{...},"format":2}            the first line
     {"check":"<16 hex digits>","input":"<16 hex digits>","row":{...}}       a result; `input`: RawRow.digest
-    {"check":"<16 hex digits>","specbatch_longest_row":N}                   tokens that a row may have, in all sessions
+    {"check":"<16 hex digits>","specbatch_longest_row":N}                   maximum tokens of a row, in all sessions
     {"check":"<16 hex digits>","specbatch_input":{...}}                     the job's input from here on; null: any
-    {"check":"<16 hex digits>","specbatch_weights":{...}}                   long files of models, see `model_files`
+    {"check":"<16 hex digits>","specbatch_weights":{...}}                   long files of models, see `fingerprint`
 
-The checksums of all lines but the first are keyed by the first: a line of another job's file does not pass.
+The checksums of all lines but the first are keyed by the first, so that lines of another job's file are found.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ _ROW_AT = _INPUT_AT + 16 + len(_ROW)
 
 
 class PartialLines:
-    """Writes and reads the lines after the header `first`."""
+    """Writes and reads the lines after the header."""
 
-    def __init__(self, first: bytes) -> None:
-        self._key = blake2b(first, digest_size=32).digest()
+    def __init__(self, header: bytes) -> None:
+        self._key = blake2b(header, digest_size=32).digest()
 
     def row(self, digest: int, result: bytes) -> bytes:
-        """The line for a result's own line; `digest` is that of the input row."""
+        """The line with a result line; `digest`: of the input row."""
         return _seal(b"%s%016x%s%s}\n" % (_INPUT, digest, _ROW, result[:-1]), self._key)
 
     def record(self, record: Mapping[str, Any]) -> bytes:
-        """The line for what is no result."""
+        """The line with anything but a result."""
         return _seal(encode_line(dict(record))[1:], self._key)
 
     def open_record(self, line: bytes) -> dict[str, Any] | None:
-        """What `record` was given; None where the line is damaged or a result."""
+        """The argument of `record`; None if the line is damaged or a result."""
         fields = _unseal(line, self._key)
         if fields is None or fields.startswith(_INPUT):
             return None
@@ -57,7 +59,7 @@ class PartialLines:
             return None
 
     def open_row(self, line: bytes) -> tuple[int, bytes] | None:
-        """What `row` was given; None where the line is damaged or no result."""
+        """The arguments of `row`; None if the line is damaged or not a result."""
         fields = _unseal(line, self._key)
         if fields is None or not fields.startswith(_INPUT):
             return None
@@ -69,15 +71,17 @@ def header_line(job: Mapping[str, Any]) -> bytes:
 
 
 def read_header(line: bytes, name: str) -> dict[str, Any] | None:
-    """The job of the file `name`; None where the line is damaged. Raises InputError where the file is not ours, or of a
-    version that wrote other lines."""
+    """The job of the file `name`; None if the line is damaged. Raises InputError if specbatch did not write the file, or
+    wrote it in another format."""
     if _unseal(line, b"") is None and (line.startswith(_START) or line[_FIELDS_AT:].startswith(_HEADER)):
         return None
     try:
         header = json.loads(line)
         job, number = dict(header[_JOB]), header.get("format", 1)
     except (ValueError, LookupError, TypeError, RecursionError) as exc:
-        raise InputError(f"{name} is not a partial result of specbatch", "move it away, or use -o") from exc
+        raise InputError(
+            f"{name} is not a partial result of specbatch", "move it away, or write elsewhere with -o PATH"
+        ) from exc
     if number != FORMAT:
         raise InputError(
             f"{name} was written by another version of specbatch (format {number}; this version has format {FORMAT})",
@@ -91,7 +95,7 @@ def _seal(fields: bytes, key: bytes) -> bytes:
 
 
 def _unseal(line: bytes, key: bytes) -> bytes | None:
-    """What follows the checksum; None where it does not fit."""
+    """What follows the checksum; None if the checksum is wrong."""
     check, fields = line[_CHECK_AT : _FIELDS_AT - len(_END)], line[_FIELDS_AT:]
     whole = line.startswith(_START) and line[_FIELDS_AT - len(_END) : _FIELDS_AT] == _END
     return fields if whole and check == _checksum(fields, key) else None
@@ -103,11 +107,11 @@ def _checksum(fields: bytes, key: bytes) -> bytes:
 
 _BLOCK = 1024
 _ENTRY = np.dtype([("offset", np.int64), ("length", np.uint32), ("digest", np.uint64), ("state", np.uint8)])
-_FOUND, _CONFIRMED = 1, 2  # 0: not there
+_FOUND, _CONFIRMED = 1, 2  # 0: none
 
 
 class Entry(NamedTuple):
-    """A result line, and the digest of the input row that it answers."""
+    """The position of a result line, and the digest of its input row."""
 
     offset: int
     length: int
@@ -115,7 +119,8 @@ class Entry(NamedTuple):
 
 
 class RowIndex:
-    """Entries by row number. Those that an earlier session wrote count as the row's answer once they are confirmed."""
+    """Where the result of each row is in the partial file: 21 bytes a row. Entries of an earlier session count once they
+    are confirmed. Entries are kept in blocks, so that a line with an absurd row number costs one block."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, np.ndarray] = {}
@@ -140,7 +145,7 @@ class RowIndex:
         self._blocks[row // _BLOCK][row % _BLOCK]["state"] = 0
 
     def unconfirmed(self) -> list[int]:
-        """Rows that no one asked for."""
+        """Rows of earlier sessions that were not confirmed."""
         return [
             number * _BLOCK + int(at)
             for number, block in self._blocks.items()

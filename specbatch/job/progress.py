@@ -69,7 +69,7 @@ class JobProgress:
             return
         self._shown_at = seconds
 
-    def stop(self) -> None:
+    def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,29 +1,31 @@
-"""What is worth saying of the rows once they have run: fields that nothing read, ids given twice, other models' names.
+"""Remarks on rows and drafts: fields that nothing read, repeated ids, other models' names, drafts that do not help.
 
-Only rows of this session are counted, and the memory is bounded: 200 distinct names, and 8 bytes a row for ids.
+Only rows of this session are counted. Memory is bounded: 200 distinct names, and 8 bytes a row for ids.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 
 from specbatch.errors import NOT_FINITE_HINT
-from specbatch.job.parameters import KNOWN_NAMES, LONGEST_NAME, SAMPLING_NAMES, meant_by, shown_name
-from specbatch.job.rows import RowHead
+from specbatch.job.parameters import KNOWN_NAMES, MAX_NAME_CHARS, SAMPLING_NAMES, meant_by, shown_name
+from specbatch.job.results_format import RowInfo
 from specbatch.types import EngineStats, SpeculationCounts
 
-_MOST_NAMES = 200  # distinct ones that are counted each; each is compared with every known name at the end
-_MOST_SHOWN = 12
-_MOST_IDS = 1 << 24  # rows whose ids are compared: 128 MiB
+_MAX_NAMES = 200  # that are counted one by one; each is compared with every known name at the end
+_MAX_SHOWN = 12
+_MAX_IDS = 1 << 24  # rows whose ids are compared: 128 MiB
+_MIN_ROUNDS = 200  # with drafts, before the acceptance length is judged
+_MIN_LENGTH = 1.2  # an acceptance length below this costs more than it saves
 
 
 class Remarks:
-    """Collects while a job runs. `model`: the one that answers; `columns`: prompts are made of the rows' columns, so
-    that most fields are data, and only slips of the pen for a sampling option are worth a word."""
+    """Collects while a job runs. `model`: the one that answers. `columns`: prompts are made of the rows' columns. Most
+    fields are data then, and only misspelled sampling options are named."""
 
     def __init__(self, model: str, *, columns: bool) -> None:
         self._model = model
@@ -32,19 +34,15 @@ class Remarks:
         self._models = _Tally()
         self._ids = array("q")  # [row index] = hash of its id; 0: none
 
-    def add(self, head: RowHead) -> None:
+    def add(self, row: RowInfo) -> None:
         """Count a row, whether it runs or not."""
-        for name in head.kept_fields:
+        for name in row.unread_fields:
             self._fields.add(name)
-        id = head.id
-        if head.envelope is not None:
-            id = head.envelope.custom_id
-            model = head.envelope.model
-            if model is not None and _bare(str(model)) != _bare(self._model):
-                self._models.add(str(model))
-        if id is not None and head.index < _MOST_IDS:
-            self._ids.frombytes(bytes(8 * max(0, head.index + 1 - len(self._ids))))
-            self._ids[head.index] = hash((id,)) or 1  # not hash(0), which is 0 itself
+        if row.model is not None and _bare(str(row.model)) != _bare(self._model):
+            self._models.add(str(row.model))
+        if row.id is not None and row.index < _MAX_IDS:
+            self._ids.frombytes(bytes(8 * max(0, row.index + 1 - len(self._ids))))
+            self._ids[row.index] = hash((row.id,)) or 1  # not hash(0), which is 0 itself
 
     def lines(self) -> list[str]:
         """The remarks, a line each."""
@@ -76,14 +74,29 @@ class Remarks:
 
 
 def draft_remarks(stats: EngineStats) -> list[str]:
-    """What is worth saying of the drafts of a session."""
+    """Remarks on the drafts of a session."""
     if not stats.broken_drafts:
         return []
     return [
         f"speculation.draft: the probabilities of {stats.broken_drafts:,} sampled drafts were not finite (NaN or "
-        "infinity). They were rejected, and the target sampled alone: the results are right. "
+        "infinity). These drafts were rejected, and the target sampled alone: the results are right. "
         f"Likely cause: {NOT_FINITE_HINT}"
     ]
+
+
+def low_acceptance_warning(counts: SpeculationCounts, causes: str | None) -> str | None:
+    """A warning if hardly any draft is accepted. Such a job is slower than plain decoding, and nothing else shows that
+    an EAGLE head is read in another way than it was trained. `counts`: of the requests that finished in this process;
+    `causes`: the likely ones; None: no warning."""
+    if causes is None or not (proposed := counts.proposed_at) or proposed[0] < _MIN_ROUNDS:
+        return None
+    length = 1 + counts.accepted / proposed[0]  # of the rounds that had drafts
+    if length >= _MIN_LENGTH:
+        return None
+    return (
+        f"warning: the acceptance length is {length:.2f} after {proposed[0]:,} rounds. Hardly any draft is accepted, "
+        f"and speculation.method: none would be faster. Likely causes: {causes}"
+    )
 
 
 class _Tally:
@@ -102,8 +115,8 @@ class _Tally:
         return list(self._counts)
 
     def add(self, name: str) -> None:
-        name = name[:LONGEST_NAME]  # the memory is bounded
-        if name in self._counts or len(self._counts) < _MOST_NAMES:
+        name = name[:MAX_NAME_CHARS]  # the memory is bounded
+        if name in self._counts or len(self._counts) < _MAX_NAMES:
             self._counts[name] += 1
         else:
             self._others += 1
@@ -113,43 +126,19 @@ class _Tally:
         self._others = 0
 
     def shown(self, meant: Mapping[str, str]) -> str:
-        """`a (12 rows), b (1 row)`, the most frequent before the others. Those that are `meant` for another name come
-        before all, with a question."""
+        """`a (12 rows), b (1 row)`, the most frequent first. Before these come names that are
+        probably `meant` for another one, with a question."""
         order = sorted(self._counts.items(), key=lambda item: (item[0] not in meant, -item[1]))
         shown = []
-        for name, count in order[:_MOST_SHOWN]:
+        for name, count in order[:_MAX_SHOWN]:
             rows = "1 row" if count == 1 else f"{count:,} rows"
             question = f"; did you mean {meant[name]}?" if name in meant else ""
             shown.append(f"{shown_name(name)} ({rows}{question})")
-        if len(order) > _MOST_SHOWN or self._others:
+        if len(order) > _MAX_SHOWN or self._others:
             shown.append("and others")
         return ", ".join(shown)
 
 
 def _bare(model: str) -> str:
-    """A model's name without what says where it comes from: org/Name, ./Name.gguf and builtin:name are alike."""
+    """A model's name without its origin: org/Name, ./Name.gguf and builtin:name are equal."""
     return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1].lower().removesuffix(".gguf")
-
-
-_ROUNDS = 200
-_LENGTH = 1.2
-
-
-class LowAcceptance:
-    """`causes`: the likely ones; None: nothing is said. `say` is given the warning."""
-
-    def __init__(self, causes: str | None, say: Callable[[str], None]) -> None:
-        self._causes = causes
-        self._say = say
-
-    def look(self, counts: SpeculationCounts) -> None:
-        """At the counts of all requests that finished in this process."""
-        if self._causes is None or not (proposed := counts.proposed_at) or proposed[0] < _ROUNDS:
-            return
-        length = 1 + counts.accepted / proposed[0]  # rounds without drafts are none of the drafts' making
-        if length < _LENGTH:
-            self._say(
-                f"warning: the acceptance length is {length:.2f} after {proposed[0]:,} rounds: hardly any draft is "
-                f"right, and speculation.method none would be faster. Likely causes: {self._causes}"
-            )
-            self._causes = None

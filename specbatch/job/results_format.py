@@ -1,28 +1,42 @@
-"""The native result line: its fields, in their order. Nothing in it depends on scheduling or timing.
+"""Result lines, native and OpenAI Batch: their fields, in their order. Nothing in them depends on scheduling or timing.
+
+Native:
 
     {"id", "index", "text", "finish_reason", "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...},
      "logprobs": [...] where asked for, "choices": [...] where n > 1, "metadata": {...} where there is some}
 
 With n > 1, text, finish_reason and logprobs are those of choice 0; usage and speculation are sums. A failed row has
 text null, finish_reason "error" and `error: {type, message}`.
+
+OpenAI Batch (platform.openai.com/docs/guides/batch): a failed line has `response: null` and `error: {code, message}`.
+OpenAI makes ids at random and `created` from the clock. Here ids are made from the row's index and `created` is 0, so
+that a resumed job writes the same bytes. `body.speculation` is an addition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Literal, Protocol
 
 from specbatch.errors import RowError
 from specbatch.types import FinishReason, SpeculationCounts, TokenLogprob
 
-LOWEST_LOGPROB = -9999.0  # means minus infinity, which JSON lacks; the value is OpenAI's
+LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value is OpenAI's
+_BATCH_ID = "batch_req_"
 
 
-class TokenTexts(Protocol):
-    """Texts of single tokens, for logprobs."""
+@dataclass(slots=True)
+class RowInfo:
+    """What a row's result repeats, error or not, and what remarks are made of."""
 
-    def token_text(self, token_id: int) -> str: ...
+    index: int
+    id: Any = None  # of an OpenAI Batch line its custom_id
+    metadata: dict[str, Any] | None = None
+    unread_fields: Sequence[str] = ()  # of a row that can run: became metadata; some may be misspelled parameters
+    api: Literal["chat", "completions"] | None = None  # of an OpenAI Batch line
+    model: Any = None  # that an OpenAI Batch line names; the target of the config answers in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,67 +50,83 @@ class Choice:
     speculation: SpeculationCounts
 
 
-def native_result(
-    index: int,
-    id: Any,
-    metadata: Any,
-    prompt_tokens: int,
-    choices: Sequence[Choice],
-    texts: TokenTexts,
-    *,
-    simulated: bool = False,
-) -> dict[str, Any]:
-    """The result line of a row that ran. `simulated`: with speculation.simulate_acceptance, its drafts were accepted by
-    lot."""
-    first = choices[0]
-    row: dict[str, Any] = {
-        "id": id,
-        "index": index,
-        "text": first.text,
-        "finish_reason": str(first.finish_reason),
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": sum(len(c.token_ids) for c in choices),
-        },
-        "speculation": speculation_dict(sum_speculation(choices), simulated),
-    }
-    if first.logprobs is not None:
-        row["logprobs"] = _logprobs(first.logprobs, texts)
-    if len(choices) > 1:
-        row["choices"] = [_choice(i, choice, texts, simulated) for i, choice in enumerate(choices)]
-    if metadata is not None:
-        row["metadata"] = metadata
-    return row
+class TokenTexts(Protocol):
+    """Texts of single tokens, for logprobs."""
+
+    def token_text(self, token_id: int) -> str: ...
 
 
-def native_error(index: int, id: Any, metadata: Any, error: RowError) -> dict[str, Any]:
-    """The result line of a row that could not be run."""
-    row: dict[str, Any] = {
-        "id": id,
-        "index": index,
+def error_line(row: RowInfo, error: RowError) -> dict[str, Any]:
+    """The result line of a row that failed."""
+    if row.api is not None:
+        message = {"code": error.type, "message": error.message}
+        return {"id": _batch_id(row), "custom_id": row.id, "response": None, "error": message}
+    line: dict[str, Any] = {
+        "id": row.id,
+        "index": row.index,
         "text": None,
         "finish_reason": "error",
         "error": {"type": error.type, "message": error.message},
     }
-    if metadata is not None:
-        row["metadata"] = metadata
-    return row
+    if row.metadata is not None:
+        line["metadata"] = row.metadata
+    return line
 
 
-def sum_speculation(choices: Sequence[Choice]) -> SpeculationCounts:
+def result_line(
+    row: RowInfo,
+    prompt_tokens: int,
+    choices: Sequence[Choice],
+    texts: TokenTexts,
+    *,
+    model: str,
+    simulated: bool = False,
+) -> dict[str, Any]:
+    """The result line of a row that ran on `model`. `simulated`: speculation.simulate_acceptance is set."""
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sum(len(c.token_ids) for c in choices)}
     total = SpeculationCounts()
     for choice in choices:
         total.add(choice.speculation)
-    return total
+    speculation = _speculation(total, simulated)
+    if row.api is not None:
+        return _openai_line(row, usage, speculation, choices, texts, model)
+    first = choices[0]
+    line: dict[str, Any] = {
+        "id": row.id,
+        "index": row.index,
+        "text": first.text,
+        "finish_reason": str(first.finish_reason),
+        "usage": usage,
+        "speculation": speculation,
+    }
+    if first.logprobs is not None:
+        line["logprobs"] = _logprobs(first.logprobs, texts)
+    if len(choices) > 1:
+        line["choices"] = [_choice(i, choice, texts, simulated) for i, choice in enumerate(choices)]
+    if row.metadata is not None:
+        line["metadata"] = row.metadata
+    return line
 
 
-def speculation_dict(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
-    """acceptance_length = tokens committed per round; accept_histogram[a] = rounds that kept `a` draft tokens.
-    `simulated` is there only where it is true: the text is no answer of the model then."""
+def index_of(line: dict[str, Any]) -> int:
+    """The row index of a result line. Raises LookupError, ValueError, TypeError or AttributeError for other lines."""
+    if "index" in line:
+        index = line["index"]
+    elif line["id"].startswith(_BATCH_ID):
+        index = int(line["id"].removeprefix(_BATCH_ID))
+    else:
+        raise ValueError(line["id"])
+    if type(index) is not int or index < 0:
+        raise TypeError(index)
+    return index
+
+
+def _speculation(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
+    """acceptance_length: tokens committed per round. accept_histogram[a]: rounds that accepted `a` draft tokens.
+    `simulated` exists only where it is true: the text is then not an answer of the model."""
     length = counts.acceptance_length
-    mark = {"simulated": True} if simulated else {}
     return {
-        **mark,
+        **({"simulated": True} if simulated else {}),
         "rounds": counts.rounds,
         "drafted": counts.drafted,
         "accepted": counts.accepted,
@@ -111,7 +141,7 @@ def _choice(i: int, choice: Choice, texts: TokenTexts, simulated: bool) -> dict[
         "text": choice.text,
         "finish_reason": str(choice.finish_reason),
         "usage": {"completion_tokens": len(choice.token_ids)},
-        "speculation": speculation_dict(choice.speculation, simulated),
+        "speculation": _speculation(choice.speculation, simulated),
     }
     if choice.logprobs is not None:
         entry["logprobs"] = _logprobs(choice.logprobs, texts)
@@ -119,11 +149,66 @@ def _choice(i: int, choice: Choice, texts: TokenTexts, simulated: bool) -> dict[
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> list[dict[str, Any]]:
-    return [
-        {**_logprob(lp.token_id, lp.logprob, texts), "top": [_logprob(t, value, texts) for t, value in lp.top]}
-        for lp in logprobs
-    ]
+    def entry(token: int, value: float) -> dict[str, Any]:
+        return {"token": texts.token_text(token), "token_id": token, "logprob": max(value, LOWEST_LOGPROB)}
+
+    return [{**entry(lp.token_id, lp.logprob), "top": [entry(*top) for top in lp.top]} for lp in logprobs]
 
 
-def _logprob(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
-    return {"token": texts.token_text(token_id), "token_id": token_id, "logprob": max(logprob, LOWEST_LOGPROB)}
+def _openai_line(
+    row: RowInfo,
+    usage: dict[str, int],
+    speculation: dict[str, Any],
+    choices: Sequence[Choice],
+    texts: TokenTexts,
+    model: str,
+) -> dict[str, Any]:
+    chat = row.api == "chat"
+    body = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{row.index:012d}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": 0,
+        "model": model,
+        "choices": [_openai_choice(i, choice, chat, texts) for i, choice in enumerate(choices)],
+        "usage": {**usage, "total_tokens": sum(usage.values())},
+        "speculation": speculation,
+    }
+    return {
+        "id": _batch_id(row),
+        "custom_id": row.id,
+        "response": {"status_code": 200, "request_id": f"req_{row.index:012d}", "body": body},
+        "error": None,
+    }
+
+
+def _batch_id(row: RowInfo) -> str:
+    return f"{_BATCH_ID}{row.index:012d}"
+
+
+def _openai_choice(i: int, choice: Choice, chat: bool, texts: TokenTexts) -> dict[str, Any]:
+    text: dict[str, Any] = {"text": choice.text}
+    if chat:
+        text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+    logprobs = None
+    if choice.logprobs is not None:
+        logprobs = (_chat_logprobs if chat else _completion_logprobs)(choice.logprobs, texts)
+    return {"index": i, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+def _chat_logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
+    def entry(token_id: int, value: float) -> dict[str, Any]:
+        token = texts.token_text(token_id)
+        return {"token": token, "logprob": max(value, LOWEST_LOGPROB), "bytes": list(token.encode("utf-8"))}
+
+    content = [{**entry(lp.token_id, lp.logprob), "top_logprobs": [entry(*top) for top in lp.top]} for lp in logprobs]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
+    tokens = [texts.token_text(lp.token_id) for lp in logprobs]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [max(lp.logprob, LOWEST_LOGPROB) for lp in logprobs],
+        "top_logprobs": [{texts.token_text(t): max(value, LOWEST_LOGPROB) for t, value in lp.top} for lp in logprobs],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
+    }

@@ -1,6 +1,6 @@
 """Where rows come from: JSONL files (plain, gzip, zstd), standard input, tables, and data sets of the hub.
 
-JSONL is read here and not through `datasets`, which refuses a whole block over one malformed line.
+JSONL is not read through `datasets`, which refuses a whole block for one malformed line.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.config import DataSection
 from specbatch.errors import InputError
-from specbatch.job.jsonl import encode_line, finite, identify_file, numbered_lines, open_lines
+from specbatch.job.files import identify_input
+from specbatch.job.jsonl import encode_line, finite, numbered_lines, open_lines
 from specbatch.job.paths import check_input_name
 
 _JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
@@ -41,7 +43,7 @@ class RawRow:
     data: bytes | dict[str, Any]  # a JSON line, or the columns of a table
 
     def digest(self) -> int:
-        """64 bits that tell whether a row is still what it was when it was answered."""
+        """64 bits. An answer counts only while its input row has the same digest."""
         data = self.data if isinstance(self.data, bytes) else encode_line(self.data)
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
@@ -52,12 +54,12 @@ class Source:
 
     name: str
     identity: dict[str, Any]  # what resume compares
-    verifiable: bool  # False: `identity` covers only the head of the content (long standard input)
-    total: int | None  # rows, where that is cheap to know; blank lines are counted
+    verifiable: bool  # False: `identity` covers only the beginning of the content (long standard input)
+    total: int | None  # rows, if that is cheap to know; blank lines are counted
     path: Path | None  # of a file
     rows: Callable[[], Iterator[RawRow]]
-    touched: Callable[[], bool] = lambda: False  # whether anything has been done to its files since it was opened
-    reopen: Callable[[], Source] | None = None  # as it is now; where it can be touched
+    touched: Callable[[], bool] = lambda: False  # whether its files were written or replaced since it was opened
+    reopen: Callable[[], Source] | None = None  # as it is now; None: it cannot change or cannot be read again
 
 
 def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> Source:
@@ -73,7 +75,7 @@ def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> S
             _refuse_folder_of_lines(path)
             return _dataset_source(ref, data, local=True)
         if path.exists():  # a pipe or a device: it could not be read twice, and has no size
-            raise InputError(f"the input {ref} is no regular file", f"specbatch generate - -o results.jsonl < {ref}")
+            raise InputError(f"the input {ref} is not a regular file", f"specbatch generate - -o results.jsonl < {ref}")
         if _looks_like_a_file(ref):
             raise InputError(f"the input {ref} does not exist", _near_hint(path))
     except OSError as exc:  # not readable, a name that is too long
@@ -91,7 +93,7 @@ def input_stem(ref: str) -> str:
 
 
 def _refuse_folder_of_lines(folder: Path) -> None:
-    """`datasets` would take the files' rows for one table and fail at the first row that has other fields."""
+    """`datasets` would read all files as one table, and fail at the first row with other fields."""
     lines = sorted(p.name for p in folder.iterdir() if p.name.lower().endswith(_JSONL))
     if lines:
         raise InputError(
@@ -104,7 +106,7 @@ def _stdin_source(given: BinaryIO | None) -> Source:
     if given is None and sys.stdin is None:
         raise InputError("standard input is closed", "specbatch generate - -o results.jsonl < data.jsonl")
     stdin = given if given is not None else sys.stdin.buffer
-    # Standard input cannot be read twice, so its head identifies the whole: a resumed run must get the same content.
+    # Standard input cannot be read twice, so its beginning identifies it.
     try:
         head = stdin.read(_STDIN_HEAD)
     except (OSError, ValueError) as exc:  # a folder, or opened for writing only
@@ -114,64 +116,54 @@ def _stdin_source(given: BinaryIO | None) -> Source:
         ) from exc
     whole = len(head) < _STDIN_HEAD
 
+    first = io.BytesIO(head)
+
+    def readline(size: int) -> bytes:
+        line = first.readline(size)
+        complete = line.endswith(b"\n") or len(line) == size
+        return line if complete else line + stdin.readline(size - len(line))
+
     def rows() -> Iterator[RawRow]:
-        for index, line in numbered_lines(_Joined(head, stdin), "standard input"):
+        for index, line in numbered_lines(readline, "standard input"):
             yield RawRow(index, line)
 
     identity = {"kind": "stdin", "sha256_of_head": hashlib.sha256(head).hexdigest(), "head_is_all": whole}
     return Source("standard input", identity, whole, None, None, rows)
 
 
-class _Joined:
-    """The lines of `head` followed by the rest of `rest`."""
-
-    def __init__(self, head: bytes, rest: BinaryIO) -> None:
-        self._head = io.BytesIO(head)
-        self._rest = rest
-
-    def readline(self, size: int, /) -> bytes:
-        line = self._head.readline(size)
-        whole = line.endswith(b"\n") or len(line) == size
-        return line if whole else line + self._rest.readline(size - len(line))
-
-
 def _file_source(path: Path) -> Source:
     name = str(path)
     suffix = path.suffix.lower()
-    kind = _TABLES.get(suffix)
     touched = _watch([path])
-    identity = identify_file(path)
-    facts = {"kind": "file", **identity.facts}
-    if kind is not None:
-        builder, options = kind
+    identity, num_lines = identify_input(path)
 
-        def table_rows() -> Iterator[RawRow]:
-            yield from _table_rows(name, lambda: _load_table(builder, name, options))
-
-        return Source(name, facts, True, None, path, table_rows, touched, lambda: _file_source(path))
-    if not name.lower().endswith(_JSONL):
-        raise InputError(
-            f"the input {name} has no known format",
-            f"known: {', '.join(_JSONL + tuple(_TABLES))}; or feed JSON lines through standard input: `-`",
-        )
-
-    def rows() -> Iterator[RawRow]:
+    def lines() -> Iterator[RawRow]:
         with open_lines(path) as file:
-            for index, line in numbered_lines(file, name):
+            for index, line in numbered_lines(file.readline, name):
                 yield RawRow(index, line)
 
-    total = identity.num_lines if suffix not in (".gz", ".zst") else None
-    return Source(name, facts, True, total, path, rows, touched, lambda: _file_source(path))
+    def table() -> Iterator[RawRow]:
+        import datasets
+
+        builder, options = _TABLES[suffix]
+        load = partial(datasets.load_dataset, builder, data_files=name, split="train", streaming=True, **options)
+        return _table_rows(name, load)
+
+    if suffix not in _TABLES and not name.lower().endswith(_JSONL):
+        raise InputError(
+            f"the input {name} has no known format",
+            f"known: {', '.join(_JSONL + tuple(_TABLES))}; `-` reads JSON lines from standard input",
+        )
+    total = num_lines if suffix in (".jsonl", ".ndjson") else None
+    rows = table if suffix in _TABLES else lines
+    return Source(name, {"kind": "file", **identity}, True, total, path, rows, touched, lambda: _file_source(path))
 
 
 def _watch(files: Sequence[Path]) -> Callable[[], bool]:
     """Whether the files, or what their names link to, have been written, replaced or removed since this call."""
 
-    def state() -> list[tuple[int, ...] | None]:
-        return [_state(file) for file in files]
-
-    before = state()
-    return lambda: state() != before
+    before = [_state(file) for file in files]
+    return lambda: [_state(file) for file in files] != before
 
 
 def _state(file: Path) -> tuple[int, ...] | None:
@@ -179,14 +171,8 @@ def _state(file: Path) -> tuple[int, ...] | None:
         stat = file.stat()
     except OSError:
         return None
-    # The time of change cannot be set back, as that of modification can.
+    # The time of change cannot be set back; the time of modification can.
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def _load_table(builder: str, name: str, options: dict[str, Any]) -> Any:
-    import datasets
-
-    return datasets.load_dataset(builder, data_files=name, split="train", streaming=True, **options)
 
 
 def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
@@ -204,8 +190,8 @@ def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
             )
     except InputError:
         raise
-    except Exception as exc:  # `datasets` raises many kinds, and all of them mean: no such data set from here
-        what = f"the folder {ref}" if local else f"{ref} is no file here, and as a data set on the hub it"
+    except Exception as exc:  # `datasets` raises many kinds; all mean that it cannot be loaded
+        what = f"the folder {ref}" if local else f"{ref} is not a file here. The data set {ref} of the hub"
         raise InputError(f"{what} cannot be loaded: {_first_line(exc)}", _near_hint(Path(ref))) from exc
     identity = {
         "kind": "data set",
@@ -218,7 +204,7 @@ def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
     total = getattr(info, "num_examples", None) or None
 
     def rows() -> Iterator[RawRow]:
-        yield from _table_rows(ref, lambda: builder.as_streaming_dataset(split=data.split))
+        return _table_rows(ref, partial(builder.as_streaming_dataset, split=data.split))
 
     if not local:  # a revision of the hub does not change
         return Source(ref, identity, True, total, None, rows)
@@ -234,11 +220,13 @@ def _check_hub(ref: str) -> None:
     try:
         HfApi().dataset_info(ref, timeout=20)
     except RepositoryNotFoundError as exc:
-        raise InputError(f"{ref} is no file here, and the hub has no such data set", _near_hint(Path(ref))) from exc
+        raise InputError(
+            f"{ref} is not a file here, and the hub has no data set of this name", _near_hint(Path(ref))
+        ) from exc
     except Exception as exc:  # network errors come in many kinds
         raise InputError(
-            f"{ref} is no file here, and the hub cannot be asked for a data set of this name: {_first_line(exc)}",
-            "HF_HUB_OFFLINE=1 uses what an earlier run has fetched",
+            f"{ref} is not a file here, and the hub cannot be asked for a data set of this name: {_first_line(exc)}",
+            "HF_HUB_OFFLINE=1 uses what an earlier run has downloaded",
         ) from exc
 
 
@@ -247,7 +235,7 @@ def _table_rows(name: str, load: Callable[[], Any]) -> Iterator[RawRow]:
     try:
         for index, columns in enumerate(load()):
             yield RawRow(index, finite(columns))  # an empty CSV field arrives as NaN
-    except Exception as exc:  # whatever the reader raises, this table cannot be read on
+    except Exception as exc:  # readers raise many kinds; all mean that it cannot be read on
         raise InputError(f"{name} cannot be read past row {index + 1}: {_first_line(exc)}") from exc
 
 

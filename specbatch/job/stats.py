@@ -1,4 +1,4 @@
-"""What a job counts, how long it takes and what made its results: stats.json."""
+"""stats.json: what a job counted, how long it took, and what made its results."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
 import specbatch
 from specbatch.job.files import write_whole
 from specbatch.models.catalog import random_name
-from specbatch.types import EngineStats, SpeculationCounts
+from specbatch.types import EngineStats
 
 K = TypeVar("K")
 
@@ -34,31 +35,31 @@ class RowTotals:
     drafted: int = 0
     accepted: int = 0
     committed: int = 0
-    histogram: list[int] = field(default_factory=list)  # [a] = rounds that kept `a` draft tokens
-    # (tokens of a completion, of several their mean; whether it ended before its limit) -> rows
+    histogram: list[int] = field(default_factory=list)  # [a] = rounds that accepted `a` draft tokens
+    # (tokens of a completion, or the mean of several; whether it ended before its limit) -> rows
     lengths: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
         return self.ok + self.failed
 
-    def add(self, row: dict[str, Any], times: int = 1) -> None:
-        """Count one result line, native or OpenAI; `times=-1` takes one back. Raises KeyError or TypeError for what is
-        neither."""
-        # Everything is looked up before anything is counted: a damaged line must not be counted in part.
-        if row.get("error"):
-            error = row["error"]
+    def add(self, line: dict[str, Any], times: int = 1) -> None:
+        """Count one result line, native or OpenAI; `times=-1` takes one back. Raises KeyError or TypeError for
+        other lines."""
+        # All fields are read before anything is counted: of a damaged line nothing may be counted.
+        if line.get("error"):
+            error = line["error"]
             kind = str(error["type"] if "type" in error else error["code"])
             self.failed += times
             _count(self.errors, kind, times)
             return
-        body = row if "usage" in row else row["response"]["body"]
-        reason = row["finish_reason"] if body is row else body["choices"][0]["finish_reason"]
+        body = line if "usage" in line else line["response"]["body"]
+        reason = line["finish_reason"] if body is line else body["choices"][0]["finish_reason"]
         usage, counts = body["usage"], body["speculation"]
         completions = len(body.get("choices") or "1")
         prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
         rounds, drafted, accepted = counts["rounds"], counts["drafted"], counts["accepted"]
-        # Lines hold the quotient to 4 digits: exact below 10,000 rounds, and within 0.01% above.
+        # Lines have the quotient with 4 digits: exact below 10,000 rounds, within 0.01% above.
         committed = round((counts["acceptance_length"] or 0) * rounds)
         histogram = counts["accept_histogram"]
         self.ok += times
@@ -71,14 +72,14 @@ class RowTotals:
         self.accepted += times * accepted
         self.committed += times * committed
         self.histogram.extend([0] * (len(histogram) - len(self.histogram)))
-        for kept, count in enumerate(histogram):
-            self.histogram[kept] += times * count
+        for accepted, count in enumerate(histogram):
+            self.histogram[accepted] += times * count
         while times < 0 and self.histogram and not self.histogram[-1]:
             self.histogram.pop()
 
 
 def _count(counts: dict[K, int], kind: K, times: int) -> None:
-    """A kind that all its rows were taken back from is as if it had never been."""
+    """A kind without rows is left out."""
     counts[kind] = counts.get(kind, 0) + times
     if not counts[kind]:
         del counts[kind]
@@ -90,19 +91,9 @@ class Session:
 
     rows: int = 0
     load_seconds: float = 0.0
-    io_seconds: float = 0.0  # reading, tokenising, detokenising, writing and the final sort
+    io_seconds: float = 0.0  # reading, tokenizing, detokenizing, writing and the final sort
     total_seconds: float = 0.0  # since the command began
     engine: EngineStats = field(default_factory=EngineStats)
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """What made the results."""
-
-    config: Mapping[str, Any]  # resolved
-    models: Mapping[str, str]
-    notes: tuple[str, ...]
-    device: str
 
 
 def build_report(
@@ -112,19 +103,20 @@ def build_report(
     totals: RowTotals,
     resumed_rows: int,
     session: Session,
-    made_by: Provenance,
+    *,
+    config: Mapping[str, Any],
+    models: Mapping[str, str],
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """`rows`, `tokens` and `speculation` cover the whole file; `session` this process only."""
+    """`rows`, `tokens` and `speculation` cover the whole file; `session` this process only. `config`: the resolved one;
+    `models`: what they are, by option."""
     engine = session.engine
     busy = engine.prefill_seconds + engine.decode_seconds
-    by_position = [
-        round(kept / proposed, 4) if proposed else None
-        for kept, proposed in zip(_padded(engine.speculation), engine.speculation.proposed_at, strict=False)
-    ]
-    refs = (made_by.config["model"]["target"], made_by.config["speculation"]["draft"])
+    accepted_at, proposed_at = engine.speculation.accepted_at, engine.speculation.proposed_at
+    refs = (config["model"]["target"], config["speculation"]["draft"])
     return {
-        # Either makes the texts no answers: for measurements only.
-        "simulated": made_by.config["speculation"]["simulate_acceptance"] is not None,
+        # With either of the two, the texts are not answers.
+        "simulated": config["speculation"]["simulate_acceptance"] is not None,
         "random_weights": any(random_name(ref) is not None for ref in refs),
         "input": input_name,
         "output": str(output),
@@ -164,19 +156,19 @@ def build_report(
             "preemptions": engine.preemptions,
             "memory_shortages": engine.memory_shortages,
             "acceptance_length": _ratio(engine.speculation.committed, engine.speculation.rounds),
-            # [i] = share of the drafts at depth i+1 that were kept
-            "acceptance_rate_by_position": by_position,
-            # [i] = share of the rounds that had a draft at depth i+1
-            "draft_rate_by_position": [
-                round(rounds / engine.speculation.rounds, 4) for rounds in engine.speculation.proposed_at
+            # [i] = share of the drafts at depth i + 1 that were accepted
+            "acceptance_rate_by_position": [
+                _ratio(accepted, proposed) for accepted, proposed in zip_longest(accepted_at, proposed_at, fillvalue=0)
             ],
+            # [i] = share of the rounds that had a draft at depth i + 1
+            "draft_rate_by_position": [_ratio(proposed, engine.speculation.rounds) for proposed in proposed_at],
         },
         "versions": versions(),
         "commit": commit(),
-        "device": made_by.device,
-        "models": dict(made_by.models),
-        "notes": list(made_by.notes),
-        "config": dict(made_by.config),
+        "device": device_name(config["engine"]["device"]),
+        "models": dict(models),
+        "notes": list(notes),
+        "config": dict(config),
         "job": dict(job),
     }
 
@@ -184,7 +176,7 @@ def build_report(
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Atomically. Raises InputError where the disk refuses."""
     text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
-    # Names of files that are not UTF-8 hold lone surrogates: as \\udcff they are JSON, too.
+    # Names of files that are not UTF-8 have lone surrogates, which are written as \\udcff.
     write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
@@ -203,26 +195,22 @@ def commit() -> str | None:
     root = Path(specbatch.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        head = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        )
-        changes = subprocess.run(
-            ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("-dirty" if changes else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    return head.stdout.strip() + ("-dirty" if changes.stdout.strip() else "")
 
 
 def device_name(device: str) -> str:
-    """A device as the engine calls it, with the name of the processor or the card."""
+    """The engine's name of a device, with the name of the processor or the card."""
     if device != "cpu":
-        import torch  # in this module for this alone, and the stub engine's tests do without
+        import torch  # here, so that a run on a CPU with the tests' stub engine does without it
 
         return f"{device} ({torch.cuda.get_device_name(device)})" if torch.cuda.is_available() else device
     name = platform.processor() or platform.machine()
@@ -234,11 +222,6 @@ def device_name(device: str) -> str:
     except OSError:
         pass
     return f"cpu ({name}, {os.cpu_count()} logical cores)"
-
-
-def _padded(counts: SpeculationCounts) -> list[int]:
-    """`accepted_at`, as long as `proposed_at`."""
-    return counts.accepted_at + [0] * (len(counts.proposed_at) - len(counts.accepted_at))
 
 
 def _ratio(part: float, whole: float, digits: int = 4) -> float | None:

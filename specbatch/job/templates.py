@@ -31,14 +31,14 @@ MEMORY = 1 << 30  # bytes more than the process has
 
 
 class OutOfBounds(Exception):
-    """A template took more time or memory than it may."""
+    """A template took too much time or memory."""
 
 
 class Bounded:
-    """A context that raises OutOfBounds where the time is over or the memory is used up. Entering it takes 10 us.
+    """A context that raises OutOfBounds if its body takes too much time or memory. Entering it takes 10 us.
 
-    Memory is bounded by a limit of the process on its address space, time by a timer: both in the main thread only, for
-    they belong to the whole process. Neither can stop a single operation of the interpreter that takes no memory and
+    Memory is bounded by a limit on the address space of the process, time by a timer. Both are of the whole process, so
+    they are set in the main thread only. Neither stops a single operation of the interpreter that takes no memory and
     does not end.
     """
 
@@ -47,8 +47,8 @@ class Bounded:
         self._memory = memory
         self._began = 0.0
         self._handler: Callable[[int, FrameType | None], Any] | int | None = None
-        self._timer: tuple[float, float] | None = None  # as it was; None: not set
-        self._limit: tuple[int, int] | None = None  # as it was; None: not changed
+        self._timer: tuple[float, float] | None = None  # before; None: not set
+        self._limit: tuple[int, int] | None = None  # before; None: not changed
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -62,13 +62,13 @@ class Bounded:
                 self._limit = soft, hard
         self._began = time.thread_time()
         self._handler = signal.signal(signal.SIGALRM, self._on_alarm)
-        # Again every second: a template's compiler may swallow the exception while it computes a constant.
+        # Again every second: a template's compiler can swallow the exception while it computes a constant.
         self._timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, min(1.0, self._seconds))
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._began = math.inf  # an alarm from now on raises nothing: what follows must be done
+        self._began = math.inf  # an alarm raises nothing from here on: the rest must run
         if self._timer is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._handler)
@@ -82,14 +82,14 @@ class Bounded:
             raise OutOfBounds(f"it takes more than {self._memory >> 20:,} MiB of memory") from exc
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        # Other processes may have had the processor, or this one may have been stopped: its own time counts.
+        # The time of this thread counts, not that of other processes or while this one was stopped.
         if time.thread_time() - self._began >= self._seconds:
             raise OutOfBounds(f"it takes more than {self._seconds:g} seconds")
 
 
 @functools.cache
 def _statm() -> int | None:
-    """The file that says how much memory this process has; None where there is none (no Linux)."""
+    """The file with the memory of this process; None if the system has no such file (not Linux)."""
     try:
         return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -97,13 +97,15 @@ def _statm() -> int | None:
 
 
 _HINT = "fields are written {name} or {name[key]}; literal braces are doubled: {{ }}"
-_FIELD = re.compile(r"([^.\[\]]+)(\[[^\]]+\])*")  # no attributes: {x.__class__} would be a look into the interpreter
-_WIDEST = 10_000  # characters that a format may ask for
+_FIELD = re.compile(r"([^.\[\]]+)(\[[^\]]+\])*")  # no attributes: {x.__class__} would read the interpreter
+_MAX_WIDTH = 10_000  # characters that a format may ask for
 
 
 class PromptTemplate:
-    """A checked template. Raises ConfigError for what no row could fill: mistakes of syntax, fields without a name,
-    conversions and formats that do not exist."""
+    """data.prompt_template: a prompt made of a row's fields, in the syntax of str.format.
+
+    Raises ConfigError for what no row can fill: wrong syntax, fields without a name, unknown conversions and formats.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -116,7 +118,7 @@ class PromptTemplate:
             if row.get(name) is None:
                 raise RowError("missing_prompt", f"the row has no {name!r}, which data.prompt_template uses")
         try:
-            # A format that the row gives ({x:{width}}) may ask for gigabytes.
+            # A format that the row gives ({x:{width}}) can ask for gigabytes.
             with Bounded() if self._has_nested else contextlib.nullcontext():
                 return self._text.format_map(row)
         except Exception as exc:  # a lookup or format that this row's value does not support
@@ -133,7 +135,7 @@ class PromptTemplate:
                 continue
             matched = _FIELD.fullmatch(field)
             if matched is None or matched[1].isdigit():
-                raise ConfigError(f"data.prompt_template: {{{field}}} names no field of the row", _HINT)
+                raise ConfigError(f"data.prompt_template: {{{field}}} does not name a field of the row", _HINT)
             names.append(matched[1])
             if conversion not in (None, "r", "s", "a"):
                 raise ConfigError(f"data.prompt_template: {{{field}!{conversion}}}: the conversions are !r, !s and !a")
@@ -146,13 +148,13 @@ class PromptTemplate:
 
 
 def _check_spec(field: str, spec: str, *, text_only: bool) -> None:
-    """Whether any value could be written in this format: text or a number, or a date where there is a `%`."""
+    """Raises ConfigError if no value can have this format: text or a number, or a date if it has a `%`."""
     shown = f"data.prompt_template: {{{field}:{spec[:60]}}}"
-    if any(int(number[:9]) > _WIDEST for number in re.findall(r"[1-9]\d*", spec)):
-        raise ConfigError(f"{shown} asks for more than {_WIDEST:,} characters")
+    if any(int(number[:9]) > _MAX_WIDTH for number in re.findall(r"[1-9]\d*", spec)):
+        raise ConfigError(f"{shown} asks for more than {_MAX_WIDTH:,} characters")
     samples: tuple[Any, ...] = ("",) if text_only else ("", 0, 0.0)
     if not any(_takes(value, spec) for value in samples) and (text_only or "%" not in spec):
-        raise ConfigError(f"{shown} is no format for text or a number", "such as {name:>10} or {share:.2f}")
+        raise ConfigError(f"{shown} is not a format for text or a number", "such as {name:>10} or {share:.2f}")
 
 
 def _takes(value: Any, spec: str) -> bool:
@@ -163,10 +165,10 @@ def _takes(value: Any, spec: str) -> bool:
     return True
 
 
-# For templates that take the date they print as a variable, Llama 3.2's own fallback: a row must not depend on the day.
+# Some templates take the date that they print as a variable. A row must not depend on the day: Llama 3.2's default.
 _DATE_STRING = "26 Jul 2024"
 _GREETING = [{"role": "user", "content": "Hello"}]
-_LONGEST_GREETING = 1 << 20  # characters
+_MAX_GREETING = 1 << 20  # characters
 
 
 class ChatTemplate:
@@ -180,11 +182,11 @@ class ChatTemplate:
 
     @property
     def prints_today(self) -> bool:
-        """Whether it writes the current date and takes none from us: then a job belongs to its day."""
+        """Whether it prints the current date, and takes none as a variable. The job then includes the date."""
         return "strftime_now" in self._text and "date_string" not in self._text
 
     def write(self, messages: list[dict[str, Any]]) -> str:
-        """With the opening of the answer. Raises RowError."""
+        """The text, with the beginning of the answer. Raises RowError."""
         if not self.exists:
             raise RowError("no_chat_template", "the model has no chat template; set data.chat_template")
         if self._problem is not None:
@@ -192,13 +194,12 @@ class ChatTemplate:
         try:
             return self._render(messages)
         except OutOfBounds as exc:
-            raise RowError("chat_template_error", f"the chat template does not finish: {exc}") from exc
-        except Exception as exc:  # templates refuse what they do not know (roles, their order) in ways of their own
+            raise RowError("chat_template_error", f"the chat template does not end: {exc}") from exc
+        except Exception as exc:  # templates raise many kinds: unknown roles, a wrong order of roles
             raise RowError("chat_template_error", f"the chat template refuses these messages: {exc}") from exc
 
     def check(self) -> None:
-        """Raises ConfigError (or ModelError for the model's own) for a template that no messages can be written with:
-        it is not valid, or does not come to an end."""
+        """Raises ConfigError (ModelError for the model's own template) if it is not valid or does not end."""
         if self._problem is not None:
             raise self._problem
 
@@ -212,13 +213,13 @@ class ChatTemplate:
             text = self._render(_GREETING)
         except jinja2.TemplateSyntaxError as exc:
             return self._unusable(f"is not valid: {exc.message} (line {exc.lineno})")
-        except (SyntaxError, RecursionError) as exc:  # it became Python that is nested too deeply
+        except (SyntaxError, RecursionError) as exc:  # the Python code made of it is nested too deeply
             return self._unusable(f"is not valid: {exc}")
         except OutOfBounds as exc:
-            return self._unusable(f"does not finish: {exc} for a message of one word")
-        except Exception:  # it refuses this message, and may take those of the rows
+            return self._unusable(f"does not end: {exc} for a message of one word")
+        except Exception:  # it refuses this message; those of the rows can be right
             return None
-        if len(text) > _LONGEST_GREETING:
+        if len(text) > _MAX_GREETING:
             return self._unusable(f"writes {len(text):,} characters for a message of one word")
         return None
 
@@ -249,7 +250,7 @@ class ChatTemplate:
 
 
 def _refuse_powers(template: str) -> None:
-    """`9 ** 9 ** 9` is one operation of hours, which nothing can interrupt."""
+    """`9 ** 9 ** 9` is one operation that takes hours, and nothing can interrupt it."""
     before = "("
     for line, kind, value in jinja2.Environment().lex(template):
         if kind == "whitespace":

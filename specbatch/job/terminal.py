@@ -1,4 +1,4 @@
-"""What a command prints for the reader at the terminal: notes, and tables at its end."""
+"""What a command prints on stderr: notes, and a table at its end."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from rich.table import Table
 
 from specbatch.job.progress import duration
 
+_MIN_CUT = 0.05  # tokens per round that are worth an explanation
+
 
 def print_notes(notes: Iterable[str], console: Console) -> None:
-    """Warnings, which begin with that word, stand out on a terminal."""
+    """A line each. Those that begin with `warning: ` are yellow on a terminal."""
     for note in notes:
         style = "bold yellow" if note.startswith("warning: ") else None
         console.print(note, style=style, markup=False, soft_wrap=True)
 
 
-_UNCUT = 0.05  # tokens per round that the ends of rows may take without a word
-
-
 def print_table(table: Table, console: Console) -> None:
-    """In a log or a pipe: no blanks at the ends of lines, and no line folded."""
+    """In a log or a pipe, lines have no trailing blanks and are not folded."""
     if console.is_terminal:
         console.print(table)
         return
@@ -35,8 +34,8 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def acceptance_text(speculation: Mapping[str, Any], draft_rate_by_position: Sequence[float]) -> str | None:
-    """What drafts were worth, with what explains a length that does not go with the share that was kept. None: there
-    were no rounds. `speculation`: as stats.json has it; the rates are of the last session."""
+    """The acceptance length, with what explains it if the share of accepted drafts does not. None: there were no rounds.
+    `speculation`: as in stats.json; the rates are of the last session."""
     length, rate = speculation["acceptance_length"], speculation["acceptance_rate"]
     if length is None:
         return None
@@ -44,13 +43,13 @@ def acceptance_text(speculation: Mapping[str, Any], draft_rate_by_position: Sequ
     if rate is None:
         return f"{text}, no drafts"
     histogram = speculation["accept_histogram"]
-    uncut = 1 + sum(kept * rounds for kept, rounds in enumerate(histogram)) / sum(histogram)
-    if uncut - length >= _UNCUT:  # a row that ends with a draft has no use for the token after it
-        text += f" ({uncut:.2f} before the ends of rows cut it)"
+    uncut = 1 + sum(accepted * rounds for accepted, rounds in enumerate(histogram)) / sum(histogram)
+    if uncut - length >= _MIN_CUT:  # a row that ends with an accepted draft has no bonus token after it
+        text += f" ({uncut:.2f} without the ends of rows)"
     drafting = draft_rate_by_position[0] if draft_rate_by_position else 1.0
     if drafting < 0.995:
         text += f", drafts in {_percent(drafting)} of rounds"
-    return f"{text}, {rate:.0%} of drafts kept"
+    return f"{text}, {rate:.0%} of drafts accepted"
 
 
 def _percent(share: float) -> str:
@@ -58,12 +57,12 @@ def _percent(share: float) -> str:
 
 
 def closing_table(report: dict[str, Any]) -> Table:
-    """The main figures of stats.json for the reader at the terminal."""
+    """The main figures of stats.json."""
     rows, session = report["rows"], report["session"]
     seconds, speculation = session["seconds"], report["speculation"]
     table = Table(title=_warning(report), show_header=False, box=None, pad_edge=False, title_justify="left")
     table.add_column(style="bold")
-    table.add_column(overflow="fold")  # the path of the output is never cut
+    table.add_column(overflow="fold")  # the path of the output is not cut
     done = f"{rows['ok']:,} ok, {rows['failed']:,} failed"
     table.add_row("rows", done + (f" ({session['resumed_rows']:,} from before)" if session["resumed_rows"] else ""))
     table.add_row("tokens", f"{report['tokens']['prompt']:,} prompt, {report['tokens']['completion']:,} completion")
@@ -84,9 +83,9 @@ def closing_table(report: dict[str, Any]) -> Table:
 
 
 def _warning(report: dict[str, Any]) -> str | None:
-    """The title of the closing table where the texts are no answers."""
-    whys = ["random weights"] if report["random_weights"] else []
+    """The title of the closing table if the texts are not answers."""
+    reasons = ["random weights"] if report["random_weights"] else []
     if report["simulated"]:
         length = report["config"]["speculation"]["simulate_acceptance"]
-        whys.insert(0, f"SIMULATED acceptance of {length:g} tokens per round")
-    return f"{', '.join(whys)}: the texts are no answers" if whys else None
+        reasons.insert(0, f"SIMULATED acceptance of {length:g} tokens per round")
+    return f"{', '.join(reasons)}: the texts are not answers" if reasons else None

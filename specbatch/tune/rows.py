@@ -70,8 +70,8 @@ def sample_rows(
             num_failed += 1
             continue
         common = _common_prefix(common, prompt) if lengths else prompt
-        lengths += [len(prompt)] * job.num_computed
-        completions += job.num_computed
+        lengths += [len(prompt)] * job.num_requests
+        completions += job.num_requests
         max_tokens = max(max_tokens, job.params.max_tokens)
         rng = RngKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
         requests.append(Request(len(requests), prompt, job.params, rng, texts.stop_check(job.params)))

@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from specbatch.cli import app
-from specbatch.cli.options import all_sets
+from specbatch.cli.options import ConfigOptions
 from specbatch.config_load import default_config_text, load_config
 from specbatch.errors import ConfigError
 from tests.cli.test_cli import ROOT, environment
@@ -78,12 +78,13 @@ SHORT_CUTS = ["--model", "m", "--draft", "d", "--method", "eagle", "--max-tokens
 
 def test_short_cuts_set_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_config(None, all_sets(["engine.seed=3"], "m", "d", "eagle", 7, 1e-7))
+    given = ConfigOptions(None, "m", "d", "eagle", 7, 1e-7, ["engine.seed=3"])
+    config = given.load()
     assert (config.model.target, config.speculation.draft, config.speculation.method) == ("m", "d", "eagle")
     assert (config.sampling.max_tokens, config.sampling.temperature, config.engine.seed) == (7, 1e-7, 3)
-    assert all_sets(None, None, None, None, None, None) == []
+    assert ConfigOptions().sets == []
     with pytest.raises(ConfigError, match=r"--max-tokens and --set sampling.max_tokens are both given"):
-        all_sets(["sampling.max_tokens=7"], None, None, None, 7, None)
+        ConfigOptions(max_tokens=7, set=["sampling.max_tokens=7"]).load()
 
 
 def test_config_takes_all_short_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -424,7 +424,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130, said
-    assert "run the same command again to go on" in said
+    assert "run the same command again to continue" in said
     assert not (tmp_path / "out" / "results.json").exists()
     again = cli(tmp_path, *arguments)
     assert again.returncode == 0, again.stderr

@@ -17,7 +17,7 @@ from specbatch.cli import app
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, ModelError, RowError
 from specbatch.evals.templates import Renderer
-from specbatch.job.rows import Job
+from specbatch.job.rows import Prompt
 from specbatch.job.templates import Bounded, ChatTemplate, OutOfBounds, PromptTemplate
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.formats.tokenizer import byte_tokenizer
@@ -55,7 +55,7 @@ def test_templates_that_are_not_valid(template: str, own: bool) -> None:
 
 @pytest.mark.parametrize("template", [LOOPS, DOUBLING, "{{ 'x' * 99999999999 }}", "{{ 'x'|center(99999999999) }}"])
 def test_templates_that_do_not_finish(template: str) -> None:
-    with pytest.raises(ConfigError, match="does not finish: it takes more than"):
+    with pytest.raises(ConfigError, match="does not end: it takes more than"):
         chat_template(template).check()
 
 
@@ -101,9 +101,9 @@ def test_a_broken_template_that_nothing_uses_is_no_hindrance() -> None:
     with pytest.raises(ModelError):
         TextProcessor(tokenizer, DataSection())
     texts = TextProcessor(tokenizer, DataSection(prompts_as_chat=False))
-    assert texts.encode(Job("prompt", "a", SamplingParams(), False), limits)
+    assert texts.encode(Prompt("prompt", "a", SamplingParams(), False), limits)
     with pytest.raises(RowError, match="is not valid"):
-        texts.encode(Job("messages", MESSAGES, SamplingParams(), False), limits)
+        texts.encode(Prompt("messages", MESSAGES, SamplingParams(), False), limits)
     template = "{{ messages[0]['content'] }}"
     assert TextProcessor(tokenizer, DataSection(chat_template=template)).chat_text(MESSAGES) == "hi"
 
@@ -115,7 +115,7 @@ def test_text_that_cannot_fit_is_not_tokenized() -> None:
 
     texts = TextProcessor(Tokenizer(), DataSection())
     with pytest.raises(RowError) as caught:
-        texts.encode(Job("prompt", "x" * (1 << 21), SamplingParams(), False), EngineLimits(1000, 300))
+        texts.encode(Prompt("prompt", "x" * (1 << 21), SamplingParams(), False), EngineLimits(1000, 300))
     assert caught.value.type == "prompt_too_long"
 
 

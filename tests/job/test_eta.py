@@ -146,7 +146,7 @@ class Simulation:
                     hours, minutes, seconds = (int(part or 0) for part in match.groups())
                     etas.append((engine.now, 3600 * hours + 60 * minutes + seconds))
                 if stop_after is not None and results.totals.rows >= stop_after:
-                    job._interrupted = True
+                    job.interrupted = True
 
         etas = self.etas = []
         job = FileJob(
@@ -159,7 +159,7 @@ class Simulation:
             Watched(Console(file=log, width=200), clock=lambda: engine.now),
             model_name="stub",
             seed=0,
-            look_ahead=2 * self.batch,
+            max_waiting=2 * self.batch,
             total=source.total if self.total else None,
         )
         job.run()

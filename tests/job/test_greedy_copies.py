@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specbatch.job.rows import Job
+from specbatch.job.rows import Prompt
 from specbatch.tune.rows import sample_rows
 from specbatch.types import EngineLimits, SamplingParams
 from tests.job.test_pipeline import CONFIG, Run
@@ -54,7 +54,7 @@ def test_batch_lines_have_their_copies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("temperature", "completions"), [(0.0, 8), (1.0, 24)])
 def test_tune_counts_what_is_computed(temperature: float, completions: int) -> None:
-    job = Job("prompt", "x", SamplingParams(temperature=temperature, n=3), False)
+    job = Prompt("prompt", "x", SamplingParams(temperature=temperature, n=3), False)
     source = SimpleNamespace(name="x", rows=lambda: range(8))
     parser = SimpleNamespace(parse=lambda raw: (SimpleNamespace(index=raw), job))
     texts = SimpleNamespace(encode=lambda job, limits: [1], stop_check=lambda params: None)

@@ -11,7 +11,8 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, RowError
 from specbatch.job.jsonl import decode_line, encode_line, numbered_lines
-from specbatch.job.rows import Job, RowHead, RowParser
+from specbatch.job.results_format import RowInfo
+from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.templates import PromptTemplate
 from specbatch.types import SamplingParams
@@ -19,20 +20,25 @@ from specbatch.types import SamplingParams
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5)
 
 
-def parse(row: Any, data: DataSection | None = None) -> tuple[RowHead, Job | RowError]:
+def parse(row: Any, data: DataSection | None = None) -> tuple[RowInfo, Prompt | RowError]:
     raw = row if isinstance(row, bytes) else json.dumps(row).encode()
     return RowParser(DEFAULTS, data or DataSection()).parse(RawRow(5, raw))
 
 
-def job_of(row: Any, data: DataSection | None = None) -> Job:
+def job_of(row: Any, data: DataSection | None = None) -> Prompt:
     _, job = parse(row, data)
-    assert isinstance(job, Job), job
+    assert isinstance(job, Prompt), job
     return job
 
 
 def test_blank_lines_are_skipped_but_counted() -> None:
     text = b'\xef\xbb\xbf{"a": 1}\r\n\n   \r\n{"b": "\x00"}\n{"c"'
-    assert list(numbered_lines(io.BytesIO(text), "x")) == [(0, b'{"a": 1}'), (3, b'{"b": "\x00"}'), (4, b'{"c"')]
+    lines = numbered_lines(io.BytesIO(text).readline, "x")
+    assert list(lines) == [
+        (0, b'{"a": 1}'),
+        (3, b'{"b": "\x00"}'),
+        (4, b'{"c"'),
+    ]
 
 
 @pytest.mark.parametrize("value", ["é😀 \u2028 \x00", "\ud800", [1, 2.5, None, True], {"k": {"l": []}}, 10**30])
@@ -191,7 +197,7 @@ def test_prompt_template() -> None:
     data = DataSection(prompt_template="Q: {question} {turns[0]}\nA:")
     row = {"question": "why", "turns": ["t"], "prompt": "ignored", "max_tokens": 2, "suffix": "data here"}
     head, job = parse(row, data)
-    assert isinstance(job, Job)
+    assert isinstance(job, Prompt)
     assert job.content == "Q: why t\nA:"
     assert job.params.max_tokens == 2
     assert head.metadata == {"question": "why", "turns": ["t"], "prompt": "ignored", "suffix": "data here"}
@@ -214,11 +220,11 @@ def test_prompt_column() -> None:
 def test_columns_of_a_table_are_data_under_a_template() -> None:
     parser = RowParser(DEFAULTS, DataSection(prompt_template="{city}"))
     head, job = parser.parse(RawRow(0, {"city": "Oslo", "temperature": -4.0, "n": "many"}))
-    assert isinstance(job, Job)
+    assert isinstance(job, Prompt)
     assert job.params == DEFAULTS
     assert head.metadata == {"city": "Oslo", "temperature": -4.0, "n": "many"}
     _, job = RowParser(DEFAULTS, DataSection()).parse(RawRow(0, {"prompt": "x", "max_tokens": 2, "stop": None}))
-    assert isinstance(job, Job)
+    assert isinstance(job, Prompt)
     assert job.params.max_tokens == 2
 
 

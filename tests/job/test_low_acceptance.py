@@ -14,7 +14,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_speculation import low_acceptance, resolve_speculation
 from specbatch.errors import ConfigError
-from specbatch.job.remarks import LowAcceptance
+from specbatch.job.remarks import low_acceptance_warning
 from specbatch.models.formats.eagle_files import LAYER_IDS
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.types import SpeculationCounts
@@ -32,28 +32,19 @@ def counted(rounds: int, accepted: int, plain_rounds: int = 0) -> SpeculationCou
     return counts
 
 
-def test_it_warns_once_and_not_too_early() -> None:
-    said: list[str] = []
-    watch = LowAcceptance("the moon", said.append)
+def test_it_does_not_warn_too_early() -> None:
     for counts in (SpeculationCounts(), counted(199, 0), counted(0, 0, 500), counted(200, 40)):
-        watch.look(counts)
-        assert not said
-    watch.look(counted(250, 25))
-    watch.look(counted(300, 0))
-    [text] = said
+        assert low_acceptance_warning(counts, "the moon") is None
+    text = str(low_acceptance_warning(counted(250, 25), "the moon"))
     assert text.startswith("warning: the acceptance length is 1.10 after 250 rounds")
     assert text.endswith("Likely causes: the moon")
 
 
 def test_rounds_that_draft_nothing_are_not_counted() -> None:
     """A schedule decodes large batches without drafts."""
-    said: list[str] = []
-    LowAcceptance("x", said.append).look(counted(200, 100, plain_rounds=5000))
-    assert not said
-    LowAcceptance("x", said.append).look(counted(200, 10, plain_rounds=5000))
-    assert len(said) == 1
-    LowAcceptance(None, said.append).look(counted(200, 10))
-    assert len(said) == 1
+    assert low_acceptance_warning(counted(200, 100, plain_rounds=5000), "x") is None
+    assert low_acceptance_warning(counted(200, 10, plain_rounds=5000), "x") is not None
+    assert low_acceptance_warning(counted(200, 10), None) is None
 
 
 def test_causes_by_method() -> None:

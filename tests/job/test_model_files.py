@@ -135,7 +135,7 @@ def test_weights_with_another_time(
         assert models.hash_later() is None  # the hash is known already
         results.close()
     assert len(said) == 1  # the new time was written down, too
-    assert "reading it whole" in said[0]
+    assert "it is read whole" in said[0]
 
 
 def test_weights_are_known_of_a_job_that_was_killed_at_once(tmp_path: Path, model: Path) -> None:
@@ -166,7 +166,7 @@ def test_hashing_ends_with_the_job(model: Path) -> None:
     models = ModelFiles({"model.target": model})
     thread = models.hash_later()
     assert thread is not None
-    models.stop()
+    models.close()
     thread.join(10)
     assert not thread.is_alive()
 

@@ -9,9 +9,8 @@ import pytest
 
 from specbatch.config import DataSection
 from specbatch.errors import RowError
-from specbatch.job.openai_batch import index_of, openai_error, openai_result
-from specbatch.job.results_format import Choice
-from specbatch.job.rows import Job, RowHead, RowParser
+from specbatch.job.results_format import Choice, RowInfo, error_line, index_of, result_line
+from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
 from specbatch.job.tokenizer import TextProcessor
@@ -27,32 +26,32 @@ def line(url: str = CHAT, **body: Any) -> dict[str, Any]:
     return {"custom_id": "c", "method": "POST", "url": url, "body": {"model": "m", **body}}
 
 
-def parse(row: dict[str, Any]) -> tuple[RowHead, Job | RowError]:
+def parse(row: dict[str, Any]) -> tuple[RowInfo, Prompt | RowError]:
     return RowParser(SamplingParams(logprobs=None), DataSection(prompts_as_chat=True)).parse(
         RawRow(3, json.dumps(row).encode())
     )
 
 
-def job_of(row: dict[str, Any]) -> Job:
-    _, job = parse(row)
-    assert isinstance(job, Job), job
-    return job
+def prompt_of(row: dict[str, Any]) -> Prompt:
+    _, prompt = parse(row)
+    assert isinstance(prompt, Prompt), prompt
+    return prompt
 
 
 def test_chat_request() -> None:
-    job = job_of(line(messages=USER, max_completion_tokens=4, temperature=0.5, seed=1, n=2, user="u", stop=["x"]))
-    assert (job.kind, job.content, job.own_seed) == ("messages", USER, True)
-    assert job.params == SamplingParams(max_tokens=4, temperature=0.5, seed=1, n=2, stop=("x",))
-    assert job_of(line(messages=USER, logprobs=True, top_logprobs=3)).params.logprobs == 3
-    assert job_of(line(messages=USER, logprobs=True)).params.logprobs == 0
-    assert job_of(line(messages=USER, logprobs=False)).params.logprobs is None
+    prompt = prompt_of(line(messages=USER, max_completion_tokens=4, temperature=0.5, seed=1, n=2, user="u", stop=["x"]))
+    assert (prompt.kind, prompt.content, prompt.own_seed) == ("messages", USER, True)
+    assert prompt.params == SamplingParams(max_tokens=4, temperature=0.5, seed=1, n=2, stop=("x",))
+    assert prompt_of(line(messages=USER, logprobs=True, top_logprobs=3)).params.logprobs == 3
+    assert prompt_of(line(messages=USER, logprobs=True)).params.logprobs == 0
+    assert prompt_of(line(messages=USER, logprobs=False)).params.logprobs is None
 
 
 def test_completion_request() -> None:
-    job = job_of(line(COMPLETIONS, prompt="x", logprobs=2))
-    assert (job.kind, job.raw, job.params.logprobs) == ("prompt", True, 2)
-    job = job_of(line(COMPLETIONS, prompt=[1, 2]))
-    assert (job.kind, job.content) == ("token_ids", [1, 2])
+    prompt = prompt_of(line(COMPLETIONS, prompt="x", logprobs=2))
+    assert (prompt.kind, prompt.raw, prompt.params.logprobs) == ("prompt", True, 2)
+    prompt = prompt_of(line(COMPLETIONS, prompt=[1, 2]))
+    assert (prompt.kind, prompt.content) == ("token_ids", [1, 2])
 
 
 BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
@@ -81,12 +80,10 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("row", "type"), BAD_REQUESTS)
 def test_bad_requests_keep_their_custom_id(row: dict[str, Any], type: str) -> None:
-    head, error = parse(row)
+    info, error = parse(row)
     assert isinstance(error, RowError), error
     assert error.type == type
-    assert head.envelope is not None
-    out = openai_error(head.index, head.envelope, error)
-    assert out == {
+    assert error_line(info, error) == {
         "id": "batch_req_000000000003",
         "custom_id": row["custom_id"],
         "response": None,
@@ -95,19 +92,18 @@ def test_bad_requests_keep_their_custom_id(row: dict[str, Any], type: str) -> No
 
 
 def test_native_rows_are_no_batch_lines() -> None:
-    assert parse({"prompt": "x", "custom_id": "c"})[0].envelope is None
-    assert parse({"prompt": "x", "body": "c"})[0].envelope is None
-    assert parse({"prompt": "x", "url": "c"})[0].envelope is None
-    assert parse({"prompt": "x", "url": "https://example.org/a", "body": "a page"})[0].envelope is None
+    assert parse({"prompt": "x", "custom_id": "c"})[0].api is None
+    assert parse({"prompt": "x", "body": "c"})[0].api is None
+    assert parse({"prompt": "x", "url": "c"})[0].api is None
+    assert parse({"prompt": "x", "url": "https://example.org/a", "body": "a page"})[0].api is None
 
 
 def result(url: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
-    head, _ = parse(line(url, messages=USER) if url == CHAT else line(url, prompt="x"))
+    info, _ = parse(line(url, messages=USER) if url == CHAT else line(url, prompt="x"))
     counts = SpeculationCounts()
     counts.record(drafted=3, depth=3, accepted=1, committed=2)
     choice = Choice("hé", list("hé".encode()), FinishReason.STOP, logprobs, counts)
-    assert head.envelope is not None
-    return openai_result(3, head.envelope, "target", 5, [choice, choice], TEXTS)
+    return result_line(info, 5, [choice, choice], TEXTS, model="target")
 
 
 def test_chat_response() -> None:
@@ -143,7 +139,11 @@ def test_completion_response() -> None:
 
 def test_lines_can_be_counted_and_found_again() -> None:
     out = json.loads(json.dumps(result(CHAT, None)))
-    assert index_of(out["id"]) == 3
+    assert index_of(out) == 3
+    assert index_of({"id": "x", "index": 7}) == 7
+    for other in ({"id": "7"}, {"id": "x", "index": -1}, {"id": "x", "index": "7"}, {"id": 7}, {}):
+        with pytest.raises((LookupError, ValueError, TypeError, AttributeError)):
+            index_of(other)
     totals = RowTotals()
     totals.add(out)
     totals.add({"id": "batch_req_1", "custom_id": "c", "response": None, "error": {"code": "e", "message": ""}})

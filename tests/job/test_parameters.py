@@ -11,14 +11,15 @@ from specbatch.config import DataSection
 from specbatch.errors import RowError
 from specbatch.job.parameters import KNOWN_NAMES, SAMPLING_NAMES, UNSUPPORTED, meant_by
 from specbatch.job.remarks import Remarks
-from specbatch.job.rows import Job, RowHead, RowParser
+from specbatch.job.results_format import RowInfo
+from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.types import SamplingParams
 
 PARSER = RowParser(SamplingParams(max_tokens=9), DataSection())
 
 
-def parse(row: dict[str, Any], index: int = 0, parser: RowParser = PARSER) -> tuple[RowHead, Job | RowError]:
+def parse(row: dict[str, Any], index: int = 0, parser: RowParser = PARSER) -> tuple[RowInfo, Prompt | RowError]:
     return parser.parse(RawRow(index, json.dumps(row).encode()))
 
 
@@ -103,7 +104,7 @@ def test_the_way_out_is_named() -> None:
     for name in ("regex", "system", "input_ids"):  # columns of data sets
         assert "if it is only data, put it under `metadata`, or set data.prompt_column" in (refused({name: "a"}) or "")
     head, job = parse({"prompt": "x", "metadata": {"regex": "a"}})
-    assert isinstance(job, Job)
+    assert isinstance(job, Prompt)
     assert head.metadata == {"regex": "a"}
 
 
@@ -114,10 +115,10 @@ def test_no_supported_field_is_refused() -> None:
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_completion_tokens"])
 def test_aliases(name: str) -> None:
     head, job = parse({"prompt": "x", name: 4})
-    assert isinstance(job, Job)
+    assert isinstance(job, Prompt)
     assert (job.params.max_tokens, head.metadata) == (4, None)
     _, job = parse({"prompt": "x", name: 4, "max_tokens": 4})
-    assert isinstance(job, Job)
+    assert isinstance(job, Prompt)
     _, error = parse({"prompt": "x", name: 4, "max_tokens": 5})
     assert isinstance(error, RowError)
     assert name in error.message
@@ -128,7 +129,7 @@ def test_columns_that_make_prompts_are_data(data: DataSection) -> None:
     row = {"q": "x", "regex": "a", "system": "s", "do_sample": True, "tools": [1]}
     for raw in (row, json.dumps(row).encode()):
         head, job = RowParser(SamplingParams(), data).parse(RawRow(0, raw))
-        assert isinstance(job, Job), job
+        assert isinstance(job, Prompt), job
         assert (head.metadata or {}).items() >= {"regex": "a", "system": "s", "do_sample": True, "tools": [1]}.items()
 
 

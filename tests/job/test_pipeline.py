@@ -501,7 +501,7 @@ def test_simulated_results_are_marked_everywhere(run: Run) -> None:
     assert [choice["speculation"]["simulated"] for choice in native["choices"]] == [True, True]
     assert batch["response"]["body"]["speculation"]["simulated"] is True
     assert run.stats()["simulated"] is True
-    assert "SIMULATED acceptance of 2.5 tokens per round: the texts are no answers" in run.log
+    assert "SIMULATED acceptance of 2.5 tokens per round: the texts are not answers" in run.log
 
 
 def measure_growth(run: Run, rows: int) -> float:

@@ -41,7 +41,7 @@ def refusal(path: Path, data: DataSection) -> InputError:
     [
         (TEMPLATE, [{"Question": "q", "hint": "h"}] * 3, "none of the first 3 rows", "did you mean Question?"),
         (TEMPLATE, [{"question": "q", "hints": "h"}], "has no 'hint', which data.prompt_template", "mean hints?"),
-        (DataSection(prompt_column="q"), [{"text": "x"}] * 2, "'q', which data.prompt_column", "fields there: text"),
+        (DataSection(prompt_column="q"), [{"text": "x"}] * 2, "'q', which data.prompt_column", "fields found: text"),
         (DataSection(), [{"promt": "x"}], "has no prompt, messages or prompt_token_ids", "did you mean promt?"),
         (DataSection(), [{"question": "x"}] * 500, "none of the first 100 rows", "data.prompt_column"),
         (

@@ -28,7 +28,7 @@ def shown(width: int, *, terminal: bool, total: int | None = 1_200_000) -> str:
         now = float(second)
         if progress.due():
             progress.show(snapshot(12_345 * second, total))
-    progress.stop()
+    progress.close()
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
     return [line for line in re.split(r"[\r\n]+", plain) if line.strip()][-1].rstrip()
 

@@ -114,7 +114,7 @@ def test_missing_files_and_unknown_formats(tmp_path: Path) -> None:
 
 def test_pipes_are_sent_to_standard_input(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="no regular file") as caught:
+    with pytest.raises(InputError, match="not a regular file") as caught:
         open_source(str(tmp_path / "pipe"), DATA)
     assert "generate -" in (caught.value.hint or "")
 

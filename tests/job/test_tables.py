@@ -1,4 +1,4 @@
-"""Tables at the end of a command: in a log as at a terminal, and acceptance that goes with the drafts kept."""
+"""Tables at the end of a command: in a log as at a terminal, and acceptance that explains itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from specbatch.job.stats import Provenance, RowTotals, Session, build_report
+from specbatch.job.stats import RowTotals, Session, build_report
 from specbatch.job.terminal import acceptance_text, print_table
 from specbatch.types import EngineStats, SpeculationCounts
 
@@ -49,13 +49,13 @@ def counts(**rounds: int) -> SpeculationCounts:
     [
         ({}, None),
         ({"plain": 9}, "1.00 tokens per round, no drafts"),
-        ({"plain": 999, "kept": 1}, "1.00 tokens per round, drafts in less than 1% of rounds, 100% of drafts kept"),
-        ({"plain": 96, "kept": 4}, "1.04 tokens per round, drafts in 4% of rounds, 100% of drafts kept"),
-        ({"last": 7}, "1.00 tokens per round (2.00 before the ends of rows cut it), 100% of drafts kept"),
-        ({"kept": 97, "last": 1, "lost": 2}, "1.97 tokens per round, 98% of drafts kept"),
+        ({"plain": 999, "kept": 1}, "1.00 tokens per round, drafts in less than 1% of rounds, 100% of drafts accepted"),
+        ({"plain": 96, "kept": 4}, "1.04 tokens per round, drafts in 4% of rounds, 100% of drafts accepted"),
+        ({"last": 7}, "1.00 tokens per round (2.00 without the ends of rows), 100% of drafts accepted"),
+        ({"kept": 97, "last": 1, "lost": 2}, "1.97 tokens per round, 98% of drafts accepted"),
     ],
 )
-def test_acceptance_goes_with_the_drafts_kept(rounds: dict[str, int], text: str | None) -> None:
+def test_acceptance_goes_with_the_accepted_drafts(rounds: dict[str, int], text: str | None) -> None:
     speculation = counts(**rounds)
     totals = RowTotals(
         ok=1,
@@ -65,7 +65,11 @@ def test_acceptance_goes_with_the_drafts_kept(rounds: dict[str, int], text: str 
         committed=speculation.committed,
         histogram=speculation.histogram,
     )
-    config: dict[str, Any] = {"model": {"target": "t"}, "speculation": {"draft": None, "simulate_acceptance": None}}
+    config: dict[str, Any] = {
+        "model": {"target": "t"},
+        "speculation": {"draft": None, "simulate_acceptance": None},
+        "engine": {"device": "cpu"},
+    }
     session = Session(engine=EngineStats(speculation=speculation))
-    report = build_report({}, "d", Path("o"), totals, 0, session, Provenance(config, {}, (), "cpu"))
+    report = build_report({}, "d", Path("o"), totals, 0, session, config=config, models={})
     assert acceptance_text(report["speculation"], report["session"]["draft_rate_by_position"]) == text

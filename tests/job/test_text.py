@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specbatch.config import Config, DataSection
 from specbatch.errors import ConfigError, RowError
-from specbatch.job.rows import Job
+from specbatch.job.rows import Prompt
 from specbatch.job.tokenizer import StopChecker, TextProcessor, cut_at_stop, with_chat_template_text
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, SpeculationCounts
 from tests.stub_engine import EOS, StubTokenizer
@@ -121,15 +121,15 @@ def test_final_text(tokens: list[int], reason: FinishReason, stop: tuple[str, ..
     assert processor.final_text(completion, SamplingParams(stop=stop)) == text
 
 
-def encode(data: DataSection, job: Job, template: str | None = "stub") -> str:
+def encode(data: DataSection, job: Prompt, template: str | None = "stub") -> str:
     tokenizer = StubTokenizer()
     tokenizer.chat_template = template
     ids = TextProcessor(tokenizer, data).encode(job, LIMITS)
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def job(kind: str, content: object, raw: bool = False, **params: object) -> Job:
-    return Job(kind, content, SamplingParams(**params), False, raw)  # type: ignore[arg-type]
+def job(kind: str, content: object, raw: bool = False, **params: object) -> Prompt:
+    return Prompt(kind, content, SamplingParams(**params), False, raw)  # type: ignore[arg-type]
 
 
 def test_special_tokens_are_added_once() -> None:
@@ -171,7 +171,7 @@ def test_system_prompt_goes_before_messages_without_one() -> None:
         (job("prompt", "x" * 100), "prompt_too_long"),
     ],
 )
-def test_rows_that_cannot_be_encoded(bad: Job, type: str) -> None:
+def test_rows_that_cannot_be_encoded(bad: Prompt, type: str) -> None:
     with pytest.raises(RowError) as caught:
         encode(RAW, bad)
     assert caught.value.type == type

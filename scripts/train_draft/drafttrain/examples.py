@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.unroll import StepRows
 from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
-from specbatch.job.rows import Job
+from specbatch.job.rows import Prompt
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
 
@@ -109,7 +109,7 @@ def make_examples(
 def _encode_prompt(row: Mapping[str, Any], texts: TextProcessor, limits: EngineLimits) -> list[int] | None:
     kind: Literal["messages", "prompt"] = "messages" if "messages" in row else "prompt"
     try:
-        return texts.encode(Job(kind, row[kind], SamplingParams(), False), limits)
+        return texts.encode(Prompt(kind, row[kind], SamplingParams()), limits)
     except RowError:
         return None
 
