@@ -6,7 +6,7 @@ from specbatch.signals import end_at_once
 
 
 def main() -> None:
-    # From the first import to the end of the process; commands handle signals in their own way.
+    # From the first import to the end of the process. Commands set other handlers while they run.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_at_once)
     from specbatch.cli import main as run

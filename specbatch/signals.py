@@ -36,5 +36,5 @@ class Interrupted(KeyboardInterrupt):
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM unwinds as Ctrl-C does: files are closed, a half-done download is removed."""
+    """SIGTERM raises an exception like Ctrl-C: files are closed, and an unfinished download is removed."""
     raise Interrupted

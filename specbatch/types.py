@@ -13,9 +13,9 @@ from specbatch.option import SEED, Range, option
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    STOP = "stop"  # an end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens, or the end of the model's context or of the KV cache
-    ERROR = "error"  # the model's logits are not finite where the next token was to be chosen
+    ERROR = "error"  # the model's logits for the next token are not finite
 
 
 def _not_empty(path: str, text: str) -> None:
@@ -68,17 +68,17 @@ class RngKey:
     """Where a request's random numbers come from: Philox key `seed` (64 bit), counter words `stream` (64 bit) and
     `sample`.
 
-    The remaining counter words are the absolute token position and the purpose, so that a draw depends on nothing
-    that scheduling decides.
+    The remaining counter words are the position in the sequence and the purpose of the draw. So random numbers do not
+    depend on scheduling.
     """
 
     seed: int
-    stream: int  # the row's index; 0 where the row brought a seed of its own
+    stream: int  # the row's index; 0 if the row has its own seed
     sample: int  # 0 .. n-1
 
 
-# Given all tokens generated so far and how many of them are new, returns how many tokens to keep if a stop string ends
-# within the new ones (counting the token that completes it), else None.
+# (all generated tokens, number of new ones) -> the number of tokens to keep, if a stop string ends within the new ones,
+# else None. The token that completes the stop string is kept.
 StopCheck = Callable[[Sequence[int], int], int | None]
 
 
@@ -108,10 +108,10 @@ class SpeculationCounts:
 
     rounds: int = 0  # verify passes after the prefill
     drafted: int = 0  # draft tokens (tree nodes without the root) that were verified
-    accepted: int = 0  # draft tokens that were accepted and kept
-    committed: int = 0  # tokens kept from rounds = accepted + bonus tokens, less what a stop cut off
-    histogram: list[int] = field(default_factory=list)  # [a] = rounds that kept `a` draft tokens
-    depths: list[int] = field(default_factory=list)  # [d] = rounds whose drafts reached down to depth d; 0: no drafts
+    accepted: int = 0  # draft tokens that were accepted and committed
+    committed: int = 0  # tokens that rounds added: accepted and bonus tokens, without those after a stop
+    histogram: list[int] = field(default_factory=list)  # [a] = rounds that accepted `a` draft tokens
+    depths: list[int] = field(default_factory=list)  # [d] = rounds with drafts of depth d; 0: no drafts
 
     @property
     def proposed_at(self) -> list[int]:
@@ -120,7 +120,7 @@ class SpeculationCounts:
 
     @property
     def accepted_at(self) -> list[int]:
-        """[i] = rounds that kept a draft token at depth i + 1."""
+        """[i] = rounds that accepted a draft token at depth i + 1."""
         return _at_least(self.histogram)
 
     @property
@@ -129,7 +129,7 @@ class SpeculationCounts:
         return self.committed / self.rounds if self.rounds else None
 
     def record(self, *, drafted: int, depth: int, accepted: int, committed: int) -> None:
-        """Count one round: `drafted` nodes reaching down to `depth`, of which `accepted` were kept."""
+        """Count one round: `drafted` nodes down to `depth`, of which `accepted` were accepted."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -163,16 +163,16 @@ class Completion:
     """A finished request."""
 
     request_id: int
-    # Generated tokens; a stop token or end-of-sequence token is included as the last. Of an error: those before it.
+    # Generated tokens. The last one can be a stop token or an end-of-sequence token. With ERROR: those before it.
     token_ids: list[int]
     finish_reason: FinishReason
-    logprobs: list[TokenLogprob] | None  # one for each generated token, where asked for
+    logprobs: list[TokenLogprob] | None  # one for each generated token, if the request wants them
     speculation: SpeculationCounts
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a request may ask for; the caller checks rows against it before it submits them."""
+    """Limits of a request. The caller checks rows against them before it submits requests."""
 
     max_prompt_tokens: int  # longest prompt that leaves room for one token
     vocab_size: int
@@ -188,8 +188,8 @@ class EngineStats:
     prompt_tokens: int = 0  # tokens of admitted prompts (first admissions)
     cached_prompt_tokens: int = 0  # of those, found in the prefix cache
     prefill_tokens: int = 0  # tokens that a prefill computed, recomputation included
-    generated_tokens: int = 0  # tokens kept
-    rounds: int = 0  # engine rounds (each verifies a whole batch)
+    generated_tokens: int = 0  # tokens of completions
+    rounds: int = 0  # each verifies a whole batch
     preemptions: int = 0
     memory_shortages: int = 0  # launches that ran out of memory and were made smaller
     broken_drafts: int = 0  # sampled drafts whose probabilities were not finite: rejected
@@ -197,8 +197,7 @@ class EngineStats:
 
 
 class BatchEngine(Protocol):
-    """What the file job needs of an engine. `engine.engine.Engine` and `engine.device_engine.DeviceEngine` are the real
-    ones; tests use stubs."""
+    """What the file job needs of an engine. Tests have stubs of it."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -213,12 +212,12 @@ class BatchEngine(Protocol):
     def num_waiting(self) -> int: ...
 
     def tokens_so_far(self) -> dict[int, int]:
-        """Generated tokens by request id, of the requests that were begun and have not finished."""
+        """Request id -> number of generated tokens, of the requests that have started and not finished."""
         ...
 
-    def limit_rows(self, tokens: int | None) -> int:
-        """Allow rows of that many tokens from now on, prompt and output together; None: what was decided when the
-        engine was built. Returns how many. Raises ModelError where the cache does not hold such a row."""
+    def limit_length(self, tokens: int | None) -> int:
+        """Allow requests of at most `tokens` tokens from now on, prompt and output together. None: the limit that was
+        decided when the engine was built. Returns the limit. Raises ModelError if the cache does not hold it."""
         ...
 
     def submit(self, request: Request) -> None:
@@ -226,5 +225,5 @@ class BatchEngine(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Run one prefill chunk or one round; returns the requests that finished with it. Cheap when idle."""
+        """Run one prefill chunk or one round; returns the requests that it finished. Cheap when idle."""
         ...

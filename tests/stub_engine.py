@@ -112,7 +112,7 @@ class StubEngine:
     def tokens_so_far(self) -> dict[int, int]:
         return {request.request_id: 0 for request in self._running}
 
-    def limit_rows(self, tokens: int | None) -> int:
+    def limit_length(self, tokens: int | None) -> int:
         tokens = self._longest_row if tokens is None else tokens
         if tokens > self._capacity:
             raise ModelError(f"a row of {tokens} tokens does not fit")

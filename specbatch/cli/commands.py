@@ -268,8 +268,8 @@ def models_pull(name: BuiltinModel) -> None:
         from specbatch.models.catalog import BUILTIN_PREFIX
         from specbatch.models.download import pull
 
-        with download_bar(console) as show:
-            path = pull(name.removeprefix(BUILTIN_PREFIX), show)
+        with download_bar(console) as on_progress:
+            path = pull(name.removeprefix(BUILTIN_PREFIX), on_progress)
         print_data(f"{path}\n")
 
 

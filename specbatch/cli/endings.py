@@ -35,7 +35,7 @@ def user_errors() -> Iterator[Console]:
         _print_error(exc, console)
         raise typer.Exit(USAGE_ERROR) from exc
     except KeyboardInterrupt as exc:  # while loading or sorting; the job's loop has its own handlers
-        console.print("interrupted: run the same command again to go on")
+        console.print("interrupted: run the same command again to continue")
         raise typer.Exit(INTERRUPTED) from exc
     except typer.Exit:
         raise

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbatch.job.command import Runtime
     from specbatch.types import BatchEngine
 
-_OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model of many files need more
+_MIN_OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model of many files need more
 
 
 def import_engine() -> None:
@@ -38,12 +38,12 @@ def import_engine() -> None:
 
 def _allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _OPEN_FILES:  # -1: no limit
-        most = _OPEN_FILES if hard < 0 else min(hard, _OPEN_FILES)
+    if 0 <= soft < _MIN_OPEN_FILES:  # -1: no limit
+        most = _MIN_OPEN_FILES if hard < 0 else min(hard, _MIN_OPEN_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        if most < _OPEN_FILES:
+        if most < _MIN_OPEN_FILES:
             raise SpecbatchError(
-                f"at most {most} files can be open at once, and {_OPEN_FILES} are needed", "ulimit -n 1024"
+                f"at most {most} files can be open at once, and {_MIN_OPEN_FILES} are needed", "ulimit -n 1024"
             )
 
 
@@ -52,10 +52,10 @@ def runtime(console: Console) -> Runtime:
     the input and the output are found before."""
     from specbatch.job.command import Runtime
 
-    def build(run: ResolvedRun, show: Callable[[str], None]) -> BatchEngine:
+    def build(run: ResolvedRun, on_progress: Callable[[str], None]) -> BatchEngine:
         from specbatch.engine.build import build_engine
 
-        return build_engine(run, show)
+        return build_engine(run, on_progress)
 
     return Runtime(resolving(console), build, model_paths)
 
@@ -63,14 +63,14 @@ def runtime(console: Console) -> Runtime:
 def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
     """`resolve` with a bar for each download."""
 
-    def resolve_showing(settings: Config) -> ResolvedRun:
+    def resolve_with_bar(config: Config) -> ResolvedRun:
         import_engine()
         from specbatch.engine.resolve import resolve
 
-        with download_bar(console) as show:
-            return resolve(settings, progress=show)
+        with download_bar(console) as on_progress:
+            return resolve(config, progress=on_progress)
 
-    return resolve_showing
+    return resolve_with_bar
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def download_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     tasks: dict[str, TaskID] = {}
 
-    def show(what: str, done: int, total: int) -> None:
+    def on_progress(what: str, done: int, total: int) -> None:
         if what not in tasks:
             if not console.is_terminal:
                 console.print(f"{what} ({total / 1e6:,.0f} MB)", markup=False, soft_wrap=True)
@@ -92,7 +92,7 @@ def download_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         bar.update(tasks[what], completed=done)
 
     try:
-        yield show
+        yield on_progress
     finally:
         bar.stop()
 

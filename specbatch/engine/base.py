@@ -31,7 +31,7 @@ class EngineBase:
         self._longest_row = capacity if longest_row is None else longest_row
         self._stats = EngineStats()
         self.limits = EngineLimits(0, vocab_size)
-        self.limit_rows(None)
+        self.limit_length(None)
 
     @property
     def stats(self) -> EngineStats:
@@ -69,7 +69,7 @@ class EngineBase:
         begun = [*self._scheduler.running, *(seq for seq in self._scheduler.waiting if seq.was_admitted)]
         return {seq.request.request_id: len(seq.tokens) - seq.num_prompt for seq in begun}
 
-    def limit_rows(self, tokens: int | None) -> int:
+    def limit_length(self, tokens: int | None) -> int:
         tokens = self._longest_row if tokens is None else tokens
         if tokens > self._capacity:
             raise ModelError(

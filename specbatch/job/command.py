@@ -177,8 +177,8 @@ def _load_engine(
     models.hash_later()
     print_notes(run.notes[known:], console)  # what was decided after the model was loaded
     # A resumed job keeps the row length that its first run allowed: which rows are errors depends on it.
-    here, first = engine.limit_rows(None), results.longest_row
-    results.settle_longest_row(engine.limit_rows(first))
+    here, first = engine.limit_length(None), results.longest_row
+    results.settle_longest_row(engine.limit_length(first))
     if first is None and results.resumed_rows:
         lost = f"longest row: {here} tokens from now on (the limit of this job's first run is lost)"
         print_notes([lost], console)

@@ -71,8 +71,8 @@ def header_line(job: Mapping[str, Any]) -> bytes:
 
 
 def read_header(line: bytes, name: str) -> dict[str, Any] | None:
-    """The job of the file `name`; None if the line is damaged. Raises InputError if specbatch did not write the file, or
-    wrote it in another format."""
+    """The job of the file `name`; None if the line is damaged. Raises InputError if specbatch did not write the
+    file, or wrote it in another format."""
     if _unseal(line, b"") is None and (line.startswith(_START) or line[_FIELDS_AT:].startswith(_HEADER)):
         return None
     try:
@@ -119,8 +119,8 @@ class Entry(NamedTuple):
 
 
 class RowIndex:
-    """Where the result of each row is in the partial file: 21 bytes a row. Entries of an earlier session count once they
-    are confirmed. Entries are kept in blocks, so that a line with an absurd row number costs one block."""
+    """Where the result of each row is in the partial file: 21 bytes a row. Entries of an earlier session count after
+    they are confirmed. Entries are kept in blocks, so that a line with an absurd row number costs one block."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, np.ndarray] = {}

@@ -1,8 +1,8 @@
-"""The files that a command reads and writes. Before any work it is checked that no file of somebody else is lost.
+"""The files that a command reads and writes. They are checked before any work, so that no other file is lost.
 
-A file that exists is replaced only where its content shows that specbatch wrote it, or where the user named it and said
---overwrite. Nothing but regular files is ever replaced: no device, no FIFO, no link (the output may be a link: what it
-points to is written).
+An existing file is replaced only if its content shows that specbatch wrote it, or if the user named it and gave
+--overwrite. Only regular files are replaced: no device, no FIFO, no link. If the output is a link, the file that it
+points to is written.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from specbatch.config_load import LOCAL_NAME
 from specbatch.errors import InputError
 
 ELSEWHERE = "-o PATH writes elsewhere"
-_HEAD = 1 << 16
-_MOST_STATS, _MOST_LINE = 64 << 20, 64 << 20  # bytes; longer ones are not ours
-_PARTIAL_MARKS = (b'{"check":"', b'{"specbatch_job":')  # how partial files begin, of this version and of older ones
+_PARTIAL_BYTES = 1 << 16  # that are read of a partial file
+_MAX_STATS, _MAX_LINE = 64 << 20, 64 << 20  # bytes; specbatch writes no longer ones
+_PARTIAL_MARKS = (
+    b'{"check":"',
+    b'{"specbatch_job":',
+)  # the beginnings of partial files, of this version and older ones
 _RESULT_MARK = b'{"id": '
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _FORMATS = (
@@ -41,7 +44,7 @@ _FETCH = {
     "gs": "gcloud storage cat {ref} | specbatch generate - -o results.jsonl",
     "http": "curl -L {ref} | specbatch generate - -o results.jsonl",
     "https": "curl -L {ref} | specbatch generate - -o results.jsonl",
-    "hf": "a data set of the hub is named without hf://: specbatch generate org/name",
+    "hf": "name a data set of the hub without hf://: specbatch generate org/name",
     "file": "name it without file://",
 }
 
@@ -61,31 +64,31 @@ def stats_path_of(output: Path) -> Path:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that a command writes. `objection` reads an existing one and says why it may not be replaced, or None."""
+    """A file that a command writes. `objection` reads an existing one: why it must not be replaced, or None."""
 
-    what: str  # in words: "the statistics"
+    what: str  # for messages: "the statistics"
     path: Path
     objection: Callable[[Path], str | None]
 
 
 def job_files(output: Path) -> list[Written]:
-    """All that a file job writes."""
+    """All files that a file job writes."""
     return [
-        Written("the output", output, lambda path: None),  # the user named it: see --overwrite
+        Written("the output", output, lambda path: None),  # the user named it; --overwrite decides
         Written("the unfinished results", partial_path(output), unless(is_partial)),
         Written("the sorted results", sorted_path(output), unless(holds_results)),
         Written("the statistics", stats_path_of(output), lambda path: _other_statistics(output, path)),
     ]
 
 
-def unless(is_ours: Callable[[Path], bool]) -> Callable[[Path], str | None]:
-    """The objection to files that are not ours."""
-    return lambda path: None if is_ours(path) else "was not written by specbatch"
+def unless(is_own: Callable[[Path], bool]) -> Callable[[Path], str | None]:
+    """The objection to files that specbatch did not write."""
+    return lambda path: None if is_own(path) else "was not written by specbatch"
 
 
 def files_read(config: Config, config_file: Path | None, **others: Path | None) -> dict[str, Path]:
-    """What a command reads, by its name in messages; `others`: an underscore means a space. Models of the hub and
-    built-in ones lie in caches and are left out, and so is what does not exist."""
+    """The files that a command reads, by their names in messages; in names of `others`, an underscore means a space.
+    Left out: models of the hub and built-in ones, which are in caches, and files that do not exist."""
     local = Path(LOCAL_NAME)
     found = {f"the {name.replace('_', ' ')}": path for name, path in others.items() if path is not None}
     if os.path.isfile(used := config_file or local):
@@ -96,7 +99,7 @@ def files_read(config: Config, config_file: Path | None, **others: Path | None) 
         "the draft model (speculation.draft)": config.speculation.draft,
     }
     for name, ref in refs.items():
-        if ref is None or len(ref) > 4096 or "\0" in ref:  # a template may be the text itself
+        if ref is None or len(ref) > 4096 or "\0" in ref:  # a template can be the text itself
             continue
         try:
             path = Path(ref).expanduser()
@@ -105,19 +108,20 @@ def files_read(config: Config, config_file: Path | None, **others: Path | None) 
             elif path.is_dir():
                 files = sorted(file for file in path.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
                 found |= {f"{file.name} of {name}": file for file in files}
-        except (OSError, RuntimeError):  # not readable, no such home: opening the model says so
+        except (OSError, RuntimeError):  # not readable, no such home: opening the model reports it
             continue
     return found
 
 
 def output_file(path: Path, formats: str = "results are JSON lines") -> Path:
-    """`path`, or the file that it links to. Raises InputError for what is no regular file and cannot become one.
+    """`path`, or the file that it links to. Raises InputError if it is not a regular file and cannot become one.
 
-    `formats` "": any suffix will do.
+    `formats`: what is written, for messages; "": any suffix is right.
     """
     if str(path) == "-":
         raise InputError(
-            "standard output cannot hold the results: they are put in order at the end, and resumed", "-o results.jsonl"
+            "results cannot go to standard output: they are sorted at the end, and a job can be resumed",
+            "-o results.jsonl",
         )
     refuse_remote(path)
     if path.name in ("", ".."):
@@ -138,11 +142,11 @@ def output_file(path: Path, formats: str = "results are JSON lines") -> Path:
 
 
 def refuse_remote(path: Path) -> None:
-    """Raises InputError for an output that is named by a URL."""
+    """Raises InputError if the output is a URL."""
     if (scheme := _URL.match(str(path))) and not os.path.exists(path.parent):
         raise InputError(
-            f"the output {path} is not on this machine, and {scheme.group(1)}: is not supported",
-            "write to this machine, and copy it when the job is finished",
+            f"the output {path} is not on this machine: {scheme.group(1)}: is not supported",
+            "write to this machine, and copy the file when the job is finished",
         )
 
 
@@ -150,33 +154,33 @@ def _refuse_format(path: Path, formats: str) -> None:
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
         raise InputError(
-            f"the output {path}: {suffix} is not supported; results are written uncompressed",
-            f"-o {path.with_suffix('')}, and compress it when the job is finished",
+            f"the output {path}: {suffix} is not supported, results are not compressed",
+            f"-o {path.with_suffix('')}, and compress the file when the job is finished",
         )
     if suffix in _FORMATS:
         raise InputError(f"the output {path}: {formats}, not {suffix}", f"-o {path.with_suffix('.jsonl')}")
 
 
 def check_written(files: Sequence[Written], reads: Mapping[str, Path], hint: str = ELSEWHERE) -> None:
-    """That none of the files to be written is one that is read, lies in a folder that is read as a whole, or is
-    somebody else's. Raises InputError."""
+    """Check that no file to be written is one that is read, is in a folder that is read as a whole, or was written by
+    something else. Raises InputError."""
     taken: dict[str, str] = {}
     inodes = {_inode(path): name for name, path in reads.items() if os.path.exists(path)}
     folders = {os.path.realpath(path): name for name, path in reads.items() if os.path.isdir(path)}
     for file in files:
         with usable(file.path, file.what):
-            place = os.path.join(os.path.realpath(file.path.parent), file.path.name)
-            around = next((name for folder, name in folders.items() if place.startswith(folder + os.sep)), None)
-            problem = f"lies in {around}" if around is not None else _problem(file, inodes)
-            if place in taken:
-                problem = f"is {taken[place]}"
+            real = os.path.join(os.path.realpath(file.path.parent), file.path.name)
+            around = next((name for folder, name in folders.items() if real.startswith(folder + os.sep)), None)
+            problem = f"is in {around}" if around is not None else _problem(file, inodes)
+            if real in taken:
+                problem = f"is {taken[real]}"
             if problem is not None:
                 raise InputError(f"{file.path} {problem}, and {file.what} would be written there", hint)
-            taken[place] = file.what
+            taken[real] = file.what
 
 
 def _problem(file: Written, inodes: Mapping[tuple[int, int], str]) -> str | None:
-    """Why an existing file may not be replaced."""
+    """Why an existing file must not be replaced, or None."""
     try:
         mode = file.path.lstat().st_mode
     except FileNotFoundError:
@@ -187,7 +191,7 @@ def _problem(file: Written, inodes: Mapping[tuple[int, int], str]) -> str | None
 
 
 def check_can_write(files: Iterable[Written]) -> None:
-    """That the files can be made, or replaced where they exist. Raises InputError."""
+    """Check that the files can be made, or replaced if they exist. Raises InputError."""
     files = list(files)
     for folder in dict.fromkeys(file.path.parent for file in files):
         try:
@@ -201,21 +205,21 @@ def check_can_write(files: Iterable[Written]) -> None:
         if not os.access(file.path, os.W_OK):
             raise InputError(f"{file.path} is write-protected, and {file.what} would replace it", ELSEWHERE)
         parent, user = file.path.parent.stat(), os.geteuid()
-        # In such a folder (/tmp) a file is replaced by its owner alone.
+        # In such a folder (/tmp) only its owner can replace a file.
         if parent.st_mode & stat.S_ISVTX and user not in (0, parent.st_uid, file.path.stat().st_uid):
             raise InputError(f"{file.path} belongs to another user, and {file.what} would replace it", ELSEWHERE)
 
 
 def is_partial(path: Path) -> bool:
-    """Whether it is an unfinished job's file, or one that was killed as its first line was written."""
-    head = _head(path, _HEAD)
-    return any(head.startswith(mark) or mark.startswith(head) for mark in _PARTIAL_MARKS)
+    """Whether it is the file of an unfinished job, also if its first line is torn."""
+    begin = _first_bytes(path, _PARTIAL_BYTES)
+    return any(begin.startswith(mark) or mark.startswith(begin) for mark in _PARTIAL_MARKS)
 
 
 def holds_results(path: Path) -> bool:
-    """Whether it begins with a result line; an empty file does, too: nothing is lost with it."""
+    """Whether it begins with a result line, or is empty: nothing is lost with an empty file."""
     with path.open("rb") as file:
-        line = file.readline(_MOST_LINE)
+        line = file.readline(_MAX_LINE)
     row = _json(line)
     if not row and not line.endswith(b"\n"):  # torn
         return line.startswith(_RESULT_MARK[: len(line)])
@@ -233,16 +237,16 @@ def _other_statistics(output: Path, path: Path) -> str | None:
 
 
 def read_stats(path: Path) -> dict[str, Any] | None:
-    """The statistics of a finished job; None where the file holds none."""
+    """The statistics of a finished job; None if the file has none."""
     if not path.is_file():
         return None
-    report = _json(_head(path, _MOST_STATS))
+    report = _json(_first_bytes(path, _MAX_STATS))
     job = report.get("job")
     return report if isinstance(job, dict) and "specbatch" in job else None
 
 
 def check_input_name(ref: str) -> None:
-    """Raises InputError for an empty name, and for a URL, with the way to feed it."""
+    """Raises InputError for an empty name, and for a URL, with a command that reads it."""
     if not ref.strip():
         raise InputError("the name of the input is empty", "name a file, or - for standard input")
     scheme = _URL.match(ref)
@@ -250,15 +254,15 @@ def check_input_name(ref: str) -> None:
         return
     how = _FETCH.get(scheme.group(1).lower(), "copy it to this machine, or pipe it: `specbatch generate -`")
     raise InputError(
-        f"the input {ref[:200]}: {scheme.group(1)}: is not supported. Inputs are files of this machine, `-` for "
-        "standard input, and data sets of the hub by their name",
+        f"the input {ref[:200]}: {scheme.group(1)}: is not supported. An input is a file on this machine, `-` for "
+        "standard input, or the name of a data set of the hub",
         how.format(ref=ref),
     )
 
 
 @contextlib.contextmanager
 def usable(path: Path, what: str) -> Iterator[None]:
-    """OSErrors become InputErrors: a name that is too long, a folder that may not be searched, a loop of links."""
+    """OSErrors become InputErrors: a name that is too long, a folder without permission, a loop of links."""
     try:
         yield
     except OSError as exc:
@@ -288,22 +292,22 @@ def _kind(mode: int) -> str:
         stat.S_IFCHR: "a device",
         stat.S_IFBLK: "a device",
     }
-    return kinds.get(stat.S_IFMT(mode), "no regular file")
+    return kinds.get(stat.S_IFMT(mode), "not a regular file")
 
 
 def _inode(path: Path) -> tuple[int, int]:
-    """Of the file itself or, of a link, of what it points to; that of the link where it points nowhere."""
+    """Of the file, or of what a link points to; of the link itself if that does not exist."""
     found = path.stat() if os.path.exists(path) else path.lstat()
     return found.st_dev, found.st_ino
 
 
-def _head(path: Path, size: int) -> bytes:
+def _first_bytes(path: Path, size: int) -> bytes:
     with path.open("rb") as file:
         return file.read(size)
 
 
 def _json(text: bytes) -> dict[str, Any]:
-    """The JSON object in `text`; {} where there is none."""
+    """The JSON object in `text`; {} if there is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

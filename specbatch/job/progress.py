@@ -21,7 +21,7 @@ _BAR_WIDTH, _PERCENT_WIDTH = 16, 4
 
 @dataclass(slots=True)
 class Snapshot:
-    """What progress shows."""
+    """The state of a job, to be shown."""
 
     done: int  # rows, earlier sessions included
     failed: int
@@ -33,7 +33,7 @@ class Snapshot:
 
 
 class JobProgress:
-    """Shows snapshots, at most a few a second. Clock and display start with the first one, when the model is loaded."""
+    """Shows snapshots, a few a second at most. Clock and display start with the first one, when the model is loaded."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -44,7 +44,7 @@ class JobProgress:
         self._live: Progress | None = None
 
     def due(self) -> bool:
-        """Whether to make a snapshot; that costs more than asking."""
+        """Whether it is time for a snapshot, which costs more than this call."""
         if self._forecast_at is None:
             return True
         now = self._clock()
@@ -86,7 +86,7 @@ class JobProgress:
             self._live.start()
 
     def _parts(self, now: Snapshot) -> list[str]:
-        """What there is to say, the most important first."""
+        """The parts of the line, the most important first."""
         assert self._forecast_at is not None
         parts = []
         if now.total is not None:
@@ -105,7 +105,7 @@ class JobProgress:
 
 
 def _fit(parts: list[str], width: int) -> str:
-    """The first parts, as many as there is room for. A line that wraps would make the display jump."""
+    """The first parts that fit. A line that wraps would make the display jump."""
     line = parts[0]
     for part in parts[1:]:
         if cell_len(f"{line} · {part}") > width:

@@ -34,7 +34,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def acceptance_text(speculation: Mapping[str, Any], draft_rate_by_position: Sequence[float]) -> str | None:
-    """The acceptance length, with what explains it if the share of accepted drafts does not. None: there were no rounds.
+    """The acceptance length, and what explains it if the share of accepted drafts does not. None: no rounds.
     `speculation`: as in stats.json; the rates are of the last session."""
     length, rate = speculation["acceptance_length"], speculation["acceptance_rate"]
     if length is None:

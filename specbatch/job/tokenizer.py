@@ -14,8 +14,8 @@ from specbatch.job.rows import Prompt
 from specbatch.job.templates import ChatTemplate
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck
 
-# Tokens without visible text (special tokens, pieces of a character) that are held back at most. Characters take at most
-# 4 bytes, so a longer run is not an unfinished character.
+# Maximum tokens without visible text (special tokens, pieces of a character) that are held back. Characters take at
+# most 4 bytes, so a longer run is not an unfinished character.
 _MAX_HELD = 8
 
 

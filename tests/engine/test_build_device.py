@@ -78,7 +78,7 @@ def test_a_card_that_holds_short_rows_only(monkeypatch: pytest.MonkeyPatch) -> N
     free = 450 * TOKEN_BYTES
     engine, said = build(monkeypatch, free, lambda batch, chunk: 100 * TOKEN_BYTES)
     assert engine.limits.max_prompt_tokens + 1 == 256
-    assert engine.limit_rows(280) == 280, "a resumed job may have had a little more"
+    assert engine.limit_length(280) == 280, "a resumed job may have had a little more"
     assert any(line.startswith("longest row: 256 tokens") for line in said)
 
 
@@ -99,13 +99,13 @@ def test_what_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_resumed_job_whose_rows_the_cache_does_not_hold() -> None:
     """More than the first run allowed is no matter: that is what this one allows, too."""
     engine = tiny_engine("none", num_pages=16)  # of 4 tokens
-    here = engine.limit_rows(None)
-    assert engine.limit_rows(20) == 20
+    here = engine.limit_length(None)
+    assert engine.limit_length(20) == 20
     assert engine.limits.max_prompt_tokens == 19
     [done] = run(engine, [list(range(1, 11))], SamplingParams(max_tokens=30))
     assert len(done.token_ids) == 10, "prompt and output together"
     with pytest.raises(ModelError, match=f"allowed rows of {here + 1} tokens, and the KV cache of this one") as caught:
-        engine.limit_rows(here + 1)
+        engine.limit_length(here + 1)
     assert "--overwrite" in (caught.value.hint or "")
     assert engine.limits.max_prompt_tokens == 19, "as it was"
-    assert engine.limit_rows(None) == here
+    assert engine.limit_length(None) == here
