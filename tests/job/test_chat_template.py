@@ -32,7 +32,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 def chat_template(template: str, own: bool = False) -> ChatTemplate:
     tokenizer = byte_tokenizer(300)
     tokenizer.chat_template = template if own else None
-    return ChatTemplate(tokenizer, DataSection(chat_template=None if own else template), Bounded(0.2, 1 << 28))
+    return ChatTemplate(tokenizer, DataSection(chat_template=None if own else template), Bounded(0.5, 1 << 28))
 
 
 INVALID = [
@@ -170,14 +170,14 @@ def test_templates_of_tasks_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{a[0].__class__}", "no field"),
-        ("{a[0].__class__[x]}", "no field"),
-        ("{a[0].__class__.__init__.__globals__[sys]}", "no field"),
-        ("{a:{b.__class__}}", "no field"),
+        ("{a[0].__class__}", "does not name a field"),
+        ("{a[0].__class__[x]}", "does not name a field"),
+        ("{a[0].__class__.__init__.__globals__[sys]}", "does not name a field"),
+        ("{a:{b.__class__}}", "does not name a field"),
         ("{a!x}", "conversions are"),
         ("{a!}", "not a valid template"),
-        ("{a:q}", "no format"),
-        ("{a!r:d}", "no format"),
+        ("{a:q}", "is not a format"),
+        ("{a!r:d}", "is not a format"),
         ("{a:>9999999999}", "more than 10,000 characters"),
         ("{a:.999999f}", "more than 10,000 characters"),
         ("{a:" + "9" * 6000 + "}", "more than 10,000 characters"),
