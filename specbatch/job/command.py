@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from specbatch.engine.resolve import ResolvedRun
 
 OK, SOME_FAILED = 0, 1  # exit codes
-_WAITING_BATCHES = 2  # that are read ahead of the engine
 _OR_OVERWRITE = f"--overwrite replaces it; {ELSEWHERE}"
 
 
@@ -88,8 +87,6 @@ def generate_file(
     parser = RowParser(config.sampling, config.data)
     source = with_checked_fields(open_source(options.input, config.data), parser)
     run: ResolvedRun = runtime.resolve(config)
-    batch = run.config.engine.max_batch_size
-    assert batch is not None, "resolve() decides it"
     start_seconds = time.perf_counter() - began  # with the import of the libraries: a part of loading
     texts = TextProcessor(run.tokenizer, run.config.data)
     models = ModelFiles(runtime.model_paths(run.config), lambda line: print_notes([line], console))
@@ -101,7 +98,6 @@ def generate_file(
 
     with closing(ResultFile(output, job, models, overwrite=options.overwrite)) as results, closing(models):
         print_notes([*results.notes(), *run.notes], console)
-        total = source.total if options.limit is None or source.total is None else min(source.total, options.limit)
         remarks = Remarks(run.config.model.target, columns=parser.makes_prompts)
 
         def warn(warning: str) -> None:
@@ -117,21 +113,17 @@ def generate_file(
                 lambda: _load_engine(run, runtime, models, results, console),
                 remarks,
                 progress,
-                model_name=run.config.model.target,
-                seed=run.config.engine.seed,
-                max_waiting=_WAITING_BATCHES * batch,
-                total=total,
-                limit=options.limit,
-                simulated=run.config.speculation.simulate_acceptance is not None,
-                low_acceptance=run.low_acceptance,
-                warn=warn,
+                run.config,
+                options.limit,
+                run.low_acceptance,
+                warn,
             )
             completed = file_job.run()
         session = file_job.session
         remarked = [*remarks.lines(), *draft_remarks(session.engine)]
         if not completed:
             results.close()
-            print_notes([*remarked, *_interrupted_notes(results, total)], console)
+            print_notes([*remarked, *_interrupted_notes(results, file_job.total)], console)
             return INTERRUPTED
         sorting = time.perf_counter()
         written = results.finish()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
+from specbatch.config import Config
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, InputError, RowError
 from specbatch.job.eta import Work
 from specbatch.job.progress import JobProgress, Snapshot
@@ -22,6 +23,7 @@ from specbatch.job.tokenizer import TextProcessor
 from specbatch.signals import INTERRUPTED, on_signals
 from specbatch.types import BatchEngine, Completion, FinishReason, Request, RngKey, SpeculationCounts
 
+_WAITING_BATCHES = 2  # of requests that wait in the engine; then no more rows are read
 _MAX_MESSAGE_CHARS = 500  # error messages quote the row: its mistake must not make a line of the output long
 _KEPT = "finished rows whose input line is the same are kept"
 
@@ -41,7 +43,8 @@ class _RowInFlight:
 
 @dataclass
 class FileJob:
-    """One run over a source. `load_engine` loads the model; it is called when the first row needs it."""
+    """One run over a source. `config`: the resolved one. `load_engine` loads the model; it is called when the first row
+    needs it."""
 
     source: Source
     parser: RowParser
@@ -50,24 +53,28 @@ class FileJob:
     load_engine: Callable[[], BatchEngine]
     remarks: Remarks
     progress: JobProgress
-    model_name: str
-    seed: int
-    max_waiting: int  # requests that wait in the engine; no more rows are read then
-    total: int | None  # rows; None: unknown
+    config: Config
     limit: int | None = None
-    simulated: bool = False
     low_acceptance: str | None = None  # likely causes, if hardly any draft is accepted; None: no warning
     warn: Callable[[str], None] = lambda warning: None
     session: Session = field(default_factory=Session, init=False)
     interrupted: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        assert self.max_waiting >= 1, self.max_waiting
+        batch = self.config.engine.max_batch_size
+        assert batch is not None, "resolve() decides it"
+        self._max_waiting = _WAITING_BATCHES * batch
         self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, index of the completion)
         self._rows_seen = self._lines_seen = 0  # of the input; blank lines are lines, not rows
         self._rows_started = 0  # of the rows seen, those that were not finished before
         self._num_requests = 0
         self._exhausted = False
+
+    @property
+    def total(self) -> int | None:
+        """Rows to run, those of earlier sessions included; None: unknown."""
+        total = self.source.total
+        return total if self.limit is None or total is None else min(total, self.limit)
 
     def run(self) -> bool:
         """Run all rows that are not finished; False if a signal ended it early. What is finished is always written.
@@ -131,7 +138,7 @@ class FileJob:
         while not self.interrupted:
             began = time.perf_counter()
             # Enough requests wait for the engine to fill its batch at once. More would only take memory.
-            while not self._exhausted and not self.interrupted and engine.num_waiting < self.max_waiting:
+            while not self._exhausted and not self.interrupted and engine.num_waiting < self._max_waiting:
                 raw = next(rows, None)
                 if raw is None:
                     self._exhausted = True
@@ -170,7 +177,8 @@ class FileJob:
             if prompt.own_seed and params.seed is not None:
                 rng = RngKey(params.seed, 0, sample)
             else:
-                rng = RngKey(self.seed if params.seed is None else params.seed, row.index, sample)
+                seed = self.config.engine.seed if params.seed is None else params.seed
+                rng = RngKey(seed, row.index, sample)
             request_id = self._num_requests
             self._num_requests += 1
             self._in_flight[request_id] = (in_flight, sample)
@@ -194,7 +202,12 @@ class FileJob:
         copy = replace(choices[0], speculation=SpeculationCounts())
         choices += [copy] * (params.n - len(choices))
         line = result_line(
-            row, in_flight.prompt_tokens, choices, self.texts, model=self.model_name, simulated=self.simulated
+            row,
+            in_flight.prompt_tokens,
+            choices,
+            self.texts,
+            model=self.config.model.target,
+            simulated=self.config.speculation.simulate_acceptance is not None,
         )
         self.results.append(row.index, in_flight.digest, line)
         self.session.rows += 1

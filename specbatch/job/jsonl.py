@@ -20,7 +20,7 @@ MAX_LINE_BYTES = 64 << 20  # of an input line; in a compressed file of a few MB 
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """Bytes of a .jsonl file, decompressed where its name ends in .gz or .zst."""
+    """Bytes of a .jsonl file, decompressed if its name ends in .gz or .zst."""
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if path.suffix == ".zst":
@@ -79,7 +79,7 @@ def decode_line(line: bytes) -> dict[str, Any]:
     if text.count("{") + text.count("[") > MAX_DEPTH and _is_deeper(row, MAX_DEPTH):
         raise RowError("invalid_json", "the JSON of the line is nested too deeply")
     if not isinstance(row, dict):
-        raise RowError("invalid_json", f"the line must hold a JSON object, not {type(row).__name__}")
+        raise RowError("invalid_json", f"the line must be a JSON object, not {json_type(row)}")
     return row
 
 
@@ -87,6 +87,12 @@ def _is_deeper(value: Any, depth: int) -> bool:
     if not isinstance(value, dict | list):
         return False
     return depth == 0 or any(_is_deeper(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
+
+
+def json_type(value: Any) -> str:
+    """The JSON type of a value, for messages; the Python type of a table's value that JSON lacks."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value)) or ("a number" if type(value) in (int, float) else type(value).__name__)
 
 
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")  # in the repr of an image; it differs from process to process

@@ -23,12 +23,9 @@ from specbatch.config_load import LOCAL_NAME
 from specbatch.errors import InputError
 
 ELSEWHERE = "-o PATH writes elsewhere"
-_PARTIAL_BYTES = 1 << 16  # that are read of a partial file
-_MAX_STATS, _MAX_LINE = 64 << 20, 64 << 20  # bytes; specbatch writes no longer ones
-_PARTIAL_MARKS = (
-    b'{"check":"',
-    b'{"specbatch_job":',
-)  # the beginnings of partial files, of this version and older ones
+_MAX_BYTES = 64 << 20  # of a result line and of statistics
+# The beginnings of partial files, of this version and older ones.
+_PARTIAL_MARKS = (b'{"check":"', b'{"specbatch_job":')
 _RESULT_MARK = b'{"id": '
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _FORMATS = (
@@ -39,11 +36,12 @@ _FORMATS = (
 _MODEL_FILES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja", ".txt")
 # At least two letters before the colon. One slash: Path() has made "s3://" "s3:/".
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_PIPE = "| specbatch generate - -o results.jsonl"
 _FETCH = {
-    "s3": "aws s3 cp {ref} - | specbatch generate - -o results.jsonl",
-    "gs": "gcloud storage cat {ref} | specbatch generate - -o results.jsonl",
-    "http": "curl -L {ref} | specbatch generate - -o results.jsonl",
-    "https": "curl -L {ref} | specbatch generate - -o results.jsonl",
+    "s3": f"aws s3 cp {{ref}} - {_PIPE}",
+    "gs": f"gcloud storage cat {{ref}} {_PIPE}",
+    "http": f"curl -L {{ref}} {_PIPE}",
+    "https": f"curl -L {{ref}} {_PIPE}",
     "hf": "name a data set of the hub without hf://: specbatch generate org/name",
     "file": "name it without file://",
 }
@@ -124,12 +122,10 @@ def output_file(path: Path, formats: str = "results are JSON lines") -> Path:
             "-o results.jsonl",
         )
     refuse_remote(path)
-    if path.name in ("", ".."):
-        raise InputError(f"the output {path} is a folder", "-o PATH names a file")
     with usable(path, "the output"):
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         mode = _mode(path)
-        if mode is not None and stat.S_ISDIR(mode):
+        if path.name in ("", "..") or (mode is not None and stat.S_ISDIR(mode)):
             raise InputError(f"the output {path} is a folder", "-o PATH names a file")
         if mode is not None and not stat.S_ISREG(mode):
             raise InputError(f"the output {path} is {_kind(mode)}, and results need a file", "-o results.jsonl")
@@ -212,14 +208,14 @@ def check_can_write(files: Iterable[Written]) -> None:
 
 def is_partial(path: Path) -> bool:
     """Whether it is the file of an unfinished job, also if its first line is torn."""
-    begin = _first_bytes(path, _PARTIAL_BYTES)
+    begin = _first_bytes(path, max(map(len, _PARTIAL_MARKS)))
     return any(begin.startswith(mark) or mark.startswith(begin) for mark in _PARTIAL_MARKS)
 
 
 def holds_results(path: Path) -> bool:
     """Whether it begins with a result line, or is empty: nothing is lost with an empty file."""
     with path.open("rb") as file:
-        line = file.readline(_MAX_LINE)
+        line = file.readline(_MAX_BYTES)
     row = _json(line)
     if not row and not line.endswith(b"\n"):  # torn
         return line.startswith(_RESULT_MARK[: len(line)])
@@ -240,7 +236,7 @@ def read_stats(path: Path) -> dict[str, Any] | None:
     """The statistics of a finished job; None if the file has none."""
     if not path.is_file():
         return None
-    report = _json(_first_bytes(path, _MAX_STATS))
+    report = _json(_first_bytes(path, _MAX_BYTES))
     job = report.get("job")
     return report if isinstance(job, dict) and "specbatch" in job else None
 

@@ -48,7 +48,7 @@ class Remarks:
         """The remarks, a line each."""
         lines = []
         if self._models.rows:
-            lines.append(f"body.model is not the model that answers, {self._model}: {self._models.shown({})}")
+            lines.append(f"body.model is not the model that answered, {self._model}: {self._models.shown({})}")
         known = SAMPLING_NAMES if self._columns else KNOWN_NAMES
         meant = {name: near for name in self._fields.names if name not in known and (near := meant_by(name, known))}
         if self._columns:
@@ -62,7 +62,7 @@ class Remarks:
         return lines
 
     def _repeated(self) -> tuple[int, int, int] | None:
-        """How many ids are on several rows, and two rows that share one; None where every id is on one row."""
+        """(number of ids that several rows have, two rows with the same id); None if there are none."""
         hashes = np.frombuffer(self._ids, dtype=np.int64)
         ids = np.sort(hashes[hashes != 0])
         repeated = np.unique(ids[1:][ids[1:] == ids[:-1]])

@@ -185,7 +185,7 @@ class ResultFile:
             except OSError as exc:  # some network file systems have no locks
                 file.close()
                 raise InputError(f"cannot lock {self._path}: {exc.strerror}", ELSEWHERE) from exc
-            # Another process may have removed the file between open and lock.
+            # Another process can have removed the file between open and lock.
             with contextlib.suppress(FileNotFoundError):
                 if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:
                     return file  # type: ignore[return-value]

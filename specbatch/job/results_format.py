@@ -3,7 +3,7 @@
 Native:
 
     {"id", "index", "text", "finish_reason", "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...},
-     "logprobs": [...] where asked for, "choices": [...] where n > 1, "metadata": {...} where there is some}
+     "logprobs": [...] if requested, "choices": [...] if n > 1, "metadata": {...} if there is any}
 
 With n > 1, text, finish_reason and logprobs are those of choice 0; usage and speculation are sums. A failed row has
 text null, finish_reason "error" and `error: {type, message}`.
@@ -123,7 +123,7 @@ def index_of(line: dict[str, Any]) -> int:
 
 def _speculation(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
     """acceptance_length: tokens committed per round. accept_histogram[a]: rounds that accepted `a` draft tokens.
-    `simulated` exists only where it is true: the text is then not an answer of the model."""
+    `simulated` exists only if it is true: the text is then not an answer of the model."""
     length = counts.acceptance_length
     return {
         **({"simulated": True} if simulated else {}),

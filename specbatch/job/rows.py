@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from specbatch.config import DataSection, sampling_value
 from specbatch.errors import FieldError, InputError, RowError
-from specbatch.job.jsonl import decode_line
+from specbatch.job.jsonl import decode_line, json_type
 from specbatch.job.openai_batch import KNOWN_BODY, is_openai_line, read_batch_line, sampling_fields
 from specbatch.job.parameters import PROMPTS, SAMPLING_NAMES, UNSUPPORTED, meant_by, refuse_unsupported, shown_name
 from specbatch.job.results_format import RowInfo
@@ -29,7 +29,7 @@ from specbatch.job.templates import PromptTemplate
 from specbatch.types import SamplingParams
 
 PromptKind = Literal["prompt", "messages", "token_ids"]
-_MAX_PREVIEW_ROWS = 100  # that are read before the model is loaded, where the first does not have all fields
+_MAX_PREVIEW_ROWS = 100  # that are read before the model is loaded, if the first one lacks a field
 _MAX_SHOWN = 12  # field names in a message
 
 
@@ -168,9 +168,9 @@ def override(defaults: SamplingParams, fields: Mapping[str, Any]) -> SamplingPar
 
 
 def check_messages(value: Any) -> list[dict[str, Any]]:
-    """Messages with text content. Text parts are joined with newlines. Raises RowError."""
+    """Checks chat messages; their text parts are joined with newlines. Raises RowError."""
     if not isinstance(value, list):
-        raise RowError("invalid_type", f"messages must be a list, not {type(value).__name__}")
+        raise RowError("invalid_type", f"messages must be a list, not {json_type(value)}")
     if not value:
         raise RowError("empty_prompt", "messages is empty")
     return [_message(i, message) for i, message in enumerate(value)]
@@ -178,7 +178,7 @@ def check_messages(value: Any) -> list[dict[str, Any]]:
 
 def _message(i: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise RowError("invalid_type", f"messages[{i}] must be an object, not {type(message).__name__}")
+        raise RowError("invalid_type", f"messages[{i}] must be an object, not {json_type(message)}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RowError("invalid_type", f"messages[{i}].role must be text")
@@ -189,30 +189,30 @@ def _message(i: int, message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(_part(i, part) for part in content)
     if not isinstance(content, str):
-        found = "missing" if content is None else type(content).__name__
+        found = "missing" if content is None else json_type(content)
         raise RowError("invalid_type", f"messages[{i}].content must be text, but is {found}")
     return {**message, "content": content}
 
 
 def _part(i: int, part: Any) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise RowError("invalid_type", f"messages[{i}].content must hold objects with a type")
+        raise RowError("invalid_type", f"messages[{i}].content must be a list of objects with a type")
     if part["type"] != "text":
         raise RowError(
             "unsupported_parameter", f"messages[{i}].content: parts of type {part['type']!r:.40} are not supported"
         )
     if not isinstance(part.get("text"), str):
-        raise RowError("invalid_type", f"messages[{i}].content: a text part must hold text")
+        raise RowError("invalid_type", f"messages[{i}].content: the text of a part must be text")
     return part["text"]
 
 
 def check_token_ids(name: str, value: Any) -> list[int]:
-    """A list of integers >= 0; the vocabulary is checked when the prompt is encoded. Raises RowError."""
+    """Checks a list of integers >= 0; the vocabulary is checked when the prompt is encoded. Raises RowError."""
     if not isinstance(value, list):
-        raise RowError("invalid_type", f"{name} must be a list of integers, not {type(value).__name__}")
+        raise RowError("invalid_type", f"{name} must be a list of integers, not {json_type(value)}")
     for token in value:
         if type(token) is not int or token < 0:
-            raise RowError("invalid_type", f"{name} must be a list of integers >= 0; it holds {str(token)[:40]!r}")
+            raise RowError("invalid_type", f"{name} must be a list of integers >= 0, but has {str(token)[:40]!r}")
     return value
 
 
@@ -226,13 +226,13 @@ def _metadata(extra: dict[str, Any]) -> dict[str, Any] | None:
 
 def _scalar_id(value: Any) -> Any:
     if isinstance(value, dict | list):
-        raise RowError("invalid_type", f"id must be text, a number, true, false or null, not {type(value).__name__}")
+        raise RowError("invalid_type", f"id must be text, a number, true, false or null, not {json_type(value)}")
     return value
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise RowError("invalid_type", f"{name} must be text, not {type(value).__name__}")
+        raise RowError("invalid_type", f"{name} must be text, not {json_type(value)}")
     return value
 
 

@@ -213,7 +213,7 @@ def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
 
 
 def _check_hub(ref: str) -> None:
-    """One request, where `datasets` would retry for half a minute. Raises InputError."""
+    """One request, because `datasets` would retry for half a minute. Raises InputError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

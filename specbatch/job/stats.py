@@ -174,7 +174,7 @@ def build_report(
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Atomically. Raises InputError where the disk refuses."""
+    """Written whole or not at all. Raises InputError for errors of the disk."""
     text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     # Names of files that are not UTF-8 have lone surrogates, which are written as \\udcff.
     write_whole(path, text.encode("utf-8", "backslashreplace"))
@@ -191,7 +191,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from, `-dirty` where it has changes; None outside one."""
+    """The commit of the checkout that this package runs from, `-dirty` if it has changes; None outside a checkout."""
     root = Path(specbatch.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Templates that write prompts, and bounds on what they may take.
+"""Templates that write prompts, with bounds on their time and memory.
 
 A prompt template comes from the configuration, a chat template with a model from anywhere. transformers runs chat
 templates in Jinja's sandbox; a template can still ask for hours and for gigabytes.
@@ -98,7 +98,7 @@ def _statm() -> int | None:
 
 _HINT = "fields are written {name} or {name[key]}; literal braces are doubled: {{ }}"
 _FIELD = re.compile(r"([^.\[\]]+)(\[[^\]]+\])*")  # no attributes: {x.__class__} would read the interpreter
-_MAX_WIDTH = 10_000  # characters that a format may ask for
+_MAX_WIDTH = 10_000  # characters that a format can ask for
 
 
 class PromptTemplate:

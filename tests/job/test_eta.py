@@ -7,14 +7,14 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from specbatch.config import DataSection
+from specbatch.config import Config, DataSection, EngineSection
 from specbatch.job.eta import Forecast, Work
 from specbatch.job.generate import FileJob
 from specbatch.job.progress import JobProgress
@@ -130,6 +130,8 @@ class Simulation:
         path = self.folder / "d.jsonl"
         path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" + self.between for i in range(self.rows)))
         source = open_source(str(path), DataSection())
+        if not self.total:
+            source = replace(source, total=None)
         results = ResultFile(self.folder / "out.jsonl", {"job": 1}, overwrite=False)
         engine = SimulatedEngine(self.batch, self.rows, self.lengths, self.idle)
         log = io.StringIO()
@@ -157,10 +159,7 @@ class Simulation:
             lambda: engine,
             Remarks("stub", columns=False),
             Watched(Console(file=log, width=200), clock=lambda: engine.now),
-            model_name="stub",
-            seed=0,
-            max_waiting=2 * self.batch,
-            total=source.total if self.total else None,
+            replace(Config(), engine=EngineSection(max_batch_size=self.batch)),
         )
         job.run()
         results.close()
