@@ -137,14 +137,17 @@ class SpeculationCounts:
         _count(self.histogram, accepted)
         _count(self.depths, depth)
 
-    def add(self, other: SpeculationCounts) -> None:
-        self.rounds += other.rounds
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-        self.committed += other.committed
+    def add(self, other: SpeculationCounts, times: int = 1) -> None:
+        """`times=-1` subtracts what was added before."""
+        self.rounds += times * other.rounds
+        self.drafted += times * other.drafted
+        self.accepted += times * other.accepted
+        self.committed += times * other.committed
         for mine, theirs in ((self.histogram, other.histogram), (self.depths, other.depths)):
-            for value, times in enumerate(theirs):
-                _count(mine, value, times)
+            for value, count in enumerate(theirs):
+                _count(mine, value, times * count)
+            while times < 0 and mine and not mine[-1]:
+                mine.pop()
 
 
 def _count(counts: list[int], value: int, times: int = 1) -> None:

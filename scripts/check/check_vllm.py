@@ -217,7 +217,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 margins[name].append(first - second)
     report: dict[str, Any] = {"vllm": theirs["vllm"], "num_steps": theirs["num_steps"], "files": {}}
     for name, total in totals.items():
-        ours, figures = total.committed / max(total.rounds, 1), theirs["files"][name]
+        ours, figures = total.speculation.acceptance_length or 0.0, theirs["files"][name]
         vllm_length = figures["acceptance_length"]
         report["files"][name] = {
             "rows": total.ok,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import specbatch
 from specbatch.job.files import write_whole
 from specbatch.models.catalog import random_name
-from specbatch.types import EngineStats
+from specbatch.types import EngineStats, SpeculationCounts
 
 K = TypeVar("K")
 
@@ -31,11 +31,7 @@ class RowTotals:
     finish_reasons: dict[str, int] = field(default_factory=dict)  # of each row's first completion
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    committed: int = 0
-    histogram: list[int] = field(default_factory=list)  # [a] = rounds that accepted `a` draft tokens
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)  # lines have no depths
     # (tokens of a completion, or the mean of several; whether it ended before its limit) -> rows
     lengths: dict[tuple[int, bool], int] = field(default_factory=dict)
 
@@ -58,24 +54,17 @@ class RowTotals:
         usage, counts = body["usage"], body["speculation"]
         completions = len(body.get("choices") or "1")
         prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
-        rounds, drafted, accepted = counts["rounds"], counts["drafted"], counts["accepted"]
         # Lines have the quotient with 4 digits: exact below 10,000 rounds, within 0.01% above.
-        committed = round((counts["acceptance_length"] or 0) * rounds)
-        histogram = counts["accept_histogram"]
+        committed = round((counts["acceptance_length"] or 0) * counts["rounds"])
+        rounds = SpeculationCounts(
+            counts["rounds"], counts["drafted"], counts["accepted"], committed, counts["accept_histogram"]
+        )
         self.ok += times
         _count(self.finish_reasons, str(reason), times)
         _count(self.lengths, (completion // completions, reason == "stop"), times)
         self.prompt_tokens += times * prompt
         self.completion_tokens += times * completion
-        self.rounds += times * rounds
-        self.drafted += times * drafted
-        self.accepted += times * accepted
-        self.committed += times * committed
-        self.histogram.extend([0] * (len(histogram) - len(self.histogram)))
-        for accepted, count in enumerate(histogram):
-            self.histogram[accepted] += times * count
-        while times < 0 and self.histogram and not self.histogram[-1]:
-            self.histogram.pop()
+        self.speculation.add(rounds, times)
 
 
 def _count(counts: dict[K, int], kind: K, times: int) -> None:
@@ -112,7 +101,7 @@ def build_report(
     `models`: what they are, by option."""
     engine = session.engine
     busy = engine.prefill_seconds + engine.decode_seconds
-    accepted_at, proposed_at = engine.speculation.accepted_at, engine.speculation.proposed_at
+    whole, here = totals.speculation, engine.speculation
     refs = (config["model"]["target"], config["speculation"]["draft"])
     return {
         # With either of the two, the texts are not answers.
@@ -129,12 +118,12 @@ def build_report(
         },
         "tokens": {"prompt": totals.prompt_tokens, "completion": totals.completion_tokens},
         "speculation": {
-            "acceptance_length": _ratio(totals.committed, totals.rounds),
-            "acceptance_rate": _ratio(totals.accepted, totals.drafted),
-            "rounds": totals.rounds,
-            "drafted": totals.drafted,
-            "accepted": totals.accepted,
-            "accept_histogram": totals.histogram,
+            "acceptance_length": _ratio(whole.committed, whole.rounds),
+            "acceptance_rate": _ratio(whole.accepted, whole.drafted),
+            "rounds": whole.rounds,
+            "drafted": whole.drafted,
+            "accepted": whole.accepted,
+            "accept_histogram": whole.histogram,
         },
         "session": {
             "rows": session.rows,
@@ -155,13 +144,13 @@ def build_report(
             "engine_rounds": engine.rounds,
             "preemptions": engine.preemptions,
             "memory_shortages": engine.memory_shortages,
-            "acceptance_length": _ratio(engine.speculation.committed, engine.speculation.rounds),
+            "acceptance_length": _ratio(here.committed, here.rounds),
             # [i] = share of the drafts at depth i + 1 that were accepted
             "acceptance_rate_by_position": [
-                _ratio(accepted, proposed) for accepted, proposed in zip_longest(accepted_at, proposed_at, fillvalue=0)
+                _ratio(*pair) for pair in zip_longest(here.accepted_at, here.proposed_at, fillvalue=0)
             ],
             # [i] = share of the rounds that had a draft at depth i + 1
-            "draft_rate_by_position": [_ratio(proposed, engine.speculation.rounds) for proposed in proposed_at],
+            "draft_rate_by_position": [_ratio(proposed, here.rounds) for proposed in here.proposed_at],
         },
         "versions": versions(),
         "commit": commit(),

@@ -148,4 +148,4 @@ def test_lines_can_be_counted_and_found_again() -> None:
     totals.add(out)
     totals.add({"id": "batch_req_1", "custom_id": "c", "response": None, "error": {"code": "e", "message": ""}})
     assert (totals.ok, totals.failed, dict(totals.errors), totals.completion_tokens) == (1, 1, {"e": 1}, 6)
-    assert (totals.rounds, totals.committed) == (2, 4)
+    assert (totals.speculation.rounds, totals.speculation.committed) == (2, 4)

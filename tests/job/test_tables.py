@@ -57,14 +57,7 @@ def counts(**rounds: int) -> SpeculationCounts:
 )
 def test_acceptance_goes_with_the_accepted_drafts(rounds: dict[str, int], text: str | None) -> None:
     speculation = counts(**rounds)
-    totals = RowTotals(
-        ok=1,
-        rounds=speculation.rounds,
-        drafted=speculation.drafted,
-        accepted=speculation.accepted,
-        committed=speculation.committed,
-        histogram=speculation.histogram,
-    )
+    totals = RowTotals(ok=1, speculation=speculation)
     config: dict[str, Any] = {
         "model": {"target": "t"},
         "speculation": {"draft": None, "simulate_acceptance": None},

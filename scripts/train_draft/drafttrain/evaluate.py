@@ -130,12 +130,14 @@ def evaluate(
 
 
 def _figures(total: RowTotals) -> dict[str, Any]:
+    counts = total.speculation
+    length = counts.acceptance_length
     return {
         "rows": total.ok,
-        "acceptance_length": round(total.committed / total.rounds, 4) if total.rounds else None,
-        "rounds": total.rounds,
+        "acceptance_length": None if length is None else round(length, 4),
+        "rounds": counts.rounds,
         "completion_tokens": total.completion_tokens,
-        "accept_histogram": total.histogram,
+        "accept_histogram": counts.histogram,
     }
 
 
