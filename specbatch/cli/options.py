@@ -103,7 +103,7 @@ class ConfigOptions:
         _option(
             "--set",
             metavar="A.B=VALUE",
-            help="Any option, such as sampling.top_p=0.9. Can be repeated.",
+            help="Any option, such as sampling.top_p=0.9. Can be repeated. `specbatch config` prints all.",
             autocompletion=_starting(_settable),
         ),
     ] = None

@@ -150,7 +150,7 @@ def _refuse_format(path: Path, formats: str) -> None:
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
         raise InputError(
-            f"the output {path}: {suffix} is not supported, results are not compressed",
+            f"the output {path}: {suffix} is not supported; results are not compressed",
             f"-o {path.with_suffix('')}, and compress the file when the job is finished",
         )
     if suffix in _FORMATS:

@@ -50,7 +50,7 @@ def check(output: Path, reads: dict[str, Path] | None = None) -> None:
         ("s3://bucket/out.jsonl", "s3: is not supported"),
         ("gs://bucket/out.jsonl", "gs: is not supported"),
         ("hf://org/name", "hf: is not supported"),
-        ("out.jsonl.gz", ".gz is not supported; results are written uncompressed"),
+        ("out.jsonl.gz", ".gz is not supported; results are not compressed"),
         ("out.jsonl.zst", ".zst is not supported"),
         ("out.parquet", "results are JSON lines, not .parquet"),
         ("out.CSV", "results are JSON lines, not .csv"),
@@ -216,7 +216,7 @@ def test_names_of_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_output_within_the_folder_that_is_read(tmp_path: Path) -> None:
     """It would be part of the input when the job is resumed."""
     (tmp_path / "data" / "deep").mkdir(parents=True)
-    with pytest.raises(InputError, match="lies in the input"):
+    with pytest.raises(InputError, match="is in the input"):
         check(tmp_path / "data" / "deep" / "out.jsonl", {"the input": tmp_path / "data"})
     check(tmp_path / "data.jsonl", {"the input": tmp_path / "data"})
 
@@ -263,7 +263,7 @@ def test_the_file_of_another_user_in_a_sticky_folder(tmp_path: Path, monkeypatch
     ],
 )
 def test_urls_as_input(ref: str, hint: str) -> None:
-    with pytest.raises(InputError, match=r"is not supported\. Inputs are files of this machine") as caught:
+    with pytest.raises(InputError, match=r"is not supported\. An input is a file on this machine") as caught:
         check_input_name(ref)
     assert hint in str(caught.value.hint)
 

@@ -147,7 +147,7 @@ def test_how_many_rows_are_traced() -> None:
     assert [rows_to_trace(False, places) for places in (1, 16, 256)] == [64, 64, 64]
     assert [rows_to_trace(True, places) for places in (1, 8, 16, 32, 256)] == [64, 64, 128, 256, 256]
     found = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "200"})
-    assert "64; on a GPU 8 batches, but 64 to 256" in found.output
+    assert "64; on a GPU 8 batches, 64 to 256" in found.output
 
 
 def test_rows_are_counted_where_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,7 +448,7 @@ def sampled(prompts: list[bytes], num_rows: int) -> Sample:
     """Of rows whose prompts have a token for each byte."""
     source: Any = SimpleNamespace(rows=lambda: starmap(RawRow, enumerate(prompts)), name="rows")
     parser: Any = SimpleNamespace(
-        parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams(), num_computed=1))
+        parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams(), num_requests=1))
     )
     texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
     limits: Any = None
