@@ -165,13 +165,13 @@ class Reference:
         return draft_id + int(self.w["d2t"][draft_id]) if "d2t" in self.w else draft_id
 
     def children(self, tokens: list[int], features: Tensor, k: int) -> tuple[list[tuple[int, float]], Tensor]:
-        """The k most likely tokens behind a path with their log-probabilities, and the feature they continue from."""
+        """The k most likely tokens after a path with their log-probabilities, and the feature they continue from."""
         hidden = self.forward(tokens, features)[-1]
         values, ids = self.log_probs(hidden).topk(k)
         return [(self.to_target(i), v) for i, v in zip(ids.tolist(), values.tolist(), strict=True)], hidden
 
     def tree(self, tokens: list[int], features: Tensor, shape: DraftShape) -> dict[tuple[int, ...], float]:
-        """EAGLE-2's choice: paths (tokens behind the root) of the nodes to verify, with their scores."""
+        """EAGLE-2's choice: paths (tokens after the root) of the nodes to verify, with their scores."""
         candidates: dict[tuple[int, ...], float] = {}
         beam: dict[tuple[int, ...], tuple[float, Tensor]] = {(): (0.0, features)}
         for _ in range(shape.num_steps):

@@ -11,7 +11,7 @@ from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.errors import ConfigError
 from specbatch.models.catalog import builtin_head, random_name
 from specbatch.models.formats.checkpoint import Checkpoint
-from specbatch.models.formats.eagle_files import EagleCheckpoint, after
+from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
 MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # of the device engine
@@ -163,7 +163,7 @@ def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleChe
     if isinstance(draft, EagleCheckpoint) and speculation.method == "eagle3":
         layers = draft.config.aux_layers
         if draft.may_be_outputs:
-            instead = f"try --set 'speculation.aux_layers={after(layers)}'"
+            instead = f"try --set 'speculation.aux_layers={next_layers(layers)}'"
             causes.insert(0, f"its config.json names layers {list(layers)} by their outputs, as SGLang does: {instead}")
         else:
             causes.append(f"it was trained on other layers than {list(layers)}: set speculation.aux_layers")

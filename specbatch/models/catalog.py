@@ -1,4 +1,4 @@
-"""The models that specbatch knows by name, and where they are stored.
+"""The built-in models, and where they are stored.
 
 Built-in models come with a Python package, which `download.py` fetches. Their draft heads are in the folder `heads/`.
 """
@@ -19,7 +19,7 @@ _RANDOM_PREFIXES = (RANDOM_PREFIX, "shape:")  # the second is an older name
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A model that the tool can fetch by itself, or brings along."""
+    """A model that specbatch can download, or that comes with it."""
 
     name: str
     description: str

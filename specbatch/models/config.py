@@ -23,7 +23,7 @@ class ModelConfig:
     """Sizes and traits of a decoder-only transformer with RMSNorm, RoPE and a gated MLP."""
 
     model_type: str  # "llama" | "mistral" | "qwen2" | "qwen3"
-    vocab_size: int  # rows of the embedding; may exceed the tokenizer's
+    vocab_size: int  # number of embeddings; the tokenizer can have fewer tokens
     hidden_size: int
     intermediate_size: int
     num_layers: int

@@ -25,17 +25,17 @@ from specbatch.models.weight_loader import WeightLoader
 class ForwardPass:
     """What all layers of one forward pass share."""
 
-    def __init__(self, layout: PagedBatch, backend: AttentionBackend, cache: KVCache, rotary: Rotary):
-        self.layout = layout
+    def __init__(self, batch: PagedBatch, backend: AttentionBackend, cache: KVCache, rotary: Rotary):
+        self.batch = batch
         self.backend = backend
         self.cache = cache
         self.rotary = rotary
-        self.plan: Any = backend.plan(layout)
-        # On a CPU angles and slots are looked up once for all layers; the fused operation does so in each.
+        self.plan: Any = backend.plan(batch)
+        # On a CPU, angles and slots are computed once for all layers. The fused operation computes them in each layer.
         self.angles: tuple[Tensor, Tensor] | None = None
-        if layout.slots_T.device.type == "cpu" and cache.dtype == rotary.cos_PD.dtype:
-            self.angles = rotary.at(layout.positions_T)
-            self.slots_T = torch.where(layout.slots_T < 0, cache.num_slots - 1, layout.slots_T)  # the last one is spare
+        if batch.slots_T.device.type == "cpu" and cache.dtype == rotary.cos_PD.dtype:
+            self.angles = rotary.at(batch.positions_T)
+            self.slots_T = torch.where(batch.slots_T < 0, cache.num_slots - 1, batch.slots_T)  # the last one is spare
 
 
 class Attention:
@@ -95,8 +95,8 @@ class Attention:
             self._num_kv_heads,
             step.rotary.cos_PD,
             step.rotary.sin_PD,
-            step.layout.positions_T,
-            step.layout.slots_T,
+            step.batch.positions_T,
+            step.batch.slots_T,
             step.cache.layer(self._layer),
             self._q_norm.weight if self._q_norm is not None else None,
             self._k_norm.weight if self._k_norm is not None else None,
@@ -190,7 +190,7 @@ class Decoder(PagedModel):
     def forward(
         self,
         tokens_T: Tensor,
-        layout: PagedBatch,
+        batch: PagedBatch,
         cache: KVCache,
         aux_layers: Sequence[int] = (),
         logits_indices: LogitsIndices | None = None,
@@ -198,7 +198,7 @@ class Decoder(PagedModel):
         """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the auxiliary hidden
         states, (T, E) each: the inputs of `aux_layers`. There the number of layers means the last layer's output, which
         needs all tokens."""
-        step = ForwardPass(layout, self._backend, cache, self._rotary)
+        step = ForwardPass(batch, self._backend, cache, self._rotary)
         x_TE = self.embedding_VE[tokens_T]
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self._layers):

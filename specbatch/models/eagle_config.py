@@ -1,7 +1,7 @@
 """What an EAGLE head is: its kind, its traits, and the tensors of its checkpoint.
 
 EAGLE-1/2 (Li et al. 2024; names as in yuhuili/EAGLE-LLaMA3-Instruct-8B) and EAGLE-3 (Li et al. 2025; names as in
-yuhuili/EAGLE3-LLaMA3.1-Instruct-8B). `eagle_head.py` says what each computes.
+yuhuili/EAGLE3-LLaMA3.1-Instruct-8B). `eagle_head.py` computes them.
 
 Shape suffixes: W draft vocabulary, V vocabulary of the target.
 """
@@ -120,8 +120,8 @@ def _aux_layers(given: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
     if given is None:
         if num_layers < 7:
             raise ModelError(
-                f"EAGLE-3 taps three layers of the target, which has only {num_layers}",
-                hint="use a target with at least 7 layers, or say which with speculation.aux_layers",
+                f"EAGLE-3 reads three layers of the target, which has only {num_layers}",
+                hint="use a target with at least 7 layers, or set speculation.aux_layers",
             )
         return default_aux_layers(num_layers)
     if len(given) != 3 or list(given) != sorted(set(given)) or given[-1] > num_layers:

@@ -8,9 +8,10 @@ EAGLE-3 (Li et al. 2025; names as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): the f
 three of the target's layers; attention takes [norm(embedding); norm(feature)], twice the hidden size; the head has
 its own final norm and LM head, over a reduced draft vocabulary: draft id d means target id d + d2t[d].
 
-Both feed their own output back as the next position's feature. `formats/eagle_files.py` opens heads.
+Both take their own output as the feature of the next position. `eagle_config.py` describes a head,
+`formats/eagle_files.py` opens one.
 
-Shape suffixes: T packed tokens, R selected rows, E hidden size, W draft vocabulary.
+Shape suffixes: T packed tokens, R selected tokens, E hidden size, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ class EagleHead(PagedModel):
         self,
         tokens_T: Tensor,
         features_TE: Tensor,
-        layout: PagedBatch,
+        batch: PagedBatch,
         cache: KVCache,
         logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
         """Hidden states (T, E), or (R, E) of the selected tokens: the next position's features, and what `logits`
         takes. `features_TE` may be overwritten."""
-        step = ForwardPass(layout, self._backend, cache, self._rotary)
+        step = ForwardPass(batch, self._backend, cache, self._rotary)
         embedded = self._embedding_VE[tokens_T]
         if self._kind == "eagle3":
             normed = self._hidden_norm(features_TE)

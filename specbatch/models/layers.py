@@ -38,7 +38,7 @@ class Rotary:
         )  # the sign of rotate-half is in the table
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin for packed tokens, each (T, 1, D): looked up once for all layers of a forward pass."""
+        """cos and signed sin for packed tokens, each (T, 1, D): read once for all layers of a forward pass."""
         return self.cos_PD[positions_T].unsqueeze(1), self.sin_PD[positions_T].unsqueeze(1)
 
     @staticmethod

@@ -142,8 +142,8 @@ def _settle(in_features: int, out_features: int, max_threads: int) -> BlockSetti
     weight = _pack(torch.empty(out_features, in_features).uniform_(-1, 1, generator=generator))
     x = torch.empty(max(_LARGER_BLOCKS), in_features).uniform_(-1, 1, generator=generator)
 
-    def multiply(rows: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+    def multiply(x_RI: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x_RI, weight, None, "none", [], "")
 
     def is_stable(count: int) -> bool:
         """Whether a token of the smallest block gives the same bits at each index."""

@@ -28,32 +28,6 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint
 RANDOM_WEIGHTS = "random weights"  # for logs and results
 REDUCED_DRAFT_VOCAB = 32000  # of EAGLE-3 heads as they are published for Llama 3 and Qwen 3
 
-_LLAMA3: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
-}
-_LLAMA32_ROPE: Mapping[str, Any] = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_QWEN: dict[str, Any] = {
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
-}
-_QWEN2 = _QWEN | {"model_type": "qwen2", "eos_token_id": 151643}
-
 
 def geometries() -> dict[str, ModelConfig]:
     """The known geometries by name."""
@@ -62,36 +36,47 @@ def geometries() -> dict[str, ModelConfig]:
 
 def _published() -> dict[str, dict[str, Any]]:
     """The models' config.json files, by name."""
+    llama3 = _family("llama", 128256, 1e-5, 500000.0, bos=128000, eos=128001)
+    qwen2 = _family("qwen2", 151936, 1e-6, 1000000.0, bos=151643, eos=151643)
+    qwen3 = _family("qwen3", 151936, 1e-6, 1000000.0, bos=151643, eos=151645)
+    smollm2 = _family("llama", 49152, 1e-5, 100000.0, bos=0, eos=0)
+    tiny = _family("llama", 512, 1e-5, 10000.0, bos=1, eos=0)
+    llama32_rope = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    tied = {"tie_word_embeddings": True}
     return {
         # meta-llama/Meta-Llama-3-8B
-        "llama-3-8b": _LLAMA3 | _sizes(4096, 14336, 32, 32, 8, 8192),
+        "llama-3-8b": llama3 | _sizes(4096, 14336, 32, 32, 8, 8192),
         # meta-llama/Llama-3.2-1B
-        "llama-3.2-1b": _LLAMA3
-        | _sizes(2048, 8192, 16, 32, 8, 131072)
-        | {"head_dim": 64, "tie_word_embeddings": True, "rope_scaling": _LLAMA32_ROPE},
+        "llama-3.2-1b": llama3 | _sizes(2048, 8192, 16, 32, 8, 131072) | tied | {"rope_scaling": llama32_rope},
         # meta-llama/Meta-Llama-3-70B, 8 of its 80 layers: the part of one GPU of eight, with the whole vocabulary
-        "llama-3-70b-8l": _LLAMA3 | _sizes(8192, 28672, 8, 64, 8, 8192),
+        "llama-3-70b-8l": llama3 | _sizes(8192, 28672, 8, 64, 8, 8192),
         # Qwen/Qwen3-8B
-        "qwen3-8b": _QWEN | {"model_type": "qwen3", "head_dim": 128} | _sizes(4096, 12288, 36, 32, 8, 40960),
+        "qwen3-8b": qwen3 | _sizes(4096, 12288, 36, 32, 8, 40960),
         # Qwen/Qwen2.5-7B
-        "qwen2.5-7b": _QWEN2 | {"vocab_size": 152064} | _sizes(3584, 18944, 28, 28, 4, 131072),
+        "qwen2.5-7b": qwen2 | _sizes(3584, 18944, 28, 28, 4, 131072) | {"vocab_size": 152064},
         # Qwen/Qwen2.5-1.5B
-        "qwen2.5-1.5b": _QWEN2 | {"tie_word_embeddings": True} | _sizes(1536, 8960, 28, 12, 2, 131072),
+        "qwen2.5-1.5b": qwen2 | _sizes(1536, 8960, 28, 12, 2, 131072) | tied,
         # HuggingFaceTB/SmolLM2-135M
-        "smollm2-135m": {
-            "model_type": "llama",
-            "vocab_size": 49152,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 100000.0,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-        }
-        | _sizes(576, 1536, 30, 9, 3, 8192),
+        "smollm2-135m": smollm2 | _sizes(576, 1536, 30, 9, 3, 8192) | tied,
         # Not a published model: small enough for tests, deep enough for an EAGLE-3 head.
-        "tiny": {"model_type": "llama", "vocab_size": 512, "rms_norm_eps": 1e-5, "eos_token_id": 0, "bos_token_id": 1}
-        | _sizes(64, 128, 8, 4, 2, 4096),
+        "tiny": tiny | _sizes(64, 128, 8, 4, 2, 4096),
+    }
+
+
+def _family(model_type: str, vocab_size: int, eps: float, theta: float, *, bos: int, eos: int) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "rms_norm_eps": eps,
+        "rope_theta": theta,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
     }
 
 
@@ -104,6 +89,7 @@ def _sizes(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
+        "head_dim": hidden_size // num_heads,
         "max_position_embeddings": max_position,
     }
 

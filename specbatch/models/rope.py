@@ -58,7 +58,7 @@ class RopeConfig:
         return self
 
     def stretching(self) -> str | None:
-        """How the context is longer than the original one, where config.json may not say so: linear and YaRN."""
+        """How linear and YaRN scaling extend the context, which config.json need not show; None for other scalings."""
         if self.scaling not in ("linear", "yarn"):
             return None
         return f"{self.scaling} scaling: {self.original_max_position} x {self.factor:g}"
@@ -66,7 +66,7 @@ class RopeConfig:
     def context_length(self, max_position: int, name: str) -> int:
         """The longest sequence in tokens, where the files call it `max_position`.
 
-        Linear and YaRN scaling stretch the original length by `factor`, whatever `max_position` says: it may be the
+        Linear and YaRN scaling stretch the original length by `factor`, regardless of `max_position`: it can be the
         length before or after, or neither. With llama3 scaling it is the stretched length. (vLLM reads files so.)
         Raises ModelError, which begins with `name`, for a length beyond all bounds.
         """

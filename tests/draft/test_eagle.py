@@ -70,7 +70,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def test_tapped_layers_are_those_of_the_public_code(target: Checkpoint) -> None:
-    """`hidden_states[i]` of transformers is the input of layer i; the last one is the output behind the final norm."""
+    """`hidden_states[i]` of transformers is the input of layer i; the last one is the output after the final norm."""
     model = LlamaForCausalLM.from_pretrained(target.path).eval()
     tokens = random_prompts(1, longest=1, shared=30)[0]
     assert default_aux_layers(LAYERS) == (2, 4, 5)
@@ -122,7 +122,7 @@ def test_drafts_are_those_of_the_reference(
     real = proposer.propose
 
     def accept_anything(sequences: list[Sequence], tree: DraftTree, logits_TV: Tensor) -> list[Accepted]:
-        """Random heads are hardly ever right, so some path is taken whatever the target says: what matters here is what
+        """Random heads are rarely right, so a path is accepted whatever the target predicts: what matters here is what
         the head makes of it."""
         result, first = [], 0
         for b in range(len(sequences)):

@@ -1,5 +1,5 @@
-"""Opens the directory of an EAGLE head: what its config.json asks for is done or refused by name, and its tensors come
-under the names and in the number of `expected_eagle_tensors`, for files of any author.
+"""Opens the directory of an EAGLE head. Each key of its config.json is applied, or refused by name. Its tensors get the
+names of `expected_eagle_tensors`, whoever wrote the files.
 
 Three kinds of files are in use: those of the authors (`midlayer.*`), of NVIDIA ModelOpt (`eagle_config`) and of vLLM's
 speculators (`layers.0.*`, sizes under `transformer_layer_config`).
@@ -26,7 +26,7 @@ from specbatch.models.formats.tensor_files import TensorSource, is_stored_rotary
 _FILE = "config.json of the draft head"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _RESIDUAL, _DRAFT_SIZE = "norm_before_residual", "draft_vocab_size"
-# Keys of all heads and of EAGLE-3's that change what is computed, with the one value that is computed here.
+# Keys that change what is computed, of all heads and of EAGLE-3 heads, with the one value that is supported.
 _FIXED: Mapping[str, Any] = {"num_hidden_layers": 1, "logit_scale": 1}
 _FIXED_EAGLE3: Mapping[str, Any] = {
     "use_aux_hidden_state": True,
@@ -39,8 +39,8 @@ _FIXED_EAGLE3: Mapping[str, Any] = {
     "next_layer_regular": True,
     "parallel_draft_step": 1,
 }
-# Parts of names that speak of what a head computes: where such a key is none of the above, it is named at the start.
-_TELLING = ("aux", "norm", "residual", "layer_ids", "draft", "eagle", "dflash", "mask_token", "ptd_token")
+# Parts of the names of keys that can change what a head computes. A note names such a key if it is none of the above.
+_MEANINGFUL = ("aux", "norm", "residual", "layer_ids", "draft", "eagle", "dflash", "mask_token", "ptd_token")
 _HARMLESS = ("rms_norm_eps", "eagle_config", "has_lm_head", "parallel_draft_heads_num_layers")
 
 
@@ -66,12 +66,12 @@ def open_eagle_head(
         raise ModelError(
             f"{path} has no config.json", hint="a draft head is a directory with config.json and its weights"
         )
-    raw = _Raw(read_json(config_file), kind)
-    raw.refuse_others(target.config)
+    raw = _HeadJson(read_json(config_file), kind)
+    raw.check_supported(target.config)
     config = parse_hf_config(raw.sizes)
     notes: list[str] = []
     if names := raw.ignored():
-        notes.append(f"speculation.draft: its config.json has keys that specbatch does not know: {', '.join(names)}")
+        notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {', '.join(names)}")
     file_layers = raw.layer_ids() if aux_layers is None and kind == "eagle3" else None
     layers = file_layers if aux_layers is None else aux_layers
     traits = EagleTraits(layers, raw.norm_before_residual(notes))
@@ -81,22 +81,22 @@ def open_eagle_head(
     if head.has_vocab_map:  # small; refused before weights are read
         target_ids_of(tensors.load("d2t"), tensors.load("t2d"), config.vocab_size)
     if kind == "eagle3" and not tensors.has_own_lm_head:
-        notes.append("speculation.draft: it has no LM head of its own, so it uses the target's")
+        notes.append("speculation.draft: it has no LM head, so the target's is used")
     may_be_outputs = file_layers is not None and file_layers[-1] < target.config.num_layers
     if layers is not None:
         why = "as configured" if file_layers is None else f"vLLM's reading of {LAYER_IDS}"
         if may_be_outputs:
-            why += f"; SGLang reads outputs, which would be {after(layers)} here"
+            why += f"; SGLang reads outputs, which would be {next_layers(layers)} here"
         notes.append(f"speculation.aux_layers: inputs of layers {', '.join(map(str, layers))} ({why})")
     return EagleCheckpoint(head, tensors, may_be_outputs, tuple(notes))
 
 
-def after(layers: tuple[int, ...]) -> list[int]:
+def next_layers(layers: tuple[int, ...]) -> list[int]:
     """The layers whose inputs are the outputs of these."""
     return [layer + 1 for layer in layers]
 
 
-class _Raw:
+class _HeadJson:
     """A head's config.json. What concerns the head as a whole is at its top, or in `eagle_config`."""
 
     def __init__(self, raw: dict[str, Any], kind: EagleKind) -> None:
@@ -108,8 +108,8 @@ class _Raw:
         self.sizes = dict(self._parts["transformer_layer_config."] or raw)
         self._is_speculators = "speculators_model_type" in raw or "transformer_layer_config" in raw
 
-    def refuse_others(self, target: ModelConfig) -> None:
-        """What would be computed otherwise than here."""
+    def check_supported(self, target: ModelConfig) -> None:
+        """Raises ModelError for a value that is not supported."""
         fixed = {**_FIXED, "target_hidden_size": target.hidden_size, "speculators_model_type": self._kind}
         if self._kind == "eagle3":
             fixed |= _FIXED_EAGLE3
@@ -123,13 +123,13 @@ class _Raw:
             )
 
     def ignored(self) -> list[str]:
-        """Keys that may change what is computed, and that nobody here knows."""
+        """Unknown keys that can change what is computed."""
         known = {*_FIXED, *_FIXED_EAGLE3, *_HARMLESS, LAYER_IDS, _RESIDUAL, _DRAFT_SIZE}
         return [
             prefix + key
             for prefix, part in self._parts.items()
             for key, value in part.items()
-            if key not in known and any(word in key for word in _TELLING) and value not in (None, False)
+            if key not in known and any(word in key for word in _MEANINGFUL) and value not in (None, False)
         ]
 
     def draft_vocab_size(self) -> int | None:
@@ -138,7 +138,7 @@ class _Raw:
 
     def layer_ids(self) -> tuple[int, ...] | None:
         """None where the file names none, which an empty list means too."""
-        ids = self._one(LAYER_IDS, hint="say which with speculation.aux_layers")
+        ids = self._one(LAYER_IDS, hint="set speculation.aux_layers")
         if ids is None:
             return None
         if not isinstance(ids, list):
@@ -211,8 +211,8 @@ class _HeadTensors:
         if name == "t2d":
             return torch.isin(torch.arange(self._vocab_size), ids)
         tied = self._target.config.tie_word_embeddings
-        rows = self._target.tensors.load("model.embed_tokens.weight" if tied else "lm_head.weight")
-        return rows[ids.to(rows.device)]
+        weight_VE = self._target.tensors.load("model.embed_tokens.weight" if tied else "lm_head.weight")
+        return weight_VE[ids.to(weight_VE.device)]
 
     def close(self) -> None:
         self._files.close()

@@ -13,8 +13,8 @@ _MAX_JSON_BYTES = 64 << 20  # the index of a model of 1,000 shards has some mega
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is such a file. Raises ModelError where it is no regular one: a pipe would be waited for without
-    end, and a device has none."""
+    """Whether there is such a file. Raises ModelError if it is not a regular file: reading a pipe or a device may
+    never end."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

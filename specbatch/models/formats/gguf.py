@@ -84,7 +84,7 @@ class GgufFile:
         if version not in (2, 3):
             raise ModelError(f"{self.path}: GGUF version {version} is not supported", hint="supported versions: 2, 3")
         offset = 24
-        for _ in range(num_entries):  # too many end with the file: each has bytes of its own
+        for _ in range(num_entries):  # a number that is too large ends with the file
             key, offset = _read_string(buffer, offset)
             (kind,) = struct.unpack_from("<I", buffer, offset)
             self.metadata[key], offset = self._read_value(buffer, offset + 4, kind)
@@ -181,7 +181,7 @@ class GgufFile:
         return value or []
 
     def close(self) -> None:
-        # The mapping goes with its last reference; nobody else is handed one.
+        # The mapping is closed with its last reference, which is this one.
         del self.data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,27 +110,23 @@ def _rope_config(file: GgufFile, meta: _Metadata, head_dim: int, context: int) -
         if shape != (head_dim // 2,):
             raise ModelError(f"{file.path}: rope_freqs.weight has the shape {list(shape)}, expected [{head_dim // 2}]")
         divisors = tuple(file.load("rope_freqs.weight").tolist())
-    if kind == "none":
-        rope = RopeConfig(theta=theta, frequency_divisors=divisors)
-    elif kind == "linear":
-        original = meta.size("rope.scaling.original_context_length", context)
-        rope = RopeConfig(
-            theta=theta, scaling="linear", factor=factor, original_max_position=original, frequency_divisors=divisors
-        )
+    rope = RopeConfig(theta=theta, frequency_divisors=divisors)
+    original = "rope.scaling.original_context_length"
+    if kind == "linear":
+        rope = replace(rope, scaling="linear", factor=factor, original_max_position=meta.size(original, context))
     elif kind == "yarn":
         for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
             if meta.get(f"rope.scaling.{key}", 1.0) != 1.0:
                 raise ModelError(f"{file.path}: rope.scaling.{key} is not supported")
-        rope = RopeConfig(
-            theta=theta,
+        rope = replace(
+            rope,
             scaling="yarn",
             factor=factor,
-            original_max_position=meta.size("rope.scaling.original_context_length"),
+            original_max_position=meta.size(original),
             beta_fast=meta.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=meta.number("rope.scaling.yarn_beta_slow", 1.0),
-            frequency_divisors=divisors,
         )
-    else:
+    elif kind != "none":
         raise ModelError(
             f"{file.path}: rope scaling {shown(kind)} is not supported", hint="supported: none, linear, yarn"
         )
@@ -154,6 +151,6 @@ def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
         wanted.update(_FAMILY_ENDS.get(file.text("tokenizer.ggml.pre") or "", ()))
         kinds = file.items("tokenizer.ggml.token_type", int)
         for i, text in enumerate(file.items("tokenizer.ggml.tokens", str)):
-            if text in wanted and (i >= len(kinds) or kinds[i] != 1):  # 1: an ordinary token that merely reads so
+            if text in wanted and (i >= len(kinds) or kinds[i] != 1):  # 1: an ordinary token with the same text
                 ids.append(i)
     return tuple(dict.fromkeys(ids))

@@ -39,8 +39,8 @@ class _ByteLevelKind:
     pattern: str | None  # None: GPT-2's own, built into the ByteLevel pre-tokenizer
     split_digits: bool = False  # every digit apart, before anything else
     nfc: bool = False
-    ignore_merges: bool = False  # a piece that is itself a token is not split, whatever the merges say
-    adds_bos: bool = False  # where the file does not say
+    ignore_merges: bool = False  # a piece that is itself a token is not split
+    adds_bos: bool = False  # if the file does not set it
 
 
 _KINDS: Mapping[str, _ByteLevelKind] = {

@@ -135,7 +135,7 @@ def _open_files(directory: Path) -> SafetensorsSource | TorchBinSource:
     if others:
         raise ModelError(
             f"{directory} has {len(others)} safetensors files but no model.safetensors.index.json",
-            hint="download the index too; it says which files belong to the model",
+            hint="download the index too; it lists the files of the model",
         )
     ggufs = sorted(directory.glob("*.gguf"))
     raise ModelError(

@@ -31,15 +31,15 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             return gguf_tokenizer(file)
         except ModelError:
             raise
-        except Exception as error:  # of tokenizers, which has no class of its own
+        except Exception as error:  # tokenizers has no class for its errors
             raise ModelError(
                 f"{path}: the tokenizer's metadata is damaged: {_first_line(error)}", hint="download the file again"
             ) from error
         finally:
             file.close()
-    has = {name: is_there(path / name) for name in _TOKENIZER_FILES}  # a pipe among them would be waited for
-    # tokenizer.json is taken as it is: AutoTokenizer goes by `tokenizer_class`, and transformers 5 then rebuilds the
-    # pipeline of that class (SmolLM2's says GPT2Tokenizer, which does not split digits: other tokens for numbers).
+    has = {name: is_there(path / name) for name in _TOKENIZER_FILES}  # reading a pipe would block
+    # tokenizer.json is read as it is. AutoTokenizer reads `tokenizer_class`, and transformers 5 rebuilds the pipeline of
+    # that class: for SmolLM2 it is GPT2Tokenizer, which does not split digits, so numbers become other tokens.
     loader = PreTrainedTokenizerFast if has["tokenizer.json"] else AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

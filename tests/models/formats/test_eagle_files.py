@@ -1,4 +1,4 @@
-"""What config.json and the tensors of published EAGLE heads may say: done, or refused by name, never ignored."""
+"""Each key and tensor of published EAGLE heads is applied or refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -154,9 +154,9 @@ def test_keys_that_change_nothing_are_read(target: Checkpoint, tmp_path: Path) -
     assert (found.config.aux_layers, found.may_be_outputs, found.notes) == ((), False, ())
 
 
-def test_keys_that_nobody_knows_are_named(target: Checkpoint, tmp_path: Path) -> None:
+def test_unknown_keys_are_named(target: Checkpoint, tmp_path: Path) -> None:
     [note] = opened(tmp_path, target, aux_mixing="banded", eagle_config={"post_fc_norm": True}, dropout=0.5).notes
-    assert note.endswith("keys that specbatch does not know: aux_mixing, eagle_config.post_fc_norm")
+    assert note.endswith("keys that specbatch ignores: aux_mixing, eagle_config.post_fc_norm")
 
 
 def speculators(path: Path, tensors: dict[str, Tensor], draft_vocab: int | None, **changes: Any) -> Path:
@@ -226,7 +226,7 @@ def test_a_missing_lm_head_is_the_targets(
     whole = target.tensors.load("model.embed_tokens.weight" if tied else "lm_head.weight")
     del tensors["lm_head.weight"]
     found = open_eagle_head(write_head(tmp_path, tensors, draft_vocab, tie_word_embeddings=tied), "eagle3", target)
-    assert any("no LM head of its own" in note for note in found.notes)
+    assert any("it has no LM head" in note for note in found.notes)
     decoder = decoder_of(target)
     model = head_model(found, decoder)
     assert (model.lm_head is decoder.lm_head) == (draft_vocab is None), "the whole head is shared, and not kept twice"
@@ -237,7 +237,7 @@ def test_a_missing_lm_head_is_the_targets(
     ids = model.target_ids if model.target_ids is not None else torch.arange(VOCAB)
     assert logits.shape == (3, draft_vocab or VOCAB)
     assert torch.allclose(logits, expected[:, ids])
-    # A head of its own is never set aside, whatever config.json says of tying.
+    # A head's LM head is used, even if its config.json says that embeddings are tied.
     own = open_eagle_head(write_head(tmp_path, head_tensors("eagle3"), tie_word_embeddings=True), "eagle3", target)
     assert own.config.has_lm_head
     assert not own.notes

@@ -158,7 +158,7 @@ def test_difference(tmp_path: Path) -> None:
 @pytest.mark.parametrize("class_name", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast", "PreTrainedTokenizer"])
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe"])
 def test_directories_keep_their_tokenizer_json(pre: str, class_name: str, tmp_path: Path) -> None:
-    """Whatever tokenizer_class says: SmolLM2's says GPT2Tokenizer, whose own pipeline would not split digits."""
+    """tokenizer_class is ignored: for SmolLM2 it is GPT2Tokenizer, whose pipeline would not split digits."""
     theirs = original(pre)
     bos = theirs.token_to_id("<|im_start|>")
     theirs.post_processor = processors.TemplateProcessing(
