@@ -38,8 +38,8 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         finally:
             file.close()
     has = {name: is_there(path / name) for name in _TOKENIZER_FILES}  # reading a pipe would block
-    # tokenizer.json is read as it is. AutoTokenizer reads `tokenizer_class`, and transformers 5 rebuilds the pipeline of
-    # that class: for SmolLM2 it is GPT2Tokenizer, which does not split digits, so numbers become other tokens.
+    # tokenizer.json is read as it is. AutoTokenizer reads `tokenizer_class`, and transformers 5 rebuilds the pipeline
+    # of that class: for SmolLM2 GPT2Tokenizer, which does not split digits, so that numbers become other tokens.
     loader = PreTrainedTokenizerFast if has["tokenizer.json"] else AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
