@@ -41,7 +41,7 @@ class RequestTable:
         self.page_table_SP = torch.zeros(rows, pages_per_slot, dtype=torch.int32, device=device)
         # The draft's hidden state at the root, from which drafting starts.
         self.features_SE = torch.zeros(rows, feature_size, dtype=dtype, device=device)
-        # All tokens, for prompt lookup only.
+        # All tokens, for n-gram drafts on the device only.
         self.tokens_SL = torch.zeros(rows, max_length if keeps_tokens else 0, dtype=torch.int32, device=device)
         self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
         # Nodes of the largest of these trees in the next round; None: the draft shape's, whatever the trees are.

@@ -47,13 +47,13 @@ class Speculation:
 
 
 def decide_method(section: SpeculationSection, target: str, notes: list[str]) -> SpeculationSection:
-    """`section` with method auto decided: the head that comes with specbatch for this target, else lookups, which need
-    nothing. Says so in `notes`."""
+    """`section` with method auto decided: the head that comes with specbatch for this target, else `ngram`, which needs
+    no network. A line of `notes` names it."""
     if section.method != "auto":
         return section
     if section.draft is not None:
         raise ConfigError(
-            "speculation.draft is set, and speculation.method is auto, which knows built-in drafts only",
+            "speculation.draft is set, and speculation.method is auto, which uses built-in draft heads only",
             hint="set speculation.method to draft_model, eagle or eagle3",
         )
     head = builtin_head(target)
@@ -149,8 +149,8 @@ def _note_chains(schedule: Schedule, entry: MethodEntry, notes: list[str]) -> No
 
 
 def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleCheckpoint | None) -> str | None:
-    """Likely causes where a network's drafts are hardly ever right. None where that is nobody's mistake: lookups find
-    little in some texts, and random weights know nothing."""
+    """Likely causes where a draft network's drafts are hardly ever right. None where that is no mistake: n-grams find
+    little in some texts, and random weights guess."""
     if METHODS[speculation.method].net is None or speculation.simulate_acceptance is not None:
         return None
     if random_name(speculation.draft) is not None:

@@ -165,7 +165,7 @@ def test_a_suffix_automaton_finds_what_followed() -> None:
 def test_ngrams_of_host_and_device_are_the_oracles(
     params: SamplingParams, num_pages: int, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens and counts, of both methods behind the name `ngram`."""
+    """Tokens and counts, of both methods with the name `ngram`."""
     oracle = run(tiny_engine("ngram", CHAIN, num_pages=num_pages), prompts, params)
 
     def on_device(shape: DraftShape, parts: DraftParts) -> NgramDraft:

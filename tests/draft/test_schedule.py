@@ -71,7 +71,7 @@ def test_text_is_that_of_plain_decoding(method: str, schedule: Schedule, device:
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["oracle", "device"])
-def test_sampled_trees_and_lookups_do_not_depend_on_it(device: bool) -> None:
+def test_sampled_trees_and_ngrams_do_not_depend_on_it(device: bool) -> None:
     """They accept the target's own draws; only chains of a sampling draft are drawn together with it."""
     prompts = random_prompts(9, shared=6)
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
@@ -87,7 +87,7 @@ DEEPENING_CHAINS: Schedule = ByBatch((1, 2, 4), (DraftShape(7, 1, 8), None, CHAI
 
 
 def test_drafts_follow_rounds_that_did_not_draft() -> None:
-    """A draft that is the target itself is right behind plain rounds too: draft-extend went on."""
+    """A draft that is the target itself is right after plain rounds, too: draft-extend went on."""
     prompts = random_prompts(4)
     params = SamplingParams(max_tokens=24)
     schedule: Schedule = ByBatch((1, 4), (LONG, None))

@@ -1,4 +1,4 @@
-"""speculation.method: auto: the head that comes with specbatch, for its target only; else lookups."""
+"""speculation.method: auto: the head that comes with specbatch, for its target only; else n-grams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_default_drafts_with_the_head_of_the_default_target() -> None:
     assert HEAD in notes[0]
 
 
-def test_other_targets_look_up() -> None:
+def test_other_targets_draft_with_ngrams() -> None:
     run = resolve(load_config(None, ["model.target=random:tiny"]))
     assert (run.config.speculation.method, run.config.speculation.draft) == ("ngram", None)
     assert run.config.speculation.num_draft_tokens == 6
