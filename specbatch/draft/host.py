@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
@@ -58,59 +57,48 @@ class HostDraftMethod(DraftMethod):
         self.max_path = min(shape.num_steps + 1, shape.num_draft_tokens)
         self._is_chain = shape.is_chain
         self._num_words = -(-self.num_nodes // 32)
-        self.num_host_columns = 1 + self.num_nodes * (1 if self._is_chain else 3 + self._num_words)
+        self._num_columns = 1 if self._is_chain else 3 + self._num_words  # of each node
+        self.num_host_columns = 1 + self.num_nodes * self._num_columns
 
     @abstractmethod
     def host_draft(self, sequences: Sequence[HostSequence]) -> HostTrees:
         """Trees of at most `num_nodes` nodes and `max_path` nodes on a path; without parents where topk is 1."""
 
     def pack(self, trees: HostTrees) -> NDArray[np.int32]:
-        """(B, Z) what `draft` reads: number of nodes, tokens; of trees also parents, depths and mask."""
+        """(B, Z) what `draft` reads: the number of nodes, then of each node its token, in trees also its parent, depth
+        and mask words."""
         batch, width = trees.tokens_BN.shape
         counts = trees.num_nodes_B
         assert width <= self.num_nodes, f"{width} nodes, and the draft shape has {self.num_nodes}"
         assert ((counts >= 1) & (counts <= width)).all(), "a tree has its root, and no more nodes than tokens"
-        parts = [trees.tokens_BN]
-        if trees.parents_BN is None:
-            assert width <= self.max_path, f"a path of {width} nodes, and the draft shape has {self.max_path}"
-        if not self._is_chain:
-            parents = np.arange(-1, width - 1) if trees.parents_BN is None else trees.parents_BN
-            parts += _ancestry(np.broadcast_to(parents, (batch, width)), trees, self.max_path, self._num_words)
-        else:
+        columns = [trees.tokens_BN[:, :, None]]
+        if self._is_chain:
             assert trees.parents_BN is None, "a tree, and topk is 1"
-        packed = np.zeros((batch, self.num_host_columns), dtype=np.int32)
-        packed[:, 0] = counts
-        first = 1
-        for part in parts:
-            per_node = 1 if part.ndim == 2 else part.shape[2]
-            packed[:, first : first + width * per_node] = part.reshape(batch, -1)
-            first += self.num_nodes * per_node
-        return packed
+        else:
+            columns += _ancestry(trees, self.max_path, self._num_words)
+        nodes = np.zeros((batch, self.num_nodes, self._num_columns), dtype=np.int32)
+        nodes[:, :width] = np.concatenate(columns, axis=2)
+        return np.concatenate((counts[:, None].astype(np.int32), nodes.reshape(batch, -1)), axis=1)
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         """The trees that were uploaded (`pack`)."""
-        lines_BZ = table.host_trees_SZ[view.req_idx_B]
-        n = self.num_nodes
-        width = min(n, table.num_host_nodes or n)
-
-        def part(index: int) -> Tensor:
-            first = 1 + index * n
-            return lines_BZ[:, first : first + width].long()
-
-        tokens_BN, num_nodes_B = part(0), lines_BZ[:, 0].long()
+        lines_BZ = table.host_trees_SZ[view.req_idx_B, : self.num_host_columns]
+        num_nodes_B = lines_BZ[:, 0].long().clamp(min=1)  # 0: padding, which has no tree
+        nodes = lines_BZ[:, 1:].reshape(-1, self.num_nodes, self._num_columns)[:, : table.num_host_nodes]
+        tokens_BN = nodes[:, :, 0].long()
         tokens_BN[:, 0] = view.field(Field.ROOT)
         if self._is_chain:
             return DraftTrees(tokens_BN, num_nodes_B)
-        is_node = torch.arange(width, device=tokens_BN.device) < num_nodes_B[:, None]
-        mask = lines_BZ[:, 1 + 3 * n :][:, : n * self._num_words].view(-1, n, self._num_words)
-        parents_BN = torch.where(is_node, part(1), -2)
-        return DraftTrees(tokens_BN, num_nodes_B, parents_BN, part(2), mask[:, :width].contiguous())
+        is_node = torch.arange(nodes.shape[1], device=nodes.device) < num_nodes_B[:, None]
+        parents_BN = torch.where(is_node, nodes[:, :, 1].long(), -2)
+        return DraftTrees(tokens_BN, num_nodes_B, parents_BN, nodes[:, :, 2].long(), nodes[:, :, 3:].contiguous())
 
 
-def _ancestry(parents_BN: NDArray[np.int64], trees: HostTrees, max_path: int, num_words: int) -> list[np.ndarray]:
-    """Parents, depths (B, N) and mask words (B, N, W). A node past the tree's end sees itself alone."""
-    batch, width = parents_BN.shape
+def _ancestry(trees: HostTrees, max_path: int, num_words: int) -> list[np.ndarray]:
+    """Parents (B, N, 1), depths (B, N, 1) and mask words (B, N, W). A node past the tree's end sees itself alone."""
+    batch, width = trees.tokens_BN.shape
     lines, nodes = np.arange(batch), np.arange(width)
+    parents_BN = np.broadcast_to(nodes - 1, (batch, width)) if trees.parents_BN is None else trees.parents_BN
     is_node = nodes < trees.num_nodes_B[:, None]
     drafts = is_node & (nodes > 0)
     assert (((parents_BN >= 0) & (parents_BN < nodes)) | ~drafts).all(), "a parent comes before its children"
@@ -124,4 +112,4 @@ def _ancestry(parents_BN: NDArray[np.int64], trees: HostTrees, max_path: int, nu
         depths[:, node] = np.where(drafts[:, node], depths[lines, parent] + 1, 0)
         mask[:, node] |= np.where(drafts[:, node, None], mask[lines, parent], 0)
     assert depths.max(initial=0) < max_path, f"a path has at most {max_path} nodes"
-    return [parents_BN, depths, mask.view(np.int32)]
+    return [parents_BN[:, :, None], depths[:, :, None], mask.view(np.int32)]
