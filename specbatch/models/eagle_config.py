@@ -23,14 +23,6 @@ EagleKind = Literal["eagle", "eagle3"]
 
 
 @dataclass(frozen=True)
-class EagleTraits:
-    """What the tensors of an EAGLE-3 head do not show."""
-
-    aux_layers: tuple[int, ...] | None = None  # as in `EagleConfig`; None: `default_aux_layers`
-    norm_before_residual: bool = False
-
-
-@dataclass(frozen=True)
 class EagleConfig:
     """`decoder` describes the head's one layer; `feature_size` is the width of one target feature."""
 
@@ -40,7 +32,7 @@ class EagleConfig:
     draft_vocab_size: int
     has_fc_bias: bool
     has_embedding: bool  # some checkpoints carry a copy of the target's embedding
-    has_vocab_map: bool  # d2t and t2d; there even where the vocabulary is not reduced in some checkpoints
+    has_vocab_map: bool  # d2t and t2d; some checkpoints have them without a reduced vocabulary
     # EAGLE-3: the target's layers, from 0, whose inputs are the low, middle and high feature. The number of layers
     # means the last one's output.
     aux_layers: tuple[int, ...] = ()
@@ -69,11 +61,13 @@ def eagle_config(
     draft_vocab_size: int,
     shapes: Mapping[str, tuple[int, ...]],
     target: ModelConfig,
-    traits: EagleTraits = EagleTraits(),
+    aux_layers: tuple[int, ...] | None = None,
+    norm_before_residual: bool = False,
 ) -> EagleConfig:
     """Check a head's tensors against its config and the target; raises ModelError naming every difference.
 
-    `config` is the head's parsed config.json, `shapes` the checkpoint's tensors.
+    `config` is the head's parsed config.json, `shapes` the checkpoint's tensors. `aux_layers` and
+    `norm_before_residual`: of an EAGLE-3 head, whose tensors do not show them; None: `default_aux_layers`.
     """
     layer = layer_prefix(kind)
     config = replace(
@@ -103,8 +97,8 @@ def eagle_config(
         has_fc_bias="fc.bias" in shapes,
         has_embedding="embed_tokens.weight" in shapes,
         has_vocab_map=kind == "eagle3" and (draft_vocab_size != config.vocab_size or "d2t" in shapes),
-        aux_layers=_aux_layers(traits.aux_layers, target.num_layers) if kind == "eagle3" else (),
-        norm_before_residual=traits.norm_before_residual,
+        aux_layers=_aux_layers(aux_layers, target.num_layers) if kind == "eagle3" else (),
+        norm_before_residual=norm_before_residual,
         lacks_lm_head=kind == "eagle3" and "lm_head.weight" not in shapes,
     )
     problems = tensor_problems(expected_eagle_tensors(head), shapes)
@@ -155,8 +149,7 @@ def expected_eagle_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 
 def target_ids_of(d2t_W: Tensor, t2d_V: Tensor, vocab_size: int) -> Tensor:
-    """(W,) target token of each draft token. Raises ModelError where the checkpoint's two maps are no one-to-one
-    map."""
+    """(W,) target token of each draft token. Raises ModelError if the two maps of the checkpoint are not one-to-one."""
     ids = d2t_W.to(torch.int64) + torch.arange(d2t_W.shape[0])
     if not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size and ids.unique().numel() == ids.numel()):
         raise ModelError("d2t of the draft head does not map draft tokens to distinct target tokens")

@@ -21,7 +21,7 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.models.catalog import RANDOM_PREFIX, random_name
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
-from specbatch.models.eagle_config import EagleConfig, EagleKind, EagleTraits, eagle_config, expected_eagle_tensors
+from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, expected_eagle_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
@@ -198,7 +198,7 @@ def open_random_eagle_head(
         )
     )
     # The same checks as for a head with files: a target with too few layers is refused here.
-    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, EagleTraits(aux_layers))
+    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers)
     maps = _vocab_maps(draft_vocab_size, vocab_size) if is_reduced else {}
     return EagleCheckpoint(config, RandomSource(shapes, dtype, device, maps))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.models.checks import flag, mapping, shown, whole_number
 from specbatch.models.config import ModelConfig, parse_hf_config
-from specbatch.models.eagle_config import EagleConfig, EagleKind, EagleTraits, eagle_config, layer_prefix, target_ids_of
+from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, layer_prefix, target_ids_of
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.tensor_files import TensorSource, is_stored_rotary, open_tensors
@@ -74,10 +74,10 @@ def open_eagle_head(
         notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {', '.join(names)}")
     file_layers = raw.layer_ids() if aux_layers is None and kind == "eagle3" else None
     layers = file_layers if aux_layers is None else aux_layers
-    traits = EagleTraits(layers, raw.norm_before_residual(notes))
+    norm_before_residual = raw.norm_before_residual(notes)
     draft_vocab_size = raw.draft_vocab_size() or config.vocab_size
     tensors = _HeadTensors(open_tensors(path), kind, config, draft_vocab_size, target)
-    head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target.config, traits)
+    head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target.config, layers, norm_before_residual)
     if head.has_vocab_map:  # small; refused before weights are read
         target_ids_of(tensors.load("d2t"), tensors.load("t2d"), config.vocab_size)
     if kind == "eagle3" and not tensors.has_own_lm_head:
