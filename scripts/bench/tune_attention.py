@@ -28,7 +28,7 @@ from tune_linear import only_compile, replay_time, say
 from specbatch.attention.triton import WORKSPACE_ROWS, num_splits
 from specbatch.batch import PagedBatch
 from specbatch.kernels.triton import attention
-from specbatch.kernels.triton.attention import Workspace, attend
+from specbatch.kernels.triton.attention import Workspace, attend_by
 from specbatch.kernels.triton.parts.attention_tile import Tile, tile_for
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -126,7 +126,8 @@ def only_compile_for_hopper() -> None:
 def compile_one(size: Size, tile: Tile, splits: int) -> str | None:
     try:
         q, caches, batch = make(replace(size, batch=2), "cpu", 1)
-        attend(q, caches[0], batch, DIM**-0.5, None, splits, Workspace(torch.device("cpu"), WORKSPACE_ROWS, DIM), tile)
+        workspace = Workspace(torch.device("cpu"), WORKSPACE_ROWS, DIM)
+        attend_by(tile, q, caches[0], batch, DIM**-0.5, None, splits, workspace)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:160]}"
     return None
@@ -163,7 +164,7 @@ def main() -> None:
 
                 def launch() -> None:
                     for layer in range(2 * LAYERS):
-                        attend(q, caches[layer % LAYERS], batch, DIM**-0.5, None, splits, workspace, tile)  # noqa: B023
+                        attend_by(tile, q, caches[layer % LAYERS], batch, DIM**-0.5, None, splits, workspace)  # noqa: B023
 
                 try:
                     microseconds = replay_time(launch, 5) / (2 * LAYERS) * 1e6

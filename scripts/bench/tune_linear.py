@@ -11,8 +11,8 @@ processes without a GPU.
 
     python scripts/bench/tune_linear.py --table tune_linear.json [--shape NAME] [--no-pdl]
 
-prints the table of `specbatch/kernels/linear_config.py` from such a file: of the chain's choice where a chain of ours
-was faster than the library's, otherwise of what was best alone.
+prints the table of `specbatch/kernels/triton/skinny/tile.py` from such a file: of the chain's choice where a chain of
+ours was faster than the library's, otherwise of what was best alone.
 
 Stops by itself when the budget (seconds) is used up; what was measured until then is in the table and the file.
 """
@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.kernels.triton.model import rms_norm, silu_mul
 from specbatch.kernels.triton.skinny import ops
-from specbatch.kernels.triton.skinny.tile import Config
+from specbatch.kernels.triton.skinny.tile import GemmTile
 from specbatch.models.config import ModelConfig
 from specbatch.models.random_weights import REDUCED_DRAFT_VOCAB, geometries
 
@@ -106,19 +106,19 @@ class Geometry:
 
 
 def apply(
-    product: Product, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor, config: Config | None = None
+    product: Product, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor, config: GemmTile | None = None
 ) -> Tensor:
-    """The fused operation; as `kernels.dense` does it for many rows if no configuration is given."""
+    """The fused operation; as `kernels/triton/gemm.py` does it for many rows if no configuration is given."""
     if config is None:
         if product.op == "residual":
             return residual.addmm_(x, weight.T)
         y = F.linear(rms_norm(x, norm, EPS) if product.op != "linear" else x, weight)
         return silu_mul(y) if product.op == "norm_gated" else y
     if product.op == "norm":
-        return ops.norm_linear(x, norm, EPS, weight, config=config)
+        return ops.norm_linear(x, norm, EPS, weight, tile=config)
     if product.op == "norm_gated":
-        return ops.norm_gated_linear(x, norm, EPS, weight, config=config)
-    return ops.linear(x, weight, None, residual if product.op == "residual" else None, config=config)
+        return ops.norm_gated_linear(x, norm, EPS, weight, tile=config)
+    return ops.linear(x, weight, None, residual if product.op == "residual" else None, tile=config)
 
 
 def exact(product: Product, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
@@ -133,14 +133,14 @@ def exact(product: Product, x: Tensor, norm: Tensor, weight: Tensor, residual: T
     return y + residual.double() if product.op == "residual" else y
 
 
-def candidates(product: Product, M: int) -> list[Config]:
+def candidates(product: Product, M: int) -> list[GemmTile]:
     """Configurations worth trying, in all a few hundred: each takes seconds to compile."""
-    found: list[Config] = []
+    found: list[GemmTile] = []
     gated = product.op == "norm_gated"
     narrow = product.num_out <= 8192
 
     def fma(block_o: int, block_i: int, stages: int, warps: int) -> None:
-        found.append(Config("fma", M, block_o, block_i, stages, warps))
+        found.append(GemmTile("fma", M, block_o, block_i, stages, warps))
 
     def dot(block_o: int, block_i: int, stages: int, warps: int, splits: int = 1, tma: bool = False) -> None:
         block_m = max(8, M)
@@ -148,7 +148,7 @@ def candidates(product: Product, M: int) -> list[Config]:
             return
         fused = (True, False) if product.op.startswith("norm") and M <= 4 else (False,)
         for fuse_norm in fused:
-            found.append(Config("dot", block_m, block_o, block_i, stages, warps, splits, tma, fuse_norm=fuse_norm))
+            found.append(GemmTile("dot", block_m, block_o, block_i, stages, warps, splits, tma, fuse_norm=fuse_norm))
 
     if M <= 2:
         fma(4, 1024, 1, 4)
@@ -230,7 +230,7 @@ def only_compile() -> None:
     JITFunction.run = compile_only
 
 
-def compile_task(product: Product, M: int, config: Config) -> str | None:
+def compile_task(product: Product, M: int, config: GemmTile) -> str | None:
     """Compiles one candidate. Returns what went wrong, or None."""
     try:
         # Only types, sizes and alignments matter; untouched memory costs nothing.
@@ -249,14 +249,14 @@ class Compiler:
 
     def __init__(self, num_workers: int) -> None:
         self._pool = multiprocessing.get_context("fork").Pool(num_workers, only_compile)
-        self._results: dict[tuple[Product, int, Config], multiprocessing.pool.AsyncResult[str | None]] = {}
+        self._results: dict[tuple[Product, int, GemmTile], multiprocessing.pool.AsyncResult[str | None]] = {}
 
-    def submit(self, product: Product, M: int, config: Config) -> None:
+    def submit(self, product: Product, M: int, config: GemmTile) -> None:
         key = (product, M, config)
         if key not in self._results:
             self._results[key] = self._pool.apply_async(compile_task, key)
 
-    def is_ready(self, product: Product, M: int, config: Config, deadline: float) -> bool:
+    def is_ready(self, product: Product, M: int, config: GemmTile, deadline: float) -> bool:
         """Whether the candidate was compiled in time and without an error; waits for it until the deadline."""
         self.submit(product, M, config)
         try:
@@ -276,7 +276,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def brief(config: Config) -> str:
+def brief(config: GemmTile) -> str:
     parts = [config.kind, f"m{config.block_m}", f"o{config.block_o}", f"i{config.block_i}", f"s{config.num_stages}"]
     parts.append(f"w{config.num_warps}")
     parts += [f"split{config.splits}"] * (config.splits > 1)
@@ -317,7 +317,7 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
 class Timed:
     product: str
     M: int
-    config: Config | None  # None: the library
+    config: GemmTile | None  # None: the library
     microseconds: float
     tb_per_s: float
     error: float
@@ -343,7 +343,7 @@ class Tuner:
             x, residual = normal(M, product.num_in), normal(M, product.num_out)
             reference = exact(product, x, norm, weights[0], residual)
 
-            def measure(config: Config | None) -> Timed:
+            def measure(config: GemmTile | None) -> Timed:
                 before = time.monotonic()
                 y = apply(product, x, norm, weights[0], residual.clone(), config)  # noqa: B023
                 self.seconds_of_first_calls += time.monotonic() - before
@@ -389,7 +389,7 @@ class Tuner:
                     f"{brief(result.config)}"  # type: ignore[arg-type]
                 )
 
-    def best(self, name: str, M: int, count: int) -> list[Config]:
+    def best(self, name: str, M: int, count: int) -> list[GemmTile]:
         results = [r for r in self.timed if r.product == name and r.M == M and r.config is not None]
         return [r.config for r in sorted(results, key=lambda r: r.microseconds)[:count] if r.config is not None]
 
@@ -399,7 +399,7 @@ class Tuner:
         num_bytes = sum(p.weight_bytes for p in products.values()) * len(layers)
         x0 = normal(M, self._geometry.hidden)
 
-        def forward(configs: dict[str, Config | None]) -> Tensor:
+        def forward(configs: dict[str, GemmTile | None]) -> Tensor:
             x = x0.clone()  # the library adds in place
             for w in layers:
                 qkv = apply(products["qkv"], x, w["norm"], w["qkv"], x, configs["qkv"])
@@ -408,21 +408,21 @@ class Tuner:
                 x = apply(products["down"], h, w["norm"], w["down"], x, configs["down"])
             return x
 
-        def measure(configs: dict[str, Config | None]) -> float:
+        def measure(configs: dict[str, GemmTile | None]) -> float:
             return replay_time(lambda: forward(configs), num_replays=5)
 
-        def report(label: str, seconds: float, configs: dict[str, Config | None]) -> None:
+        def report(label: str, seconds: float, configs: dict[str, GemmTile | None]) -> None:
             say(f"chain M={M:<2} {label:32} {seconds * 1e3:.3f} ms  {num_bytes / seconds / 1e12:.2f} TB/s")
             named = {name: asdict(c) if c else None for name, c in configs.items()}
             self.chains.append({"M": M, "label": label, "milliseconds": seconds * 1e3, "configs": named})
 
-        none: dict[str, Config | None] = dict.fromkeys(products)
+        none: dict[str, GemmTile | None] = dict.fromkeys(products)
         report("torch and library", measure(none), none)
         kept = {name: self.best(name, M, KEPT) for name in products}
         if not all(kept.values()):
             say(f"chain M={M}: no candidates")
             return
-        configs: dict[str, Config | None] = {name: found[0] for name, found in kept.items()}
+        configs: dict[str, GemmTile | None] = {name: found[0] for name, found in kept.items()}
         report("fused", measure(configs), configs)
         expected, actual = forward(none).double(), forward(configs).double()
         say(f"chain M={M:<2} fused against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
@@ -432,7 +432,7 @@ class Tuner:
                 for early, prefetch in STARTS:
                     self._compiler.submit(product, M, replace(config, pdl=True, early=early, prefetch=prefetch))
         best_time = math.inf
-        current: dict[str, Config | None] = {}
+        current: dict[str, GemmTile | None] = {}
         for early, prefetch in STARTS:
             trials = {n: replace(found[0], pdl=True, early=early, prefetch=prefetch) for n, found in kept.items()}
             if not all(self._compiler.is_ready(products[n], M, c, deadline) for n, c in trials.items()):
@@ -484,9 +484,9 @@ def make_layers(geometry: Geometry) -> list[dict[str, Tensor]]:
 
 
 def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
-    """Source text of `linear_config._MEASURED`."""
+    """Source text of `tile._MEASURED`."""
     found = json.loads(path.read_text())
-    defaults = asdict(Config("dot", 8, 16, 16, 1, 1))
+    defaults = asdict(GemmTile("dot", 8, 16, 16, 1, 1))
     required = ("kind", "block_m", "block_o", "block_i", "num_stages", "num_warps")
 
     def source(config: dict[str, object]) -> str:
@@ -495,7 +495,7 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
             config = {**config, "early": False, "prefetch": 0}
         given = [f"{config[name]!r}".replace("'", '"') for name in required]
         given += [f"{k}={v!r}" for k, v in config.items() if k not in required and v != defaults[k]]
-        return f"Config({', '.join(given)})"
+        return f"GemmTile({', '.join(given)})"
 
     by_library = {c["M"]: c["milliseconds"] for c in found["chains"] if c["label"] == "torch and library"}
     # Products of small weights take longer alone than the library's, and less in a chain, where they start early.
@@ -504,7 +504,7 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
         for c in found["chains"]
         if c["label"] == "fused, pdl, tuned" and c["milliseconds"] < by_library[c["M"]]
     }
-    print("_MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {")
+    print("_MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {")
     for product in (*geometry.layer.values(), *geometry.others):
         timed = [r for r in found["timed"] if r["product"] == product.name]
         print(f"    {product.weight_shape}: {{  # {product.name}")

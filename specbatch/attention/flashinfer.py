@@ -1,8 +1,8 @@
 """FlashInfer's paged kernels over a `PagedBatch` (Ye et al. 2025, https://github.com/flashinfer-ai/flashinfer).
 
-FlashInfer plans on the host, and here the host never knows lengths. But with one split of the keys, its "fa2" prefill
+FlashInfer plans on the host, and here lengths are on the device only. But with one split of the keys, its "fa2" prefill
 kernel reads a sequence's length on the device (`paged_kv_t::get_length`), and a plan is the list of (sequence, tile of
-queries) pairs: it follows the numbers of new tokens, which the host does know. So a plan is made once for each shape of
+queries) pairs: it follows the numbers of new tokens, which the host has. So a plan is made once for each shape of
 a round and stays true while lengths change, under a captured graph as well; prompts are planned chunk by chunk.
 
 Read in FlashInfer 0.6.11, and relied on:

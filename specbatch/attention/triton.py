@@ -1,6 +1,6 @@
 """Attention without host planning, over a `PagedBatch`: lengths, page tables and masks are read on the device.
 
-Backend `triton` is this over Triton's kernel; over the twin it is the same on CPU, for tests.
+Backend `triton` is this with Triton's kernel. With the reference kernel it runs on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from specbatch.kernels import ops_for
 
 # Few splits leave multiprocessors idle, many cost more to merge. Measured on an H200 by
 # `scripts/bench/tune_attention.py`. Constants: results must not depend on the card.
-_PROGRAMS = 512
-_SPLITS, _SPLITS_OF_FEW, _FEW = 8, 16, 4
-_ROWS = 64  # of one program, at most
-WORKSPACE_ROWS = _PROGRAMS * _ROWS
+_MAX_PROGRAMS = 512
+_MAX_SPLITS = 8
+_MAX_SPLITS_OF_FEW, _FEW_PROGRAMS = 16, 4
+_MAX_ROWS = 64  # (new token, query head) pairs of one program
+WORKSPACE_ROWS = _MAX_PROGRAMS * _MAX_ROWS
 
 
 class PagedAttention:
@@ -54,9 +55,9 @@ class PagedAttention:
 
 def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
     """Splits of each sequence's keys: a power of two, more for fewer sequences and fewer rows."""
-    programs = num_seqs * num_kv_heads * -(-num_rows // _ROWS)
+    programs = num_seqs * num_kv_heads * -(-num_rows // _MAX_ROWS)
     splits = 1
-    most = _SPLITS_OF_FEW if programs <= _FEW else _SPLITS
-    while splits < most and splits * 2 * programs <= _PROGRAMS:
+    max_splits = _MAX_SPLITS_OF_FEW if programs <= _FEW_PROGRAMS else _MAX_SPLITS
+    while splits < max_splits and splits * 2 * programs <= _MAX_PROGRAMS:
         splits *= 2
     return splits

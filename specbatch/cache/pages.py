@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who holds them (`PagePool`) and where their keys and values lie (`KVCache`).
+"""Pages of the KV cache: their owners (`PagePool`) and where their keys and values lie (`KVCache`).
 
 A page is `page_size` consecutive token slots; page `p` covers slots [p * page_size, (p + 1) * page_size). One page id
 addresses the same slots in the target's cache and in the draft's, so one table, one allocator and one prefix index
@@ -23,8 +23,8 @@ from specbatch.kernels.torch.model import storable
 class PagePool:
     """Refcounts of `num_pages` pages. Pure accounting: it never touches a tensor.
 
-    A page is free (count 0) or held by one or more owners: running requests and the prefix index. `on_unshared` is told
-    of each page that is left with one owner.
+    A page is free (count 0) or held by one or more owners: running requests and the prefix index. `on_unshared` is
+    called with each page that is left with one owner.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -58,7 +58,7 @@ class PagePool:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to pages that somebody holds already."""
+        """Add a reference to pages that have an owner."""
         for page in pages:
             assert self._refs[page] > 0, f"page {page} is free and cannot be shared"
             self._refs[page] += 1
@@ -85,8 +85,8 @@ class PagePool:
 class KVCache:
     """Keys and values of every layer for `num_slots` token slots.
 
-    Heads come before slots, so that the CPU backend gathers the context of a batch into the operands of batched matrix
-    products in one copy.
+    Heads come before slots, so that the CPU backend gathers the context of a batch into the operands of batched GEMMs
+    in one copy.
     """
 
     def __init__(

@@ -194,7 +194,7 @@ class PrefixIndex:
             stack.extend(node.children.values())
             num_reached += 1
             page, refs = node.page, self._pool.refs(node.page)
-            assert self._nodes.get(page) is node, f"page {page} is at two places of the index, or unknown"
+            assert self._nodes.get(page) is node, f"page {page} is twice in the index, or not at all"
             assert refs >= 1, f"the index points at free page {page}"
             assert node.is_queued == (page in queued), f"page {page} has a wrong mark"
             assert queued.get(page, 0) <= node.last_used, f"page {page} waits for a time to come"

@@ -1,10 +1,10 @@
-"""What a round knows about the requests, in device memory: one row for each slot, and one more that padding uses.
+"""The state of running requests in device memory: a line for each request index, and one more for padding.
 
-The host writes a slot when a request is admitted and when its pages grow; from then on rounds read and advance it. So
-nothing has to come back to the host between rounds.
+The host writes a request's line when it is admitted and when its pages grow; rounds read and advance it. So nothing has
+to come back to the host between rounds.
 
-Shape suffixes: S slots (the last is padding's), B rows of a batch, P pages of a table, L tokens, E hidden size, K stop
-tokens, F fields.
+Shape suffixes: S request indices (the last is padding's), B requests of a batch, P pages of a table, L tokens, E hidden
+size, F fields.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RequestTable:
 
     @property
     def padding(self) -> int:
-        """The slot of no request."""
+        """The request index of no request."""
         return self.ints_SF.shape[0] - 1
 
     def saved(self) -> Callable[[], None]:
@@ -65,9 +65,9 @@ class RequestTable:
 
 @dataclass(frozen=True, slots=True)
 class BatchView:
-    """The slots of one batch, gathered at the start of a round."""
+    """The requests of one batch, gathered at the start of a round."""
 
-    req_idx_B: Tensor  # int64, slot numbers
+    req_idx_B: Tensor  # int64
     ints_BF: Tensor
     floats_B3: Tensor
     page_table_BP: Tensor
@@ -114,7 +114,7 @@ class BatchView:
         mask_TW: Tensor | None = None,
         mask_start: int = 0,
     ) -> PagedBatch:
-        """`num_queries` new tokens of each row; see `torch_steps.span_layout`."""
+        """`num_queries` new tokens of each request; see `span_layout` of the kernels."""
         spans = self.ops.span_layout(
             self.page_table_BP,
             self.page_size,

@@ -1,16 +1,16 @@
-"""Kernels: tensors in, tensors out. Every operation exists twice under one name and signature, as plain torch (the
-*twin*, any device) and in Triton (CUDA)."""
+"""Kernels: tensors in, tensors out. Every operation exists twice, in files of the same name and under one signature: in
+plain torch (the *reference kernel*, for any device) and in Triton (CUDA). The reference says what is computed."""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
 
-import torch
+import torch as pytorch  # `torch` is a package here
 
 
-def ops_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The operations for models of `dtype` on `device`: Triton's on CUDA (which brings triton along), the twins on CPU
-    and for float64, which only tests use."""
-    name = "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
+def ops_for(device: pytorch.device, dtype: pytorch.dtype) -> ModuleType:
+    """The operations for models of `dtype` on `device`: Triton's on CUDA (torch for CUDA installs triton), the
+    reference kernels on a CPU and for float64, which only tests use."""
+    name = "triton" if device.type == "cuda" and dtype != pytorch.float64 else "torch"
     return importlib.import_module(f"specbatch.kernels.{name}")

@@ -1,4 +1,4 @@
-"""Tells errors of a full memory from others."""
+"""Which errors mean that memory is full."""
 
 from __future__ import annotations
 

@@ -15,25 +15,25 @@ pytest.importorskip("triton")
 from specbatch.kernels.torch import gemm as twin
 from specbatch.kernels.torch.model import rms_norm
 from specbatch.kernels.triton.skinny import ops
-from specbatch.kernels.triton.skinny import tile as linear_config
-from specbatch.kernels.triton.skinny.tile import Config, config_for, is_skinny, without_hopper
+from specbatch.kernels.triton.skinny import tile as gemm_tile
+from specbatch.kernels.triton.skinny.tile import GemmTile, gemm_tile_for, is_skinny, without_hopper
 from tests.marks import slow_on_cpu
 
 EPS = 1e-5
-FMA = Config("fma", block_m=1, block_o=8, block_i=64, num_stages=2, num_warps=1)
-DOT = Config("dot", block_m=8, block_o=16, block_i=32, num_stages=2, num_warps=1)
-CONFIGS = {
+FMA = GemmTile("fma", block_m=1, block_o=8, block_i=64, num_stages=2, num_warps=1)
+DOT = GemmTile("dot", block_m=8, block_o=16, block_i=32, num_stages=2, num_warps=1)
+TILES = {
     "fma1": FMA,
-    "fma2": Config("fma", 2, 4, 128, 1, 1),
-    "fma2-early": Config("fma", 2, 8, 32, 3, 1, early=True),
-    "fma2-norm-apart": Config("fma", 2, 8, 32, 3, 1, fuse_norm=False),
+    "fma2": GemmTile("fma", 2, 4, 128, 1, 1),
+    "fma2-early": GemmTile("fma", 2, 8, 32, 3, 1, early=True),
+    "fma2-norm-apart": GemmTile("fma", 2, 8, 32, 3, 1, fuse_norm=False),
     "dot8": DOT,
-    "dot8-early": Config("dot", 8, 16, 64, 3, 1, early=True),
-    "dot16-split": Config("dot", 16, 16, 16, 2, 1, splits=3),
-    "dot16-split-early": Config("dot", 16, 16, 16, 2, 1, splits=4, early=True),
-    "dot64-split-norm-apart": Config("dot", 64, 32, 32, 2, 1, splits=2, fuse_norm=False),
-    "dot8-tma": Config("dot", 8, 16, 32, 2, 1, tma=True),
-    "dot8-tma-early": Config("dot", 8, 16, 32, 2, 1, tma=True, early=True),
+    "dot8-early": GemmTile("dot", 8, 16, 64, 3, 1, early=True),
+    "dot16-split": GemmTile("dot", 16, 16, 16, 2, 1, splits=3),
+    "dot16-split-early": GemmTile("dot", 16, 16, 16, 2, 1, splits=4, early=True),
+    "dot64-split-norm-apart": GemmTile("dot", 64, 32, 32, 2, 1, splits=2, fuse_norm=False),
+    "dot8-tma": GemmTile("dot", 8, 16, 32, 2, 1, tma=True),
+    "dot8-tma-early": GemmTile("dot", 8, 16, 32, 2, 1, tma=True, early=True),
 }
 SHAPES = [(24, 40), (64, 64), (40, 136)]  # output, input features: multiples of 8, odd to most tiles
 
@@ -58,18 +58,18 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("shape", [SHAPES[0], *map(slow_on_cpu, SHAPES[1:])])
 def test_products_match_twin(device: str, name: str, shape: tuple[int, int]) -> None:
-    config = CONFIGS[name]
+    tile = TILES[name]
     O, I = shape  # noqa: E741
     # The interpreter multiplies tiles of bfloat16 as garbage; the "fma" kernel has no such products.
-    with_bfloat16 = device == "cpu" and config.kind == "fma" and shape == SHAPES[0]
+    with_bfloat16 = device == "cpu" and tile.kind == "fma" and shape == SHAPES[0]
     for dtype in DTYPES[device] + ((torch.bfloat16,) if with_bfloat16 else ()):
-        partly = max(config.block_m - 1, 1)
+        partly = max(tile.block_m - 1, 1)
         # In a quick run on a CPU one of them, of half precision.
         both = device == "cuda" or dtype == torch.float32 or shape != SHAPES[0]
-        for M in {partly, config.block_m if both else partly}:
+        for M in {partly, tile.block_m if both else partly}:
             x = normal(M, I, seed=1, dtype=dtype, device=device)
             w = normal(O, I, seed=2, dtype=dtype, device=device) / I**0.5
             bias, residual = (
@@ -78,26 +78,26 @@ def test_products_match_twin(device: str, name: str, shape: tuple[int, int]) -> 
             )
             norm = 1 + 0.1 * normal(I, seed=5, dtype=dtype, device=device)
             gate_up = normal(2 * O, I, seed=6, dtype=dtype, device=device) / I**0.5
-            assert_close(ops.linear(x, w, config=config), twin.linear(x, w))
-            assert_close(ops.linear(x, w, bias, residual, config=config), twin.linear(x, w, bias, residual))
-            assert_close(ops.norm_linear(x, norm, EPS, w, bias, config=config), twin.norm_linear(x, norm, EPS, w, bias))
-            assert_close(ops.gated_linear(x, gate_up, config=config), twin.gated_linear(x, gate_up))
+            assert_close(ops.linear(x, w, tile=tile), twin.linear(x, w))
+            assert_close(ops.linear(x, w, bias, residual, tile=tile), twin.linear(x, w, bias, residual))
+            assert_close(ops.norm_linear(x, norm, EPS, w, bias, tile=tile), twin.norm_linear(x, norm, EPS, w, bias))
+            assert_close(ops.gated_linear(x, gate_up, tile=tile), twin.gated_linear(x, gate_up))
             assert_close(
-                ops.norm_gated_linear(x, norm, EPS, gate_up, config=config),
+                ops.norm_gated_linear(x, norm, EPS, gate_up, tile=tile),
                 twin.norm_gated_linear(x, norm, EPS, gate_up),
             )
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TILES)
 def test_a_rows_bits_do_not_depend_on_the_others(device: str, name: str) -> None:
-    config = CONFIGS[name]
-    x = normal(config.block_m, 136, seed=1, dtype=torch.float16, device=device)
+    tile = TILES[name]
+    x = normal(tile.block_m, 136, seed=1, dtype=torch.float16, device=device)
     w = normal(48, 136, seed=2, dtype=torch.float16, device=device)
     norm = normal(136, seed=3, dtype=torch.float16, device=device)
-    every = ops.norm_gated_linear(x, norm, EPS, w, config=config)
-    for m in {0, config.block_m // 2, config.block_m - 1}:
-        alone = ops.norm_gated_linear(x[m : m + 1], norm, EPS, w, config=config)
+    every = ops.norm_gated_linear(x, norm, EPS, w, tile=tile)
+    for m in {0, tile.block_m // 2, tile.block_m - 1}:
+        alone = ops.norm_gated_linear(x[m : m + 1], norm, EPS, w, tile=tile)
         assert torch.equal(alone[0], every[m])
 
 
@@ -108,22 +108,22 @@ def test_a_rows_bits_do_not_depend_on_the_others(device: str, name: str) -> None
     ["fma2", "fma2-early", "dot8", "dot8-tma-early", "dot16-split", "dot16-split-early", "dot64-split-norm-apart"],
 )
 def test_programmatic_launch_in_a_graph_changes_nothing(name: str) -> None:
-    config = replace(CONFIGS[name], block_o=16, num_warps=4)
-    size, M = 1024, config.block_m
+    tile = replace(TILES[name], block_o=16, num_warps=4)
+    size, M = 1024, tile.block_m
     norm = normal(size, seed=1, dtype=torch.bfloat16, device="cuda")
     gate_up = normal(2 * size, size, seed=2, dtype=torch.bfloat16, device="cuda") / size**0.5
     down = normal(size, size, seed=3, dtype=torch.bfloat16, device="cuda") / size**0.5
     x0 = normal(M, size, seed=4, dtype=torch.bfloat16, device="cuda")
 
-    def chain(config: Config) -> torch.Tensor:
+    def chain(tile: GemmTile) -> torch.Tensor:
         x = x0
         for _ in range(20):
-            x = ops.linear(ops.norm_gated_linear(x, norm, EPS, gate_up, config=config), down, None, x, config=config)
+            x = ops.linear(ops.norm_gated_linear(x, norm, EPS, gate_up, tile=tile), down, None, x, tile=tile)
         return x
 
-    expected = chain(config)
+    expected = chain(tile)
     for prefetch in (0, 256):
-        early = replace(config, pdl=True, prefetch=prefetch)
+        early = replace(tile, pdl=True, prefetch=prefetch)
         assert torch.equal(chain(early), expected)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -138,8 +138,8 @@ def test_programmatic_launch_in_a_graph_changes_nothing(name: str) -> None:
 def test_rows_of_a_wider_buffer(device: str) -> None:
     x = normal(3, 128, seed=1, dtype=torch.float32, device=device)[:, :64]
     w = normal(24, 64, seed=2, dtype=torch.float32, device=device)
-    for config in (CONFIGS["dot16-split"], DOT):
-        assert_close(ops.linear(x, w, config=config), twin.linear(x, w))
+    for tile in (TILES["dot16-split"], DOT):
+        assert_close(ops.linear(x, w, tile=tile), twin.linear(x, w))
     assert_close(ops.rms_norm(x, w[0], EPS), rms_norm(x, w[0], EPS))
 
 
@@ -147,9 +147,9 @@ def test_rows_of_a_wider_buffer(device: str) -> None:
 def test_every_skinny_product_has_a_configuration(M: int) -> None:
     for O, I in [(6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (576, 1536), (960, 576)]:  # noqa: E741
         assert is_skinny(M, O, I, torch.bfloat16)
-        config = config_for(M, O, I, torch.bfloat16)
-        assert config.block_m >= M
-        elsewhere = without_hopper(config)
+        tile = gemm_tile_for(M, O, I, torch.bfloat16)
+        assert tile.block_m >= M
+        elsewhere = without_hopper(tile)
         assert (elsewhere.tma, elsewhere.pdl, elsewhere.prefetch) == (False, False, 0)
 
 
@@ -171,8 +171,8 @@ def test_many_rows(M: int) -> None:
 
 def test_measured_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {(64, 128): {1: FMA, 2: FMA, 16: DOT, 64: None}}
-    monkeypatch.setattr(linear_config, "_MEASURED", table)
-    chosen = [config_for(M, 64, 128, torch.bfloat16) for M in (1, 2, 3, 16)]
+    monkeypatch.setattr(gemm_tile, "_MEASURED", table)
+    chosen = [gemm_tile_for(M, 64, 128, torch.bfloat16) for M in (1, 2, 3, 16)]
     assert chosen == [FMA, replace(FMA, block_m=2), DOT, DOT]
     assert is_skinny(16, 64, 128, torch.bfloat16)
     assert not is_skinny(17, 64, 128, torch.bfloat16)

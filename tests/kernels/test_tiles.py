@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from specbatch.kernels.triton.parts.attention_tile import Tile, shared_of, tile_for
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
-from specbatch.kernels.triton.skinny.tile import Config, config_for, fitting, is_skinny, without_hopper
+from specbatch.kernels.triton.skinny.tile import GemmTile, fitting, gemm_tile_for, is_skinny, without_hopper
 
 KIB = 1024
 LIMITS = [64 * KIB, 99 * KIB, 163 * KIB, 227 * KIB]
@@ -20,46 +20,46 @@ SIZES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096
 ROWS = [1, 4, 16, 17, 32, 33, 64, 65, 4096]
 
 
-def configs(dtype: torch.dtype) -> list[Config]:
+def tiles_of(dtype: torch.dtype) -> list[GemmTile]:
     shapes = [(M, *size) for size in SIZES for M in range(1, 129) if is_skinny(M, *size, dtype)]
     assert len(shapes) > 64 * len(SIZES) * 0.9
-    return [config_for(*shape, dtype) for shape in shapes]
+    return [gemm_tile_for(*shape, dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_products_fit(limit: int, dtype: torch.dtype) -> None:
-    for config in configs(dtype):
-        fitted = fitting(config, limit)
+    for tile in tiles_of(dtype):
+        fitted = fitting(tile, limit)
         stage = 2 * fitted.block_i * (fitted.block_o + fitted.block_m)
         assert fitted.num_stages * stage <= limit, fitted
         assert fitted.num_stages >= 1
-        assert (fitted.block_m, fitted.block_o, fitted.splits) == (config.block_m, config.block_o, config.splits)
+        assert (fitted.block_m, fitted.block_o, fitted.splits) == (tile.block_m, tile.block_o, tile.splits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_on_hopper_are_the_measured_ones(dtype: torch.dtype) -> None:
-    assert all(fitting(config, HOPPER_SHARED_BYTES) == config for config in configs(dtype))
+    assert all(fitting(tile, HOPPER_SHARED_BYTES) == tile for tile in tiles_of(dtype))
     assert HOPPER_SHARED_BYTES == 227 * KIB
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_only_stages_of_products_change_from_99_kib_on(limit: int) -> None:
-    for config in configs(torch.bfloat16):
-        fitted = fitting(config, limit)
+    for tile in tiles_of(torch.bfloat16):
+        fitted = fitting(tile, limit)
         if limit >= 99 * KIB:
-            assert replace(fitted, num_stages=config.num_stages) == config
-    narrow = fitting(Config("dot", 128, 256, 128, 4, 8), 64 * KIB)
+            assert replace(fitted, num_stages=tile.num_stages) == tile
+    narrow = fitting(GemmTile("dot", 128, 256, 128, 4, 8), 64 * KIB)
     assert (narrow.block_i, narrow.num_stages) == (64, 1)
 
 
 def test_ada_keeps_its_products() -> None:
     """What cards before Hopper ran: as many stages as 96,000 bytes hold."""
-    for config in configs(torch.bfloat16):
-        stage = 2 * config.block_i * (config.block_o + config.block_m)
-        stages = max(1, min(config.num_stages, 96_000 // stage))
-        expected = replace(config, tma=False, pdl=False, prefetch=0, num_stages=stages)
-        assert fitting(without_hopper(config), 99 * KIB) == expected
+    for tile in tiles_of(torch.bfloat16):
+        stage = 2 * tile.block_i * (tile.block_o + tile.block_m)
+        stages = max(1, min(tile.num_stages, 96_000 // stage))
+        expected = replace(tile, tma=False, pdl=False, prefetch=0, num_stages=stages)
+        assert fitting(without_hopper(tile), 99 * KIB) == expected
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from specbatch.kernels.triton.skinny.tile import Config
+from specbatch.kernels.triton.skinny.tile import GemmTile
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("scripts")
 
-CHAINED = {name: asdict(Config("dot", 8, 16, 256, 5, 1, pdl=True)) for name in ("qkv", "o", "gate_up", "down")}
-ALONE = asdict(Config("dot", 8, 32, 256, 4, 2))
+CHAINED = {name: asdict(GemmTile("dot", 8, 16, 256, 5, 1, pdl=True)) for name in ("qkv", "o", "gate_up", "down")}
+ALONE = asdict(GemmTile("dot", 8, 32, 256, 4, 2))
 
 
 @pytest.mark.parametrize(
     ("chain_ms", "alone_us", "expected"),
     [
-        (0.4, 6.0, 'Config("dot", 8, 16, 256, 5, 1, pdl=True)'),  # slower alone, faster where they start early
+        (0.4, 6.0, 'GemmTile("dot", 8, 16, 256, 5, 1, pdl=True)'),  # slower alone, faster where they start early
         (0.8, 6.0, None),
-        (0.8, 4.0, 'Config("dot", 8, 32, 256, 4, 2, pdl=True)'),
-        (None, 4.0, 'Config("dot", 8, 32, 256, 4, 2, pdl=True)'),
+        (0.8, 4.0, 'GemmTile("dot", 8, 32, 256, 4, 2, pdl=True)'),
+        (None, 4.0, 'GemmTile("dot", 8, 32, 256, 4, 2, pdl=True)'),
         (None, 6.0, None),
     ],
 )

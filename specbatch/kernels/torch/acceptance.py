@@ -13,7 +13,7 @@ from specbatch.kernels.torch.sampling import draw
 
 
 def accept_path(tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """The walk of `verify._walk_tree`: from the root to the child that holds the target's own choice, until there is
+    """The accepted path: from the root to the child that holds the target's own choice, until there is
     none.
 
     `choice_BN` is the target's argmax or sample at every node. `parents_BN` is -1 at the root, node 0, and -2 at
@@ -47,12 +47,12 @@ def accept_chain(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rejection sampling of a chain (`verify._accept_chain`; Leviathan et al. 2023, Chen et al. 2023): draft i, drawn
     from q_i, is accepted while u * q_i(x) < p_i(x); the first rejected one is replaced by a draw from max(p_i - q_i,
-    0); behind the last accepted one of all `num_drafts_B` the next token is drawn from p.
+    0); after all `num_drafts_B` were accepted the next token is drawn from p.
 
     drafts_BD: target token ids. q_BDW: the distributions that they were drawn from, over draft tokens, of which
     `target_ids_W` gives the (distinct) target ids; None: draft ids are target ids, W <= V. p_BNV: the target's
-    distribution behind each node; N = D + 1, node i + 1 is draft i. u_accept, u_residual: float64 draws for the token
-    of draft i, u_sample: for the token behind node n, that is [.., i] belongs to position num_computed_tokens + i + 1
+    distribution after each node; N = D + 1, node i + 1 is draft i. u_accept, u_residual: float64 draws for the token
+    of draft i, u_sample: for the token after node n, that is [.., i] belongs to position num_computed_tokens + i + 1
     in all three. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are the
     target's argmax, whatever their q.
 

@@ -13,7 +13,7 @@ from specbatch.kernels.torch.model import as_bytes
 
 
 class Workspace:
-    """What the kernel of `attend` needs between launches; the twin needs nothing."""
+    """What the Triton kernel of `attend` needs between launches. This one needs nothing."""
 
     def __init__(self, device: torch.device, rows: int, head_dim: int) -> None:
         pass
@@ -32,7 +32,7 @@ def attend(
 
     `window`: a query at position p sees keys at positions > p - window; a key's position is its slot's index, which is
     wrong for nodes of a draft tree, all of which lie in the window of any real model.
-    `num_splits` and `workspace` are for the kernel.
+    `num_splits` and `workspace` are for the Triton kernel.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = kv_2KSD.shape[1]

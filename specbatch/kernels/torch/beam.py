@@ -39,7 +39,7 @@ def beam_expand(
     target_ids_W: Tensor | None,
     step: int,
 ) -> Beam:
-    """Step 1, 2, .. of a tree (EAGLE-2, Li et al. 2024; `NeuralProposer._tree`): the K children of each of K branches
+    """Step 1, 2, .. of a tree (EAGLE-2, Li et al. 2024): the K children of each of K branches
     become candidates (in place), and the K of the highest cumulative score the next branches, the earlier of equals
     first.
 

@@ -1,6 +1,6 @@
-"""Matrix products of few rows with what surrounds them, in torch: the oracle of `kernels.linear`.
+"""GEMMs with what surrounds them (norm, bias, residual, gate), in plain torch.
 
-Shape suffixes: M rows, E hidden size (input of a norm), I input features, O output features.
+Shape suffixes: M tokens, E hidden size (input of a norm), I input features, O output features.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def norm_linear(
 
 
 def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor) -> Tensor:
-    """silu(x G^T) * (x U^T), each step rounded to x's dtype; rows [0, I) of the weight are the gate. Returns (M, I)."""
+    """silu(x G^T) * (x U^T), each step rounded to x's dtype. G is the first half of the weight. Returns (M, I)."""
     gate_MI, up_MI = F.linear(x_ME, gate_up_2IE).chunk(2, dim=-1)
     return F.silu(gate_MI) * up_MI
 

@@ -1,4 +1,7 @@
-"""Twin of `mask_bits.py`. Shape suffixes: B sequences, T packed tokens (Q of each sequence), W words, Z bytes."""
+"""Tree masks as FlashInfer's kernels read them, in plain torch.
+
+Shape suffixes: B sequences, T packed tokens (Q of each sequence), W words, Z bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from torch import Tensor
 def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num_queries: int, max_keys: int) -> Tensor:
     """The mask of a `PagedBatch` as FlashInfer's kernels read one: a bit for each pair of query and key, (B, Z) uint8.
 
-    Bit q * L + k of row b, from the least significant one of its first byte, says whether query q sees slot k, where
-    L = starts[b] + num_queries is the number of the sequence's keys, at most `max_keys`. Rows have the fixed width
-    Z = ceil(num_queries * max_keys / 8); what is behind a row's num_queries * L bits is anything.
+    Bit q * L + k of sequence b, from the least significant bit of its first byte, says whether query q sees slot k,
+    where L = starts[b] + num_queries is the number of the sequence's keys, at most `max_keys`. Each sequence has Z =
+    ceil(num_queries * max_keys / 8) bytes; the bits after its first num_queries * L can have any value.
     """
     batch, width = starts_B.shape[0], mask_TW.shape[1] * 32
     device = mask_TW.device

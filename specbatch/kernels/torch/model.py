@@ -1,6 +1,7 @@
-"""Twins of the model's kernels in plain torch: fixed shapes, no synchronisation, any device and dtype.
+"""Norm, activation, rotary embedding with the cache write, and moves of slots, in plain torch: fixed shapes, no
+synchronisation, any device and dtype.
 
-The last slot of a cache is spare: what a kernel leaves unwritten, a twin writes there. No sequence owns it.
+The last slot of a cache is spare, no sequence has it: what a Triton kernel leaves unwritten is written there.
 
 A cache has the model's dtype or float8_e4m3fn (scale 1, as in vLLM without calibrated scales): values beyond +-448
 become +-448.
@@ -91,8 +92,8 @@ def as_bytes(x: Tensor) -> Tensor:
 def move_slots(kv_L2KSD: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
     """Copy slots `source_BM` onto slots `target_BM` in all layers at once; -1 in `target_BM`: nothing is copied.
 
-    No slot is in two rows, and the last one, spare in every cache, in none. Within a row no target is the source of a
-    later column: paths of trees are moved towards their roots.
+    No slot is moved for two sequences, and the spare one for none. For one sequence no target is the source of a later
+    column: paths of trees are moved towards their roots.
     """
     spare = kv_L2KSD.shape[3] - 1
     moves = (target_BM >= 0).view(-1)

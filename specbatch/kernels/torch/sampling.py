@@ -32,11 +32,11 @@ def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
 
 
 def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
-    """(R,) float64 draws from [0, 1) with 53 bits; `speculation.noise.uniform` bit for bit (Philox4x32-10, Salmon et
-    al., SC 2011).
+    """(R,) float64 draws from [0, 1) with 53 bits; as `draft.rng.uniform` bit for bit (Philox4x32-10, Salmon et al.,
+    SC 2011).
 
     All arguments are int64 and broadcast against each other; 64-bit seeds and streams past 2^63 - 1 are held as
-    negative numbers. `purpose` is a `speculation.noise.Purpose`.
+    negative numbers. `purpose` is a `draft.rng.Draw`.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(
         position_R & _MASK32, (sample_R << 8 | purpose) & _MASK32, stream_R & _MASK32, stream_R >> 32 & _MASK32
@@ -96,7 +96,7 @@ def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     one of probability zero. Token 0 where the row is NaN. `uniform_R` is float64."""
     cdf = p_RV.double().cumsum(-1)
     positive = p_RV > 0
-    # The first token behind the quantile. Not by binary search: a parallel sum may fall back by a rounding.
+    # The first token after the quantile. Not by binary search: a parallel sum can fall by a rounding.
     hit = positive & (cdf > uniform_R[:, None] * cdf[:, -1:])
     ids = torch.arange(p_RV.shape[1], device=p_RV.device)
     last = torch.where(positive, ids, 0).amax(dim=-1)  # where u * total was rounded up to the total

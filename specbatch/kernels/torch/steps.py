@@ -1,10 +1,9 @@
-"""What lies between the large operations of a round, each as one operation, in plain torch: the twins of the Triton
-kernels in `round_steps`. Written out in torch they are dozens of launches over a few numbers, which in a captured graph
-take longer than a small model's layer.
+"""The small steps between the large operations of a round, in plain torch. On a GPU each is one kernel: as torch
+operations they would be dozens of launches over a few numbers, which take longer than a layer of a small model.
 
 Shape suffixes: S slots, F fields, B sequences, N tree nodes, M longest path (root counted), Q new tokens of a sequence,
 T = B * Q packed tokens (or B * M), P pages of a table, L longest token list, K topk, C candidates, W words of a mask or
-draft vocabulary, Z report columns.
+draft vocabulary, Z columns of the round output.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def span_layout(
     index = length_B[:, None] + start + query
     written = ((done_B == 0)[:, None]) & (query < (num_queries if num_written_B is None else num_written_B[:, None]))
     slots = torch.where(written, slots_of(page_table_BP, page_size, index), -1)
-    behind = query * position_stride if depths_BQ is None else depths_BQ
-    positions = length_B[:, None] + position + behind
+    offset = query * position_stride if depths_BQ is None else depths_BQ
+    positions = length_B[:, None] + position + offset
     return Spans(
         slots.view(-1),
         positions.reshape(-1),
@@ -71,17 +70,18 @@ def commit_round(
     next_token_B: Tensor | None = None,
     num_broken_B: Tensor | None = None,
 ) -> Committed:
-    """Acceptance and commit of a round: choose the path, advance the slots, say what was decided and what has to move.
+    """Acceptance and commit of a round: choose the path, advance the requests, make the round output, list what has to
+    move.
 
     Acceptance: with `choice_BN`, the target's own token at every node, from the root to the child that holds the
-    choice, until there is none: down the tree of `parents_BN` (see `torch_round.accept_path`), else along a chain, of
+    choice, until there is none: down the tree of `parents_BN` (see `accept_path`), else along a chain, of
     which `num_nodes_B` nodes are real (None: all). What the path is may also be given: `num_path_B` nodes of `path_BN`
-    (None: of the chain). The token behind the path is the choice at its end, else `next_token_B`.
+    (None: of the chain). The token after the path is the choice at its end, else `next_token_B`.
 
-    Commit, of live slots only: `ints_SF` (in place) gets the new length and root, and is marked done where a new token
-    within the limit is one of `eos_K` (unless it is to be ignored) or a stop token, or the limit is reached. The new
-    tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). Where the token after the
-    path is NO_TOKEN, the slot is done, and what goes on to be computed for it sees token 0. `num_broken_B` is reported.
+    Commit, of live requests only: `ints_SF` (in place) gets the new length and root, and is marked done if a new token
+    within the limit is one of `eos_K` (unless it is to be ignored) or a stop token, or if the limit is reached. The new
+    tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). If the token after the path
+    is NO_TOKEN, the request is done, and what is still computed for it sees token 0. `num_broken_B` goes to the output.
 
     All integers are int64 but tokens_SL and page_table_SP, int32. `req_idx_B`: each sequence's line of the tables; only
     one that is done may repeat.
@@ -96,10 +96,10 @@ def commit_round(
             chain = torch.where(nodes < num_nodes_B[:, None], chain, -2)
         path_BN, num_path_B = accept_path(tokens_BN, chain if parents_BN is None else parents_BN, choice_BN)
     path = (nodes.expand(batch, -1) if path_BN is None else path_BN)[:, :max_path]
-    place = nodes[:max_path]
-    on_path = place < num_path_B[:, None]
+    offset = nodes[:max_path]
+    on_path = offset < num_path_B[:, None]
     path = torch.where(on_path, path, 0)
-    last = place == num_path_B[:, None] - 1
+    last = offset == num_path_B[:, None] - 1
     if next_token_B is None:
         assert choice_BN is not None
         next_token_B = choice_BN.gather(1, path.gather(1, num_path_B[:, None] - 1))[:, 0]
@@ -111,21 +111,21 @@ def commit_round(
     ints = ints_SF[req_idx_B]
     length, live = ints[:, Field.LENGTH], ints[:, Field.DONE] == 0
     room = ints[:, Field.LIMIT] - length - 1
-    counted = place < torch.minimum(num_path_B, room)[:, None]
+    counted = offset < torch.minimum(num_path_B, room)[:, None]
     eos = (tokens[:, :, None] == eos_K).any(dim=2) & (ints[:, Field.IGNORE_EOS] == 0)[:, None]
     stops = ints[:, None, Field.STOP :]
     ends = ((eos | (tokens[:, :, None] == stops).any(dim=2)) & counted).any(dim=1)
     new = ints.clone()
-    # No further than a row may go: a round that was launched already runs once more from here, in vain.
+    # At most the limit: a round that is launched already runs once more from here, without effect.
     new[:, Field.LENGTH] = torch.minimum(length + num_path_B, ints[:, Field.LIMIT] - 1)
     new[:, Field.ROOT] = next_token_B
     new[:, Field.DONE] = (ends | failed | (num_path_B >= room)).long()
     ints_SF.index_copy_(0, req_idx_B, torch.where(live[:, None], new, ints))
     max_length = tokens_SL.shape[1]
     if max_length:
-        index = length[:, None] + 1 + place
+        index = length[:, None] + 1 + offset
         kept = on_path & live[:, None] & (index < max_length)
-        # What is not kept writes what is there: the place of the slot's first token, which no round changes.
+        # What is not kept writes the request's first token over itself; no round changes it.
         index = torch.where(kept, index, 0)
         value = torch.where(kept, tokens, tokens_SL[req_idx_B, 0].long()[:, None])
         tokens_SL.index_put_((req_idx_B[:, None].expand_as(index), index), value.int())
@@ -135,8 +135,8 @@ def commit_round(
     broken = torch.zeros_like(length) if num_broken_B is None else num_broken_B
     counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken), dim=1)
     table = page_table_SP[req_idx_B]
-    moves = live[:, None] & on_path & (path != place)
-    target = torch.where(moves, slots_of(table, page_size, length[:, None] + place), -1)
+    moves = live[:, None] & on_path & (path != offset)
+    target = torch.where(moves, slots_of(table, page_size, length[:, None] + offset), -1)
     return Committed(
         path,
         num_path_B,

@@ -29,10 +29,10 @@ def unbroken_drafts(scores_RK: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
 def select_nodes(
     root_B: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor, num_draft_tokens: int, num_steps: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tree to verify, as `speculation.tree.select_nodes`: the root and the num_draft_tokens - 1 candidates of the
-    highest cumulative score, the earlier of equals first, in the candidates' order.
+    """The tree to verify, as EAGLE-2 chooses it (Li et al. 2024): the root and the num_draft_tokens - 1 candidates of
+    the highest cumulative score, the earlier of equals first, in the candidates' order.
 
-    `parents_BC` is the candidate that a candidate hangs on, -1 for the root; it has a smaller index, and at least the
+    `parents_BC` is each candidate's parent, a candidate, or -1 for the root. It has a smaller index, and at least the
     score. No candidate is deeper than `num_steps`.
 
     Returns (tokens_BN, parents_BN, depths_BN, mask_BNW): int64, parents -1 at the root, depths 0 there; and int32,

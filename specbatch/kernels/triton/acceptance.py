@@ -30,16 +30,16 @@ def _accept_chain(
     real = (steps < num_drafts) & (steps < D)
     drafts = tl.load(drafts_ptr + seq * D + steps, mask=real, other=0)
     p = tl.load(p_ptr + (seq * (D + 1) + steps) * vocab + drafts, mask=real, other=0.0).to(tl.float64)
-    place = drafts
+    draft_id = drafts
     if MAPPED:
-        place = tl.load(inverse_ptr + drafts, mask=real, other=-1).to(tl.int64)
-    known = real & (place >= 0) & (place < q_width)
-    q = tl.load(q_ptr + (seq * D + steps) * q_width + place, mask=known, other=0.0).to(tl.float64)
+        draft_id = tl.load(inverse_ptr + drafts, mask=real, other=-1).to(tl.int64)
+    known = real & (draft_id >= 0) & (draft_id < q_width)
+    q = tl.load(q_ptr + (seq * D + steps) * q_width + draft_id, mask=known, other=0.0).to(tl.float64)
     q = tl.where(greedy, 1.0, q)
     broken = real & (q != q)  # all of that row is NaN, and the draft is rejected
     u = tl.load(accept_ptr + seq * D + steps, mask=real, other=0.0)
     accepted = real & (u * q < p)
-    last = tl.min(tl.where(accepted, BLOCK_D, steps))  # the node behind which the next token comes
+    last = tl.min(tl.where(accepted, BLOCK_D, steps))  # the node after which the next token comes
     last = tl.minimum(last, D)
     rejected = last < num_drafts
 
@@ -81,7 +81,7 @@ def accept_chain(
     u_residual_BD: Tensor,
     u_sample_BN: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`torch_round.accept_chain`; two passes over one row of p (and q) a sequence."""
+    """See `kernels/torch/acceptance.py`: two passes over one row of p (and q) a sequence."""
     (batch, num_drafts), (vocab, width) = drafts_BD.shape, (p_BNV.shape[2], q_BDW.shape[2])
     device = drafts_BD.device
     num_path, next_token, num_broken = torch.empty((3, batch), dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """Attention over a paged cache in one stage (Triton): decode, verification of chains and trees, and prefill.
 
-Old and new tokens are not told apart: a program walks over a sequence's slots in blocks that start at multiples of
+Old and new tokens are treated alike: a program walks over a sequence's slots in blocks that start at multiples of
 BLOCK_N and merges them in order (online softmax, Milakov and Gimelshein 2018). A block that a query does not see
 changes nothing, to the last bit. So a token's output does not depend on how its sequence was cut into prefix and new
 tokens. (The unified kernel of SGLang's pull request 11536 has the same aim.)
@@ -11,7 +11,7 @@ to plan. The last split to finish merges all of them, in order, so that no secon
 
 Lengths, page tables and masks are read on the device, so that a captured graph follows them.
 
-Shape suffixes as in `torch_model.py`; rows of a tile are (new token, query head of the group) pairs.
+Shape suffixes as in `kernels/torch/model.py`; rows of a tile are (new token, query head of the group) pairs.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Workspace:
         self._counters = torch.zeros(rows // 16, dtype=torch.int32, device=device)
 
     def reserve(self, tiles: int, splits: int, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(partials, sums, counters) for so many tiles of so many rows."""
+        """(partials, sums, counters) for `tiles` tiles of `rows` rows."""
         assert tiles * splits * rows * width <= self._partials.numel(), (tiles, splits, rows, width)
         assert tiles * splits * rows * 2 <= self._sums.numel(), (tiles, splits, rows)
         assert tiles <= self._counters.numel(), tiles
@@ -239,20 +239,30 @@ def attend(
     window: int | None = None,
     num_splits: int = 1,
     workspace: Workspace | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
-    """See the twin in `torch_model.py`. `num_splits`, a power of two, needs a `workspace` if above 1.
+    """See `kernels/torch/attention.py`. `num_splits`, a power of two, needs a `workspace` if above 1."""
+    _, num_heads, head_dim = q_THD.shape
+    num_rows = batch.max_queries * (num_heads // kv_2KSD.shape[1])
+    tile = tile_for(num_rows, head_dim, q_THD.element_size(), shared_bytes(q_THD))
+    return attend_by(tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace)
 
-    The tile's shape follows the number of rows and the kind of GPU unless one is given. Bits are comparable only
-    between calls with equal tiles and splits.
-    """
+
+def attend_by(
+    tile: Tile,
+    q_THD: Tensor,
+    kv_2KSD: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
+    num_splits: int,
+    workspace: Workspace | None,
+) -> Tensor:
+    """`attend` with a given tile. Bits are comparable only between calls with equal tiles and splits."""
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads = kv_2KSD.shape[1]
     group = num_heads // num_kv_heads
-    num_rows = batch.max_queries * group
-    tile = tile or tile_for(num_rows, head_dim, q_THD.element_size(), shared_bytes(q_THD))
     block_m = tile.block_m
-    row_blocks = triton.cdiv(num_rows, block_m)
+    row_blocks = triton.cdiv(batch.max_queries * group, block_m)
     num_seqs = batch.starts_B.shape[0]
     block_d = padded(head_dim)
     out = torch.empty_like(q_THD)

@@ -26,26 +26,26 @@ def _beam_start(
     tokens_ptr, index_ptr, seen_ptr, num_candidates, num_words,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64)
     branch, words = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
     real = branch < K
-    tokens = tl.load(ids_ptr + row * K + branch, mask=real, other=0)
+    tokens = tl.load(ids_ptr + seq * K + branch, mask=real, other=0)
     if MAPPED:
         tokens = tl.load(target_ids_ptr + tokens, mask=real, other=0)
-    at = row * num_candidates + branch
+    at = seq * num_candidates + branch
     tl.store(cand_tokens_ptr + at, tokens, mask=real)
-    tl.store(cand_scores_ptr + at, tl.load(scores_ptr + row * K + branch, mask=real, other=0.0), mask=real)
+    tl.store(cand_scores_ptr + at, tl.load(scores_ptr + seq * K + branch, mask=real, other=0.0), mask=real)
     tl.store(cand_parents_ptr + at, tl.full((BLOCK_K,), -1, tl.int64), mask=real)
-    tl.store(tokens_ptr + row * K + branch, tokens, mask=real)
-    tl.store(index_ptr + row * K + branch, branch.to(tl.int64), mask=real)
+    tl.store(tokens_ptr + seq * K + branch, tokens, mask=real)
+    tl.store(index_ptr + seq * K + branch, branch.to(tl.int64), mask=real)
     for i in range(K):
-        tl.store(seen_ptr + (row * K + i) * num_words + words, _own_bit(i, words), mask=words < num_words)
+        tl.store(seen_ptr + (seq * K + i) * num_words + words, _own_bit(i, words), mask=words < num_words)
 
 
 def beam_start(
     scores_BK: Tensor, ids_BK: Tensor, target_ids_W: Tensor | None, num_candidates: int, num_words: int
 ) -> tuple[Candidates, Beam]:
-    """`torch_steps.beam_start`; candidates that no step has filled hold anything."""
+    """See `kernels/torch/beam.py`: candidates that no step has filled hold anything."""
     batch, k = ids_BK.shape
     device = ids_BK.device
     cand_tokens, cand_parents = torch.empty((2, batch, num_candidates), dtype=torch.int64, device=device)
@@ -69,31 +69,31 @@ def _beam_expand(
     new_scores_ptr, new_tokens_ptr, new_index_ptr, parent_ptr, new_seen_ptr, num_candidates, num_words, step,
     K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64)
     children, words = tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
     real = children < K * K
     first = K + (step - 1) * K * K
-    scores = tl.load(scores_ptr + row * K + children // K, mask=real, other=0.0)
-    scores += tl.load(step_scores_ptr + row * K * K + children, mask=real, other=0.0)
-    tokens = tl.load(step_ids_ptr + row * K * K + children, mask=real, other=0)
+    scores = tl.load(scores_ptr + seq * K + children // K, mask=real, other=0.0)
+    scores += tl.load(step_scores_ptr + seq * K * K + children, mask=real, other=0.0)
+    tokens = tl.load(step_ids_ptr + seq * K * K + children, mask=real, other=0)
     if MAPPED:
         tokens = tl.load(target_ids_ptr + tokens, mask=real, other=0)
-    at = row * num_candidates + first + children
+    at = seq * num_candidates + first + children
     tl.store(cand_scores_ptr + at, scores, mask=real)
     tl.store(cand_tokens_ptr + at, tokens, mask=real)
-    tl.store(cand_parents_ptr + at, tl.load(index_ptr + row * K + children // K, mask=real, other=0), mask=real)
+    tl.store(cand_parents_ptr + at, tl.load(index_ptr + seq * K + children // K, mask=real, other=0), mask=real)
     packed = tl.where(real, pack(scores, children), LOWEST)
     for i in range(K):
         best = tl.max(packed)
         chosen = packed_index(best)
         parent = chosen // K
-        out = row * K + i
+        out = seq * K + i
         tl.store(new_scores_ptr + out, packed_number(best))
         # Taken from the registers: what was stored above is not to be read by another thread yet.
         tl.store(new_tokens_ptr + out, tl.sum(tl.where(packed == best, tokens, 0)))
         tl.store(new_index_ptr + out, first + chosen)
         tl.store(parent_ptr + out, parent)
-        inherited = tl.load(seen_ptr + (row * K + parent) * num_words + words, mask=words < num_words, other=0)
+        inherited = tl.load(seen_ptr + (seq * K + parent) * num_words + words, mask=words < num_words, other=0)
         seen = inherited | _own_bit(step * K + i, words)
         tl.store(new_seen_ptr + out * num_words + words, seen, mask=words < num_words)
         packed = tl.where(packed == best, LOWEST, packed)
@@ -107,7 +107,7 @@ def beam_expand(
     target_ids_W: Tensor | None,
     step: int,
 ) -> Beam:
-    """`torch_steps.beam_expand`."""
+    """See `kernels/torch/beam.py`."""
     batch, k, num_words = beam.seen_BKW.shape
     device = beam.scores_BK.device
     scores = torch.empty((batch, k), dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
-"""Matrix products on CUDA: the library's for many rows, our own (`linear.py`) for few, which only stream the weights.
+"""GEMMs on CUDA: the library's for many tokens, our own (`skinny`) for few, which are bound by reading the weights.
 
-Signatures and results are those of `torch_linear.py`, but for a residual: with many rows the sum is written over it,
-which saves a copy of the residual stream (and it is added before the product is rounded). Shape suffixes as there.
+Results are those of `kernels/torch/gemm.py`, but for a residual: with many tokens the sum is written over it, which
+saves a copy of the residual stream (and it is added before the GEMM is rounded). Shape suffixes as there.
 """
 
 from __future__ import annotations

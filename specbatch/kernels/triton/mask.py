@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """Tree masks as FlashInfer's kernels read them (Triton). Lengths are read on the device, as everywhere.
 
-Shape suffixes as in `torch_mask.py`.
+Shape suffixes as in `kernels/torch/mask.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _tree_mask_bits(
         return
     mask_start = tl.load(mask_starts_ptr + seq)
     byte = first + tl.arange(0, BLOCK)
-    place = tl.arange(0, 8)
-    index = byte[:, None] * 8 + place[None, :]
+    bit_of_byte = tl.arange(0, 8)
+    index = byte[:, None] * 8 + bit_of_byte[None, :]
     query = index // num_keys
     bit = index - query * num_keys - mask_start
     word = tl.load(
@@ -46,12 +46,12 @@ def _tree_mask_bits(
         other=0,
     )
     visible = (bit < 0) | (((word >> (bit & 31)) & 1) != 0)
-    packed = tl.sum(visible.to(tl.int32) << place[None, :], 1)
+    packed = tl.sum(visible.to(tl.int32) << bit_of_byte[None, :], 1)
     tl.store(out_ptr + seq.to(tl.int64) * num_bytes + byte, packed.to(tl.uint8), mask=byte < num_bytes)
 
 
 def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num_queries: int, max_keys: int) -> Tensor:
-    """See the twin in `torch_mask.py`."""
+    """See `kernels/torch/mask.py`."""
     batch = starts_B.shape[0]
     num_bytes = triton.cdiv(num_queries * max_keys, 8)
     out = torch.empty((batch, num_bytes), dtype=torch.uint8, device=mask_TW.device)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """The model's memory-bound kernels (Triton): norm, activation, rotary embedding with the cache write, moves of slots.
 
-Shape suffixes as in `torch_model.py`, which says what each of them computes.
+Shape suffixes as in `kernels/torch/model.py`, which says what each of them computes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
 
 @triton.jit
 def _stored(x, dtype: tl.constexpr):
-    """`x` as a cache of `dtype` holds it; the clamp is the twin's, whatever the conversion does by itself."""
+    """`x` as a cache of `dtype` holds it; clamped as in the reference kernel, whatever the conversion does."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
@@ -146,12 +146,12 @@ def _rotary_write(
     tl.store(q_ptr + q_offsets, out1, mask=ok & is_query)
     tl.store(q_ptr + q_offsets + half, out2, mask=ok & is_query)
     slot = tl.load(slots_ptr + token)
-    written = ok & (slot + low * 0 >= 0)[None, :]  # a block: the interpreter knows no scalar mask
+    written = ok & (slot + low * 0 >= 0)[None, :]  # a block: the interpreter has no scalar masks
     k_head, v_head = heads - NUM_HEADS, heads - NUM_HEADS - NUM_KV_HEADS
     k_offsets = k_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
     v_offsets = v_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
     is_key = (heads >= NUM_HEADS)[:, None] & (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
-    # What is not finite: see the twin's `storable`. The values of the same heads, which another program may write:
+    # What is not finite: see the reference's `storable`. The values of the same heads, which another program can write:
     of_keys = ok & is_key
     values = offsets + NUM_KV_HEADS * D
     v1 = tl.load(qkv_ptr + values, mask=of_keys, other=0.0).to(tl.float32)

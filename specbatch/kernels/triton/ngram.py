@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Prompt lookup on the device (Triton): the texts are searched anew in each round, in chunks side by side, which costs
-less than keeping an index there. The twin in `torch_round` says what it does.
+"""N-gram drafts (Triton): each round searches the texts anew, in parallel chunks, which costs less than an index on the
+device.
 
-Shape suffixes as in `torch_round`.
+Shape suffixes as in `kernels/torch/ngram.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 @triton.jit
 def _longest_of_chunk(
-    tokens_ptr, rows_ptr, num_tokens_ptr, best_ptr, stride, min_match, max_match, CHUNK: tl.constexpr
+    tokens_ptr, req_idx_ptr, num_tokens_ptr, best_ptr, stride, min_match, max_match, CHUNK: tl.constexpr
 ):
     """Of the occurrences that end in a chunk the longest, of equals the last: (tokens matched) << 32 | its end, the
-    index of the token behind it; 0: none."""
+    index of the token after it; 0: none."""
     seq, chunk = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(rows_ptr + seq).to(tl.int64)
-    length = tl.load(num_tokens_ptr + slot).to(tl.int32)
-    text_ptr = tokens_ptr + slot * stride
+    req_idx = tl.load(req_idx_ptr + seq).to(tl.int64)
+    length = tl.load(num_tokens_ptr + req_idx).to(tl.int32)
+    text_ptr = tokens_ptr + req_idx * stride
     ends = chunk * CHUNK + tl.arange(0, CHUNK)
     best = tl.full((), 0, tl.int64)
     if chunk * CHUNK < length:
@@ -41,20 +41,20 @@ def _longest_of_chunk(
 
 @triton.jit
 def _continue(
-    tokens_ptr, rows_ptr, num_tokens_ptr, limit_ptr, best_ptr, drafts_ptr, num_drafts_ptr, stride, num_chunks,
+    tokens_ptr, req_idx_ptr, num_tokens_ptr, limit_ptr, best_ptr, drafts_ptr, num_drafts_ptr, stride, num_chunks,
     num_drafts, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0)
-    slot = tl.load(rows_ptr + seq).to(tl.int64)
-    length = tl.load(num_tokens_ptr + slot).to(tl.int32)
-    limit = tl.load(limit_ptr + slot).to(tl.int32)
+    req_idx = tl.load(req_idx_ptr + seq).to(tl.int64)
+    length = tl.load(num_tokens_ptr + req_idx).to(tl.int32)
+    limit = tl.load(limit_ptr + req_idx).to(tl.int32)
     chunks = tl.arange(0, CHUNKS)
     best = tl.max(tl.load(best_ptr + seq * num_chunks + chunks, mask=chunks < num_chunks, other=0))
     start = (best & 0xFFFFFFFF).to(tl.int32)
     count = tl.where(best > 0, tl.minimum(tl.maximum(limit - length, 0), num_drafts), 0)
     drafted = tl.arange(0, BLOCK_D)
     source = start + drafted % tl.maximum(length - start, 1)
-    tokens = tl.load(tokens_ptr + slot * stride + source, mask=drafted < count, other=0)
+    tokens = tl.load(tokens_ptr + req_idx * stride + source, mask=drafted < count, other=0)
     tl.store(drafts_ptr + seq * num_drafts + drafted, tokens.to(tl.int64), mask=drafted < num_drafts)
     tl.store(num_drafts_ptr + seq, count.to(tl.int64))
 
@@ -68,7 +68,7 @@ def ngram_lookup(
     max_match: int,
     num_drafts: int,
 ) -> tuple[Tensor, Tensor]:
-    """`torch_round.ngram_lookup`. Counts and limits may be of any integer type."""
+    """See `kernels/torch/ngram.py`. Counts and limits may be of any integer type."""
     assert 1 <= min_match <= max_match, (min_match, max_match)
     assert tokens_SL.stride(1) == 1
     # These may be columns of a wider table.

@@ -1,19 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Noise, sampling and chain acceptance on the device (Triton); the twins in `torch_round` say what each does.
+"""Random numbers, sampling and draws (Triton). `parts/filters.py` says how top-k and top-p are found without a sort.
 
-Nothing is sorted. What top-k and top-p keep is everything above a logit, the *bar*, and the first few by id of those
-that equal it. The bar is found by cutting an interval of logits at several pivots per pass over the row and narrowing
-it to the values that occur in it (after FlashInfer's sorting-free sampling). It ends at one logit of the row, so that
-ties are exact: equal probabilities are equal logits. With g = 1 and target k (top-k), or g the token's weight and
-target p of the total (top-p), the bar is the lowest logit of the row above which the sum of g stays below the target.
-
-A token's *weight* is exp((logit - peak) / temperature) in float32, 1 at the peak. Sums that decide between tokens are
-made in a fixed order, so a row's token does not depend on what else is in the batch.
-
-A NaN is read as +inf in what looks for a row's peak, so that the peak alone says whether the row is finite (see
-`torch_round.finite_peak`): no maximum is relied on to carry a NaN along.
-
-Shape suffixes as in `torch_round`.
+Shape suffixes as in `kernels/torch/sampling.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +46,7 @@ def _argmax_of_chunks(value_ptr, id_ptr, out_ptr, num_chunks, CHUNKS: tl.constex
 
 
 def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
-    """`torch_round.argmax`, in chunks of a row side by side. Rows may lie apart."""
+    """See `kernels/torch/sampling.py`: in parallel chunks of a row. Rows may lie apart."""
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1
     chunk = min(4096, triton.next_power_of_2(vocab))
@@ -74,7 +62,7 @@ def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
     return out
 
 
-# Noise
+# Random numbers
 
 
 @triton.jit
@@ -111,7 +99,7 @@ def _uniform(seed_ptr, stream_ptr, sample_ptr, position_ptr, out_ptr, count, pur
 
 
 def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
-    """`torch_round.uniform`."""
+    """See `kernels/torch/sampling.py`."""
     keys = [x.contiguous() for x in torch.broadcast_tensors(seed_R, stream_R, sample_R, position_R)]
     out = torch.empty(keys[0].shape, dtype=torch.float64, device=seed_R.device)
     count = out.numel()
@@ -148,8 +136,8 @@ def _sample(
 def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
-    """`torch_round.sample`, with weights in float32 and their sums in float64; one program a row. Rows of `logits_RV`
-    may lie apart. The other arguments have the types that the twin's docstring names."""
+    """See `kernels/torch/sampling.py`: with weights in float32 and their sums in float64; one program a row. Rows of
+    `logits_RV` may lie apart. The other arguments have the types that the reference names."""
     rows, vocab = logits_RV.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     block, blocks, num_warps = blocks_of(logits_RV)
@@ -189,7 +177,7 @@ def _distribution(
 
 
 def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """`torch_round.distribution`, as `sample` draws from it."""
+    """See `kernels/torch/sampling.py`: what `sample` draws from."""
     rows, vocab = logits_RV.shape
     out = torch.empty((rows, vocab), dtype=torch.float32, device=logits_RV.device)
     block, blocks, num_warps = blocks_of(logits_RV)
@@ -214,7 +202,7 @@ def _draw(p_ptr, uniform_ptr, out_ptr, stride, vocab, BLOCK: tl.constexpr, BLOCK
 
 
 def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """`torch_round.draw`; rows of `p_RV` may lie apart."""
+    """See `kernels/torch/sampling.py`. Rows of `p_RV` may lie apart."""
     rows, vocab = p_RV.shape
     out = torch.empty(rows, dtype=torch.int64, device=p_RV.device)
     block, blocks, num_warps = blocks_of(p_RV)

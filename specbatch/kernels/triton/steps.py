@@ -1,8 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""What lies between the large operations of a round, each in one launch (Triton); the twins in `torch_steps` say what
-each does.
+"""The small steps between the large operations of a round, each in one launch (Triton).
 
-Shape suffixes as in `torch_steps`.
+Shape suffixes as in `kernels/torch/steps.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ _NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _TOKENS = (tl.constexpr(int(column)
 
 
 @triton.jit
-def _slot_of(table_row_ptr, index, num_pages, mask, PAGE: tl.constexpr):
-    page = tl.load(table_row_ptr + tl.minimum(index // PAGE, num_pages - 1), mask=mask, other=0)
+def _slot_of(pages_ptr, index, num_pages, mask, PAGE: tl.constexpr):
+    page = tl.load(pages_ptr + tl.minimum(index // PAGE, num_pages - 1), mask=mask, other=0)
     return page.to(tl.int64) * PAGE + index % PAGE
 
 
@@ -42,8 +41,8 @@ def _span_layout(
         written = written & (query < tl.load(written_ptr + seq * stride_written, mask=real, other=0))
     slot = _slot_of(table_ptr + seq * stride_table, length + start + query, num_pages, real, PAGE)
     tl.store(slots_ptr + at, tl.where(written, slot, -1), mask=real)
-    behind = tl.load(depths_ptr + at, mask=real, other=0) if HAS_DEPTHS else (query * position_stride).to(tl.int64)
-    tl.store(positions_ptr + at, length + position + behind, mask=real)
+    offset = tl.load(depths_ptr + at, mask=real, other=0) if HAS_DEPTHS else (query * position_stride).to(tl.int64)
+    tl.store(positions_ptr + at, length + position + offset, mask=real)
     first = real & (query == 0)
     tl.store(starts_ptr + seq, (length + start).to(tl.int32), mask=first)
     tl.store(mask_starts_ptr + seq, (length + mask_start).to(tl.int32), mask=first)
@@ -65,7 +64,7 @@ def span_layout(
     num_written_B: Tensor | None = None,
     mask_start: int = 0,
 ) -> Spans:
-    """`torch_steps.span_layout`."""
+    """See `kernels/torch/steps.py`."""
     batch, device = length_B.shape[0], length_B.device
     total = batch * num_queries
     slots, positions = torch.empty((2, total), dtype=torch.int64, device=device)
@@ -86,7 +85,7 @@ def span_layout(
 
 @triton.jit
 def _commit_round(
-    ints_ptr, history_ptr, table_ptr, rows_ptr, eos_ptr,
+    ints_ptr, history_ptr, table_ptr, req_idx_ptr, eos_ptr,
     tokens_ptr, choice_ptr, parents_ptr, depths_ptr, num_nodes_ptr, given_path_ptr, given_num_path_ptr, given_next_ptr,
     num_broken_ptr, path_ptr, num_path_ptr, new_tokens_ptr, output_ptr, accept_index_ptr, source_ptr, target_ptr,
     num_fields, max_length, stride_table, num_pages, num_eos, num_nodes, max_path,
@@ -95,108 +94,108 @@ def _commit_round(
     HAS_PARENTS: tl.constexpr, HAS_DEPTHS: tl.constexpr, HAS_COUNTS: tl.constexpr,
     HAS_PATH: tl.constexpr, HAS_NUM_PATH: tl.constexpr, HAS_NEXT: tl.constexpr, HAS_BROKEN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(rows_ptr + row)
-    place = tl.arange(0, BLOCK)
-    in_tree = place < num_nodes
-    first = row * num_nodes
+    seq = tl.program_id(0).to(tl.int64)
+    req_idx = tl.load(req_idx_ptr + seq)
+    offset = tl.arange(0, BLOCK)
+    in_tree = offset < num_nodes
+    first = seq * num_nodes
     real = num_nodes
     if HAS_COUNTS:
-        real = tl.load(num_nodes_ptr + row).to(tl.int32)
+        real = tl.load(num_nodes_ptr + seq).to(tl.int32)
 
-    # Acceptance: the path, and the token behind each of its nodes.
+    # Acceptance: the path, and the token after each of its nodes.
     path = tl.zeros((BLOCK,), tl.int64)
     tokens = tl.zeros((BLOCK,), tl.int64)
     count = tl.full((), 0, tl.int32)
     next_token = tl.full((), 0, tl.int64)
     if HAS_NUM_PATH:
-        count = tl.load(given_num_path_ptr + row).to(tl.int32)
-        child = (place + 1).to(tl.int64)
-        path = place.to(tl.int64)
+        count = tl.load(given_num_path_ptr + seq).to(tl.int32)
+        child = (offset + 1).to(tl.int64)
+        path = offset.to(tl.int64)
         if HAS_PATH:
-            path = tl.load(given_path_ptr + first + place, mask=in_tree, other=0)
-            child = tl.load(given_path_ptr + first + place + 1, mask=place + 1 < num_nodes, other=0)
-        path = tl.where(place < count, path, 0)
-        tokens = tl.load(tokens_ptr + first + child, mask=place < count - 1, other=0)
+            path = tl.load(given_path_ptr + first + offset, mask=in_tree, other=0)
+            child = tl.load(given_path_ptr + first + offset + 1, mask=offset + 1 < num_nodes, other=0)
+        path = tl.where(offset < count, path, 0)
+        tokens = tl.load(tokens_ptr + first + child, mask=offset < count - 1, other=0)
         if HAS_NEXT:
-            next_token = tl.load(given_next_ptr + row)
+            next_token = tl.load(given_next_ptr + seq)
         else:
-            next_token = tl.load(choice_ptr + first + tl.sum(tl.where(place == count - 1, path, 0)))
-        tokens = tl.where(place == count - 1, next_token, tokens)
+            next_token = tl.load(choice_ptr + first + tl.sum(tl.where(offset == count - 1, path, 0)))
+        tokens = tl.where(offset == count - 1, next_token, tokens)
     elif HAS_PARENTS:
-        drafted = tl.load(tokens_ptr + first + place, mask=in_tree, other=-1)
-        parents = tl.load(parents_ptr + first + place, mask=in_tree, other=-2)
+        drafted = tl.load(tokens_ptr + first + offset, mask=in_tree, other=-1)
+        parents = tl.load(parents_ptr + first + offset, mask=in_tree, other=-2)
         node = tl.full((), 0, tl.int32)
         while node < BLOCK:
             next_token = tl.load(choice_ptr + first + node)
-            path = tl.where(place == count, node, path)
-            tokens = tl.where(place == count, next_token, tokens)
+            path = tl.where(offset == count, node, path)
+            tokens = tl.where(offset == count, next_token, tokens)
             count += 1
             # Only downwards, so that the walk ends whatever the parents are.
-            is_child = (place > node) & (parents == node) & (drafted == next_token)
-            node = tl.min(tl.where(is_child, place, BLOCK))
+            is_child = (offset > node) & (parents == node) & (drafted == next_token)
+            node = tl.min(tl.where(is_child, offset, BLOCK))
     else:
-        choice = tl.load(choice_ptr + first + place, mask=in_tree, other=0)
-        drafted = tl.load(tokens_ptr + first + place + 1, mask=place + 1 < num_nodes, other=-1)
-        matches = (place + 1 < real) & (drafted == choice)
-        count = 1 + tl.min(tl.where(matches, BLOCK, place))
-        path = tl.where(place < count, place.to(tl.int64), 0)
-        tokens = tl.where(place < count, choice, 0)
-        next_token = tl.sum(tl.where(place == count - 1, choice, 0))
-    on_path = place < count
+        choice = tl.load(choice_ptr + first + offset, mask=in_tree, other=0)
+        drafted = tl.load(tokens_ptr + first + offset + 1, mask=offset + 1 < num_nodes, other=-1)
+        matches = (offset + 1 < real) & (drafted == choice)
+        count = 1 + tl.min(tl.where(matches, BLOCK, offset))
+        path = tl.where(offset < count, offset.to(tl.int64), 0)
+        tokens = tl.where(offset < count, choice, 0)
+        next_token = tl.sum(tl.where(offset == count - 1, choice, 0))
+    on_path = offset < count
     sampled = tokens
     failed = next_token == _NO_TOKEN
     tokens, next_token = tl.maximum(tokens, 0), tl.maximum(next_token, 0)
 
     # Commit.
-    slot_ptr = ints_ptr + slot * num_fields
-    length = tl.load(slot_ptr + LENGTH)
-    limit = tl.load(slot_ptr + LIMIT)
+    fields_ptr = ints_ptr + req_idx * num_fields
+    length = tl.load(fields_ptr + LENGTH)
+    limit = tl.load(fields_ptr + LIMIT)
     room = limit - length - 1
-    live = tl.load(slot_ptr + DONE) == 0
+    live = tl.load(fields_ptr + DONE) == 0
     num_new = tl.where(live, count, 0)
-    eos_counts = tl.load(slot_ptr + IGNORE_EOS) == 0
-    counted = on_path & (place < room)
-    ends = counted & (place < 0)
+    eos_counts = tl.load(fields_ptr + IGNORE_EOS) == 0
+    counted = on_path & (offset < room)
+    ends = counted & (offset < 0)
     for i in range(num_eos):
         ends = ends | (counted & (tokens == tl.where(eos_counts, tl.load(eos_ptr + i), -1)))
     for i in tl.static_range(NUM_STOPS):
-        ends = ends | (counted & (tokens == tl.load(slot_ptr + STOP + i)))
+        ends = ends | (counted & (tokens == tl.load(fields_ptr + STOP + i)))
     done = (tl.max(ends.to(tl.int32)) > 0) | failed | (count >= room)
-    # All threads have read the slot.
+    # All threads have read the fields.
     tl.debug_barrier()
-    # No further than a row may go: a round that was launched already runs once more from here, in vain.
-    tl.store(slot_ptr + LENGTH, tl.minimum(length + count, limit - 1), mask=live)
-    tl.store(slot_ptr + ROOT, next_token, mask=live)
-    tl.store(slot_ptr + DONE, done.to(tl.int64), mask=live)
-    index = length + 1 + place
-    kept = (place < num_new) & (index < max_length)
-    tl.store(history_ptr + slot * max_length + index, tokens.to(tl.int32), mask=kept)
+    # At most the limit: a round that is launched already runs once more from here, without effect.
+    tl.store(fields_ptr + LENGTH, tl.minimum(length + count, limit - 1), mask=live)
+    tl.store(fields_ptr + ROOT, next_token, mask=live)
+    tl.store(fields_ptr + DONE, done.to(tl.int64), mask=live)
+    index = length + 1 + offset
+    kept = (offset < num_new) & (index < max_length)
+    tl.store(history_ptr + req_idx * max_length + index, tokens.to(tl.int32), mask=kept)
 
     # What was decided.
-    written = place < max_path
-    tl.store(path_ptr + row * max_path + place, path, mask=written)
-    tl.store(new_tokens_ptr + row * max_path + place, tokens, mask=written)
-    tl.store(num_path_ptr + row, count.to(tl.int64))
-    output = output_ptr + row * (max_path + _TOKENS)
+    written = offset < max_path
+    tl.store(path_ptr + seq * max_path + offset, path, mask=written)
+    tl.store(new_tokens_ptr + seq * max_path + offset, tokens, mask=written)
+    tl.store(num_path_ptr + seq, count.to(tl.int64))
+    output = output_ptr + seq * (max_path + _TOKENS)
     depth = real - 1
     if HAS_DEPTHS:
-        depth = tl.max(tl.load(depths_ptr + first + place, mask=in_tree, other=0)).to(tl.int32)
+        depth = tl.max(tl.load(depths_ptr + first + offset, mask=in_tree, other=0)).to(tl.int32)
     tl.store(output + _NUM_NEW, num_new)
     tl.store(output + _NUM_DRAFTED, real - 1)
     tl.store(output + _DEPTH, depth)
     broken = tl.full((), 0, tl.int32)
     if HAS_BROKEN:
-        broken = tl.load(num_broken_ptr + row).to(tl.int32)
+        broken = tl.load(num_broken_ptr + seq).to(tl.int32)
     tl.store(output + _NUM_BROKEN, broken)
-    tl.store(output + _TOKENS + place, sampled.to(tl.int32), mask=written)
-    tl.store(accept_index_ptr + row * max_path + place, first + path, mask=written)
-    table_row_ptr = table_ptr + slot * stride_table
-    source = _slot_of(table_row_ptr, length + path, num_pages, written, PAGE)
-    target = _slot_of(table_row_ptr, length + place, num_pages, written, PAGE)
-    moves = (place < num_new) & (path != place)
-    tl.store(source_ptr + row * max_path + place, source, mask=written)
-    tl.store(target_ptr + row * max_path + place, tl.where(moves, target, -1), mask=written)
+    tl.store(output + _TOKENS + offset, sampled.to(tl.int32), mask=written)
+    tl.store(accept_index_ptr + seq * max_path + offset, first + path, mask=written)
+    pages_ptr = table_ptr + req_idx * stride_table
+    source = _slot_of(pages_ptr, length + path, num_pages, written, PAGE)
+    target = _slot_of(pages_ptr, length + offset, num_pages, written, PAGE)
+    moves = (offset < num_new) & (path != offset)
+    tl.store(source_ptr + seq * max_path + offset, source, mask=written)
+    tl.store(target_ptr + seq * max_path + offset, tl.where(moves, target, -1), mask=written)
 
 
 def commit_round(
@@ -218,7 +217,7 @@ def commit_round(
     next_token_B: Tensor | None = None,
     num_broken_B: Tensor | None = None,
 ) -> Committed:
-    """`torch_steps.commit_round`."""
+    """See `kernels/torch/steps.py`."""
     batch, num_nodes = tokens_BN.shape
     device = tokens_BN.device
     assert max_path <= num_nodes, f"a path of {max_path} in a tree of {num_nodes}"
@@ -229,7 +228,7 @@ def commit_round(
     output = torch.empty((batch, Output.TOKENS + max_path), dtype=torch.int32, device=device)
 
     def given(x: Tensor | None) -> Tensor:
-        return req_idx_B if x is None else x.contiguous()  # in its place: anything
+        return req_idx_B if x is None else x.contiguous()  # any tensor: it is not read
 
     _commit_round[(batch,)](
         ints_SF, tokens_SL, page_table_SP, req_idx_B, eos_K,

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""The tokens of a draft tree and the choice of its nodes (Triton); the twins in `torch_round` say what each does.
+"""The tokens of a draft tree and the choice of its nodes (Triton).
 
-Shape suffixes as in `torch_round`.
+Shape suffixes as in `kernels/torch/tree.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _topk_of_chunks(
 
 
 def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`torch_round.draft_topk`, in one pass over the logits and a small one over the best of each chunk. Ordered and
+    """See `kernels/torch/tree.py`: in one pass over the logits and a small one over the best of each chunk. Ordered and
     scored in float32. Rows of `logits_RW` may lie apart."""
     rows, width = logits_RW.shape
     assert 1 <= k <= min(16, width), (k, width)
@@ -127,7 +127,7 @@ def _select_nodes(
 def select_nodes(
     root_B: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor, num_draft_tokens: int, num_steps: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`torch_round.select_nodes`."""
+    """See `kernels/torch/tree.py`."""
     batch, num_candidates = tokens_BC.shape
     assert 2 <= num_draft_tokens <= num_candidates + 1, (num_draft_tokens, num_candidates)
     words = triton.cdiv(num_draft_tokens, 32)

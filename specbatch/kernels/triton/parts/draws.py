@@ -10,7 +10,7 @@ from torch import Tensor
 
 @triton.jit
 def pick_block(sums, target, blocks):
-    """The first block at which the running sum exceeds `target`, and the sum in front of it."""
+    """The first block at which the running sum exceeds `target`, and the sum before it."""
     hit = (sums > 0.0) & (tl.cumsum(sums, 0) > target)
     # Where nothing exceeds it, by a rounding: the last that holds anything.
     block = tl.min(tl.where(hit, blocks, tl.max(tl.where(sums > 0.0, blocks, 0))))
@@ -39,8 +39,8 @@ def probabilities(p_ptr, q_ptr, inverse_ptr, ids, vocab, q_width, SUBTRACT: tl.c
     p = tl.load(p_ptr + ids, mask=real, other=0.0).to(tl.float64)
     if SUBTRACT:
         if MAPPED:
-            place = tl.load(inverse_ptr + ids, mask=real, other=-1)
-            q = tl.load(q_ptr + place, mask=place >= 0, other=0.0)
+            draft_id = tl.load(inverse_ptr + ids, mask=real, other=-1)
+            q = tl.load(q_ptr + draft_id, mask=draft_id >= 0, other=0.0)
         else:
             q = tl.load(q_ptr + ids, mask=ids < q_width, other=0.0)
         p = tl.maximum(p - q.to(tl.float64), 0.0)

@@ -1,5 +1,18 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""FILTERS"""
+"""What top-k, top-p and min-p keep of a row of logits (Triton).
+
+Nothing is sorted. What top-k and top-p keep is everything above a logit, the *bar*, and the first few by id of those
+that equal it. The bar is found by cutting an interval of logits at several pivots per pass over the row and narrowing
+it to the values that occur in it (after FlashInfer's sorting-free sampling). It ends at one logit of the row, so that
+ties are exact: equal probabilities are equal logits. With g = 1 and target k (top-k), or g the token's weight and
+target p of the total (top-p), the bar is the lowest logit of the row above which the sum of g stays below the target.
+
+A token's *weight* is exp((logit - peak) / temperature) in float32, 1 at the peak. Sums that decide between tokens are
+made in a fixed order, so a row's token does not depend on what else is in the batch.
+
+A NaN is read as +inf in what looks for a row's peak, so that the peak alone says whether the row is finite (see
+`finite_peak` of the reference kernels): no maximum is relied on to carry a NaN along.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Programmatic dependent launch (Hopper): a kernel starts while the one in front of it drains.
+"""Programmatic dependent launch (Hopper): a kernel starts while the one before it drains.
 
 A kernel launched so must call `await_former` before it reads what another kernel wrote, or writes what another may
-still read; everything in front of it (addresses, weights) overlaps. A chain stays in order: a kernel is complete only
+still read; everything before the call (addresses, weights) overlaps. A chain stays in order: a kernel is complete only
 after its own wait, so waiting for the last one is waiting for all.
 """
 
@@ -35,4 +35,4 @@ def dependent_launch(tensor: torch.Tensor) -> bool:
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if pdl else {}  # the interpreter does not know the option
+    return {"launch_pdl": True} if pdl else {}  # the interpreter does not have the option

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""The kernels of `linear.py` for 2 to 128 rows, on the tensor cores. Shape suffixes as there."""
+"""The kernels of `ops.py` for 2 to 128 tokens, on the tensor cores. Shape suffixes as there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""The kernel of `linear.py` for one or two rows, on the ordinary units. Shape suffixes as there."""
+"""The kernel of `ops.py` for one or two tokens, on the ordinary units. Shape suffixes as there."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _fma_step(
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, dtype: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, EVEN_I: tl.constexpr, ACC_SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of one tile of weights (of gate and up) with one or two rows of x."""
+    """Adds one tile of weights (of gate and up) times one or two rows of x."""
     w_lo, w_hi = _halves(w, PACKED)
     up_lo, up_hi = _halves(up, PACKED)
     lo, hi = _row_halves(x0, norm_weight, s0, offs, SIZE, dtype, NORM, PACKED, EVEN_I)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""What both kernels of `linear.py` are made of: weights read once, and the roundings around a product.
+"""What both kernels of `ops.py` are made of: weights read once, and the roundings around a GEMM.
 
-Shape suffixes as in `linear.py`.
+Shape suffixes as in `ops.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How the skinny matrix products of `kernels.linear` are cut into programs, and when they are used at all.
+"""How the GEMMs of few tokens (`ops.py`) are cut into programs, and which GEMMs these are.
 
 Pure functions of the shape, so that a model's bits are reproducible from its shapes alone; the table comes from
 `scripts/bench/tune_linear.py` on one H200. No Triton here: asking whether a GEMM is skinny does not need it.
 
-Shape letters: M rows of activations, O output features, I input features.
+Shape letters: M tokens, O output features, I input features.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ from typing import Literal
 
 import torch
 
-# Above this a product has enough arithmetic for the library's kernels, but for those that the table knows better (on
-# Hopper and in bfloat16).
-MAX_ROWS = 64
-_FMA_MAX_ROWS = 2  # at 4 the tensor cores are faster
+# Above this a GEMM has enough arithmetic for the library's kernels. Exceptions are in the table (Hopper, bfloat16).
+MAX_TOKENS = 64
+_MAX_FMA_TOKENS = 2  # at 4 the tensor cores are faster
 _SHARED_SPARE = 5_376  # bytes for all but the tiles
 
 
 @dataclass(frozen=True)
-class Config:
+class GemmTile:
     """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
 
     kind: "fma" multiplies on the ordinary units (block_m 1 or 2), "dot" on the tensor cores (block_m 8 to 128).
     block_m: rows of x in one program; M <= block_m. block_o, block_i: rows and columns of the tile of weights that is
-        read in one step; of a gated product half the rows are gate, half are up.
+        read in one step; of a gated GEMM half the rows are gate, half are up.
     num_stages: tiles in flight of one program. num_warps: 32 threads each.
     splits: parts of the input features, summed afterwards in fixed order ("dot" only).
     tma: weights are read by the tensor memory accelerator ("dot" only).
     fuse_norm: every program computes the norm of x itself; otherwise one small kernel does beforehand.
     pdl: programmatic dependent launch: the programs start while the kernel before them drains.
     early: a program reads its first tile of weights into registers before it waits for x.
-    prefetch: elements of every weight row, behind that tile, that a program asks into L2 before it waits for x.
+    prefetch: elements of every weight row, after that tile, that a program asks into L2 before it waits for x.
     """
 
     kind: Literal["fma", "dot"]
@@ -50,155 +49,155 @@ class Config:
     prefetch: int = 0
 
     def __post_init__(self) -> None:
-        assert self.kind == "dot" or (self.splits == 1 and not self.tma and self.block_m <= _FMA_MAX_ROWS), self
+        assert self.kind == "dot" or (self.splits == 1 and not self.tma and self.block_m <= _MAX_FMA_TOKENS), self
         for size in (self.block_m, self.block_o, self.block_i, self.num_warps):
             assert size.bit_count() == 1, self  # a power of two
         assert self.num_stages >= 1, self
         assert self.splits >= 1, self
 
 
-# (O, I) of the weight: for up to so many rows, the best configuration measured, or None where the library was faster.
+# (O, I) of the weight: for up to M tokens, the best tile measured, or None where the library was faster.
 # Written by `scripts/bench/tune_linear.py --table`, from one H200 with torch 2.11 and Triton 3.6.
-_MEASURED: dict[tuple[int, int], dict[int, Config | None]] = {
+_MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
     (6144, 4096): {  # qkv
-        1: Config("fma", 1, 8, 1024, 1, 4, pdl=True, early=True),
-        2: Config("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
-        4: Config("dot", 8, 16, 512, 3, 2, fuse_norm=False, pdl=True, early=True, prefetch=512),
-        8: Config("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True, prefetch=1024),
-        16: Config("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True, early=True, prefetch=512),
-        32: Config("dot", 32, 64, 128, 5, 4, fuse_norm=False, pdl=True),
-        64: Config("dot", 64, 64, 128, 5, 4, fuse_norm=False, pdl=True, prefetch=1024),
+        1: GemmTile("fma", 1, 8, 1024, 1, 4, pdl=True, early=True),
+        2: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        4: GemmTile("dot", 8, 16, 512, 3, 2, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        8: GemmTile("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True, prefetch=1024),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        32: GemmTile("dot", 32, 64, 128, 5, 4, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, fuse_norm=False, pdl=True, prefetch=1024),
     },
     (4096, 4096): {  # o
-        1: Config("fma", 1, 2, 2048, 1, 4, pdl=True, early=True),
-        2: Config("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
-        4: Config("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
-        8: Config("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
-        16: Config("dot", 16, 64, 256, 4, 4, splits=2, fuse_norm=False, pdl=True),
-        32: Config("dot", 32, 64, 128, 5, 4, splits=2, fuse_norm=False, pdl=True),
-        64: Config("dot", 64, 64, 128, 5, 4, splits=2, fuse_norm=False, pdl=True, prefetch=1024),
+        1: GemmTile("fma", 1, 2, 2048, 1, 4, pdl=True, early=True),
+        2: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        4: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        8: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, splits=2, fuse_norm=False, pdl=True),
+        32: GemmTile("dot", 32, 64, 128, 5, 4, splits=2, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=2, fuse_norm=False, pdl=True, prefetch=1024),
     },
     (28672, 4096): {  # gate_up
-        1: Config("fma", 1, 4, 1024, 1, 4, pdl=True, early=True),
-        2: Config("dot", 8, 128, 128, 5, 4, tma=True, fuse_norm=False, pdl=True, early=True, prefetch=512),
-        4: Config("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
-        8: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
-        16: Config("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
-        32: Config("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
-        64: Config("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
-        128: Config("dot", 128, 256, 64, 4, 8, tma=True, fuse_norm=False, pdl=True),
+        1: GemmTile("fma", 1, 4, 1024, 1, 4, pdl=True, early=True),
+        2: GemmTile("dot", 8, 128, 128, 5, 4, tma=True, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        4: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
+        8: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
+        32: GemmTile("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        128: GemmTile("dot", 128, 256, 64, 4, 8, tma=True, fuse_norm=False, pdl=True),
     },
     (4096, 14336): {  # down
-        1: Config("fma", 1, 4, 2048, 1, 8, pdl=True, early=True),
-        2: Config("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True, early=True),
-        4: Config("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True, early=True),
-        8: Config("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True),
-        16: Config("dot", 16, 64, 256, 4, 4, splits=2, fuse_norm=False, pdl=True),
-        32: Config("dot", 32, 64, 128, 5, 4, splits=2, fuse_norm=False, pdl=True),
-        64: Config("dot", 64, 64, 128, 5, 4, splits=2, fuse_norm=False, pdl=True),
+        1: GemmTile("fma", 1, 4, 2048, 1, 8, pdl=True, early=True),
+        2: GemmTile("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True, early=True),
+        4: GemmTile("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True, early=True),
+        8: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, splits=2, fuse_norm=False, pdl=True),
+        32: GemmTile("dot", 32, 64, 128, 5, 4, splits=2, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=2, fuse_norm=False, pdl=True),
     },
     (128256, 4096): {  # lm_head
-        1: Config("fma", 1, 4, 2048, 1, 8, pdl=True, early=True),
-        2: Config("fma", 2, 4, 4096, 1, 8, pdl=True, early=True),
-        4: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
-        8: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
-        16: Config("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
-        32: Config("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
-        64: Config("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
-        128: Config("dot", 128, 256, 64, 4, 8, tma=True, fuse_norm=False, pdl=True),
+        1: GemmTile("fma", 1, 4, 2048, 1, 8, pdl=True, early=True),
+        2: GemmTile("fma", 2, 4, 4096, 1, 8, pdl=True, early=True),
+        4: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        8: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
+        32: GemmTile("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        128: GemmTile("dot", 128, 256, 64, 4, 8, tma=True, fuse_norm=False, pdl=True),
     },
     (4096, 12288): {  # draft_fc
-        1: Config("fma", 1, 2, 4096, 1, 8, pdl=True, early=True),
-        2: Config("fma", 2, 4, 1024, 1, 4, pdl=True, early=True),
-        4: Config("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True),
-        8: Config("dot", 8, 16, 512, 3, 2, fuse_norm=False, pdl=True),
-        16: Config("dot", 16, 32, 256, 5, 2, tma=True, fuse_norm=False, pdl=True),
-        32: Config("dot", 32, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
-        64: Config("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
-        128: Config("dot", 128, 64, 128, 4, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        1: GemmTile("fma", 1, 2, 4096, 1, 8, pdl=True, early=True),
+        2: GemmTile("fma", 2, 4, 1024, 1, 4, pdl=True, early=True),
+        4: GemmTile("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True),
+        8: GemmTile("dot", 8, 16, 512, 3, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 32, 256, 5, 2, tma=True, fuse_norm=False, pdl=True),
+        32: GemmTile("dot", 32, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        128: GemmTile("dot", 128, 64, 128, 4, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
     },
     (6144, 8192): {  # draft_qkv
-        1: Config("fma", 1, 2, 4096, 1, 8, pdl=True, early=True),
-        2: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True, early=True),
-        4: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
-        8: Config("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
-        16: Config("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True),
-        32: Config("dot", 32, 64, 128, 5, 4, fuse_norm=False, pdl=True),
-        64: Config("dot", 64, 64, 128, 5, 4, tma=True, fuse_norm=False, pdl=True),
+        1: GemmTile("fma", 1, 2, 4096, 1, 8, pdl=True, early=True),
+        2: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True, early=True),
+        4: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        8: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True),
+        32: GemmTile("dot", 32, 64, 128, 5, 4, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, tma=True, fuse_norm=False, pdl=True),
     },
     (32000, 4096): {  # draft_head
-        1: Config("fma", 1, 4, 2048, 1, 4, pdl=True, early=True),
-        2: Config("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True, early=True),
-        4: Config("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
-        8: Config("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
-        16: Config("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
-        32: Config("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
-        64: Config("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        1: GemmTile("fma", 1, 4, 2048, 1, 4, pdl=True, early=True),
+        2: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True, early=True),
+        4: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
+        8: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
+        32: GemmTile("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
     },
 }
 
 
 def is_skinny(M: int, O: int, I: int, dtype: torch.dtype, is_hopper: bool = True) -> bool:  # noqa: E741
-    """Whether `kernels.linear` is the one for M x I times I x O, or the library's product (F.linear)."""
+    """Whether M x I times I x O runs here, or in the library (F.linear)."""
     if M <= 0 or O % 8 or I % 8 or dtype not in (torch.bfloat16, torch.float16):
         return False
-    if M > MAX_ROWS:
+    if M > MAX_TOKENS:
         return is_hopper and dtype == torch.bfloat16 and _measured(M, O, I, None) is not None
     return _measured(M, O, I, _guess(M, O)) is not None
 
 
-def config_for(M: int, O: int, I: int, dtype: torch.dtype) -> Config:  # noqa: E741
-    """The configuration for x (M, I) and weights (O, I); for a gated product O counts the rows of gate and up.
+def gemm_tile_for(M: int, O: int, I: int, dtype: torch.dtype) -> GemmTile:  # noqa: E741
+    """The tile for x (M, I) and weights (O, I); for a gated GEMM O counts gate and up.
 
-    Raises AssertionError where nothing is known for more than MAX_ROWS rows.
+    Raises AssertionError for more than MAX_TOKENS tokens of a size that the table does not have.
     """
-    guess = _guess(M, O) if M <= MAX_ROWS else None
+    guess = _guess(M, O) if M <= MAX_TOKENS else None
     # What was measured is bfloat16; the "fma" kernel needs more registers for other types.
-    config = (_measured(M, O, I, guess) if dtype == torch.bfloat16 else None) or guess
-    assert config is not None, (M, O, I, dtype)
-    return config
+    tile = (_measured(M, O, I, guess) if dtype == torch.bfloat16 else None) or guess
+    assert tile is not None, (M, O, I, dtype)
+    return tile
 
 
-def without_hopper(config: Config) -> Config:
-    """The configuration for GPUs before compute capability 9: none of its instructions."""
-    return replace(config, tma=False, pdl=False, prefetch=0)
+def without_hopper(tile: GemmTile) -> GemmTile:
+    """The tile for GPUs before compute capability 9: none of its instructions."""
+    return replace(tile, tma=False, pdl=False, prefetch=0)
 
 
-def fitting(config: Config, shared: int) -> Config:
-    """The configuration for a GPU with `shared` bytes of shared memory: fewer stages, which changes no bit; where one
+def fitting(tile: GemmTile, shared: int) -> GemmTile:
+    """The tile for a GPU with `shared` bytes of shared memory: fewer stages, which changes no bit; where one
     does not fit, fewer columns in a step, which may."""
     room = shared - _SHARED_SPARE
-    while _stage_bytes(config) > room and config.block_i > 32:
-        config = replace(config, block_i=config.block_i // 2)
-    return replace(config, num_stages=max(1, min(config.num_stages, room // _stage_bytes(config))))
+    while _stage_bytes(tile) > room and tile.block_i > 32:
+        tile = replace(tile, block_i=tile.block_i // 2)
+    return replace(tile, num_stages=max(1, min(tile.num_stages, room // _stage_bytes(tile))))
 
 
-def _stage_bytes(config: Config) -> int:
-    return 2 * config.block_i * (config.block_o + config.block_m)
+def _stage_bytes(tile: GemmTile) -> int:
+    return 2 * tile.block_i * (tile.block_o + tile.block_m)
 
 
-def _measured(M: int, O: int, I: int, default: Config | None) -> Config | None:  # noqa: E741
+def _measured(M: int, O: int, I: int, default: GemmTile | None) -> GemmTile | None:  # noqa: E741
     """What the table says, `default` for a size that is not in it."""
     rows = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
-    config = _MEASURED[O, I][min(rows)] if rows else default
-    if config is not None and config.kind == "fma":
-        return replace(config, block_m=M)
-    return config
+    tile = _MEASURED[O, I][min(rows)] if rows else default
+    if tile is not None and tile.kind == "fma":
+        return replace(tile, block_m=M)
+    return tile
 
 
-def _guess(M: int, O: int) -> Config:  # noqa: E741
-    """For sizes nobody has measured."""
-    if M <= _FMA_MAX_ROWS:
-        return Config("fma", M, block_o=8, block_i=1024, num_stages=3, num_warps=4)
+def _guess(M: int, O: int) -> GemmTile:  # noqa: E741
+    """For sizes that were not measured."""
+    if M <= _MAX_FMA_TOKENS:
+        return GemmTile("fma", M, block_o=8, block_i=1024, num_stages=3, num_warps=4)
     wide = O > 8192
     block_m = max(8, 1 << (M - 1).bit_length())
     if block_m == 8:
         if wide:
-            return Config("dot", 8, block_o=32, block_i=256, num_stages=4, num_warps=2, fuse_norm=False)
-        return Config("dot", 8, block_o=16, block_i=256, num_stages=5, num_warps=1, fuse_norm=False)
+            return GemmTile("dot", 8, block_o=32, block_i=256, num_stages=4, num_warps=2, fuse_norm=False)
+        return GemmTile("dot", 8, block_o=16, block_i=256, num_stages=5, num_warps=1, fuse_norm=False)
     if block_m == 16:
         if wide:
-            return Config("dot", 16, block_o=64, block_i=128, num_stages=6, num_warps=4, fuse_norm=False)
-        return Config("dot", 16, block_o=32, block_i=256, num_stages=4, num_warps=2, fuse_norm=False)
+            return GemmTile("dot", 16, block_o=64, block_i=128, num_stages=6, num_warps=4, fuse_norm=False)
+        return GemmTile("dot", 16, block_o=32, block_i=256, num_stages=4, num_warps=2, fuse_norm=False)
     splits = 1 if wide else 4
-    return Config("dot", block_m, block_o=64, block_i=128, num_stages=5, num_warps=4, splits=splits, fuse_norm=False)
+    return GemmTile("dot", block_m, block_o=64, block_i=128, num_stages=5, num_warps=4, splits=splits, fuse_norm=False)

@@ -1,0 +1,43 @@
+"""The torch and the Triton kernels have the same operations, in files of the same names, under the same signatures."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+from specbatch.kernels import ops_for
+from specbatch.kernels import torch as reference
+
+
+def test_the_same_operations() -> None:
+    kernels = pytest.importorskip("specbatch.kernels.triton")
+    assert reference.__all__ == kernels.__all__
+    assert 20 < len(reference.__all__) < 50
+
+
+@pytest.mark.parametrize("name", reference.__all__)
+def test_the_same_file_and_signature(name: str) -> None:
+    kernels = pytest.importorskip("specbatch.kernels.triton")
+    expected, found = getattr(reference, name), getattr(kernels, name)
+    assert found is not expected
+    assert found.__module__ == expected.__module__.replace(".torch.", ".triton.")
+    assert inspect.signature(found) == inspect.signature(expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "name"),
+    [
+        ("cpu", torch.float32, "torch"),
+        ("cpu", torch.bfloat16, "torch"),
+        ("cuda", torch.float64, "torch"),
+        ("cuda", torch.float32, "triton"),
+        ("cuda:1", torch.bfloat16, "triton"),
+    ],
+)
+def test_operations_of_a_device(device: str, dtype: torch.dtype, name: str) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    assert ops_for(torch.device(device), dtype) is importlib.import_module(f"specbatch.kernels.{name}")
