@@ -39,6 +39,10 @@ class MemoryShortage(SpecbatchError):
     """Memory ran out during the run, and making batches smaller did not help. Finished rows are kept; exit code 2."""
 
 
+class TuningError(SpecbatchError):
+    """The trace, the measurements or the limits leave nothing to choose from; exit code 2."""
+
+
 class RowError(Exception):
     """One row cannot run. It becomes an error line; other rows are not affected.
 

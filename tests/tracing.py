@@ -8,8 +8,9 @@ import numpy as np
 
 from specbatch.draft.shape import DraftShape
 from specbatch.oracle.neural import NeuralProposer
+from specbatch.tune.host import TracingProposer
+from specbatch.tune.session import Record
 from specbatch.tune.trace import RowTrace, Trace
-from specbatch.tune.tracing import Drafted, TracingProposer
 from specbatch.types import SamplingParams
 from tests.tiny_models import run, tiny_engine
 
@@ -22,12 +23,12 @@ def trace_rows(
     engine = tiny_engine(method, wide, num_pages=512, **options)  # type: ignore[arg-type]
     proposer = engine._proposer
     assert isinstance(proposer, NeuralProposer)
-    rounds: dict[tuple[int, int], list[np.ndarray]] = {}  # by prompt and the root's place among the tokens
+    rounds: dict[tuple[int, int], list[np.ndarray]] = {}  # by prompt and the index of the root in the tokens
 
-    def record(drafted: Drafted) -> None:
-        for b, place in enumerate(zip(drafted.streams_B.tolist(), drafted.roots_B.tolist(), strict=True)):
-            columns = [drafted.chain_BS, drafted.tokens_BC, drafted.scores_BC, drafted.parents_BC]
-            rounds[place] = [column[b] for column in (columns if topk > 1 else columns[:1])]
+    def record(found: Record | None) -> None:
+        assert found is not None
+        for stream, root, *columns in zip(*found, strict=True):
+            rounds[int(stream), int(root)] = columns if topk > 1 else columns[:1]
 
     engine._proposer = TracingProposer(proposer, record)
     rows = []

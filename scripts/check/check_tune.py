@@ -29,6 +29,7 @@ from rich.console import Console
 from tune_cells import run_cell
 
 from specbatch.config_load import load_config
+from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import build
 from specbatch.engine.resolve import resolve
@@ -36,15 +37,12 @@ from specbatch.errors import SpecbatchError
 from specbatch.job.rows import RowParser
 from specbatch.job.sources import open_source
 from specbatch.job.stats import commit, device_name, versions
-from specbatch.tune.candidates import Candidate, label, num_nodes
 from specbatch.tune.command import Tuned, tune_file
-from specbatch.tune.confirm import repeated, told
-from specbatch.tune.options import TuneOptions, seconds_of
+from specbatch.tune.live import repeated
 from specbatch.tune.output import live_comparisons
 from specbatch.tune.predict import predict
-from specbatch.tune.rows import sample_rows
-from specbatch.tune.schedule import Schedule
-from specbatch.tune.start import open_rows
+from specbatch.tune.sample import sample_rows
+from specbatch.tune.start import TuneOptions, open_input, seconds_of
 from specbatch.types import Request
 
 _FINALISTS = 3  # of a batch size
@@ -85,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.output.is_dir():
         parser.error(f"-o {args.output}: a folder")
-    with told_by(parser):
+    with errors_of(parser):
         config = load_config(args.config, args.set)
         options = TuneOptions(args.data, args.output.with_suffix(".yaml"), args.rows, seconds_of(args.budget))
     batches = args.batches
@@ -101,8 +99,8 @@ def main() -> None:
     if config.engine.max_batch_size is not None:
         check_batches(config.engine.max_batch_size)
     began = time.perf_counter()
-    with told_by(parser):
-        opened = open_rows(options, config)
+    with errors_of(parser):
+        opened = open_input(options, config)
         tuned = tune_file(options, opened, resolve, build, lambda config: {}, Console(stderr=True))
     check_batches(tuned.run.engine.max_batch_size)  # which the configuration may have left to the device
     report: dict[str, Any] = {
@@ -121,7 +119,7 @@ def main() -> None:
         "cells": [],
     }
     began = time.perf_counter()
-    known = {label(candidate): candidate for candidate in tuned.forecast.replays}
+    known = {str(shape): shape for shape in tuned.forecast.replays}
     if missing := [name for name in args.also.split(",") if name and name not in known]:
         parser.error(f"--also: {', '.join(missing)} was not searched")
     also = [known[name] for name in args.also.split(",") if name]
@@ -130,12 +128,12 @@ def main() -> None:
         print(f"{len(shapes)} shapes of the grid", flush=True)
         also = list(dict.fromkeys([*also, *shapes]))
     # A candidate at all batch sizes, then the next: its graphs are captured once.
-    for candidate in (None, *spread(tuned, batches, args.candidates, also)):
+    for shape in (None, *spread(tuned, batches, args.candidates, also)):
         if report["cells"] and args.time_limit is not None and time.perf_counter() - began > args.time_limit:
             report["cut_short"] = True
             break
         for batch in batches:
-            report["cells"].append(run_cell(tuned, candidate, batch, rows_of[batch]))
+            report["cells"].append(run_cell(tuned, shape, batch, rows_of[batch]))
             print(json.dumps(report["cells"][-1]), flush=True)
         args.output.write_text(json.dumps(report, indent=1))
     report["grid_seconds"] = round(time.perf_counter() - began, 1)
@@ -163,7 +161,7 @@ def main() -> None:
 
 
 @contextmanager
-def told_by(parser: argparse.ArgumentParser) -> Iterator[None]:
+def errors_of(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except SpecbatchError as error:
@@ -201,7 +199,7 @@ def best_predicted(cells: list[dict[str, Any]]) -> str:
 
 
 def finals(
-    tuned: Tuned, cells: list[dict[str, Any]], known: dict[str, Candidate], turns: int, rows_of: dict[int, int]
+    tuned: Tuned, cells: list[dict[str, Any]], known: dict[str, DraftShape], turns: int, rows_of: dict[int, int]
 ) -> list[dict[str, Any]]:
     """Of each batch size, the picked cell and the fastest ones again, in turn: of many cells run once, the fastest is
     one that was lucky, too."""
@@ -220,7 +218,7 @@ def finals(
 
 
 def whole_file(
-    tuned: Tuned, data: str, count: int, also: list[Candidate], with_plain: bool
+    tuned: Tuned, data: str, count: int, also: list[DraftShape], with_plain: bool
 ) -> Iterator[tuple[str, float, float]]:
     """(what, predicted seconds, seconds) of all rows of the file: the tuned schedule, and `with_plain` plain decoding,
     at both ends, in between the candidates that are predicted to be fastest with the whole file, each alone."""
@@ -231,21 +229,22 @@ def whole_file(
     def everything() -> list[Request]:
         return sample_rows(source, parser, tuned.texts, limits, 10**7, config.engine.seed).requests
 
-    best, plain = (tuned.winner or tuned.result.best).schedule, [Schedule.always(None)] * with_plain
+    best = (tuned.winner or tuned.result.best).schedule
+    plain: list[Schedule] = [ByBatch.always(None)] * with_plain
     forecast, most_rows = tuned.forecast, tuned.forecast.limits.max_running
     ranked = sorted(
-        forecast.replays.values(), key=lambda r: forecast.costs.round_ms(most_rows, r.candidate) / r.tokens_per_round
+        forecast.replays.values(), key=lambda r: forecast.costs.round_ms(most_rows, r.shape) / r.tokens_per_round
     )
     profile = replace(tuned.profile, shared_prefix=0)  # the session caches no prefixes
     allowed = set(fitting(tuned, most_rows))
-    fixed = [c for c in dict.fromkeys([*also, *(r.candidate for r in ranked)]) if c in allowed]
-    for schedule in (best, *plain, *map(Schedule.always, fixed[:count]), *plain, best):
+    fixed = [c for c in dict.fromkeys([*also, *(r.shape for r in ranked)]) if c in allowed]
+    for schedule in (best, *plain, *map(ByBatch.always, fixed[:count]), *plain, best):
         name = f"tuned: {schedule}" if schedule is best else schedule.name
-        said = predict(profile, forecast.limits, forecast.costs, forecast.replays, schedule)
-        tuned.session.use(*told(schedule))
+        predicted = predict(profile, forecast.limits, forecast.costs, forecast.replays, schedule)
+        tuned.session.use(schedule)
         requests = everything()
         tuned.session.run(repeated(requests, 2, tuned.texts.stop_check))
-        yield name, said.seconds, tuned.session.run(requests).seconds
+        yield name, predicted.seconds, tuned.session.run(requests).seconds
 
 
 def numbers(text: str) -> list[int]:
@@ -267,36 +266,34 @@ def grid_of(text: str) -> tuple[list[int], list[int], list[int]]:
     return steps, topks, tokens
 
 
-def fitting(tuned: Tuned, batch: int) -> list[Candidate]:
-    """What was searched and may be drafted for so many rows."""
+def fitting(tuned: Tuned, batch: int) -> list[DraftShape]:
+    """What was searched and may be drafted for that many requests."""
     most = tuned.forecast.limits.max_verify_tokens
-    return [c for c in tuned.forecast.replays if most is None or batch * num_nodes(c) <= most]
+    return [c for c in tuned.forecast.replays if most is None or batch * c.num_draft_tokens <= most]
 
 
-def grid(of: tuple[list[int], list[int], list[int]], known: Iterable[Candidate]) -> list[Candidate]:
+def grid(of: tuple[list[int], list[int], list[int]], known: Iterable[DraftShape]) -> list[DraftShape]:
     """Of the known shapes those of these num_steps, topk and num_draft_tokens; of chains, which have one more than
     steps, those of these num_steps."""
     steps, topks, tokens = of
-    shapes = [c for c in known if isinstance(c, DraftShape) and c.num_steps in steps and c.topk in topks]
+    shapes = [c for c in known if c.ngram_match is None and c.num_steps in steps and c.topk in topks]
     return [shape for shape in shapes if shape.topk == 1 or shape.num_draft_tokens in tokens]
 
 
-def spread(tuned: Tuned, batches: list[int], count: int, also: list[Candidate]) -> list[Candidate]:
+def spread(tuned: Tuned, batches: list[int], count: int, also: list[DraftShape]) -> list[DraftShape]:
     """`count` candidates: at each batch size the one that should be fastest, and others down to the slowest, evenly."""
     costs, known = tuned.forecast.costs, [tuned.forecast.replays[c] for c in fitting(tuned, max(batches))]
     if not known:  # nothing may be drafted for so many rows
         return []
-    rankings = [
-        sorted(known, key=lambda r: costs.round_ms(batch, r.candidate) / r.tokens_per_round) for batch in batches
-    ]
-    chosen: dict[Candidate, None] = dict.fromkeys([*also, *(ranking[0].candidate for ranking in rankings)])
-    places = len(known) - 1
+    rankings = [sorted(known, key=lambda r: costs.round_ms(batch, r.shape) / r.tokens_per_round) for batch in batches]
+    chosen: dict[DraftShape, None] = dict.fromkeys([*also, *(ranking[0].shape for ranking in rankings)])
+    last = len(known) - 1
     # Of each ranking in turn, twice as finely each time, until there are enough.
     for parts in (2**k for k in range(1, 12)):
         for i in range(parts + 1):
             for ranking in rankings:
                 if len(chosen) < count:
-                    chosen[ranking[round(i * places / parts)].candidate] = None
+                    chosen[ranking[round(i * last / parts)].shape] = None
     return list(chosen)
 
 

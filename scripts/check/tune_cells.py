@@ -1,4 +1,4 @@
-"""A cell of `check_tune.py`: rows that run with one candidate, so many at a time, and what was predicted of them."""
+"""A cell of `check_tune.py`: rows that run with one draft shape, a number of them at a time, and the prediction."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from specbatch.tune.candidates import Candidate, label
+from specbatch.draft.schedule import ByBatch, label
+from specbatch.draft.shape import DraftShape
 from specbatch.tune.command import Tuned
-from specbatch.tune.confirm import repeated, told
-from specbatch.tune.predict import Limits
-from specbatch.tune.schedule import Schedule
+from specbatch.tune.live import repeated
+from specbatch.tune.profile import Limits
 from specbatch.tune.session import Session
 from specbatch.types import Completion, Request
 
 
-def run_cell(tuned: Tuned, candidate: Candidate | None, batch: int, count: int) -> dict[str, Any]:
+def run_cell(tuned: Tuned, shape: DraftShape | None, batch: int, count: int) -> dict[str, Any]:
     """`count` of the traced rows, live and predicted, `batch` of them running at a time."""
-    schedule, session = Schedule.always(candidate), tuned.session
-    session.use(*told(schedule))
+    schedule, session = ByBatch.always(shape), tuned.session
+    session.use(schedule)
     engine = session.engine
     forecast = replace(tuned.forecast, limits=replace(tuned.forecast.limits, max_running=batch))
     # Nothing is replayed of plain decoding: a round for each token but the prompt's.
     rounds_R = [row.num_output - 1 for row in tuned.forecast.trace.rows]
-    if candidate is not None:
-        rounds_R = tuned.forecast.replays[candidate].rounds_R.tolist()
+    if shape is not None:
+        rounds_R = tuned.forecast.replays[shape].rounds_R.tolist()
     gathered = Gathered.of(forecast.limits, statistics.mean(rounds_R))
     requests = repeated(tuned.requests, count, tuned.texts.stop_check)
     # What is compiled, loaded or captured first: prompt chunks have algorithms and graphs by their size, the first of
     # a cell and those that come as rows end.
     session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
     prompts = [replace(r, params=replace(r.params, max_tokens=1), check_stop=None) for r in requests]
-    run_at_once(session, prompts, gathered.places, gathered, forecast.limits.rounds_behind)
+    run_at_once(session, prompts, gathered.places, gathered, forecast.limits.async_depth)
     waited, before = engine.waited_seconds, replace(engine.stats)
-    steady, seconds, completions = run_at_once(session, requests, batch, gathered, forecast.limits.rounds_behind)
+    steady, seconds, completions = run_at_once(session, requests, batch, gathered, forecast.limits.async_depth)
     after = engine.stats
     live = {
         "steady_seconds": steady.seconds,
@@ -62,7 +62,7 @@ def run_cell(tuned: Tuned, candidate: Candidate | None, batch: int, count: int) 
     to_the_end = [part["tokens"] / part["seconds"] for part in (predicted, live)]
     return {
         "batch": batch,
-        "what": label(candidate),
+        "what": label(shape),
         "rows": count,
         "predicted_tok_s": round(speeds[0], 1),
         "live_tok_s": round(speeds[1], 1),
@@ -100,10 +100,10 @@ class Steady:
 
 
 def run_at_once(
-    session: Session, requests: list[Request], most: int, gathered: Gathered, rounds_behind: int
+    session: Session, requests: list[Request], most: int, gathered: Gathered, async_depth: int
 ) -> tuple[Steady, float, list[Completion]]:
     """Seconds and completions of requests of which the engine, which has room for more, is given `most` at a time. It
-    tells what a step did `rounds_behind` steps later."""
+    tells what a step did `async_depth` steps later."""
     engine, waiting, done = session.engine, deque(requests), list[Completion]()
     steady: Steady | None = None
     before, began, since = engine.stats.generated_tokens, time.perf_counter(), 0
@@ -114,7 +114,7 @@ def run_at_once(
                 engine.submit(waiting.popleft())
         done += engine.step()
         if not waiting and not engine.num_waiting and engine.is_prefilled:
-            if since == rounds_behind:
+            if since == async_depth:
                 steady = Steady(time.perf_counter() - began, engine.stats.generated_tokens - before)
             since += 1
     end = Steady(time.perf_counter() - began, engine.stats.generated_tokens - before)

@@ -188,14 +188,13 @@ def tune(
 ) -> None:
     """Find the fastest num_steps, topk and num_draft_tokens for your rows, by batch size."""
     with user_errors() as console:
-        from specbatch.tune.options import TuneOptions, example_rows, seconds_of
-        from specbatch.tune.start import open_rows
+        from specbatch.tune.start import TuneOptions, example_rows, open_input, seconds_of
 
         config = given.load()
         prepare_libraries()
         data = example_rows(console) if data is None else data
         options = TuneOptions(data, output, rows, seconds_of(budget), given.config)
-        opened = open_rows(options, config)
+        opened = open_input(options, config)
 
         # All checks that need no torch are done.
         import_engine()

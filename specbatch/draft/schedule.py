@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 from specbatch.draft.shape import DraftShape
@@ -20,9 +21,31 @@ class ByBatch(Generic[T]):
     bounds: tuple[int, ...]  # ascending
     items: tuple[T, ...]
 
+    def __post_init__(self) -> None:
+        assert self.items, "there is an item"
+        assert len(self.bounds) == len(self.items), "a bound for each item"
+        assert all(low < high for low, high in pairwise((0, *self.bounds))), self.bounds
+
+    def __str__(self) -> str:
+        return ", ".join(f"<={bound}: {label(item)}" for bound, item in self.entries)
+
     @staticmethod
-    def always(item: T) -> ByBatch[T]:
-        return ByBatch((1,), (item,))
+    def always(item: T, bound: int = 1) -> ByBatch[T]:
+        return ByBatch((bound,), (item,))
+
+    @property
+    def entries(self) -> tuple[tuple[int, T], ...]:
+        return tuple(zip(self.bounds, self.items, strict=True))
+
+    @property
+    def name(self) -> str:
+        """For people: of a single item its own label."""
+        return label(self.items[0]) if len(self.items) == 1 else str(self)
+
+    def merged(self) -> ByBatch[T]:
+        """Equal neighbours as one item."""
+        last = [i for i, item in enumerate(self.items) if self.items[i + 1 : i + 2] != (item,)]
+        return ByBatch(tuple(self.bounds[i] for i in last), tuple(self.items[i] for i in last))
 
     def index(self, batch_size: int) -> int:
         return min(bisect_left(self.bounds, batch_size), len(self.items) - 1)
@@ -42,3 +65,12 @@ class ByBatch(Generic[T]):
 
 # None: plain decoding.
 Schedule = ByBatch[DraftShape | None]
+
+
+def label(item: object) -> str:
+    return "plain" if item is None else str(item)
+
+
+def shapes_of(schedule: Schedule) -> list[DraftShape]:
+    """Without repetitions, in order; none for plain decoding."""
+    return [shape for shape in dict.fromkeys(schedule.items) if shape is not None]

@@ -19,9 +19,22 @@ class DraftShape:
     num_steps: int
     topk: int
     num_draft_tokens: int
+    ngram_match: tuple[int, int] | None = None  # tokens, of n-gram drafts: (min_match, max_match), if given here
 
     def __str__(self) -> str:
+        if self.ngram_match is not None:
+            return "{} ({}-{})".format(self.num_draft_tokens, *self.ngram_match)
         return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
+
+    @staticmethod
+    def ngram(num_draft_tokens: int, min_match: int, max_match: int) -> DraftShape:
+        """Of n-gram drafts, with the lengths of matches."""
+        return DraftShape(num_draft_tokens - 1, 1, num_draft_tokens, (min_match, max_match))
+
+    @property
+    def max_path(self) -> int:
+        """Nodes of the longest path, the root included: tokens that a round commits at most."""
+        return min(self.num_steps + 1, self.num_draft_tokens)
 
     @property
     def is_chain(self) -> bool:
@@ -49,6 +62,10 @@ class DraftShape:
                 f"speculation.num_draft_tokens must be between 2 and {self.num_candidates + 1}"
                 f" for num_steps {self.num_steps} and topk {self.topk}, got {self.num_draft_tokens}",
                 hint="a tree has the root and topk + (num_steps - 1) * topk^2 candidates",
+            )
+        if self.ngram_match is not None and not 1 <= self.ngram_match[0] <= self.ngram_match[1]:
+            raise ConfigError(
+                "a match has 1 token or more, and min_match is not above max_match: got {}-{}".format(*self.ngram_match)
             )
 
 

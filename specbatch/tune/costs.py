@@ -1,9 +1,10 @@
 """What a round costs, from measurements of its parts at some batch sizes and widths.
 
-Each part is a surface over (batch, width) that does not fall along either axis: more work takes no less time, and what
-a measurement says against that within its noise is noise. What falls by more is kept as it is: a library takes other
-kernels for other sizes, and may well multiply 32 rows in less time than 16. A batch costs what the next size does for
-which graphs are captured, since it is padded to that.
+Each part is a surface over (batch, width) that does not fall along either axis: more work takes no less time, and a
+fall within a measurement's noise is noise. A larger fall is kept: a library has other kernels for other sizes, and can
+multiply 32 rows in less time than 16. A batch costs what the next captured size does, to which it is padded.
+
+Shape suffixes: B batch sizes, W widths.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.draft.shape import DraftShape
-from specbatch.tune.candidates import Candidate, NgramShape, max_path
-from specbatch.tune.errors import TuningError
-from specbatch.tune.monotone import filled, monotone_grid
+from specbatch.errors import TuningError
 
+Floats = NDArray[np.float64]
 # What is measured, and over which width.
 KINDS = {
-    "verify": "nodes of a row's chain, num_draft_tokens",
+    "verify": "nodes of a request's chain, num_draft_tokens",
     "verify_tree": "the same of trees with branches, which need masks; as chains where not measured",
     "draft_start": "topk; the first draft step, which has its hidden states already",
-    "draft_step": "branches of a row, topk; every later draft step",
-    "extend": "tokens of a row, the longest path",
+    "draft_step": "branches of a request, topk; every later draft step",
+    "extend": "tokens of a request, the longest path",
     "prefill": "tokens of a prompt chunk; its batch is 1",
     "prefill_plain": "the same without a draft network, where that was timed apart",
     "plain": "1; a whole round of plain decoding, without a draft network",
@@ -39,7 +39,7 @@ KINDS = {
     "host": "1; what a round takes the host, while a GPU works on the one before: no round takes less",
 }
 OPTIONAL = ("lookup", "overhead", "copies", "host")  # 0 where not measured
-# What plain rounds have of a part, by which sizes are filled in at which only those were timed.
+# The part of plain rounds by which a part is filled in at batch sizes where only plain rounds were timed.
 _PLAIN = {"verify": "plain", "verify_tree": "plain", "extend": "extend"}
 # A cell that was not measured is filled in, and counts next to nothing in the fit.
 _FILLED_WEIGHT = 1e-6
@@ -48,15 +48,15 @@ _FILLED_WEIGHT = 1e-6
 @dataclass(frozen=True, slots=True)
 class Measurement:
     kind: str  # of KINDS
-    batch: int  # rows
+    batch: int  # requests
     width: int
     milliseconds: float
-    rng: float = math.inf  # relative; inf: of unknown size. Of repetitions the largest counts
+    noise: float = math.inf  # relative; inf: of unknown size. Of repetitions the largest counts
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A measurement (the mean of its repetitions) beside the fit."""
+    """A measurement (the mean of its repetitions) and its fit."""
 
     kind: str
     batch: int
@@ -77,7 +77,7 @@ class Surface:
 
     batches: tuple[int, ...]  # ascending
     widths: tuple[int, ...]  # ascending
-    ms_BW: NDArray[np.float64]
+    ms_BW: Floats
 
     def at(self, batch: int, width: float) -> float:
         # Above what was measured, slopes that fall against each other must not make more cost less.
@@ -93,7 +93,7 @@ class Surface:
         return _between(low, high, t)
 
 
-def _along(ms_W: NDArray[np.float64], w: int, u: float) -> float:
+def _along(ms_W: Floats, w: int, u: float) -> float:
     return _between(float(ms_W[w]), float(ms_W[min(w + 1, len(ms_W) - 1)]), u)
 
 
@@ -117,15 +117,15 @@ class CostModel:
     surfaces: dict[str, Surface]
     residuals: tuple[Residual, ...]
     graph_sizes: tuple[int, ...]  # batch sizes that batches are padded to, ascending; (): none
-    # Nodes that a row's round of lookups verifies on average, where that is not always num_draft_tokens.
-    nodes: Mapping[Candidate, float] = field(default_factory=dict)
+    # Nodes of a request that n-gram rounds verify on average, where that is not always num_draft_tokens.
+    nodes: Mapping[DraftShape, float] = field(default_factory=dict)
 
     @staticmethod
     def fit(measurements: Sequence[Measurement], graph_sizes: Sequence[int] = ()) -> CostModel:
         """Repeated measurements of one point are averaged. Raises TuningError for a kind that is not in KINDS, and for
         values that are no times."""
         points: dict[str, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-        rng: dict[tuple[str, int, int], float] = defaultdict(float)
+        noise: dict[tuple[str, int, int], float] = defaultdict(float)
         for m in measurements:
             if m.kind not in KINDS:
                 raise TuningError(f"{m.kind!r} is no kind of measurement", hint=f"the kinds are {', '.join(KINDS)}")
@@ -133,32 +133,32 @@ class CostModel:
                 raise TuningError(f"not a measurement: {m}")
             points[m.kind][m.batch, m.width].append(m.milliseconds)
             place = m.kind, m.batch, m.width
-            rng[place] = max(rng[place], m.rng)
+            noise[place] = max(noise[place], m.noise)
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
         for kind, values in points.items():
             plain = _of_one_token(points.get(_PLAIN.get(kind, ""), {}))
-            noise_of = {(batch, width): rng[kind, batch, width] for batch, width in values}
+            noise_of = {(batch, width): noise[kind, batch, width] for batch, width in values}
             surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain), noise_of)
             for (batch, width), repeated in sorted(values.items()):
                 mean = float(np.mean(repeated))
                 residuals.append(Residual(kind, batch, width, mean, surface.at(batch, width)))
         return CostModel(surfaces, tuple(residuals), tuple(sorted(graph_sizes)))
 
-    def round_ms(self, batch: int, candidate: Candidate | None) -> float:
-        """A round of `batch` rows. Raises TuningError naming what was not measured."""
-        if candidate is None:
+    def round_ms(self, batch: int, shape: DraftShape | None) -> float:
+        """A round of `batch` requests. Raises TuningError naming what was not measured."""
+        if shape is None:
             return self.plain_ms(batch)
-        nodes = self.nodes.get(candidate, candidate.num_draft_tokens)
-        has_branches = isinstance(candidate, DraftShape) and not candidate.is_chain and "verify_tree" in self.surfaces
+        nodes = self.nodes.get(shape, shape.num_draft_tokens)
+        has_branches = not shape.is_chain and "verify_tree" in self.surfaces
         verify = self.part_ms("verify_tree" if has_branches else "verify", batch, nodes)
         verify += self.part_ms("overhead", batch, 1)
-        if isinstance(candidate, NgramShape):
+        if shape.ngram_match is not None:
             return self._live(batch, verify + self.part_ms("lookup", batch, 1))
-        draft = self.part_ms("draft_start", batch, candidate.topk)
-        if candidate.num_steps > 1:
-            draft += (candidate.num_steps - 1) * self.part_ms("draft_step", batch, candidate.topk)
-        return self._live(batch, draft + verify + self.part_ms("extend", batch, max_path(candidate)))
+        draft = self.part_ms("draft_start", batch, shape.topk)
+        if shape.num_steps > 1:
+            draft += (shape.num_steps - 1) * self.part_ms("draft_step", batch, shape.topk)
+        return self._live(batch, draft + verify + self.part_ms("extend", batch, shape.max_path))
 
     def plain_ms(self, batch: int, *, followed: bool = False) -> float:
         """A round of plain decoding; `followed`: with the draft network brought along, for later rounds to draft."""
@@ -220,7 +220,7 @@ def _beyond_plain(
 def _fit(
     values: Mapping[tuple[int, int], Sequence[float]],
     between: Mapping[tuple[int, int], float],
-    rng: Mapping[tuple[int, int], float],
+    noise: Mapping[tuple[int, int], float],
 ) -> Surface:
     """`between`: cells that were not measured, but are known better than by filling them in."""
     batches = sorted({batch for batch, _ in (*values, *between)})
@@ -233,8 +233,83 @@ def _fit(
         place = batches.index(batch), widths.index(width)
         means_BW[place], weights_BW[place] = float(np.mean(repeated)), len(repeated)
     fitted_BW = monotone_grid(filled(means_BW, batches, widths), weights_BW)
-    for (batch, width), share in rng.items():
+    for (batch, width), share in noise.items():
         place = batches.index(batch), widths.index(width)
         if math.isfinite(share) and abs(fitted_BW[place] - means_BW[place]) > share * means_BW[place]:
             fitted_BW[place] = means_BW[place]
     return Surface(tuple(batches), tuple(widths), fitted_BW)
+
+
+def isotonic(values: Floats, weights: Floats) -> Floats:
+    """The non-decreasing sequence nearest to `values` in weighted least squares: pool adjacent violators (Barlow et
+    al. 1972)."""
+    means: list[float] = []
+    sums: list[float] = []
+    counts: list[int] = []
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        mean, total, count = value, weight, 1
+        while means and means[-1] >= mean:
+            last, last_total = means.pop(), sums.pop()
+            mean = (last * last_total + mean * total) / (last_total + total)
+            total, count = total + last_total, count + counts.pop()
+        means.append(mean)
+        sums.append(total)
+        counts.append(count)
+    return np.repeat(np.array(means), counts)
+
+
+def monotone_grid(values_BW: Floats, weights_BW: Floats, max_rounds: int = 500) -> Floats:
+    """The grid nearest to `values_BW` that does not fall along either axis: isotonic regressions of its rows, then of
+    its columns, and again, each corrected by what the other took away (Dykstra & Robertson 1982)."""
+    fitted = values_BW.astype(np.float64)
+    by_rows, by_columns = np.zeros_like(fitted), np.zeros_like(fitted)
+    tolerance = 1e-9 * max(1e-300, float(np.abs(values_BW).max()))
+    for _ in range(max_rounds):
+        before = fitted
+        wanted = fitted + by_rows
+        fitted = np.stack([isotonic(v, w) for v, w in zip(wanted, weights_BW, strict=True)])
+        by_rows = wanted - fitted
+        wanted = fitted + by_columns
+        fitted = np.stack([isotonic(v, w) for v, w in zip(wanted.T, weights_BW.T, strict=True)]).T
+        by_columns = wanted - fitted
+        if np.abs(fitted - before).max() <= tolerance:
+            break
+    # What is left of rounding, and of an iteration cut short.
+    running: Floats = np.maximum.accumulate(np.maximum.accumulate(fitted, axis=0), axis=1)
+    return running
+
+
+def filled(values_BW: Floats, batches: Sequence[int], widths: Sequence[int]) -> Floats:
+    """The grid with its NaN cells filled in, those next to known ones first: each by the mean of its row's and its
+    column's straight line between the known cells around it, or through the last two."""
+    grid = values_BW.copy()
+    across, down = np.array(widths, dtype=np.float64), np.array(batches, dtype=np.float64)
+    while np.isnan(grid).any():
+        guesses = np.stack(
+            [
+                np.stack([_guess(line, across) for line in grid]),
+                np.stack([_guess(line, down) for line in grid.T], axis=1),
+            ]
+        )
+        known = ~np.isnan(guesses)
+        reached = known.any(axis=0) & np.isnan(grid)
+        assert reached.any(), "a grid without a single known cell"
+        sums = np.where(known, guesses, 0.0).sum(axis=0)
+        grid = np.where(reached, sums / np.maximum(known.sum(axis=0), 1), grid)
+    return grid
+
+
+def _guess(line: Floats, axis: Floats) -> Floats:
+    """The cells of a line that are between known ones, or next to one; NaN elsewhere."""
+    guess = np.full(len(line), np.nan)
+    known = np.flatnonzero(~np.isnan(line))
+    if not len(known):
+        return guess
+    first, last = int(known[0]), int(known[-1])
+    guess[first : last + 1] = np.interp(axis[first : last + 1], axis[known], line[known])
+    for edge, inner, beyond in ((first, known[:2], first - 1), (last, known[-2:], last + 1)):
+        if 0 <= beyond < len(line):
+            rise = line[inner[-1]] - line[inner[0]]
+            slope = rise / (axis[inner[-1]] - axis[inner[0]]) if len(inner) == 2 else 0.0
+            guess[beyond] = max(line[edge] + slope * (axis[beyond] - axis[edge]), 0.0)
+    return guess

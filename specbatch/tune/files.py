@@ -1,4 +1,4 @@
-"""The files of a tuning, by the name of its output, and how our own are known."""
+"""The files of a tuning, by the name of its output, and how its own files are recognised."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def plot_paths(output: Path) -> list[Path]:
     return [output.with_suffix(f".{name}.png") for name in PLOTS]
 
 
-def kept_folder(output: Path) -> Path:
+def cache_folder(output: Path) -> Path:
     """tuned.yaml -> tuned.measured"""
     return output.with_suffix(".measured")
 
 
 def tuned_files(output: Path) -> list[Written]:
     """All that a tuning writes."""
-    report, folder = report_path(output), kept_folder(output)
-    # Plots and measurements say nothing of their job: other files of the same folder do.
+    report, folder = report_path(output), cache_folder(output)
+    # A plot or a measurement does not name its job: other files of the same folder do.
     has_report = unless(lambda path: _keys(report) >= {"verdict", "made_by"})
     has_identity = unless(lambda path: _keys(folder / IDENTITY) >= {"kinds", "widest"})
     return [

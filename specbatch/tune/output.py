@@ -1,4 +1,4 @@
-"""Writes what tuning found: a configuration to run with, a report, tables and plots."""
+"""Writes the result of tuning: a configuration to run with, a report, tables and plots."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from rich.console import Console
 
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
-from specbatch.errors import InputError
+from specbatch.draft.schedule import shapes_of
+from specbatch.errors import InputError, TuningError
 from specbatch.job.files import write_whole
 from specbatch.job.stats import device_name
 from specbatch.job.terminal import print_table
 from specbatch.tune.command import Tuned
-from specbatch.tune.confirm import speedups
-from specbatch.tune.errors import TuningError
 from specbatch.tune.files import MARK, plot_paths, report_path
+from specbatch.tune.live import speedups
 from specbatch.tune.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tune.report import (
     Comparison,
-    choices_table,
     comparisons_table,
     costs_table,
     duration,
     evidence,
     json_report,
     jsonable,
-    options_table,
+    plans_table,
+    rankings_table,
     tuned_yaml,
 )
 
-_PLOTTED = 5  # candidates in the plot over batch sizes
+_PLOTTED = 5  # shapes in the plot over batch sizes
 
 
 def write_tuned(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
-    """`config` as the user gave it. The report and the plots lie beside the output.
+    """`config` as the user gave it. The report and the plots are written next to the output.
 
     Raises TuningError where they cannot be written.
     """
-    hint = "what was measured is kept; if you use another -o, copy the .measured folder to its place"
+    hint = "the measurements are cached; for another -o, copy the .measured folder along"
     try:
         _write(tuned, config, output, made_by, console)
     except OSError as error:
@@ -54,15 +54,15 @@ def write_tuned(tuned: Tuned, config: Config, output: Path, made_by: dict[str, A
 
 def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], console: Console) -> None:
     comparisons = live_comparisons(tuned)
-    for table in (costs_table(tuned.forecast.costs), choices_table(tuned.result), options_table(tuned.result)):
+    for table in (costs_table(tuned.forecast.costs), rankings_table(tuned.result), plans_table(tuned.result)):
         print_table(table, console)
     print_table(comparisons_table(comparisons), console)
     schedule = None if tuned.winner is None else tuned.winner.schedule
     header, comments = evidence(tuned.result)
-    if schedule != tuned.result.best.schedule:  # all of that is said of the predicted best
+    if schedule != tuned.result.best.schedule:  # all of that is of the predicted best
         header, comments = [f"(Predicted to be the fastest was {tuned.result.best.schedule}.)"], []
-    says = _verdict(tuned)
-    lines = [MARK, says, *_live_lines(tuned), *header]
+    verdict = _verdict(tuned)
+    lines = [MARK, verdict, *_live_lines(tuned), *header]
     # The schedule is of these drafts: with another target, `auto` would be others.
     if schedule is not None:
         decided = tuned.run.config.speculation
@@ -70,15 +70,15 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
     text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
     write_whole(output, text.encode())
     report = json_report(tuned.result, tuned.forecast.costs, list(tuned.forecast.replays.values()), comparisons)
-    report |= {"verdict": says, "winner": None if schedule is None else str(schedule), "made_by": made_by}
+    report |= {"verdict": verdict, "winner": None if schedule is None else str(schedule), "made_by": made_by}
     names = ("seconds", "tokens", "tokens_per_round")
     runs = [{"what": o.name} | {n: getattr(o, n) for n in names} for o in tuned.live]
     files = zip(runs, tuned.file_seconds, strict=True)
     report["live_runs"] = jsonable([run | {"file_seconds": seconds} for run, seconds in files])
-    beside = report_path(output)
-    write_whole(beside, json.dumps(report, indent=1).encode())
-    written = [output, beside, *_plots(tuned, comparisons, output, console)]
-    console.print(says, style="bold", markup=False, soft_wrap=True)
+    report_file = report_path(output)
+    write_whole(report_file, json.dumps(report, indent=1).encode())
+    written = [output, report_file, *_plots(tuned, comparisons, output, console)]
+    console.print(verdict, style="bold", markup=False, soft_wrap=True)
     console.print(f"written: {', '.join(str(path) for path in written)}", markup=False, soft_wrap=True)
     console.print(f"specbatch generate DATA -c {output}", markup=False)
 
@@ -86,9 +86,9 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
 def live_comparisons(tuned: Tuned) -> list[Comparison]:
     """Predicted and measured tokens per second of the live runs."""
     found = []
-    for one, said in zip(tuned.live, tuned.predicted_live, strict=True):
-        rates = sorted(one.rates)
-        found.append(Comparison(one.name, None, said.tokens_per_second, one.tokens_per_second, rates[0], rates[-1]))
+    for one, predicted in zip(tuned.live, tuned.predicted_live, strict=True):
+        speeds = predicted.tokens_per_second, one.tokens_per_second
+        found.append(Comparison(one.name, None, *speeds, min(one.rates), max(one.rates)))
     return found
 
 
@@ -100,9 +100,9 @@ def _verdict(tuned: Tuned) -> str:
             f"Undecided: nothing was clearly faster or slower than plain decoding ({found}). Your settings are kept. "
             "A longer --budget or a quiet machine may decide it."
         )
-    if tuned.winner.schedule.is_plain:
+    if not shapes_of(tuned.winner.schedule):
         return "Speculation does not pay on this file: plain decoding was faster, outside the noise."
-    place = next(i for i, one in enumerate(tuned.live) if one.chosen == tuned.winner.schedule)
+    place = next(i for i, one in enumerate(tuned.live) if one.schedule == tuned.winner.schedule)
     gain, low, high = speedups(tuned.live)[place]
     return f"{gain:.2f}x as fast as plain decoding ({_interval(low, high)}), live, over the same rows."
 
@@ -112,7 +112,7 @@ def _interval(low: float, high: float) -> str:
 
 
 def _live_lines(tuned: Tuned) -> list[str]:
-    """With what was chosen by, which may be another than the fastest of these runs."""
+    """With the seconds of the whole file, by which the schedule was chosen."""
     return [
         f"Live, {len(one.seconds)} runs: {one.name}: {one.tokens_per_second:,.1f} tok/s,"
         f" {one.tokens_per_round:.2f} tokens a round; the whole file by that: {duration(seconds)}."
@@ -123,14 +123,13 @@ def _live_lines(tuned: Tuned) -> list[str]:
 def _plots(tuned: Tuned, comparisons: list[Comparison], output: Path, console: Console) -> list[Path]:
     caption = Caption(", ".join(tuned.run.description.values()), device_name(tuned.run.config.engine.device))
     paths = plot_paths(output)
-    shown = [c for choice in tuned.result.choices for c in [choice.ranked[0].candidate] if c is not None]
-    shown += [c for option in tuned.result.fixed for c in option.schedule.candidates if c is not None]
-    batches, replays = [choice.batch for choice in tuned.result.choices], list(tuned.forecast.replays.values())
+    shown = [ranking.ranked[0].shape for ranking in tuned.result.rankings]
+    shown += [shape for plan in tuned.result.fixed for shape in plan.schedule.items]
+    plotted = list(dict.fromkeys(shape for shape in shown if shape is not None))[:_PLOTTED]
+    batches, replays = [ranking.batch for ranking in tuned.result.rankings], list(tuned.forecast.replays.values())
     try:
         plot_acceptance(replays, tuned.rank_shares, caption, paths[0])
-        plot_throughput(
-            replays, tuned.forecast.costs, batches, list(dict.fromkeys(shown))[:_PLOTTED], caption, paths[1]
-        )
+        plot_throughput(replays, tuned.forecast.costs, batches, plotted, caption, paths[1])
         plot_comparisons(comparisons, "tokens per second", caption, paths[2])
     except TuningError as error:
         console.print(f"no plots: {error.message} ({error.hint})", markup=False)

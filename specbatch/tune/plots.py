@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.draft.shape import DraftShape
-from specbatch.tune.candidates import Candidate, label
+from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel
-from specbatch.tune.errors import TuningError
 from specbatch.tune.replay import Replay
 from specbatch.tune.report import Comparison
 
@@ -50,16 +49,16 @@ def plot_acceptance(
     axes = figure.subplots(1, 2 if shares_SK is not None else 1, squeeze=False)[0]
     best: dict[str, dict[int, float]] = defaultdict(dict)
     for replay in replays:
-        c = replay.candidate
-        if isinstance(c, DraftShape):
-            series, x = f"topk {c.topk}", c.num_steps
+        shape = replay.shape
+        if shape.ngram_match is None:
+            series, x = f"topk {shape.topk}", shape.num_steps
         else:
-            series, x = f"match {c.min_match}-{c.max_match}", c.num_draft_tokens
+            series, x = "match {}-{}".format(*shape.ngram_match), shape.num_draft_tokens
         best[series][x] = max(best[series].get(x, 0.0), replay.tokens_per_round)
     for series, points in best.items():
         xs = sorted(points)
         axes[0].plot(xs, [points[x] for x in xs], marker="o", markersize=3, label=series)
-    neural = any(isinstance(replay.candidate, DraftShape) for replay in replays)
+    neural = any(replay.shape.ngram_match is None for replay in replays)
     axes[0].set(xlabel="num_steps" if neural else "num_draft_tokens", ylabel="tokens per round (largest tree)")
     axes[0].grid(alpha=0.3)
     axes[0].legend(fontsize="small")
@@ -80,23 +79,23 @@ def plot_throughput(
     replays: Sequence[Replay],
     costs: CostModel,
     batches: Sequence[int],
-    candidates: Sequence[Candidate],
+    shapes: Sequence[DraftShape],
     caption: Caption,
     path: Path,
 ) -> None:
-    """Tokens per second over batch size of some candidates, with their 90% intervals, and of plain decoding. Raises
+    """Tokens per second over batch size of some shapes, with their 90% intervals, and of plain decoding. Raises
     TuningError where matplotlib is missing."""
     figure = _figure(8)
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     axes = figure.subplots()
     xs = np.array(batches)
-    by_candidate = {replay.candidate: replay for replay in replays}
-    for candidate in dict.fromkeys(candidates):
-        per_token = 1e3 * xs / np.array([costs.round_ms(int(b), candidate) for b in xs])
-        replay = by_candidate[candidate]
+    by_shape = {replay.shape: replay for replay in replays}
+    for shape in dict.fromkeys(shapes):
+        per_token = 1e3 * xs / np.array([costs.round_ms(int(b), shape) for b in xs])
+        replay = by_shape[shape]
         low, high = replay.interval()
-        (line,) = axes.plot(xs, per_token * replay.tokens_per_round, marker="o", markersize=3, label=label(candidate))
+        (line,) = axes.plot(xs, per_token * replay.tokens_per_round, marker="o", markersize=3, label=str(shape))
         axes.fill_between(xs, per_token * low, per_token * high, color=line.get_color(), alpha=0.15, linewidth=0)
     plain = [1e3 * b / costs.plain_ms(b) for b in batches]
     axes.plot(xs, plain, color="black", linestyle="--", marker="o", markersize=3, label="plain")
@@ -110,7 +109,7 @@ def plot_throughput(
     caption.draw(
         figure,
         "Predicted speed by the number of running requests",
-        shapes=any(isinstance(c, DraftShape) for c in candidates),
+        shapes=any(shape.ngram_match is None for shape in shapes),
     )
     _save(figure, path)
 

@@ -1,134 +1,74 @@
-"""Wall time of a whole file under a schedule: an event simulation of what the engine's scheduler does.
+"""Wall time of a whole file under a schedule: the engine's scheduler, with a clock that the cost model moves.
 
-Prompts go before rounds while there is room; a round takes what the cost model says of the running rows; each row
-advances by its own tokens per round, that of the traced row it stands for; when the cache is full the youngest row
-gives its pages back and is computed again later. Between two events (a row ends, the cache is full) nothing changes but
-the rows' lengths, so those rounds are taken at once.
+Requests have predicted lengths and advance by the tokens per round of the traced row that each stands for. Who is
+admitted, in which prompt chunk, and who is preempted is decided by `engine.scheduler.Scheduler` itself. Between two
+events (a request ends, the cache is full) nothing changes but the requests' lengths, so those rounds are taken at once.
 
-Of a large file a few thousand rows are simulated: the time between two rows' admissions in the middle of them, when as
-many come as go, is what each further row takes.
+Of a large file a few thousand rows are simulated: the time between two admissions in the middle of them, when as many
+requests come as go, is what each further row takes.
 
-Shape suffixes: R traced rows, N rows of the file (those simulated), B running rows.
+Shape suffixes: R traced rows, N rows of the file (those simulated), B running requests.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.cache.pages import PagePool
+from specbatch.draft.schedule import Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.gathering import ChunkCost
-from specbatch.tune.candidates import Candidate, lookahead
+from specbatch.engine.gathering import RoundsOfRows
+from specbatch.engine.scheduler import PrefillSpan, Scheduler
+from specbatch.engine.sequence import Sequence
+from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel
-from specbatch.tune.errors import TuningError
+from specbatch.tune.profile import FileProfile, Limits, Prediction
 from specbatch.tune.replay import Replay
-from specbatch.tune.schedule import Schedule
 from specbatch.tune.trace import Trace
+from specbatch.types import Request, RngKey, SamplingParams
 
 MIN_SIMULATED = 2000  # rows
-_TURNOVERS = 8  # or as many times the running rows, where that is more
+_TURNOVERS = 8  # full batches that are simulated, where that is more rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FileProfile:
-    """The file's lengths. Row i of it has prompt i, counted round and round where only a sample was measured, and
-    stands for a traced row: each of them comes as often as any other, in an order drawn anew for each turn. `in_order`:
-    row i stands for traced row i, round and round, as where the traced rows themselves are run."""
+@dataclass(frozen=True)
+class Forecast:
+    """What was measured of the traced rows, to predict files of rows like them."""
 
-    prompt_tokens: NDArray[np.int64]  # of the file's first rows, or of all of them
-    output_tokens_R: NDArray[np.int64]  # of the traced rows
-    num_rows: int
+    trace: Trace
+    replays: Mapping[DraftShape, Replay]
+    costs: CostModel
+    limits: Limits
     max_tokens: int  # of a row's output
-    shared_prefix: int = 0  # tokens that all prompts begin with, computed and kept once
-    in_order: bool = False
 
-    def __post_init__(self) -> None:
-        if not len(self.prompt_tokens) or not len(self.output_tokens_R) or self.num_rows < 1:
-            raise TuningError("the file has no rows to predict anything for")
-        assert self.shared_prefix < self.prompt_tokens.min(), "the last token of a prompt is its own"
+    def predict(self, schedule: Schedule, count: int) -> Prediction:
+        """Of a file of `count` rows: the traced ones from the first on, again and again."""
+        part = replace(self.trace, rows=self.trace.rows[:count])
+        own = {shape: self.replays[shape].of_rows(slice(count)) for shape in schedule.items if shape is not None}
+        profile = replace(FileProfile.of(part, self.max_tokens, num_rows=count), in_order=True)
+        return predict(profile, self.limits, self.costs, own, schedule)
 
-    @staticmethod
-    def of(
-        trace: Trace,
-        max_tokens: int,
-        prompt_tokens: NDArray[np.int64] | None = None,
-        num_rows: int = 0,
-        shared_prefix: int = 0,
-    ) -> FileProfile:
-        """With the traced rows' outputs, and where no prompts of the file are known, their prompts too. `num_rows` 0:
-        as many as there are prompts."""
-        prompts = np.array([row.num_prompt for row in trace.rows]) if prompt_tokens is None else prompt_tokens
-        outputs = np.array([row.num_output for row in trace.rows], dtype=np.int64)
-        return FileProfile(prompts.astype(np.int64), outputs, num_rows or len(prompts), max_tokens, shared_prefix)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds the running rows."""
-
-    max_running: int  # rows
-    kv_tokens: int  # slots of the cache
-    prefill_chunk: int  # prompt tokens computed at once
-    page_size: int = 1  # slots
-    draft_kv_offset: int = 0  # 1 for a draft model, which has a slot of its own for the root
-    max_verify_tokens: int | None = None  # rows x nodes of a round; None: no limit
-    rounds_behind: int = 0  # for which a row that has ended keeps its place: 1 where the host reads a round late
-    chunk_cost: ChunkCost | None = None  # for which short prompts are gathered; None: they are not
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prediction:
-    """Seconds of the file, loading and writing not counted."""
-
-    prefill_seconds: float
-    steady_seconds: float  # rounds while rows are waiting
-    drain_seconds: float  # rounds behind the last admission
-    steady_tokens: float  # committed up to the last admission
-    output_tokens: float
-    rounds: float
-    num_rows: int
-    num_simulated: int  # the others are extrapolated from the middle of these
-    preemptions: float
-    tokens_by_batch: NDArray[np.float64]  # [b]: tokens that rounds of b rows committed
-
-    @property
-    def seconds(self) -> float:
-        return self.prefill_seconds + self.steady_seconds + self.drain_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.output_tokens / self.seconds if self.seconds else math.inf
-
-    @property
-    def steady_tokens_per_second(self) -> float:
-        """Of the file without its end, in which fewer and fewer rows run."""
-        seconds = self.prefill_seconds + self.steady_seconds
-        return self.steady_tokens / seconds if seconds else math.inf
-
-    @property
-    def mean_batch(self) -> float:
-        """Running rows of a round, by the tokens they made."""
-        total = self.tokens_by_batch.sum()
-        return float(self.tokens_by_batch @ np.arange(len(self.tokens_by_batch)) / total) if total else 0.0
+    def seconds(self, schedule: Schedule, count: int) -> float:
+        """Of the same."""
+        return self.predict(schedule, count).seconds
 
 
 def predict(
     profile: FileProfile,
     limits: Limits,
     costs: CostModel,
-    replays: Mapping[Candidate, Replay],
+    replays: Mapping[DraftShape, Replay],
     schedule: Schedule,
     *,
     seed: int = 0,
     min_simulated: int = MIN_SIMULATED,
 ) -> Prediction:
-    """`replays` holds every candidate of `schedule`, over the traced rows of `profile`.
+    """`replays` holds every shape of `schedule`, over the traced rows of `profile`.
 
     Raises TuningError for a row that does not fit the cache, and for a part of a round that was not measured.
     """
@@ -137,206 +77,239 @@ def predict(
     return simulation.prediction()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Mark:
-    """The sums so far, after an admission."""
+class _PageCount(PagePool):
+    """A pool that counts its pages: which one is which does not matter here."""
 
-    admitted: int
-    prefill: float
-    decode: float
-    rounds: float
-    tokens: float
-    preemptions: int
-    tokens_by_batch: NDArray[np.float64]
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(1, page_size)
+        self.num_pages = self._num_free = num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def allocate(self, count: int) -> list[int]:
+        assert 0 <= count <= self._num_free, f"{count} pages wanted, {self._num_free} free"
+        self._num_free -= count
+        return [0] * count
+
+    def release(self, pages: Iterable[int]) -> None:
+        self._num_free += len(list(pages))
+
+
+# Columns of a simulation's sums; after them, tokens by batch size.
+_PREFILL_MS, _DECODE_MS, _ROUNDS, _TOKENS, _BY_BATCH = range(5)
 
 
 class Simulation:
-    """One pass over the rows. Times are milliseconds; lengths are in tokens, the shared prefix not counted."""
+    """One pass over the rows. Lengths are in tokens, the shared prefix not counted."""
 
     def __init__(
         self,
         profile: FileProfile,
         limits: Limits,
         costs: CostModel,
-        replays: Mapping[Candidate, Replay],
+        replays: Mapping[DraftShape, Replay],
         schedule: Schedule,
         seed: int,
         min_simulated: int,
     ) -> None:
         self._profile, self._limits, self._costs, self._schedule = profile, limits, costs, schedule
-        self._rates_of = {
-            c: np.ones(len(profile.output_tokens_R)) if c is None else replays[c].rates() for c in schedule.candidates
-        }
-        for rates in self._rates_of.values():
-            assert len(rates) == len(profile.output_tokens_R), "other rows were replayed"
-        often = schedule.at(limits.max_running)
-        # The first token comes with the prompt. The engine's own mean moves with the rows that have ended; this is
-        # where it settles, if most rounds are full.
-        rounds_R = (np.clip(profile.output_tokens_R, 1, profile.max_tokens) - 1) / self._rates_of[often]
-        self._gather = 1 if limits.chunk_cost is None else limits.chunk_cost.places(limits.max_running, rounds_R.mean())
-        self._followed = any(isinstance(c, DraftShape) for c in schedule.candidates)
-        self._round_ms: dict[int, float] = {}
-        self._count = min(profile.num_rows, max(min_simulated, _TURNOVERS * limits.max_running))
-        rows_N = np.arange(self._count)
-        rng, kinds = np.random.default_rng(seed), len(profile.output_tokens_R)
-        turns = -(-self._count // kinds)
+        kinds = len(profile.output_tokens_R)
+        self._rates_of = {c: np.ones(kinds) if c is None else replays[c].rates() for c in schedule.items}
+        assert all(len(rates) == kinds for rates in self._rates_of.values()), "other rows were replayed"
+        self._is_followed = any(shape is not None and shape.ngram_match is None for shape in schedule.items)
+        self._count = count = min(profile.num_rows, max(min_simulated, _TURNOVERS * limits.max_running))
+        rng, turns = np.random.default_rng(seed), -(-count // kinds)
         order = [np.arange(kinds) if profile.in_order else rng.permutation(kinds) for _ in range(turns)]
-        self._kind_N = np.concatenate(order)[: self._count]
-        prompts_N = profile.prompt_tokens[rows_N % len(profile.prompt_tokens)]
-        self._prompt_N = (prompts_N - profile.shared_prefix).astype(np.float64)
-        outputs_N = np.minimum(profile.output_tokens_R[self._kind_N], profile.max_tokens)
-        self._output_N = np.maximum(outputs_N, 1).astype(np.float64)
-        # Slots behind a row's own tokens, in every round, whatever the batch: the engine's scheduler has one figure.
-        self._ahead = max(lookahead(c, limits.draft_kv_offset if self._followed else 0) for c in schedule.candidates)
-        self._pages = (limits.kv_tokens - profile.shared_prefix) // limits.page_size
-        self._waiting = deque(range(self._count))
-        self._made_N = np.zeros(self._count)  # tokens generated
-        self._idle_N = np.full(self._count, limits.rounds_behind)  # rounds that a row stays for when it has ended
-        self._running_B = np.zeros(0, dtype=np.int64)  # in order of admission
-        self._prefill = self._decode = self._rounds = self._tokens = 0.0
-        self._preemptions = 0
-        self._tokens_by_batch = np.zeros(limits.max_running + 1)
-        self._marks: list[_Mark] = []
-        self._admitted = 0
+        self._kind_N = np.concatenate(order)[:count]
+        self._prompt_N = profile.prompt_tokens[np.arange(count) % len(profile.prompt_tokens)] - profile.shared_prefix
+        num_pages = (limits.kv_tokens - profile.shared_prefix) // limits.page_size
+        self._lookahead = limits.lookahead(schedule)
+        max_length = num_pages * limits.page_size - self._lookahead + 1  # the last token is never written
+        if (longest := int(self._prompt_N.max())) >= max_length:
+            raise TuningError(
+                f"a row of {longest + profile.shared_prefix} tokens and {self._lookahead} slots ahead of it do not fit "
+                f"a cache of {limits.kv_tokens} tokens",
+                hint="raise engine.kv_cache_tokens, or tune for smaller drafts",
+            )
+        outputs_N = np.clip(profile.output_tokens_R[self._kind_N], 1, profile.max_tokens)
+        self._output_N = np.minimum(outputs_N, max_length - self._prompt_N).astype(np.float64)
+        self._made_N = np.zeros(count)  # tokens generated
+        self._rounds_N = np.zeros(count)
+        self._idle_N = np.full(count, limits.async_depth)  # rounds for which a request stays when it has ended
+        self._scheduler = _scheduler(limits, num_pages, self._lookahead)
+        params, key = SamplingParams(max_tokens=profile.max_tokens), RngKey(0, 0, 0)
+        for row, prompt in enumerate(self._prompt_N.tolist()):
+            request = Request(row, range(prompt), params, key)
+            self._scheduler.waiting.append(Sequence(request, _tokens(prompt), max_length))
+        # Where the cache holds any batch at its longest, pages never run short: they need not be counted.
+        pages = -(-int((self._prompt_N + self._output_N).max() + self._lookahead) // limits.page_size)
+        self._is_tight = limits.max_running * (pages + 1) > num_pages
+        self._running_B = np.zeros(0, dtype=np.int64)  # in the scheduler's order
+        self._has_part = False  # of a prompt, whose rest a later chunk computes
+        self._rounds_of_rows = RoundsOfRows()
+        self._round_ms: dict[int, float] = {}
+        self._sums = np.zeros(_BY_BATCH + limits.max_running + 1)
+        self._marks: list[tuple[int, NDArray[np.float64], int]] = []  # after each chunk: rows admitted, sums, preempted
+        if profile.shared_prefix:
+            self._prefill(profile.shared_prefix)
+
+    @property
+    def num_admissions(self) -> int:
+        """Prompt chunks that admitted a row."""
+        return len(dict.fromkeys(admitted for admitted, _, _ in self._marks))
+
+    @property
+    def min_free_requests(self) -> int:
+        """See `Scheduler`, as it is now."""
+        return self._scheduler.min_free_requests
 
     def run(self) -> None:
-        if self._profile.shared_prefix:
-            self._prefill += self._chunks_ms(self._profile.shared_prefix)
-        while self._waiting or len(self._running_B):
-            if not self._admit():
-                self._advance()
+        scheduler = self._scheduler
+        while scheduler.waiting or scheduler.running:
+            spans = scheduler.plan_prefill() if scheduler.waiting or self._has_part else []
+            if spans:
+                self._compute(spans)
+            else:
+                self._run_rounds()
 
-    def _admit(self) -> bool:
-        """Compute all prompts that there is room for now; False if there are none."""
-        limits, tokens = self._limits, 0.0
-        if not self._is_worth_a_chunk():
-            return False
-        new: list[int] = []
-        used = self._pages_of(self._running_B)
-        while self._waiting and len(self._running_B) + len(new) < limits.max_running:
-            row = self._waiting[0]
-            length = self._to_compute(row)
-            pages = math.ceil((length + self._ahead) / limits.page_size)
-            # A page for each running row stays free, as in the engine.
-            if used + pages + len(self._running_B) + len(new) > self._pages:
-                if not len(self._running_B) and not new:
-                    length += self._profile.shared_prefix
-                    raise TuningError(
-                        f"a row of {length:.0f} tokens and {self._ahead} slots ahead of it do not fit a cache of"
-                        f" {limits.kv_tokens} tokens",
-                        hint="raise engine.kv_cache_tokens, or tune for smaller drafts",
-                    )
-                break
-            self._waiting.popleft()
-            used += pages
-            tokens += length
-            new.append(row)
-        if not new:
-            return False
-        self._prefill += self._chunks_ms(tokens)
-        self._admitted = max(self._admitted, max(new) + 1)
-        added = np.array(new)
-        self._tokens += float((self._made_N[added] == 0).sum())
-        self._made_N[added] = np.maximum(self._made_N[added], 1.0)
-        self._running_B = np.concatenate((self._running_B, added))
-        self._leave()
-        self._marks.append(
-            _Mark(
-                self._admitted, self._prefill, self._decode, self._rounds, self._tokens, self._preemptions,
-                self._tokens_by_batch.copy(),
-            )
-        )  # fmt: skip
-        return True
+    def _compute(self, spans: list[PrefillSpan]) -> None:
+        self._prefill(sum(span.end - span.start for span in spans))
+        for span in spans:
+            row, seq = span.seq.request.request_id, span.seq
+            seq.num_computed_tokens = span.end
+            if span.end == seq.num_prefill_tokens and not self._made_N[row]:  # the first token comes with the prompt
+                self._made_N[row] = 1.0
+                self._sums[_TOKENS] += 1.0
+                seq.tokens = _tokens(span.end + 1)
+        self._has_part = spans[-1].end < spans[-1].seq.num_prefill_tokens
+        self._running_B = np.array([seq.request.request_id for seq in self._scheduler.running], dtype=np.int64)
+        self._finish_ended()
+        admitted = max(self._marks[-1][0] if self._marks else 0, *(span.seq.request.request_id + 1 for span in spans))
+        self._marks.append((admitted, self._sums.copy(), self._scheduler.num_preemptions))
 
-    def _is_worth_a_chunk(self) -> bool:
-        """As the engine's scheduler decides it."""
-        free, cost = self._limits.max_running - len(self._running_B), self._limits.chunk_cost
-        if cost is None or free >= min(self._gather, len(self._waiting)):
-            return True
-        return free > 0 and sum(self._to_compute(row) for row in islice(self._waiting, free)) >= cost.tokens
+    def _prefill(self, tokens: int) -> None:
+        """Full chunks and the rest."""
+        whole, rest = divmod(tokens, self._limits.prefill_chunk)
+        for size in [self._limits.prefill_chunk] * whole + [rest] * bool(rest):
+            self._sums[_PREFILL_MS] += self._costs.prefill_ms(size, followed=self._is_followed)
 
-    def _to_compute(self, row: int) -> float:
-        """Tokens of a waiting row: its prompt, and of one that was preempted what it had written."""
-        return float(self._prompt_N[row] + max(0.0, self._made_N[row] - 1))
-
-    def _chunks_ms(self, tokens: float) -> float:
-        """Of prompts computed one behind the other: full chunks and the rest."""
-        whole, rest = divmod(round(tokens), self._limits.prefill_chunk)
-        followed = self._followed
-        full = whole * self._costs.prefill_ms(self._limits.prefill_chunk, followed=followed) if whole else 0.0
-        return full + (self._costs.prefill_ms(rest, followed=followed) if rest else 0.0)
-
-    def _lengths(self, req_idx_B: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Slots that the next round may write up to; the last token made is the root, and in no slot yet."""
-        return self._prompt_N[req_idx_B] + self._made_N[req_idx_B] - 1 + self._ahead
-
-    def _pages_of(self, req_idx_B: NDArray[np.int64]) -> float:
-        return float(np.ceil(self._lengths(req_idx_B) / self._limits.page_size).sum())
-
-    def _advance(self) -> None:
+    def _run_rounds(self) -> None:
         """Rounds up to the next event."""
-        while len(self._running_B) > 1 and self._pages_of(self._running_B) > self._pages:
-            self._waiting.appendleft(int(self._running_B[-1]))
-            self._running_B = self._running_B[:-1]
-            self._preemptions += 1
+        if self._is_tight:
+            self._plan_round()
         req_idx_B = self._running_B
         batch = len(req_idx_B)
         rates_B = self._rates_of[self._schedule.at(batch)][self._kind_N[req_idx_B]]
         left_B = self._output_N[req_idx_B] - self._made_N[req_idx_B]
         # A row's own number of rounds, but for rounding, when it is replayed with one shape from end to end.
-        wanted_B = np.ceil(left_B / rates_B - 1e-9).astype(np.int64)
+        wanted_B = np.ceil(left_B / rates_B - 1e-9)
         rounds = int((wanted_B + self._idle_N[req_idx_B]).min())
-        free = self._pages - (self._lengths(req_idx_B) / self._limits.page_size + 1).sum()
-        if rounds > 1:
-            rounds = max(1, min(rounds, int(free * self._limits.page_size / rates_B.sum())))
+        if self._is_tight and rounds > 1:
+            lengths_B = self._prompt_N[req_idx_B] + self._made_N[req_idx_B] + self._lookahead
+            free = self._scheduler.num_pages * self._limits.page_size - (lengths_B + self._limits.page_size).sum()
+            rounds = max(1, min(rounds, int(free / rates_B.sum())))
+            if rounds > 1:  # prompts are admitted by the pages that the last round was planned with
+                self._advance(rounds - 1, rates_B)
+                self._plan_round()
+                rounds = 1
+        self._advance(rounds, rates_B)
+        self._finish_ended()
+
+    def _plan_round(self) -> None:
+        """The pages of the next round, for which requests may be preempted."""
+        before = list(self._scheduler.running)
+        lengths = (self._prompt_N + np.ceil(self._made_N))[self._running_B].astype(np.int64).tolist()
+        for seq, length in zip(before, lengths, strict=True):
+            seq.num_computed_tokens = length - 1  # all but the root
+        if preempted := len(before) - len(self._scheduler.plan_round()):
+            for seq, length in zip(before[-preempted:], lengths[-preempted:], strict=True):
+                seq.tokens = _tokens(length)
+            self._running_B = self._running_B[:-preempted]
+
+    def _advance(self, rounds: int, rates_B: NDArray[np.float64]) -> None:
+        req_idx_B = self._running_B
+        batch = len(req_idx_B)
+        left_B = self._output_N[req_idx_B] - self._made_N[req_idx_B]
+        own_B = np.minimum(np.ceil(left_B / rates_B - 1e-9), rounds)
         made_B = np.minimum(left_B, rounds * rates_B)
         self._made_N[req_idx_B] += made_B
-        self._idle_N[req_idx_B] -= np.maximum(rounds - wanted_B, 0)
+        self._rounds_N[req_idx_B] += own_B
+        self._idle_N[req_idx_B] -= (rounds - own_B).astype(np.int64)
         made = float(made_B.sum())
-        self._tokens += made
-        self._tokens_by_batch[batch] += made
-        self._rounds += rounds
-        self._decode += rounds * self._ms(batch)
-        self._leave()
+        self._sums[_TOKENS] += made
+        self._sums[_BY_BATCH + batch] += made
+        self._sums[_ROUNDS] += rounds
+        self._sums[_DECODE_MS] += rounds * self._ms(batch)
 
-    def _leave(self) -> None:
-        """Rows that have ended, and are known to have, make room."""
+    def _finish_ended(self) -> None:
+        """Of requests that have ended, and of which that was read."""
         req_idx_B = self._running_B
-        stays_B = (self._output_N[req_idx_B] - self._made_N[req_idx_B] > 1e-9) | (self._idle_N[req_idx_B] > 0)
-        self._running_B = req_idx_B[stays_B]
+        ended_B = (self._output_N[req_idx_B] - self._made_N[req_idx_B] <= 1e-9) & (self._idle_N[req_idx_B] <= 0)
+        if not ended_B.any():
+            return
+        ended = [self._scheduler.running[b] for b in np.flatnonzero(ended_B)]
+        for seq in ended:
+            self._scheduler.finish(seq)
+            self._rounds_of_rows.add(int(self._rounds_N[seq.request.request_id]))
+        if self._limits.chunk_cost is not None:
+            mean = self._rounds_of_rows.mean
+            self._scheduler.min_free_requests = self._limits.chunk_cost.places(self._limits.max_running, mean)
+        self._running_B = req_idx_B[~ended_B]
 
     def _ms(self, batch: int) -> float:
         if batch not in self._round_ms:
-            candidate = self._schedule.at(batch)
-            if candidate is None:
-                self._round_ms[batch] = self._costs.plain_ms(batch, followed=self._followed)
+            shape = self._schedule.at(batch)
+            if shape is None:
+                self._round_ms[batch] = self._costs.plain_ms(batch, followed=self._is_followed)
             else:
-                self._round_ms[batch] = self._costs.round_ms(batch, candidate)
+                self._round_ms[batch] = self._costs.round_ms(batch, shape)
         return self._round_ms[batch]
 
     def prediction(self) -> Prediction:
         """Of the whole file, once `run` has returned."""
-        last = self._marks[-1]
-        extra = self._profile.num_rows - self._count
-        prefill, steady, drain = self._prefill, last.decode, self._decode - last.decode
-        rounds, tokens, preemptions = self._rounds, self._tokens, float(self._preemptions)
-        steady_tokens = last.tokens
-        by_batch = self._tokens_by_batch.copy()
-        if extra:
-            # Behind the first two turnovers, and in front of the admission that empties the queue.
-            before = [mark for mark in self._marks if mark.admitted < self._count]
-            begin = next(m for m in self._marks if m.admitted >= min(2 * self._limits.max_running, self._count // 4))
-            end = before[-1]
-            assert end.admitted > begin.admitted, "too few rows were simulated"
-            times = extra / (end.admitted - begin.admitted)
-            prefill += times * (end.prefill - begin.prefill)
-            steady += times * (end.decode - begin.decode)
-            rounds += times * (end.rounds - begin.rounds)
-            tokens += times * (end.tokens - begin.tokens)
-            steady_tokens += times * (end.tokens - begin.tokens)
-            preemptions += times * (end.preemptions - begin.preemptions)
-            by_batch += times * (end.tokens_by_batch - begin.tokens_by_batch)
+        _, last, _ = self._marks[-1]
+        more, preemptions = np.zeros_like(last), float(self._scheduler.num_preemptions)
+        if extra := self._profile.num_rows - self._count:
+            # After the first two turnovers, and before the admission that empties the queue.
+            first = min(2 * self._limits.max_running, self._count // 4)
+            admitted, begin, preempted = next(mark for mark in self._marks if mark[0] >= first)
+            end_admitted, end, end_preempted = [mark for mark in self._marks if mark[0] < self._count][-1]
+            assert end_admitted > admitted, "too few rows were simulated"
+            times = extra / (end_admitted - admitted)
+            more = times * (end - begin)
+            preemptions += times * (end_preempted - preempted)
+        total, steady = self._sums + more, last + more
         return Prediction(
-            prefill / 1e3, steady / 1e3, drain / 1e3, steady_tokens, tokens, rounds, self._profile.num_rows,
-            self._count, preemptions, by_batch,
-        )  # fmt: skip
+            prefill_seconds=total[_PREFILL_MS] / 1e3,
+            steady_seconds=steady[_DECODE_MS] / 1e3,
+            drain_seconds=(total - steady)[_DECODE_MS] / 1e3,
+            steady_tokens=steady[_TOKENS],
+            output_tokens=total[_TOKENS],
+            rounds=total[_ROUNDS],
+            num_rows=self._profile.num_rows,
+            num_simulated=self._count,
+            preemptions=preemptions,
+            tokens_by_batch=total[_BY_BATCH:],
+        )
+
+
+def _tokens(count: int) -> list[int]:
+    """Their number is all that the scheduler reads, without a prefix cache."""
+    return cast(list[int], range(count))
+
+
+def _scheduler(limits: Limits, num_pages: int, lookahead: int) -> Scheduler:
+    """As the engine has it. The prefix cache is left out: what prompts share was subtracted."""
+    cost = limits.chunk_cost
+    return Scheduler(
+        _PageCount(num_pages, limits.page_size),
+        None,
+        lookahead,
+        lambda seq: None,
+        limits.max_running,
+        limits.prefill_chunk,
+        1 if cost is None else max(1, limits.max_running // 16),
+        1 if cost is None else cost.tokens,
+    )

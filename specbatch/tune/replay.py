@@ -1,4 +1,4 @@
-"""How many rounds each traced row would take with a candidate: its drafts at every position are known, so the rounds
+"""How many rounds each traced row would take with a draft shape: its drafts at every position are known, so the rounds
 are walked as the engine would walk them.
 
 A round at position p that accepts a drafts commits a + 1 tokens: those and the target's own; at the row's end what is
@@ -10,7 +10,7 @@ numbers that plain sampling draws), and for smaller trees but for the rounds cou
 For sampled text with chains it is the expectation over the draft's draws, where the trace has `accept_PS`; else the
 greedy chain stands in for the sampled one.
 
-Shape suffixes: R rows, P positions of all rows, S draft steps, Q candidates.
+Shape suffixes: R rows, P positions of all rows, S draft steps, Q draft shapes, T tokens of all rows.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.draft.ngram import NgramIndex
 from specbatch.draft.shape import DraftShape
-from specbatch.tune.candidates import Candidate, NgramShape, max_path, num_nodes
-from specbatch.tune.errors import TuningError
-from specbatch.tune.lookup import Lookup
-from specbatch.tune.positions import Positions, leading, stacked, true_tokens
+from specbatch.errors import TuningError
 from specbatch.tune.subtrees import Ranks, WideTrees
-from specbatch.tune.trace import Trace
+from specbatch.tune.trace import Positions, Trace, leading, stacked, true_tokens
 
 MAX_NGRAM_DRAFTS = 127  # of a round
-_CHUNK = 64  # candidates walked at once, which bounds the memory
+_CHUNK = 64  # shapes walked at once, which bounds the memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """A candidate on the traced rows. Counts are whole numbers, but for expectations (sampled chains)."""
+    """A draft shape on the traced rows. Counts are whole numbers, but for expectations (sampled chains)."""
 
-    candidate: Candidate
+    shape: DraftShape
     rounds_R: NDArray[np.float64]  # verify passes after the prefill
     tokens_R: NDArray[np.int64]  # tokens that those committed
     unknown_R: NDArray[np.float64]  # rounds whose drafts the trace does not hold for certain
     accepted_at: tuple[float, ...]  # [s]: rounds of all rows that kept a draft of step s
-    idle_R: NDArray[np.float64] | None = None  # lookups: rounds that find nothing, and so draft nothing
+    idle_R: NDArray[np.float64] | None = None  # n-grams: rounds that find nothing, and so draft nothing
 
     @property
     def rounds(self) -> float:
@@ -58,7 +56,7 @@ class Replay:
     def nodes_per_round(self) -> float:
         """Verified in a row's round on average, where rounds that draft nothing verify the root alone."""
         idle = 0.0 if self.idle_R is None else float(self.idle_R.sum())
-        return 1.0 + (num_nodes(self.candidate) - 1) * (1.0 - idle / self.rounds)
+        return 1.0 + (self.shape.num_draft_tokens - 1) * (1.0 - idle / self.rounds)
 
     @property
     def num_unknown(self) -> float:
@@ -97,17 +95,17 @@ class Replay:
 
 @dataclass(slots=True)
 class _Prepared:
-    """What candidates share, made when the first of them asks for it."""
+    """What shapes share, made for the first that needs it."""
 
     chain_P: NDArray[np.int16] | None = None
     no_chain_P: NDArray[np.bool_] | None = None
     trees: WideTrees | None = None
     ranks: dict[int, Ranks] = field(default_factory=dict)
-    lookup: Lookup | None = None
+    ngrams: NgramMatches | None = None
 
 
 class Replayer:
-    """Replays candidates of one trace. Keeps what they share, so one instance for all of them."""
+    """Replays draft shapes of one trace. Keeps what they share: one instance for all of them is the fastest."""
 
     def __init__(self, trace: Trace) -> None:
         """Raises TuningError for a trace without a single round."""
@@ -116,23 +114,20 @@ class Replayer:
         self._true_PS = true_tokens(trace, self._positions, trace.depth)
         self._prepared = _Prepared()
 
-    def replay(self, candidate: Candidate) -> Replay:
-        """Raises TuningError for a candidate that is illegal or wider or deeper than the trace."""
-        return self.replay_all([candidate])[0]
+    def replay(self, shape: DraftShape) -> Replay:
+        """Raises ConfigError for an illegal shape, TuningError for one that is wider or deeper than the trace."""
+        return self.replay_all([shape])[0]
 
-    def replay_all(self, candidates: Sequence[Candidate]) -> list[Replay]:
+    def replay_all(self, shapes: Sequence[DraftShape]) -> list[Replay]:
         """`replay` for each of many, faster."""
         replays: list[Replay] = []
-        for begin in range(0, len(candidates), _CHUNK):
-            part = candidates[begin : begin + _CHUNK]
-            found = [None if self._is_drawn(candidate) else self._accepted(candidate) for candidate in part]
+        for begin in range(0, len(shapes), _CHUNK):
+            part = shapes[begin : begin + _CHUNK]
+            found = [None if self._is_drawn(shape) else self._accepted(shape) for shape in part]
             known = [pair[0] for pair in found if pair is not None]
             visits = iter(self._walk(np.stack(known))) if known else iter(())
-            for candidate, pair in zip(part, found, strict=True):
-                if pair is None:
-                    replays.append(self._expected(candidate))
-                else:
-                    replays.append(self._counted(candidate, *pair, next(visits)))
+            for shape, pair in zip(part, found, strict=True):
+                replays.append(self._expected(shape) if pair is None else self._counted(shape, *pair, next(visits)))
         return replays
 
     def rank_shares(self) -> NDArray[np.float64] | None:
@@ -151,39 +146,40 @@ class Replayer:
             shares_SK[step] = right, (1.0 - right) if asked_P.any() else 0.0
         return shares_SK
 
-    def _is_drawn(self, candidate: Candidate) -> bool:
+    def _is_drawn(self, shape: DraftShape) -> bool:
         """A chain whose drafts are drawn: how far it is accepted is known as a probability."""
-        self._check(candidate)
-        is_chain = isinstance(candidate, DraftShape) and candidate.is_chain
-        return is_chain and self._trace.sampled and any(row.accept_PS is not None for row in self._trace.rows)
+        self._check(shape)
+        of_chain = shape.is_chain and shape.ngram_match is None
+        return of_chain and self._trace.sampled and any(row.accept_PS is not None for row in self._trace.rows)
 
-    def _check(self, candidate: Candidate) -> None:
-        candidate.check()
+    def _check(self, shape: DraftShape) -> None:
+        shape.check()
         trace = self._trace
-        if isinstance(candidate, NgramShape):
-            if candidate.num_draft_tokens > MAX_NGRAM_DRAFTS + 1:
+        if shape.ngram_match is not None:
+            if shape.num_draft_tokens > MAX_NGRAM_DRAFTS + 1:
                 raise TuningError(
-                    f"num_draft_tokens is {candidate.num_draft_tokens}: at most {MAX_NGRAM_DRAFTS + 1} are replayed"
+                    f"num_draft_tokens is {shape.num_draft_tokens}: at most {MAX_NGRAM_DRAFTS + 1} are replayed"
                 )
-        elif candidate.num_steps > trace.depth or candidate.topk > trace.topk:
+        elif shape.num_steps > trace.depth or shape.topk > trace.topk:
             raise TuningError(
-                f"{candidate} is deeper or wider than the trace of {trace.depth} steps and topk {trace.topk}",
+                f"{shape} is deeper or wider than the trace of {trace.depth} steps and topk {trace.topk}",
                 hint="trace deeper and wider",
             )
 
-    def _accepted(self, candidate: Candidate) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+    def _accepted(self, shape: DraftShape) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
         """(P,) drafts that a round at each position accepts, and whether that is not certain."""
-        if isinstance(candidate, NgramShape):
-            if self._prepared.lookup is None:
-                self._prepared.lookup = Lookup(self._trace, self._positions, MAX_NGRAM_DRAFTS)
-            right_P, _ = self._prepared.lookup.accepted(candidate.min_match, candidate.max_match)
-            drafts = np.int16(candidate.num_draft_tokens - 1)
-            return np.minimum(right_P, drafts), np.zeros(len(right_P), dtype=np.bool_)
-        steps, topk = candidate.num_steps, candidate.topk
-        if candidate.is_chain:
-            return self._chain(steps)
-        ranks = self._ranks(topk)
-        return ranks.accepted(steps, candidate.num_draft_tokens), ranks.unknown(steps, candidate.num_draft_tokens)
+        if shape.ngram_match is not None:
+            right_P, _ = self._ngrams(shape.ngram_match)
+            return np.minimum(right_P, np.int16(shape.num_steps)), np.zeros(len(right_P), dtype=np.bool_)
+        if shape.is_chain:
+            return self._chain(shape.num_steps)
+        ranks, size = self._ranks(shape.topk), (shape.num_steps, shape.num_draft_tokens)
+        return ranks.accepted(*size), ranks.unknown(*size)
+
+    def _ngrams(self, match: tuple[int, int]) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+        if self._prepared.ngrams is None:
+            self._prepared.ngrams = NgramMatches(self._trace, self._positions)
+        return self._prepared.ngrams.accepted(*match)
 
     def _chain(self, steps: int) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
         if self._prepared.chain_P is None:
@@ -207,7 +203,7 @@ class Replayer:
         return self._prepared.ranks[topk]
 
     def _walk(self, accepted_QP: NDArray[np.int16]) -> NDArray[np.bool_]:
-        """(Q, P) the positions at which rounds begin, all rows of all candidates side by side."""
+        """(Q, P) the positions at which rounds begin, all rows of all shapes at once."""
         visited_QP = np.zeros(accepted_QP.shape, dtype=np.bool_)
         here = np.broadcast_to(self._positions.first_R, (len(accepted_QP), len(self._positions.first_R))).ravel()
         last = np.broadcast_to(self._positions.last_R, (len(accepted_QP), len(self._positions.first_R))).ravel()
@@ -223,20 +219,19 @@ class Replayer:
 
     def _counted(
         self,
-        candidate: Candidate,
+        shape: DraftShape,
         accepted_P: NDArray[np.int16],
         unknown_P: NDArray[np.bool_],
         visits_P: NDArray[np.bool_],
     ) -> Replay:
-        depths = np.bincount(accepted_P, weights=visits_P, minlength=max_path(candidate))
+        depths = np.bincount(accepted_P, weights=visits_P, minlength=shape.max_path)
         at_least = depths[::-1].cumsum()[::-1]
         idle_R = None
-        if isinstance(candidate, NgramShape):
-            assert self._prepared.lookup is not None
-            _, drafts_P = self._prepared.lookup.accepted(candidate.min_match, candidate.max_match)
+        if shape.ngram_match is not None:
+            _, drafts_P = self._ngrams(shape.ngram_match)
             idle_R = self._by_row(visits_P & ~drafts_P)
         return Replay(
-            candidate,
+            shape,
             self._by_row(visits_P),
             self._positions.num_committed_R,
             self._by_row(visits_P & unknown_P),
@@ -246,16 +241,12 @@ class Replayer:
 
     def _by_row(self, values_P: NDArray[np.bool_]) -> NDArray[np.float64]:
         row_P = np.repeat(np.arange(len(self._positions.first_R)), self._positions.num_outputs_R)
-        counts: NDArray[np.float64] = np.bincount(row_P[values_P], minlength=len(self._positions.first_R)).astype(
-            np.float64
-        )
-        return counts
+        return np.bincount(row_P[values_P], minlength=len(self._positions.first_R)).astype(np.float64)
 
-    def _expected(self, candidate: Candidate) -> Replay:
+    def _expected(self, shape: DraftShape) -> Replay:
         """Visits of positions as probabilities, from the first on: a round at p begins the next at p + a + 1 with the
-        probability of accepting a drafts there. All rows side by side."""
-        assert isinstance(candidate, DraftShape)
-        steps, sizes_R = candidate.num_steps, self._positions.num_outputs_R
+        probability of accepting a drafts there. All rows at once."""
+        steps, sizes_R = shape.num_steps, self._positions.num_outputs_R
         rows = len(sizes_R)
         longest = int(sizes_R.max())
         kept_RPS = np.zeros((rows, longest, steps))  # probability of keeping each draft
@@ -275,7 +266,7 @@ class Replayer:
             accepted_at += here_R @ kept_RPS[:, p]
         counted = np.arange(longest + steps + 1) < (sizes_R - 1)[:, None]
         return Replay(
-            candidate,
+            shape,
             (visits_RP * counted).sum(axis=1),
             self._positions.num_committed_R,
             np.zeros(rows),
@@ -283,7 +274,62 @@ class Replayer:
         )
 
 
-def replay(trace: Trace, candidate: Candidate) -> Replay:
-    """One candidate of a trace (`Replayer` keeps what many share). Raises TuningError for one that is illegal, or wider
-    or deeper than the trace."""
-    return Replayer(trace).replay(candidate)
+class NgramMatches:
+    """What n-gram drafts would be at each position: `draft.ngram.NgramIndex` over the texts."""
+
+    def __init__(self, trace: Trace, positions: Positions) -> None:
+        self._trace = trace
+        self._tokens_T = np.concatenate([row.tokens for row in trace.rows])
+        first_token_R = np.cumsum([0, *(len(row.tokens) for row in trace.rows[:-1])])
+        within_P = np.arange(positions.count) - np.repeat(positions.first_R, positions.num_outputs_R)
+        num_prompt_R = np.array([row.num_prompt for row in trace.rows])
+        self._first_P = np.repeat(first_token_R, positions.num_outputs_R)
+        # The token after each root, and how many there are.
+        self._next_P = within_P + 1 + np.repeat(first_token_R + num_prompt_R, positions.num_outputs_R)
+        self._left_P = np.repeat(positions.num_outputs_R, positions.num_outputs_R) - 1 - within_P
+        self._found: dict[int, NDArray[np.int64]] = {}
+        self._accepted: dict[tuple[int, int], tuple[NDArray[np.int16], NDArray[np.bool_]]] = {}
+
+    def accepted(self, min_match: int, max_match: int) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+        """(P,) drafts accepted of a round that drafts MAX_NGRAM_DRAFTS tokens (of one that drafts fewer, at most
+        those), and (P,) whether the text has a match, without which nothing is drafted."""
+        match = min_match, max_match
+        if match not in self._accepted:
+            found_P = np.full(len(self._next_P), -1, dtype=np.int64)
+            for size in range(max_match, min_match - 1, -1):
+                found_P = np.where(found_P >= 0, found_P, self._after_match(size))
+            self._accepted[match] = self._common(found_P), found_P >= 0
+        return self._accepted[match]
+
+    def _after_match(self, size: int) -> NDArray[np.int64]:
+        """(P,) the token of T after the last earlier occurrence of the `size` tokens that end with the root; -1: there
+        is none."""
+        if size not in self._found:
+            found: list[int] = []
+            for row in self._trace.rows:
+                index, tokens = NgramIndex(size, size), row.tokens.tolist()
+                text = tokens[: row.num_prompt]
+                for token in tokens[row.num_prompt :]:
+                    text.append(token)
+                    index.update(text)
+                    place = index.find(text)
+                    found.append(-1 if place is None else place)
+            found_P = np.array(found, dtype=np.int64)
+            self._found[size] = np.where(found_P >= 0, found_P + self._first_P, -1)
+        return self._found[size]
+
+    def _common(self, found_P: NDArray[np.int64]) -> NDArray[np.int16]:
+        """(P,) how many tokens after the occurrence equal those after the root. A draft that reaches the root goes on
+        with itself: as long as it is right, that is the text."""
+        count_P = np.zeros(len(found_P), dtype=np.int16)
+        going = np.flatnonzero((found_P >= 0) & (self._left_P > 0))
+        for step in range(MAX_NGRAM_DRAFTS):
+            going = going[self._tokens_T[found_P[going] + step] == self._tokens_T[self._next_P[going] + step]]
+            count_P[going] += 1
+            going = going[self._left_P[going] > step + 1]
+        return count_P
+
+
+def replay(trace: Trace, shape: DraftShape) -> Replay:
+    """One shape of a trace; see `Replayer.replay`."""
+    return Replayer(trace).replay(shape)

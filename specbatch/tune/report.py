@@ -1,4 +1,4 @@
-"""What tuning found, as a configuration to run with, as JSON and as tables."""
+"""The result of tuning as a configuration to run with, as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 import yaml
 from rich.table import Table
 
-from specbatch.tune.candidates import Candidate, NgramShape, label
+from specbatch.draft.schedule import Schedule, label, shapes_of
+from specbatch.draft.shape import DraftShape
 from specbatch.tune.costs import CostModel
 from specbatch.tune.replay import Replay
-from specbatch.tune.schedule import Schedule, ScheduleEntry
-from specbatch.tune.search import Option, Point, SearchResult
+from specbatch.tune.search import Plan, SearchResult, ShapeSpeed
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A prediction beside a live run, both in the same unit."""
+    """A prediction and a live run, both in the same unit."""
 
     what: str
     batch: int | None  # rows; None: a whole file
@@ -43,25 +43,26 @@ def with_schedule(config: Mapping[str, Any], schedule: Schedule) -> dict[str, An
     tuned = copy.deepcopy(dict(config))
     section = dict(tuned.get("speculation") or {})
     section |= {"num_steps": None, "topk": 1, "num_draft_tokens": None, "schedule": None}
-    if schedule.is_plain:
+    if not (shapes := shapes_of(schedule)):
         section |= {"method": "none", "draft": None}
     else:
-        section["schedule"] = [_entry(entry, schedule) for entry in schedule.entries]
-        matches = {(c.min_match, c.max_match) for c in schedule.candidates if isinstance(c, NgramShape)}
-        assert len(matches) <= 1, f"one range of match lengths for all entries, not {matches}"
-        for min_match, max_match in matches:
-            section["ngram"] = {**(section.get("ngram") or {}), "min_match": min_match, "max_match": max_match}
+        section["schedule"] = [_entry(*entry) for entry in schedule.entries]
+        matches = {shape.ngram_match for shape in shapes}
+        assert len(matches) == 1, f"one range of match lengths for all entries, not {matches}"
+        if (match := shapes[0].ngram_match) is not None:
+            section["ngram"] = {**(section.get("ngram") or {}), "min_match": match[0], "max_match": match[1]}
     tuned["speculation"] = section
     return tuned
 
 
-def _entry(entry: ScheduleEntry, schedule: Schedule) -> dict[str, int]:
-    candidate = entry.candidate
-    if candidate is None:
-        return {"max_batch": entry.max_batch, "num_steps": 0}
-    if isinstance(candidate, NgramShape):
-        return {"max_batch": entry.max_batch, "num_draft_tokens": candidate.num_draft_tokens}
-    return {"max_batch": entry.max_batch, **dataclasses.asdict(candidate)}
+def _entry(max_batch: int, shape: DraftShape | None) -> dict[str, int]:
+    return {"max_batch": max_batch} | ({"num_steps": 0} if shape is None else _numbers(shape))
+
+
+def _numbers(shape: DraftShape) -> dict[str, int]:
+    if shape.ngram_match is not None:
+        return {"num_draft_tokens": shape.num_draft_tokens}
+    return {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens}
 
 
 def tuned_yaml(
@@ -106,14 +107,14 @@ def evidence(result: SearchResult) -> tuple[list[str], list[str]]:
         header.append(f"Best single shape, {fixed.schedule.name}: {duration(fixed.prediction.seconds)}.")
     if not result.pays:
         header.append("Speculation does not pay on this file: nothing is predicted to be faster than plain decoding.")
-    return header, [_comment(point) for point in result.entries]
+    return header, [_comment(speed) for speed in result.entries]
 
 
-def _comment(point: Point) -> str:
-    text = f"{point.tokens_per_second:,.0f} tok/s at {point.batch}, {point.round_ms:.2f} ms a round"
-    if point.candidate is None:
+def _comment(speed: ShapeSpeed) -> str:
+    text = f"{speed.tokens_per_second:,.0f} tok/s at {speed.batch}, {speed.round_ms:.2f} ms a round"
+    if speed.shape is None:
         return text
-    return f"{text}, {point.tokens_per_round:.2f} tokens a round ({point.low:.2f}-{point.high:.2f})"
+    return f"{text}, {speed.tokens_per_round:.2f} tokens a round ({speed.low:.2f}-{speed.high:.2f})"
 
 
 def duration(seconds: float) -> str:
@@ -134,16 +135,16 @@ def json_report(
     """Everything that can be put into a JSON file."""
     report = {
         "pays": result.pays,
-        "best": _option(result.best),
-        "fixed": [_option(option) for option in result.fixed],
-        "plain": _option(result.plain),
-        "entries": [_point(point) for point in result.entries],
+        "best": _plan(result.best),
+        "fixed": [_plan(plan) for plan in result.fixed],
+        "plain": _plan(result.plain),
+        "entries": [_speed(speed) for speed in result.entries],
         "by_batch": [
-            {"batch": c.batch, "ranked": [_point(p) for p in c.ranked], "plain": _point(c.plain)}
-            for c in result.choices
+            {"batch": r.batch, "ranked": [_speed(one) for one in r.ranked], "plain": _speed(r.plain)}
+            for r in result.rankings
         ],
-        "dropped": [{"candidate": _candidate(d.candidate), "reason": d.reason} for d in result.dropped],
-        "num_candidates": result.num_candidates,
+        "dropped": [{"candidate": _shape(d.shape), "reason": d.reason} for d in result.dropped],
+        "num_candidates": result.num_shapes,
         "costs": [{**dataclasses.asdict(r), "percent": r.percent} for r in costs.residuals],
         "graph_sizes": costs.graph_sizes,
         "replays": [_replay(replay) for replay in replays],
@@ -153,14 +154,17 @@ def json_report(
     return plain
 
 
-def _candidate(candidate: Candidate | None) -> dict[str, Any] | None:
-    return None if candidate is None else {"label": label(candidate), **dataclasses.asdict(candidate)}
+def _shape(shape: DraftShape | None) -> dict[str, Any] | None:
+    if shape is None:
+        return None
+    match = {} if shape.ngram_match is None else dict(zip(("min_match", "max_match"), shape.ngram_match, strict=True))
+    return {"label": label(shape), **_numbers(shape), **match}
 
 
-def _option(option: Option) -> dict[str, Any]:
-    p = option.prediction
+def _plan(plan: Plan) -> dict[str, Any]:
+    p = plan.prediction
     return {
-        "schedule": [{"max_batch": e.max_batch, "candidate": _candidate(e.candidate)} for e in option.schedule.entries],
+        "schedule": [{"max_batch": bound, "candidate": _shape(shape)} for bound, shape in plan.schedule.entries],
         "seconds": p.seconds,
         "tokens_per_second": p.tokens_per_second,
         "mean_batch": p.mean_batch,
@@ -168,18 +172,15 @@ def _option(option: Option) -> dict[str, Any]:
     }
 
 
-def _point(point: Point) -> dict[str, Any]:
-    return {
-        **{f.name: getattr(point, f.name) for f in dataclasses.fields(point)},
-        "candidate": _candidate(point.candidate),
-        "tokens_per_second": point.tokens_per_second,
-    }
+def _speed(speed: ShapeSpeed) -> dict[str, Any]:
+    names = [f.name for f in dataclasses.fields(speed) if f.name != "shape"]
+    return {"candidate": _shape(speed.shape), **{name: getattr(speed, name) for name in (*names, "tokens_per_second")}}
 
 
 def _replay(replay: Replay) -> dict[str, Any]:
     low, high = replay.interval()
     return {
-        "candidate": _candidate(replay.candidate),
+        "candidate": _shape(replay.shape),
         "rounds": replay.rounds,
         "tokens": int(replay.tokens_R.sum()),
         "tokens_per_round": replay.tokens_per_round,
@@ -221,34 +222,33 @@ def costs_table(costs: CostModel) -> Table:
     return table
 
 
-def choices_table(result: SearchResult) -> Table:
-    """The best candidate at each batch size, beside plain decoding."""
+def rankings_table(result: SearchResult) -> Table:
+    """The best draft shape at each batch size, and plain decoding."""
     table = _table(
         "Best by batch size", "batch", "best", "tokens/round", "90%", "ms/round", "tok/s", "plain tok/s", "gain"
     )
-    for choice in result.choices:
-        best, plain = choice.ranked[0], choice.plain
+    for ranking in result.rankings:
+        best, plain = ranking.ranked[0], ranking.plain
         gain = best.tokens_per_second / plain.tokens_per_second
         table.add_row(
-            str(choice.batch), label(best.candidate), f"{best.tokens_per_round:.2f}", f"{best.low:.2f}-{best.high:.2f}",
+            str(ranking.batch), label(best.shape), f"{best.tokens_per_round:.2f}", f"{best.low:.2f}-{best.high:.2f}",
             f"{best.round_ms:.2f}", f"{best.tokens_per_second:,.0f}", f"{plain.tokens_per_second:,.0f}", f"{gain:.2f}x",
         )  # fmt: skip
     return table
 
 
-def options_table(result: SearchResult) -> Table:
-    """Predicted times of the file: the schedule, the best single candidates, plain decoding."""
+def plans_table(result: SearchResult) -> Table:
+    """Predicted times of the file: the schedule, the best single shapes, plain decoding."""
     table = _table("Predicted for the file", "", "total", "prefill", "steady", "drain", "tok/s")
-    rows = [("best", result.best), *(("single", o) for o in result.fixed), ("plain", result.plain)]
-    for name, option in rows:
-        p = option.prediction
+    for name, plan in [("best", result.best), *(("single", one) for one in result.fixed), ("plain", result.plain)]:
+        p = plan.prediction
         parts = (p.seconds, p.prefill_seconds, p.steady_seconds, p.drain_seconds)
-        table.add_row(f"{name}: {option.schedule.name}", *map(duration, parts), f"{p.tokens_per_second:,.0f}")
+        table.add_row(f"{name}: {plan.schedule.name}", *map(duration, parts), f"{p.tokens_per_second:,.0f}")
     return table
 
 
 def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
-    """Predicted beside measured."""
+    """Predicted and measured."""
     table = _table("Predicted and live", "", "batch", "predicted", "measured", "interval", "difference")
     for c in comparisons:
         interval = "" if c.low is None or c.high is None else f"{c.low:,.1f}-{c.high:,.1f}"

@@ -1,12 +1,12 @@
-"""The choice: the best candidate at each batch size, and the schedule that the whole file is predicted to be fastest
+"""The choice: the best draft shape at each batch size, and the schedule that the whole file is predicted to be fastest
 with.
 
-How the rows of a file spread over batch sizes hardly depends on what is drafted, so the tokens that are made at each
-size are taken from one simulation; a set of shapes then costs, at each size, what its best one costs. The set of the
-best of each size is narrowed by dropping the shape that is missed least, and improved by exchanging one at a time. What
-comes out is simulated for itself, beside the best single shapes and plain decoding.
+How the tokens of a file spread over batch sizes hardly depends on what is drafted, so they are taken from one
+simulation; a set of shapes then costs, at each size, what its best one costs. The set of the best of each size is
+narrowed by dropping the shape that is missed least, and improved by exchanging one at a time. The result is simulated
+itself, and so are the best single shapes and plain decoding.
 
-Shape suffixes: C candidates (the last is plain decoding), B batch sizes of the ladder.
+Shape suffixes: C draft shapes (the last is plain decoding), B batch sizes of the ladder.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.draft.shape import DraftShape
-from specbatch.tune.candidates import Candidate, NgramShape, lookahead, num_nodes
+from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
+from specbatch.draft.shape import DraftShape, num_lookahead
+from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel
-from specbatch.tune.errors import TuningError
-from specbatch.tune.predict import MIN_SIMULATED, FileProfile, Limits, Prediction, predict
+from specbatch.tune.predict import MIN_SIMULATED, predict
+from specbatch.tune.profile import FileProfile, Limits, Prediction
 from specbatch.tune.replay import Replay
-from specbatch.tune.schedule import Schedule, ScheduleEntry
-from specbatch.tune.space import batch_ladder
 
 Floats = NDArray[np.float64]
 _FIXED_SIMULATED = 6  # single shapes that are simulated
 _GROUPS_SIMULATED = 3  # schedules of different match lengths
+MAX_NODES = 64  # of a tree
+NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
+NGRAM_NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
+NGRAM_MATCHES = ((1, 3), (1, 5), (2, 3), (2, 5), (2, 8), (3, 5), (3, 8), (4, 8))  # shortest and longest
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A candidate at a batch size."""
+class ShapeSpeed:
+    """A draft shape at a batch size."""
 
-    candidate: Candidate | None
+    shape: DraftShape | None
     batch: int
     round_ms: float
-    tokens_per_round: float  # of a row
+    tokens_per_round: float  # of a request
     low: float  # of tokens_per_round, 90% interval over rows
     high: float
 
@@ -48,24 +51,25 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchChoice:
-    """A batch size: its best candidates, fastest first (plain decoding among them where it is), and plain decoding."""
+class BatchRanking:
+    """The best draft shapes at a batch size, fastest first (plain decoding among them where it is), and plain
+    decoding."""
 
     batch: int
-    ranked: tuple[Point, ...]
-    plain: Point
+    ranked: tuple[ShapeSpeed, ...]
+    plain: ShapeSpeed
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A candidate that the limits forbid, at all or for larger batches."""
+    """A shape that the limits forbid, at all or for larger batches."""
 
-    candidate: Candidate
+    shape: DraftShape
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Plan:
     """A schedule with its prediction."""
 
     schedule: Schedule
@@ -74,18 +78,53 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    choices: tuple[BatchChoice, ...]  # by rising batch size
-    best: Option
-    entries: tuple[Point, ...]  # of the best schedule, each at the largest batch that it is for
-    fixed: tuple[Option, ...]  # single candidates without plain decoding, fastest first
-    plain: Option
+    rankings: tuple[BatchRanking, ...]  # by rising batch size
+    best: Plan
+    entries: tuple[ShapeSpeed, ...]  # of the best schedule, each at the largest batch that it is for
+    fixed: tuple[Plan, ...]  # single shapes without plain decoding, fastest first
+    plain: Plan
     dropped: tuple[Dropped, ...]
-    num_candidates: int  # that were compared
+    num_shapes: int  # that were compared, plain decoding among them
 
     @property
     def pays(self) -> bool:
         """Whether anything is predicted to be faster than plain decoding."""
-        return not self.best.schedule.is_plain
+        return bool(shapes_of(self.best.schedule))
+
+
+def neural_space(topk: int, depth: int, max_nodes: int = MAX_NODES, nodes: Sequence[int] = NODES) -> list[DraftShape]:
+    """The shapes of a draft network that are worth replaying, of at most that many branches and steps. Chains have
+    num_steps + 1 nodes; trees 2 to topk + (num_steps - 1) * topk^2 + 1, and of those the sizes in `nodes`, with the
+    largest that is allowed.
+
+    A tree of fewer nodes than a path of num_steps has is left out: none of its nodes is as deep as the last steps, so
+    the same tree costs fewer steps. So are trees that another shape drafts in fewer steps: of one draft (the chain
+    1/1/2), and of one step with fewer drafts than branches.
+    """
+    shapes = [DraftShape(steps, 1, steps + 1) for steps in range(1, depth + 1) if steps < max_nodes]
+    for k in range(2, topk + 1):
+        for steps in range(1, depth + 1):
+            most = min(max_nodes, DraftShape(steps, k, 2).num_candidates + 1)
+            sizes = sorted({n for n in nodes if n < most} | {most})
+            shapes += [DraftShape(steps, k, n) for n in sizes if n > max(steps, 2, k if steps == 1 else 0)]
+    return shapes
+
+
+def ngram_space(max_nodes: int = MAX_NODES) -> list[DraftShape]:
+    """Every size with every pair of match lengths."""
+    return [DraftShape.ngram(n, *match) for match in NGRAM_MATCHES for n in NGRAM_NODES if n <= max_nodes]
+
+
+def batch_ladder(max_running: int, graph_sizes: Sequence[int] = ()) -> list[int]:
+    """Batch sizes to choose a shape for, up to `max_running` and with it: the sizes of captured graphs, between which a
+    round costs the same; without any, every size up to 4 and about three to each doubling from there."""
+    if graph_sizes:
+        return sorted({size for size in graph_sizes if size < max_running} | {max_running})
+    sizes, size = {max_running}, 1
+    while size < max_running:
+        sizes.add(size)
+        size += max(1, size // 4 if size < 8 else size // 3)
+    return sorted(sizes)
 
 
 def search(
@@ -103,22 +142,22 @@ def search(
     """`batches`: sizes to choose for, ascending, the largest of which is limits.max_running; (): those of captured
     graphs, or a ladder. `max_shapes`: most different entries of the schedule, plain decoding counted.
 
-    Prompt lookup has one min_match and max_match for all entries. Raises TuningError where nothing fits the limits, and
-    for costs that were not measured.
+    N-gram drafts have one min_match and max_match for all entries. Raises TuningError where nothing fits the limits,
+    and for costs that were not measured.
     """
     assert max_shapes >= 1, max_shapes
     kept, dropped = _fitting(replays, profile, limits)
     ladder = list(batches) or batch_ladder(limits.max_running, costs.graph_sizes)
     table = _Table.of(kept, costs, limits, ladder)
-    by_candidate = {replay.candidate: replay for replay in kept}
+    by_shape = {replay.shape: replay for replay in kept}
 
-    def option(schedule: Schedule) -> Option:
-        found = predict(profile, limits, costs, by_candidate, schedule, seed=seed, min_simulated=min_simulated)
-        return Option(schedule, found)
+    def plan(schedule: Schedule) -> Plan:
+        found = predict(profile, limits, costs, by_shape, schedule, seed=seed, min_simulated=min_simulated)
+        return Plan(schedule, found)
 
-    plain = option(Schedule.always(None, ladder[-1]))
+    plain = plan(ByBatch.always(None, ladder[-1]))
     # Where the tokens are made depends a little on how fast, so: with the best of each size.
-    reference = option(table.best_of_each_size()).prediction.tokens_by_batch
+    reference = plan(table.best_of_each_size()).prediction.tokens_by_batch
     weights_B, typical_B = _weights(reference, ladder)
     schedules: list[tuple[float, Schedule]] = []
     singles: list[tuple[float, Schedule]] = []
@@ -126,25 +165,18 @@ def search(
         total, chosen_B = _choose(group.cost_CB * weights_B, max_shapes)
         schedules.append((total, group.schedule(chosen_B)))
         totals_C = (group.cost_CB[:-1] * weights_B).sum(axis=1).tolist()
-        whole = zip(totals_C, group.candidates, strict=False)
-        singles += [(total, Schedule.always(c, ladder[-1])) for total, c in whole if total < np.inf]
-    fixed = [option(schedule) for schedule in _least(singles, _FIXED_SIMULATED)]
-    options = [plain, *(option(schedule) for schedule in _least(schedules, _GROUPS_SIMULATED))]
-    fixed.sort(key=lambda o: o.prediction.seconds)
+        whole = zip(totals_C, group.shapes, strict=False)
+        singles += [(total, ByBatch.always(shape, ladder[-1])) for total, shape in whole if total < np.inf]
+    fixed = [plan(schedule) for schedule in _least(singles, _FIXED_SIMULATED)]
+    plans = [plain, *(plan(schedule) for schedule in _least(schedules, _GROUPS_SIMULATED))]
+    fixed.sort(key=lambda one: one.prediction.seconds)
     # Of equals the simplest: plain, a single shape, a schedule.
-    options[1:1] = fixed[:1]
-    best = min(options, key=lambda o: o.prediction.seconds)
-    points = _Points(kept, table)
-    places = [(table.candidates.index(e.candidate), ladder.index(e.max_batch)) for e in best.schedule.entries]
-    return SearchResult(
-        points.choices(num_ranked),
-        best,
-        tuple(points.at(c, b) for c, b in places),
-        tuple(fixed),
-        plain,
-        tuple(dropped),
-        len(table.candidates),
-    )
+    plans[1:1] = fixed[:1]
+    best = min(plans, key=lambda one: one.prediction.seconds)
+    speeds = _Speeds(kept, table)
+    entries = [speeds.at(table.shapes.index(shape), ladder.index(batch)) for batch, shape in best.schedule.entries]
+    rankings = speeds.rankings(num_ranked)
+    return SearchResult(rankings, best, tuple(entries), tuple(fixed), plain, tuple(dropped), len(table.shapes))
 
 
 def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) -> tuple[list[Replay], list[Dropped]]:
@@ -153,39 +185,39 @@ def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) ->
     fits."""
     room = limits.kv_tokens // limits.page_size * limits.page_size
     prompt = int(profile.prompt_tokens.max())
-    if prompt + lookahead(None, 0) > room:
+    if prompt + 1 > room:
         raise TuningError(
-            f"no legal point: a prompt of {prompt} tokens does not fit a cache of {limits.kv_tokens}",
+            f"nothing is legal: a prompt of {prompt} tokens does not fit a cache of {limits.kv_tokens}",
             hint="raise engine.kv_cache_tokens or engine.memory_fraction",
         )
     longest = prompt + min(profile.max_tokens, int(profile.output_tokens_R.max()))
     room -= longest - 1  # the last token is never written to the cache
     kept, dropped = [], []
     for replay in replays:
-        candidate, nodes = replay.candidate, replay.candidate.num_draft_tokens
-        ahead = lookahead(candidate, limits.draft_kv_offset)
+        shape, nodes = replay.shape, replay.shape.num_draft_tokens
+        ahead = num_lookahead(shape, limits.draft_kv_offset)
         if ahead > room:
             reason = (
                 f"a row of {longest} tokens and {ahead} slots ahead do not fit a cache of {limits.kv_tokens} tokens"
             )
-            dropped.append(Dropped(candidate, reason))
+            dropped.append(Dropped(shape, reason))
         elif limits.max_verify_tokens is not None and nodes > limits.max_verify_tokens:
             reason = f"{nodes} nodes are more than the {limits.max_verify_tokens} tokens that a round may verify"
-            dropped.append(Dropped(candidate, reason))
+            dropped.append(Dropped(shape, reason))
         else:
             kept.append(replay)
             if limits.max_verify_tokens is not None and nodes * limits.max_running > limits.max_verify_tokens:
                 most = limits.max_verify_tokens // nodes
-                dropped.append(Dropped(candidate, f"above {most} rows: {limits.max_verify_tokens} tokens to verify"))
+                dropped.append(Dropped(shape, f"above {most} rows: {limits.max_verify_tokens} tokens to verify"))
     return kept, dropped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    candidates: tuple[Candidate | None, ...]  # the last is None
+    shapes: tuple[DraftShape | None, ...]  # the last is None
     ladder: tuple[int, ...]
     round_CB: Floats  # milliseconds of a round; infinite where that is not legal
-    tokens_C: Floats  # tokens per round and row
+    tokens_C: Floats  # tokens per round and request
     follow_B: Floats  # milliseconds that following with the draft network adds to a plain round
 
     @staticmethod
@@ -197,63 +229,58 @@ class _Table:
         typical_B: Sequence[int] | None = None,
     ) -> _Table:
         """`typical_B`: the sizes to take the costs of; None: those of the ladder, for which it must be legal anyway."""
-        candidates = (*(replay.candidate for replay in replays), None)
+        shapes = (*(replay.shape for replay in replays), None)
         most, sizes = limits.max_verify_tokens, list(zip(ladder, typical_B or ladder, strict=True))
         round_CB = np.array(
             [
                 [
-                    np.inf
-                    if most is not None and c is not None and b * num_nodes(c) > most
-                    else costs.round_ms(typical, c)
-                    for b, typical in sizes
+                    costs.round_ms(typical, shape)
+                    if most is None or shape is None or batch * shape.num_draft_tokens <= most
+                    else np.inf
+                    for batch, typical in sizes
                 ]
-                for c in candidates
+                for shape in shapes
             ]
         )
-        neural = any(isinstance(c, DraftShape) for c in candidates)
+        neural = any(shape is not None and shape.ngram_match is None for shape in shapes)
         follow_B = [costs.plain_ms(b, followed=neural) - costs.plain_ms(b) for _, b in sizes]
         tokens_C = np.array([*(replay.tokens_per_round for replay in replays), 1.0])
-        return _Table(candidates, tuple(ladder), round_CB, tokens_C, np.array(follow_B))
+        return _Table(shapes, tuple(ladder), round_CB, tokens_C, np.array(follow_B))
 
     def best_of_each_size(self) -> Schedule:
-        """Of all candidates, whether one schedule may mix them or not."""
+        """Of all shapes, whether one schedule may mix them or not."""
         best_B = (self.round_CB / self.tokens_C[:, None]).argmin(axis=0)
-        return _Group(self.candidates, self.ladder, self.round_CB).schedule(best_B)
+        return _Group(self.shapes, self.ladder, self.round_CB).schedule(best_B)
 
     def groups(self) -> list[_Group]:
-        """Candidates that one schedule may mix, each group with plain decoding at its end."""
-        matches = dict.fromkeys(
-            (c.min_match, c.max_match) if isinstance(c, NgramShape) else None for c in self.candidates[:-1]
-        )
+        """Shapes that one schedule may mix, each group with plain decoding at its end."""
+        members: dict[tuple[int, int] | None, list[int]] = {}
+        for i, shape in enumerate(self.shapes):
+            if shape is not None:
+                members.setdefault(shape.ngram_match, []).append(i)
         groups = []
-        for match in matches:
-            rows = [
-                i
-                for i, c in enumerate(self.candidates[:-1])
-                if match == ((c.min_match, c.max_match) if isinstance(c, NgramShape) else None)
-            ]
-            rows.append(len(self.candidates) - 1)
-            cost_CB = self.round_CB[rows] / self.tokens_C[rows, None]
+        for group in members.values():
+            group = [*group, len(self.shapes) - 1]
+            cost_CB = self.round_CB[group] / self.tokens_C[group, None]
             cost_CB[-1] += self.follow_B
-            groups.append(_Group(tuple(self.candidates[i] for i in rows), self.ladder, cost_CB))
+            groups.append(_Group(tuple(self.shapes[i] for i in group), self.ladder, cost_CB))
         return groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    candidates: tuple[Candidate | None, ...]
+    shapes: tuple[DraftShape | None, ...]
     ladder: tuple[int, ...]
-    cost_CB: Floats  # milliseconds for a token of each row
+    cost_CB: Floats  # milliseconds for a token of each request
 
     def schedule(self, chosen_B: NDArray[np.intp]) -> Schedule:
-        entries = zip(self.ladder, chosen_B.tolist(), strict=True)
-        return Schedule(tuple(ScheduleEntry(batch, self.candidates[c]) for batch, c in entries)).merged()
+        return ByBatch(self.ladder, tuple(self.shapes[c] for c in chosen_B.tolist())).merged()
 
 
 def _weights(tokens_by_batch: Floats, ladder: Sequence[int]) -> tuple[Floats, list[int]]:
-    """Of each size of the ladder, which stands for those up from the one below it: tokens that each row makes there,
-    and the size at which they are made on average. A size that nothing is made at counts a little, so that there too
-    the best of the chosen shapes is taken."""
+    """Of each size of the ladder, which stands for those up from the one below it: tokens that each request makes
+    there, and the size at which they are made on average. A size at which nothing is made counts a little, so that the
+    best of the chosen shapes is taken there, too."""
     batches = np.arange(len(tokens_by_batch))
     places = np.minimum(np.searchsorted(np.array(ladder), batches), len(ladder) - 1)
     totals_B = np.bincount(places, weights=tokens_by_batch, minlength=len(ladder))
@@ -267,15 +294,15 @@ def _least(schedules: list[tuple[float, Schedule]], count: int) -> list[Schedule
 
 
 def _choose(time_CB: Floats, max_shapes: int) -> tuple[float, NDArray[np.intp]]:
-    """The least sum of times over all sizes with at most `max_shapes` different candidates, and (B,) the candidate of
-    each size."""
+    """The least sum of times over all sizes with at most `max_shapes` different shapes, and (B,) the shape of each
+    size."""
     shapes = list(dict.fromkeys(time_CB.argmin(axis=0).tolist()))
     while len(shapes) > max_shapes:
         losses = [time_CB[[s for s in shapes if s != out]].min(axis=0).sum() for out in shapes]
         del shapes[int(np.argmin(losses))]
     total = time_CB[shapes].min(axis=0).sum()
     while True:
-        # (C, shapes): the time with one shape exchanged for a candidate.
+        # (C, chosen): the time with one of the chosen shapes exchanged for another.
         others = [[s for s in shapes if s != out] for out in shapes]
         kept = [time_CB[rest].min(axis=0) if rest else np.full(time_CB.shape[1], np.inf) for rest in others]
         times = np.stack([np.minimum(time_CB, best_B).sum(axis=1) for best_B in kept], axis=1)
@@ -287,24 +314,24 @@ def _choose(time_CB: Floats, max_shapes: int) -> tuple[float, NDArray[np.intp]]:
     return float(total), chosen
 
 
-class _Points:
-    """Points of the table, with intervals, which are computed for those that are looked at only."""
+class _Speeds:
+    """Of the table's shapes, with intervals, which are computed for those that are looked at only."""
 
     def __init__(self, replays: Sequence[Replay], table: _Table) -> None:
         self._replays, self._table = replays, table
         self._intervals: dict[int, tuple[float, float]] = {len(replays): (1.0, 1.0)}  # plain decoding is certain
 
-    def at(self, c: int, b: int) -> Point:
+    def at(self, c: int, b: int) -> ShapeSpeed:
         if c not in self._intervals:
             self._intervals[c] = self._replays[c].interval()
         ms, tokens = float(self._table.round_CB[c, b]), float(self._table.tokens_C[c])
-        return Point(self._table.candidates[c], self._table.ladder[b], ms, tokens, *self._intervals[c])
+        return ShapeSpeed(self._table.shapes[c], self._table.ladder[b], ms, tokens, *self._intervals[c])
 
-    def choices(self, num_ranked: int) -> tuple[BatchChoice, ...]:
-        choices = []
+    def rankings(self, num_ranked: int) -> tuple[BatchRanking, ...]:
+        found = []
         for b, batch in enumerate(self._table.ladder):
             ms_C = self._table.round_CB[:, b]
             order = np.argsort(ms_C / self._table.tokens_C, kind="stable")[:num_ranked].tolist()
             ranked = tuple(self.at(c, b) for c in order if np.isfinite(ms_C[c]))
-            choices.append(BatchChoice(batch, ranked, self.at(len(self._replays), b)))
-        return tuple(choices)
+            found.append(BatchRanking(batch, ranked, self.at(len(self._replays), b)))
+        return tuple(found)

@@ -1,6 +1,8 @@
-"""An engine that is asked to draft in many ways, one after the other: to trace, to time, to compare.
+"""An engine that drafts in many ways, one after the other: to trace, to time, to compare.
 
 Prefix caching must be off: pages computed without the draft network would be of no use to it.
+
+Shape suffixes: B requests, C candidates of a tree, M nodes of a chain (the root included), S steps of a chain.
 """
 
 from __future__ import annotations
@@ -8,24 +10,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from specbatch.draft import DraftMethod, NoDraft, make_method
-from specbatch.draft.schedule import ByBatch, Schedule
+from specbatch.batch import Field
+from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.draft import DraftMethod, DraftParts, NoDraft, make_method
+from specbatch.draft.chain import ChainDraft
+from specbatch.draft.method import DraftTrees
+from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape
+from specbatch.draft.tree import TreeDraft
 from specbatch.engine.base import check_finite
-from specbatch.engine.build import Built
 from specbatch.engine.device_engine import DeviceEngine
 from specbatch.engine.executor import GraphMode
-from specbatch.oracle.engine import Engine
-from specbatch.oracle.factory import neural_proposer, proposer_of
-from specbatch.oracle.neural import NeuralProposer
-from specbatch.oracle.ngram import NoProposer
-from specbatch.oracle.proposer import Proposer
 from specbatch.tune.trace import RowTrace, Trace
-from specbatch.tune.tracing import Drafted, TracingDrafter, TracingProposer
 from specbatch.types import Completion, Request, SpeculationCounts
 
 
@@ -43,65 +45,66 @@ class Finished:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Tracing:
-    wide: DraftShape
-    drafter: TracingDrafter
+class Record(NamedTuple):
+    """What a round drafted, of each request that goes on."""
+
+    streams_B: np.ndarray  # int64, the requests' `rng.stream`
+    roots_B: np.ndarray  # int64, the index of each root in its request's tokens
+    chain_BS: np.ndarray  # int32, tokens of the target's vocabulary
+    tokens_BC: np.ndarray  # int32
+    scores_BC: np.ndarray  # float32, log probabilities of whole paths
+    parents_BC: np.ndarray  # int16, -1: the root
 
 
 class Session:
-    """`graphs`: of the device engine; `sampled`: for sampled rows, too. `show` is told what is being done."""
+    """`sampled`: graphs are captured for sampled requests, too."""
 
     def __init__(
-        self, built: Built, graphs: GraphMode, sampled: bool = False, show: Callable[[str], None] = lambda doing: None
+        self,
+        engine: DeviceEngine,
+        method: str,
+        parts: DraftParts,
+        graphs: GraphMode,
+        sampled: bool = False,
+        on_progress: Callable[[str], None] = lambda progress: None,
     ) -> None:
-        self.engine = built.engine
-        self.method, self.parts = built.method, built.parts
+        self.engine = engine
+        self.method, self.parts = method, parts
         self._graphs: GraphMode = graphs
         self._sampled = sampled
-        self._show = show
-        self._in_use: tuple[Schedule, tuple[int, int] | None] | _Tracing | None = None
+        self._on_progress = on_progress
+        self._in_use: Schedule | TracingDraft | None = None
 
     @property
-    def is_on_device(self) -> bool:
-        return isinstance(self.engine, DeviceEngine)
+    def on_cuda(self) -> bool:
+        return self.engine.device.type == "cuda"
 
-    def use(self, schedule: Schedule, matches: tuple[int, int] | None = None) -> None:
-        """Draft so from now on. Where it never drafts, this is plain decoding without a draft network. `matches`: the
-        shortest and longest of lookups; None: those of the configuration."""
-        if (schedule, matches) == self._in_use:
+    def make(self, shape: DraftShape | None) -> DraftMethod:
+        """How rounds of this shape draft."""
+        match = None if shape is None else shape.ngram_match
+        return make_method(self.method, shape, self.parts if match is None else replace(self.parts, ngram_match=match))
+
+    def use(self, schedule: Schedule) -> None:
+        """Draft so from now on. Where it never drafts, this is plain decoding without a draft network."""
+        if schedule == self._in_use:
             return
-        parts = self.parts if matches is None else replace(self.parts, ngram_match=matches)
-        drafts_at_all = any(shape is not None for shape in schedule.items)
-        if isinstance(self.engine, DeviceEngine):
-            plain: ByBatch[DraftMethod] = ByBatch.always(NoDraft())
-            methods = schedule.map(lambda shape: make_method(self.method, shape, parts)) if drafts_at_all else plain
-            self.engine.set_methods(methods, self._graphs, self._sampled, self._show)
-        else:
-            sizes = self.engine.limits.vocab_size, self.engine.page_size
-            proposer = proposer_of(self.method, schedule, parts, *sizes) if drafts_at_all else NoProposer()
-            self.engine.set_methods(proposer)
-        self._in_use = schedule, matches
+        self._set(schedule.map(self.make) if shapes_of(schedule) else ByBatch.always(NoDraft()))
+        self._in_use = schedule
 
-    def use_proposer(self, proposer: Proposer) -> None:
-        """As `use`, of the oracle engine."""
-        assert isinstance(self.engine, Engine)
-        self._in_use = None
-        self.engine.set_methods(proposer)
-
-    def proposer(self, shape: DraftShape) -> NeuralProposer:
-        """Of the oracle engine and the draft network."""
-        return neural_proposer(shape, self.parts, self.engine.limits.vocab_size, self.engine.page_size)
+    def _set(self, methods: ByBatch[DraftMethod], ahead: bool = True) -> None:
+        self.engine.set_methods(methods, self._graphs, self._sampled, self._on_progress, ahead)
 
     def run(
         self,
         requests: Sequence[Request],
-        behind_round: Callable[[], None] | None = None,
+        after_round: Callable[[], None] | None = None,
         until: float = math.inf,
     ) -> Finished:
-        """All of them, submitted at once. `behind_round` is called when a round was launched. Raises OutOfTime where
-        they are not finished when the clock (`time.perf_counter`) shows `until`; the engine is idle then;
-        ModelError where one of them failed: what is measured of a broken model says nothing."""
+        """All of them, submitted at once. `after_round` is called when a round was launched.
+
+        Raises OutOfTime where they are not finished when the clock (`time.perf_counter`) shows `until`; the engine is
+        idle then. Raises ModelError where one of them failed: measurements of a broken model mean nothing.
+        """
         began = time.perf_counter()
         for request in requests:
             self.engine.submit(request)
@@ -109,8 +112,8 @@ class Session:
         while len(done) < len(requests):
             rounds = self.engine.stats.rounds
             done |= {c.request_id: c for c in self.engine.step()}
-            if behind_round is not None and self.engine.stats.rounds > rounds:
-                behind_round()
+            if after_round is not None and self.engine.stats.rounds > rounds:
+                after_round()
             if len(done) < len(requests) and time.perf_counter() > until:
                 self.engine.abort_all()
                 raise OutOfTime
@@ -123,65 +126,105 @@ class Session:
         return Finished(completions, seconds, counts, sum(len(c.token_ids) for c in completions))
 
     def trace(self, requests: Sequence[Request], topk: int, depth: int, until: float = math.inf) -> Trace:
-        """What trees of `topk` branches and chains, both of `depth` steps, would have drafted at every place of these
-        requests' own texts. Lookups need the texts alone: topk 0. The requests' noise streams must differ. Raises
-        OutOfTime as `run` does."""
+        """What trees of `topk` branches and chains, both of `depth` steps, would have drafted at every position of
+        these requests' own texts. N-gram drafts need the texts alone: topk 0. The requests' `rng.stream` must differ.
+        Raises OutOfTime as `run` does."""
         sampled = any(request.params.temperature > 0 for request in requests)
         if self.parts.net is None:
             self.use(ByBatch.always(None))
-            completions = self.run(requests, until=until).completions
-            return Trace(tuple(_row(r, c, None) for r, c in zip(requests, completions, strict=True)), 0, 0, sampled)
-        streams = {request.rng.stream: i for i, request in enumerate(requests)}
-        assert len(streams) == len(requests), "two requests share a stream of noise"
-        records = [_Record() for _ in requests]
-
-        def record(drafted: Drafted) -> None:
-            for b, (stream, root) in enumerate(zip(drafted.streams_B, drafted.roots_B, strict=True)):
-                own = (drafted.chain_BS[b], drafted.tokens_BC[b], drafted.scores_BC[b], drafted.parents_BC[b])
-                records[streams[int(stream)]].rounds[int(root)] = own
-
-        wide = DraftShape(depth, topk, 2 if topk > 1 else depth + 1)  # no tree is verified: of any size
-        behind_round: Callable[[], None] | None = None
-        if isinstance(self.engine, DeviceEngine):
-            drafter = self._tracing_drafter(self.engine, wide)
-
-            def behind_round() -> None:
-                if drafted := drafter.read():
-                    record(drafted)
+            completions, topk, depth = self.run(requests, until=until).completions, 0, 0
+            rounds: list[dict[int, Sequence[np.ndarray]]] = [{} for _ in requests]
         else:
-            self._in_use = None
-            self.engine.set_methods(TracingProposer(self.proposer(wide), record))
-        completions = self.run(requests, behind_round, until).completions
-        rows = [_row(r, c, records[i]) for i, (r, c) in enumerate(zip(requests, completions, strict=True))]
+            completions, rounds = self._trace_drafts(requests, topk, depth, until)
+        rows = [_row(r, c, drafts) for r, c, drafts in zip(requests, completions, rounds, strict=True)]
         return Trace(tuple(rows), topk, depth, sampled)
 
-    def _tracing_drafter(self, engine: DeviceEngine, wide: DraftShape) -> TracingDrafter:
-        """In use from now on, or from the rows traced before, with the graphs that were captured for those."""
-        if isinstance(self._in_use, _Tracing) and self._in_use.wide == wide:
-            return self._in_use.drafter
-        drafter = TracingDrafter(wide, self.parts)
-        # A graph of each size that comes up: few do, and they are large.
-        engine.set_methods(ByBatch.always(drafter), self._graphs, ahead=False)
-        self._in_use = _Tracing(wide, drafter)
-        return drafter
+    def _trace_drafts(
+        self, requests: Sequence[Request], topk: int, depth: int, until: float
+    ) -> tuple[list[Completion], list[dict[int, Sequence[np.ndarray]]]]:
+        """The completions, and of each the drafts by the index of their root."""
+        index_of = {request.rng.stream: i for i, request in enumerate(requests)}
+        assert len(index_of) == len(requests), "two requests share a stream of random numbers"
+        rounds: list[dict[int, Sequence[np.ndarray]]] = [{} for _ in requests]
+
+        def record(found: Record | None) -> None:
+            if found is not None:
+                for stream, root, *drafts in zip(*found, strict=True):
+                    rounds[index_of[int(stream)]][int(root)] = drafts
+
+        after_round = self._record_rounds(DraftShape(depth, topk, 2 if topk > 1 else depth + 1), record)
+        return self.run(requests, after_round, until).completions, rounds
+
+    def _record_rounds(self, wide: DraftShape, record: Callable[[Record | None], None]) -> Callable[[], None] | None:
+        """Trace from now on, with the graphs of the last trace if it was of the same shape. Returns what is to be
+        called after each round."""
+        draft = self._in_use
+        if not isinstance(draft, TracingDraft) or draft.wide != wide:
+            draft = TracingDraft(wide, self.parts)
+            # A graph of each size that comes up: few do, and they are large.
+            self._set(ByBatch.always(draft), ahead=False)
+            self._in_use = draft
+        tracing = draft
+        return lambda: record(tracing.read())
 
 
-@dataclass(slots=True)
-class _Record:
-    # By the root's place in the request's tokens: chain (S,); tokens, scores and parents of the candidates, (C,) each.
-    rounds: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
+class TracingDraft(DraftMethod):
+    """Records what a draft network would draft, token after token, along the target's own text.
+
+    Rounds draft a wide tree and a greedy chain and then verify the root alone: each commits one token, the text is that
+    of plain decoding, and every position where a round could begin is seen once. What a narrower shape would have
+    gained is computed from the record (`specbatch.tune.replay`). Rounds may be graphs: they leave their record on the
+    device, where the host reads it before the next round.
+    """
+
+    num_nodes = max_path = 1
+
+    def __init__(self, wide: DraftShape, parts: DraftParts) -> None:
+        assert parts.net is not None, "without a draft network nothing is traced"
+        self.wide = wide
+        self._tree, self._chain = TreeDraft(parts.net, wide, parts.ops), ChainDraft(parts.net, wide, parts.ops)
+        self._last: list[Tensor] | None = None  # whether each request goes on, then as `Record`
+        self.net = parts.net
+        self.num_lookahead = self._tree.num_lookahead
+
+    def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        candidates = self._tree.candidates(view, table)
+        chains = self._chain.draft(view, table, sampled=False).tokens_BN
+        goes_on = view.field(Field.DONE) == 0  # neither padding nor a request that ended in the round before
+        parts = (goes_on, view.field(Field.STREAM), view.length_B, chains[:, 1:], *candidates)
+        if self._last is None:  # where graphs of all sizes write
+            self._last = [part.new_zeros(len(table.ints_SF), *part.shape[1:]) for part in parts]
+        self._last[0].zero_()
+        for buffer, part in zip(self._last, parts, strict=True):
+            buffer[: len(part)] = part
+        return DraftTrees(view.field(Field.ROOT)[:, None])
+
+    def read(self) -> Record | None:
+        """Of the round that was launched last; waits for it. None: no request went on."""
+        assert self._last is not None, "no round was launched"
+        goes_on = self._last[0].cpu()
+        if not goes_on.any():
+            return None
+        return new_record(*(part.cpu()[goes_on] for part in self._last[1:]))
 
 
-def _row(request: Request, completion: Completion, record: _Record | None) -> RowTrace:
-    num_prompt = len(request.prompt_token_ids)
+def new_record(
+    streams_B: Tensor, roots_B: Tensor, chain_BS: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor
+) -> Record:
+    """Of tensors on the CPU."""
+    drafts = chain_BS.int(), tokens_BC.int(), scores_BC.float(), parents_BC.short()
+    return Record(*(part.numpy() for part in (streams_B, roots_B, *drafts)))
+
+
+def _row(request: Request, completion: Completion, rounds: dict[int, Sequence[np.ndarray]]) -> RowTrace:
+    num_prompt, num_output = len(request.prompt_token_ids), len(completion.token_ids)
     tokens = np.array([*request.prompt_token_ids, *completion.token_ids], dtype=np.int32)
-    if record is None or not record.rounds:
+    if not rounds:
         return RowTrace(num_prompt, tokens)
-    first = next(iter(record.rounds.values()))
-    columns = [np.full((len(completion.token_ids), len(part)), -1, dtype=part.dtype) for part in first]
-    for root, parts in record.rounds.items():
-        # The device engine may run a round past the end of a row that a stop string cut short.
-        if 0 <= root - num_prompt < len(completion.token_ids):
+    columns = [np.full((num_output, len(part)), -1, dtype=part.dtype) for part in next(iter(rounds.values()))]
+    for root, parts in rounds.items():
+        # A round may run past the end of a row that a stop string cut short.
+        if 0 <= root - num_prompt < num_output:
             for column, part in zip(columns, parts, strict=True):
                 column[root - num_prompt] = part
     return RowTrace(num_prompt, tokens, *columns)

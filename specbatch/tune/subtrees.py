@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.tune.errors import TuningError
-from specbatch.tune.positions import stacked
-from specbatch.tune.trace import Trace, num_candidates
+from specbatch.draft.shape import DraftShape
+from specbatch.errors import TuningError
+from specbatch.tune.trace import Trace, stacked
 
 _NOWHERE = np.iinfo(np.uint16).max  # rank of a node that is not among the candidates
 _ARRAYS = ("tokens", "scores", "parents")
@@ -33,8 +33,8 @@ class WideTrees:
     def __init__(self, trace: Trace, true_PS: NDArray[np.int32]) -> None:
         """Raises TuningError for a trace without trees."""
         self.topk, self.depth = trace.topk, trace.depth
-        self._first = [0, *(num_candidates(self.topk, step) for step in range(1, self.depth))]
-        columns = num_candidates(self.topk, self.depth)
+        self._first = [0, *(self._columns(step) for step in range(1, self.depth))]
+        columns = self._columns(self.depth)
         tokens_PC, scores_PC, parents_PC = (stacked(trace, f"{name}_PC", columns) for name in _ARRAYS)
         if tokens_PC is None or scores_PC is None or parents_PC is None:
             raise TuningError("the trace has no trees of drafts")
@@ -49,6 +49,9 @@ class WideTrees:
                 np.put_along_axis(self._place_PC, node_P1, np.int8(place), axis=1)
         self._place_PC[self.not_drafted_P] = -1
         self._path_PS = self._true_path(true_PS)
+
+    def _columns(self, num_steps: int) -> int:
+        return DraftShape(num_steps, self.topk, 2).num_candidates
 
     def _true_path(self, true_PS: NDArray[np.int32]) -> NDArray[np.int32]:
         """(P, S) the candidate that holds the true token of each step behind the true ones before it; -1: none."""

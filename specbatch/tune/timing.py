@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from specbatch.types import Request, RngKey, SamplingParams
 TIMED_TOKENS = 128  # that a timed request may still write
 _WARM_SECONDS = 0.05  # a GPU that was idle while the host compiled takes a while to run at full speed
 _CUDA_REPEATS, _CPU_REPEATS = 20, 3
+_WARM_STEPS = 3
 
 
 def dummy_requests(vocab_size: int, count: int, tokens: int, max_tokens: int) -> list[Request]:
@@ -35,22 +37,38 @@ def dummy_requests(vocab_size: int, count: int, tokens: int, max_tokens: int) ->
     return [Request(-1 - i, prompt, params, RngKey(0, i, 0)) for i, prompt in enumerate(prompts)]
 
 
+@contextmanager
+def dummy_batch(engine: DeviceEngine, batch_size: int, context: int) -> Iterator[None]:
+    """`batch_size` requests of `context` tokens run, their prompts computed and read."""
+    assert not engine.num_running, "requests are running"
+    assert not engine.num_waiting, "requests are waiting"
+    context = max(1, min(context, engine.limits.max_prompt_tokens - TIMED_TOKENS))
+    for request in dummy_requests(engine.limits.vocab_size, batch_size, context, TIMED_TOKENS):
+        engine.submit(request)
+    while engine.num_waiting or not engine.is_prefilled:
+        check_finite(engine.step())
+    check_finite(engine.drain())
+    assert engine.num_running == batch_size, "the cache does not hold that many requests"
+    yield
+    engine.abort_all()
+
+
 def time_phases(engine: DeviceEngine, batch_size: int, context: int = 1000) -> dict[str, float]:
     """As `time_methods`, of what the engine drafts for that many requests."""
-    return time_methods(engine, batch_size, context, [engine.executor.rounds.at(batch_size).method])[0]
+    with dummy_batch(engine, batch_size, context):
+        return time_methods(engine, [engine.executor.rounds.at(batch_size).method])[0]
 
 
 @torch.inference_mode()
 def time_methods(
-    engine: DeviceEngine, batch_size: int, context: int, methods: Sequence[DraftMethod], repeats: int | None = None
+    engine: DeviceEngine, methods: Sequence[DraftMethod], repeats: int | None = None
 ) -> list[dict[str, float]]:
-    """Median milliseconds of draft, verify, extend and the whole round, of `batch_size` requests of `context` tokens,
-    with each of the draft methods. `repeats` None: 20 on CUDA, 3 elsewhere."""
-    _start_dummy_batch(engine, batch_size, context)
+    """Median milliseconds of draft, verify, extend and the whole round of a dummy batch, with each of the draft
+    methods. The batch is left as it was. `repeats` None: 20 on CUDA, 3 elsewhere."""
+    check_finite(engine.drain())
     running = engine.prepare_round()
-    assert len(running) == batch_size, "the cache does not hold that many requests"
     round_, on_cuda = engine.executor.rounds.items[0], engine.device.type == "cuda"
-    padding = [round_.state.padding] * (engine.executor.padded_size(batch_size) - batch_size)
+    padding = [round_.state.padding] * (engine.executor.padded_size(len(running)) - len(running))
     req_idx_B = torch.tensor(running + padding, device=engine.device)
     restore = round_.state.saved()
     times = []
@@ -60,37 +78,22 @@ def time_methods(
             times.append(_time_graph(one, req_idx_B, restore, repeats or _CUDA_REPEATS))
         else:
             times.append(_time_calls(one, req_idx_B, restore, repeats or _CPU_REPEATS))
-    engine.abort_all()
     return times
 
 
-def time_steps(engine: DeviceEngine, batch_size: int, context: int, steps: int = 40) -> tuple[float, float]:
-    """Milliseconds of a round of `batch_size` requests of `context` tokens as the engine drafts now, launched and read
-    by its own steps: (all of it, the part in which the host was busy). It must not draft so much that a request, which
-    may write TIMED_TOKENS, ends."""
-    _start_dummy_batch(engine, batch_size, context)
-    for _ in range(3):
+def time_steps(engine: DeviceEngine, steps: int) -> tuple[float, float]:
+    """Milliseconds of a round of a dummy batch as the engine drafts now, launched and read by its own steps: (all of
+    it, the part in which the host was busy). Its requests must not end: each may write TIMED_TOKENS."""
+    batch_size = engine.num_running
+    for _ in range(_WARM_STEPS):
         check_finite(engine.step())
     began, waited, rounds = time.perf_counter(), engine.waited_seconds, engine.stats.rounds
     for _ in range(steps):
         check_finite(engine.step())
     whole, waited = time.perf_counter() - began, engine.waited_seconds - waited
     assert engine.stats.rounds - rounds == steps, "not every step was a round"
-    assert engine.num_running == batch_size, "requests have ended, or the cache does not hold that many"
-    engine.abort_all()
+    assert engine.num_running == batch_size, "requests have ended"
     return 1e3 * whole / steps, 1e3 * (whole - waited) / steps
-
-
-def _start_dummy_batch(engine: DeviceEngine, batch_size: int, context: int) -> None:
-    """Requests whose prompts are computed and read."""
-    assert not engine.num_running, "requests are running"
-    assert not engine.num_waiting, "requests are waiting"
-    context = max(1, min(context, engine.limits.max_prompt_tokens - TIMED_TOKENS))
-    for request in dummy_requests(engine.limits.vocab_size, batch_size, context, TIMED_TOKENS):
-        engine.submit(request)
-    while engine.num_waiting or not engine.is_prefilled:
-        check_finite(engine.step())
-    check_finite(engine.drain())
 
 
 def _time_graph(round_: Round, req_idx_B: Tensor, restore: Callable[[], None], repeats: int) -> dict[str, float]:

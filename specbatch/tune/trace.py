@@ -1,11 +1,11 @@
-"""What is measured once of a sample of rows, for every candidate to be replayed from: the target's own continuation of
-each prompt and, for each of its positions, what one wide and deep pass of the draft proposed there.
+"""What is recorded once of a sample of rows, for every draft shape to be replayed from: the target's own continuation
+of each prompt and, for each of its positions, what one wide and deep pass of the draft proposed there.
 
 Position p is a round whose root is continuation token p: the drafts are guesses of tokens p + 1, p + 2, ... The last
 token of a continuation is the root of no round, so nothing is drafted at its position.
 
-Shape suffixes: P positions of a continuation, S draft steps, C = topk + (S - 1) * topk^2 candidates of the wide tree in
-the order in which `NeuralProposer` makes them.
+Shape suffixes: R rows, P positions of a continuation or of all of them, S draft steps, C = topk + (S - 1) * topk^2
+candidates of the wide tree in the order in which they are drafted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.tune.errors import TuningError
+from specbatch.draft.shape import DraftShape
+from specbatch.errors import TuningError
 
 _VERSION = 1
+# After the last token of a continuation: no draft is equal to it, not even one that was not made (-1).
+PAST_END = -2
 # Arrays of a row that are stored end to end, and the type of each.
 _DRAFTS: dict[str, type[np.generic]] = {
     "chain_PS": np.int32,
@@ -30,11 +33,6 @@ _DRAFTS: dict[str, type[np.generic]] = {
     "scores_PC": np.float32,
     "parents_PC": np.int16,
 }
-
-
-def num_candidates(topk: int, depth: int) -> int:
-    """C: nodes that drafting a tree scores."""
-    return topk + (depth - 1) * topk**2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +89,7 @@ class Trace:
             array = getattr(row, name)
             assert array is None or array.shape[1] == self.depth, (name, array.shape, self.depth)
         if row.tokens_PC is not None:
-            assert row.tokens_PC.shape[1] == num_candidates(self.topk, self.depth), row.tokens_PC.shape
+            assert row.tokens_PC.shape[1] == DraftShape(self.depth, self.topk, 2).num_candidates, row.tokens_PC.shape
 
     def save(self, path: Path) -> None:
         """Write one .npz, whole or not at all: a trace that is saved after every few rows loses only those behind the
@@ -136,7 +134,7 @@ def _from_arrays(arrays: dict[str, NDArray[np.generic]]) -> Trace:
     version, topk, depth, sampled, num_rows = (int(value) for value in arrays["header"])  # type: ignore[call-overload]
     if version != _VERSION:
         raise ValueError(f"it is of version {version}, not {_VERSION}")
-    columns = {name: num_candidates(topk, depth) if name.endswith("_PC") else depth for name in _DRAFTS}
+    columns = {name: DraftShape(depth, topk, 2).num_candidates if name.endswith("_PC") else depth for name in _DRAFTS}
     places = dict.fromkeys(("tokens", *_DRAFTS), 0)
     rows = []
 
@@ -157,3 +155,69 @@ def _from_arrays(arrays: dict[str, NDArray[np.generic]]) -> Trace:
         }
         rows.append(RowTrace(num_prompt, tokens, **drafts))  # type: ignore[arg-type]
     return Trace(tuple(rows), topk, depth, bool(sampled))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Positions:
+    """Row r's positions are [first_R[r], first_R[r] + num_outputs_R[r])."""
+
+    num_outputs_R: NDArray[np.int64]
+    first_R: NDArray[np.int64]
+
+    @staticmethod
+    def of(trace: Trace) -> Positions:
+        """Raises TuningError where no row has a round to replay: one whose continuation is longer than a token."""
+        sizes_R = np.array([row.num_output for row in trace.rows], dtype=np.int64)
+        if not (sizes_R > 1).any():
+            raise TuningError(
+                f"none of the {len(trace.rows)} traced rows has a continuation of two tokens: nothing to learn from",
+                hint="trace more rows, or raise sampling.max_tokens",
+            )
+        return Positions(sizes_R, np.concatenate(([0], np.cumsum(sizes_R)[:-1])))
+
+    @property
+    def count(self) -> int:
+        """P."""
+        return int(self.num_outputs_R.sum())
+
+    @property
+    def num_committed_R(self) -> NDArray[np.int64]:
+        """Tokens that rounds commit: all but the first, which the prefill drew."""
+        return np.maximum(self.num_outputs_R - 1, 0)
+
+    @property
+    def last_R(self) -> NDArray[np.int64]:
+        """The position at which a row has ended."""
+        return self.first_R + self.num_committed_R
+
+
+def true_tokens(trace: Trace, positions: Positions, depth: int) -> NDArray[np.int32]:
+    """(P, S) the tokens behind each root; PAST_END behind the row's last."""
+    true_PS = np.full((positions.count, depth), PAST_END, dtype=np.int32)
+    for row, first in zip(trace.rows, positions.first_R.tolist(), strict=True):
+        text = row.tokens[row.num_prompt :]
+        for step in range(min(depth, len(text) - 1)):
+            true_PS[first : first + len(text) - 1 - step, step] = text[step + 1 :]
+    return true_PS
+
+
+def leading(right_PS: NDArray[np.bool_]) -> NDArray[np.int16]:
+    """(P,) how many drafts are right before the first wrong one."""
+    wrong_PS = ~right_PS
+    first = wrong_PS.argmax(axis=1)
+    return np.where(wrong_PS.any(axis=1), first, right_PS.shape[1]).astype(np.int16)
+
+
+def stacked(trace: Trace, name: str, num_columns: int) -> NDArray[np.generic] | None:
+    """(P, num_columns) the arrays `name` of all rows; -1 for a row without one, as one that ended with its first token
+    may be. None where no row has one."""
+    parts = [getattr(row, name) for row in trace.rows]
+    dtype = next((part.dtype for part in parts if part is not None), None)
+    if dtype is None:
+        return None
+    return np.concatenate(
+        [
+            np.full((row.num_output, num_columns), -1, dtype) if part is None else part
+            for row, part in zip(trace.rows, parts, strict=True)
+        ]
+    )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from specbatch.job.rows import Prompt
-from specbatch.tune.rows import sample_rows
+from specbatch.tune.sample import sample_rows
 from specbatch.types import EngineLimits, SamplingParams
 from tests.job.test_pipeline import CONFIG, Run
 

@@ -14,8 +14,7 @@ from specbatch.config import Config, DataSection
 from specbatch.errors import InputError
 from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.sources import Source, open_source
-from specbatch.tune.options import TuneOptions
-from specbatch.tune.start import open_rows
+from specbatch.tune.start import TuneOptions, open_input
 from specbatch.types import SamplingParams
 from tests.job.test_pipeline import CONFIG, Run
 
@@ -115,4 +114,4 @@ def test_generate_refuses_before_it_resolves(tmp_path: Path, monkeypatch: pytest
 def test_tune_refuses_too(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(lines([{"question": "q"}] * 9))
     with pytest.raises(InputError, match="hint"):
-        open_rows(TuneOptions(str(tmp_path / "d.jsonl"), tmp_path / "tuned.yaml", None, 60.0), Config(data=TEMPLATE))
+        open_input(TuneOptions(str(tmp_path / "d.jsonl"), tmp_path / "tuned.yaml", None, 60.0), Config(data=TEMPLATE))

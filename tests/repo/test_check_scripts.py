@@ -14,8 +14,9 @@ from unittest.mock import Mock
 import pytest
 
 from specbatch.engine.gathering import ChunkCost
-from specbatch.tune.predict import Limits, predict
-from specbatch.tune.space import neural_space, ngram_space
+from specbatch.tune.predict import predict
+from specbatch.tune.profile import Limits
+from specbatch.tune.search import neural_space, ngram_space
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import tiny_device_engine, tiny_engine
 

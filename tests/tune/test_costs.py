@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from specbatch.draft.shape import DraftShape
-from specbatch.tune.candidates import NgramShape
-from specbatch.tune.costs import CostModel, Measurement
-from specbatch.tune.errors import TuningError
-from specbatch.tune.monotone import filled, isotonic, monotone_grid
+from specbatch.errors import TuningError
+from specbatch.tune.costs import CostModel, Measurement, filled, isotonic, monotone_grid
 
 BATCHES, WIDTHS = (1, 2, 4, 8, 32), (1, 2, 6, 16)
 
@@ -204,12 +202,14 @@ def test_a_round_is_the_sum_of_its_parts() -> None:
     assert model.round_ms(4, DraftShape(5, 1, 6)) == 100 + 10 + 4 * 3 + 0.5
     assert model.round_ms(4, None) == model.plain_ms(4) == 50
     assert model.plain_ms(4, followed=True) == 50.5
-    assert model.round_ms(4, NgramShape(6, 2, 5)) == 100
+    assert model.round_ms(4, DraftShape.ngram(6, 2, 5)) == 100
     more = constant(verify=100, lookup=0.25, overhead=1)
-    assert more.round_ms(4, NgramShape(6, 2, 5)) == 101.25
+    assert more.round_ms(4, DraftShape.ngram(6, 2, 5)) == 101.25
     steep = CostModel.fit([Measurement("verify", 4, width, 10.0 * width) for width in (1, 2, 6)])
-    assert steep.round_ms(4, NgramShape(6, 2, 5)) == 60
-    assert replace(steep, nodes={NgramShape(6, 2, 5): 1.5}).round_ms(4, NgramShape(6, 2, 5)) == pytest.approx(15)
+    assert steep.round_ms(4, DraftShape.ngram(6, 2, 5)) == 60
+    assert replace(steep, nodes={DraftShape.ngram(6, 2, 5): 1.5}).round_ms(
+        4, DraftShape.ngram(6, 2, 5)
+    ) == pytest.approx(15)
     # Trees have a surface of their own, where it was measured.
     apart = constant(verify=100, verify_tree=300, draft_start=10, extend=0.5)
     assert apart.round_ms(4, DraftShape(1, 1, 2)) == 110.5
@@ -220,8 +220,8 @@ def test_a_round_is_the_sum_of_its_parts() -> None:
     assert live.plain_ms(4) == 60
     assert live.plain_ms(4, followed=True) == 60, "the draft network runs while the host does"
     looked_up = constant(verify=100, lookup=0.25, copies=2, host=60)
-    assert looked_up.round_ms(4, NgramShape(6, 2, 5)) == 102.25
-    assert constant(verify=10, host=60).round_ms(4, NgramShape(6, 2, 5)) == 60
+    assert looked_up.round_ms(4, DraftShape.ngram(6, 2, 5)) == 102.25
+    assert constant(verify=10, host=60).round_ms(4, DraftShape.ngram(6, 2, 5)) == 60
     # Only one step: nothing of later ones is asked for.
     assert constant(verify=1, draft_start=2, extend=3).round_ms(1, DraftShape(1, 4, 4)) == 6
 

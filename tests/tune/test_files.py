@@ -9,9 +9,8 @@ import pytest
 
 from specbatch.config import Config
 from specbatch.errors import InputError
-from specbatch.tune.files import COSTS, IDENTITY, kept_folder, plot_paths, report_path, tuned_files
-from specbatch.tune.options import TuneOptions
-from specbatch.tune.start import open_rows
+from specbatch.tune.files import COSTS, IDENTITY, cache_folder, plot_paths, report_path, tuned_files
+from specbatch.tune.start import TuneOptions, open_input
 
 TUNED = "# Written by `specbatch tune`.\nmodel: {}\n"
 REPORT = '{"verdict": "", "made_by": {}}'
@@ -26,16 +25,16 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(output: Path, data: str = "rows.jsonl", config_file: Path | None = None) -> Path:
-    return open_rows(TuneOptions(data, output, None, 60.0, config_file), Config()).output
+    return open_input(TuneOptions(data, output, None, 60.0, config_file), Config()).output
 
 
 def test_a_first_and_a_second_tuning(output: Path) -> None:
     assert opened(output) == output
     output.write_text(TUNED)
     report_path(output).write_text(REPORT)
-    kept_folder(output).mkdir()
-    (kept_folder(output) / IDENTITY).write_text(KNOWN)
-    for path in (*plot_paths(output), kept_folder(output) / COSTS):
+    cache_folder(output).mkdir()
+    (cache_folder(output) / IDENTITY).write_text(KNOWN)
+    for path in (*plot_paths(output), cache_folder(output) / COSTS):
         path.write_bytes(b"\x89PNG")
     assert {file.path for file in tuned_files(output) if file.path.exists()} >= {output, *plot_paths(output)}
     assert opened(output) == output
@@ -54,7 +53,7 @@ def test_a_first_and_a_second_tuning(output: Path) -> None:
 @pytest.mark.parametrize("link", [False, True])
 def test_files_of_others(output: Path, path: str, link: bool) -> None:
     Path("other").write_text("precious: 1\n")
-    kept_folder(output).mkdir()
+    cache_folder(output).mkdir()
     if link:
         Path(path).symlink_to(Path("other").absolute())
     else:
@@ -97,7 +96,7 @@ def test_impossible_outputs(output: Path, name: str, message: str) -> None:
 
 
 def test_measurements_that_are_no_folder(output: Path) -> None:
-    kept_folder(output).write_text("precious")
+    cache_folder(output).write_text("precious")
     with pytest.raises(InputError, match="Not a directory"):
         opened(output)
 

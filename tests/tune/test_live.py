@@ -9,7 +9,6 @@ import pytest
 
 from specbatch.draft.shape import DraftShape
 from specbatch.oracle.ngram import NgramProposer
-from specbatch.tune.candidates import NgramShape
 from specbatch.tune.replay import Replay, Replayer
 from specbatch.tune.trace import Trace
 from specbatch.types import Completion, SamplingParams
@@ -119,14 +118,16 @@ def test_trees_on_sampled_text_are_exact(shape: DraftShape) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", [NgramShape(2, 1, 3), NgramShape(6, 2, 2), NgramShape(9, 2, 5)], ids=str)
-def test_ngrams_are_exact(shape: NgramShape, params: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    "shape", [DraftShape.ngram(2, 1, 3), DraftShape.ngram(6, 2, 2), DraftShape.ngram(9, 2, 5)], ids=str
+)
+def test_ngrams_are_exact(shape: DraftShape, params: SamplingParams) -> None:
     """Whatever the text: a trace for n-grams holds no drafts."""
     sampled = params.temperature > 0
     rows = traced("draft_model", sampled).rows
     trace = Trace(tuple(type(row)(row.num_prompt, row.tokens) for row in rows), sampled=sampled)
     engine = tiny_engine("ngram", DraftShape(8, 1, 9), num_pages=256, eos=EOS)
-    engine._proposer = NgramProposer(shape.num_draft_tokens, shape.min_match, shape.max_match)
+    engine._proposer = NgramProposer(shape.num_draft_tokens, *(shape.ngram_match or ()))
     engine._scheduler._on_start = engine._proposer.start
     replay, completions = Replayer(trace).replay(shape), run(engine, as_lists(), params)
     assert_equal(replay, completions)

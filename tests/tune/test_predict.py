@@ -9,20 +9,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from specbatch.cache.pages import PagePool
+from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.gathering import ChunkCost
-from specbatch.tune.candidates import Candidate, lookahead
+from specbatch.engine.gathering import ChunkCost, RoundsOfRows
+from specbatch.engine.scheduler import Scheduler
+from specbatch.engine.sequence import Sequence
+from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel, Measurement
-from specbatch.tune.errors import TuningError
-from specbatch.tune.predict import FileProfile, Limits, Prediction, Simulation, predict
-from specbatch.tune.replay import Replay, Replayer
-from specbatch.tune.schedule import Schedule, ScheduleEntry
+from specbatch.tune.predict import Forecast, Simulation, predict
+from specbatch.tune.profile import FileProfile, Limits, Prediction
+from specbatch.tune.replay import Replay, Replayer, replay
+from specbatch.tune.trace import RowTrace, Trace
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
 from tests.tracing import trace_rows
 
 CHAIN, TREE = DraftShape(2, 1, 3), DraftShape(3, 2, 8)
-MIXED = Schedule((ScheduleEntry(2, TREE), ScheduleEntry(5, CHAIN), ScheduleEntry(6, None)))
+NGRAM = DraftShape.ngram(5, 1, 3)
+MIXED: Schedule = ByBatch((2, 5, 6), (TREE, CHAIN, None))
 ROOMY = Limits(max_running=6, kv_tokens=100_000, prefill_chunk=64)
 
 
@@ -35,14 +40,14 @@ def costs() -> CostModel:
     return CostModel.fit([*measured, *(Measurement("prefill", 1, t, 2.0 + 0.05 * t) for t in (1, 64))])
 
 
-def replay_of(candidate: Candidate, outputs: np.ndarray, seed: int) -> Replay:
+def replay_of(shape: DraftShape, outputs: np.ndarray, seed: int) -> Replay:
     """Rows of very different rates."""
-    rates = np.random.default_rng(seed).uniform(1.1, candidate.num_draft_tokens, len(outputs))
+    rates = np.random.default_rng(seed).uniform(1.1, shape.num_draft_tokens, len(outputs))
     tokens = np.maximum(outputs - 1, 0)
-    return Replay(candidate, tokens / rates, tokens, np.zeros(len(outputs)), ())
+    return Replay(shape, tokens / rates, tokens, np.zeros(len(outputs)), ())
 
 
-def profile_of(num_rows: int, seed: int = 0, kinds: int = 13) -> tuple[FileProfile, dict[Candidate, Replay]]:
+def profile_of(num_rows: int, seed: int = 0, kinds: int = 13) -> tuple[FileProfile, dict[DraftShape, Replay]]:
     rng = np.random.default_rng(seed)
     outputs = rng.integers(1, 60, kinds)
     replays = {c: replay_of(c, outputs, seed + i) for i, c in enumerate((CHAIN, TREE))}
@@ -53,83 +58,84 @@ def round_by_round(
     profile: FileProfile,
     limits: Limits,
     model: CostModel,
-    replays: dict[Candidate, Replay],
+    replays: dict[DraftShape, Replay],
     schedule: Schedule,
     seed: int = 0,
 ) -> tuple[float, float, float, float, int, int]:
-    """Milliseconds of prompts, of rounds up to the last admission and behind it; tokens up to there; rounds;
-    preemptions."""
+    """The engine's scheduler, asked before every round, with every token and every page.
+
+    Milliseconds of prompts, of rounds up to the last admission and after it; tokens up to there; rounds; preemptions.
+    """
     rng, kinds = np.random.default_rng(seed), len(profile.output_tokens_R)
     order = [k for _ in range(-(-profile.num_rows // kinds)) for k in rng.permutation(kinds).tolist()]
-    prompts = [int(profile.prompt_tokens[i % len(profile.prompt_tokens)]) for i in range(profile.num_rows)]
-    made = [0.0] * profile.num_rows
     ends = [max(1, min(int(profile.output_tokens_R[k]), profile.max_tokens)) for k in order[: profile.num_rows]]
-    neural = any(c is not None for c in schedule.candidates)
-    ahead = max(lookahead(c, limits.draft_kv_offset if neural else 0) for c in schedule.candidates)
-    waiting, running = list(range(profile.num_rows)), list[int]()
+    made, idle = [0.0] * profile.num_rows, [limits.async_depth] * profile.num_rows
+    own_rounds, rounds_of_rows, cost = [0] * profile.num_rows, RoundsOfRows(), limits.chunk_cost
+    gathers = (1, 1) if cost is None else (max(1, limits.max_running // 16), cost.tokens)
+    pool = PagePool(limits.kv_tokens // limits.page_size, limits.page_size)
+    scheduler = Scheduler(
+        pool, None, limits.lookahead(schedule), lambda seq: None, limits.max_running, limits.prefill_chunk, *gathers
+    )
+    for row in range(profile.num_rows):
+        prompt = [0] * int(profile.prompt_tokens[row % len(profile.prompt_tokens)])
+        request = Request(row, prompt, SamplingParams(), RngKey(0, row, 0))
+        scheduler.waiting.append(Sequence(request, [*prompt], max_length=10**6))
+    neural = any(shape is not None for shape in schedule.items)
     prefill = decode = at_last = tokens_at_last = 0.0
-    rounds = preemptions = 0
-    idle: dict[int, int] = {}
+    rounds = 0
 
-    def pages(row: int) -> int:
-        return math.ceil((prompts[row] + max(made[row] - 1, 0.0) + ahead) / limits.page_size)
+    def finish_ended() -> None:
+        for seq in list(scheduler.running):
+            row = seq.request.request_id
+            if made[row] >= ends[row] - 1e-9 and idle[row] <= 0:
+                scheduler.finish(seq)
+                rounds_of_rows.add(own_rounds[row])
+                if cost is not None:
+                    scheduler.min_free_requests = cost.places(limits.max_running, rounds_of_rows.mean)
 
-    capacity = limits.kv_tokens // limits.page_size
-    often = schedule.at(limits.max_running)
-    own_rounds = np.clip(profile.output_tokens_R - 1, 0, profile.max_tokens - 1)
-    own_rounds = own_rounds / (1.0 if often is None else replays[often].rates())
-    gather = 1 if limits.chunk_cost is None else limits.chunk_cost.places(limits.max_running, own_rounds.mean())
-    while waiting or running:
-        admitted, tokens = 0, 0.0
-        free = limits.max_running - len(running)
-        few = limits.chunk_cost is not None and free < min(gather, len(waiting))
-        tokens_of = sum(prompts[row] + max(made[row] - 1, 0.0) for row in waiting[:free])
-        if few and limits.chunk_cost is not None and tokens_of < limits.chunk_cost.tokens:
-            free = 0  # they wait until more places are free
-        while waiting and free and len(running) < limits.max_running:
-            row = waiting[0]
-            if sum(map(pages, running)) + pages(row) + len(running) > capacity:
-                break
-            running.append(waiting.pop(0))
-            tokens += prompts[row] + max(made[row] - 1, 0.0)
-            made[row], admitted = max(made[row], 1.0), admitted + 1
-            idle.setdefault(row, limits.rounds_behind)
-        if admitted:
-            left = round(tokens)
-            while left:
-                chunk = min(left, limits.prefill_chunk)
-                prefill, left = prefill + model.prefill_ms(chunk), left - chunk
-            running = [row for row in running if made[row] < ends[row] or idle[row]]
+    while scheduler.waiting or scheduler.running:
+        if spans := scheduler.plan_prefill():
+            prefill += model.prefill_ms(sum(span.end - span.start for span in spans))
+            for span in spans:
+                row = span.seq.request.request_id
+                span.seq.num_computed_tokens = span.end
+                if span.seq.prefill_done and not made[row]:
+                    made[row] = 1.0
+                    span.seq.tokens.append(0)
+            finish_ended()
             at_last, tokens_at_last = decode, sum(made)
             continue
-        while len(running) > 1 and sum(map(pages, running)) > capacity:
-            waiting.insert(0, running.pop())
-            preemptions += 1
-        batch = len(running)
-        candidate = schedule.at(batch)
-        decode += model.plain_ms(batch, followed=neural) if candidate is None else model.round_ms(batch, candidate)
+        running = scheduler.plan_round()
+        shape = schedule.at(len(running))
+        decode += (
+            model.plain_ms(len(running), followed=neural) if shape is None else model.round_ms(len(running), shape)
+        )
         rounds += 1
-        for row in running:
-            rate = 1.0 if candidate is None else float(replays[candidate].rates()[order[row]])
-            if made[row] < ends[row] - 1e-9:
-                made[row] = min(made[row] + rate, ends[row])
-            else:
+        for seq in running:
+            row = seq.request.request_id
+            if made[row] >= ends[row] - 1e-9:
                 idle[row] -= 1
-        running = [row for row in running if made[row] < ends[row] - 1e-9 or idle[row]]
-    return prefill, at_last, decode - at_last, tokens_at_last, rounds, preemptions
+                continue
+            rate = 1.0 if shape is None else float(replays[shape].rates()[order[row]])
+            made[row] = min(made[row] + rate, ends[row])
+            own_rounds[row] += 1
+            seq.tokens += [0] * (seq.num_prompt + math.ceil(made[row] - 1e-9) - len(seq.tokens))
+            seq.num_computed_tokens = len(seq.tokens) - 1
+        finish_ended()
+    return prefill, at_last, decode - at_last, tokens_at_last, rounds, scheduler.num_preemptions
 
 
-@pytest.mark.parametrize("schedule", [MIXED, Schedule.always(None), Schedule.always(TREE)], ids=str)
+@pytest.mark.parametrize("schedule", [MIXED, ByBatch.always(None), ByBatch.always(TREE)], ids=str)
 @pytest.mark.parametrize(
     "limits",
     [
         ROOMY,
         replace(ROOMY, max_running=1),
-        replace(ROOMY, rounds_behind=1),
+        replace(ROOMY, async_depth=1),
         replace(ROOMY, max_running=12, chunk_cost=ChunkCost(3.0, 160)),
-        replace(ROOMY, max_running=40, rounds_behind=1, chunk_cost=ChunkCost(9.0, 600)),
+        replace(ROOMY, max_running=40, async_depth=1, chunk_cost=ChunkCost(9.0, 600)),
         replace(ROOMY, kv_tokens=320, page_size=4),
-        replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, draft_kv_offset=1, rounds_behind=2),
+        replace(ROOMY, kv_tokens=200, page_size=16, prefill_chunk=7, draft_kv_offset=1, async_depth=2),
         replace(ROOMY, kv_tokens=320, page_size=4, max_running=12, chunk_cost=ChunkCost(9.0, 250)),
     ],
     ids=["roomy", "one", "behind", "gathered", "gathered behind", "tight", "tighter", "tight and gathered"],
@@ -218,7 +224,7 @@ def test_rounds_of_a_real_run(on_device: bool) -> None:
     prompts, params = random_prompts(14, seed=2), SamplingParams(max_tokens=24)
     shape = DraftShape(3, 1, 4)
     trace = trace_rows("draft_model", prompts, params, 1, 3, eos=(13, 52))
-    replays: dict[Candidate, Replay] = {shape: Replayer(trace).replay(shape)}
+    replays: dict[DraftShape, Replay] = {shape: Replayer(trace).replay(shape)}
     make = tiny_device_engine if on_device else tiny_engine
     engine = make("draft_model", shape, num_pages=256, max_batch_size=4, eos=(13, 52), prefix_cache=False)
     run(engine, prompts, params)
@@ -229,9 +235,9 @@ def test_rounds_of_a_real_run(on_device: bool) -> None:
         prefill_chunk=32,
         page_size=4,
         draft_kv_offset=1,
-        rounds_behind=1 if on_device else 0,
+        async_depth=1 if on_device else 0,
     )
-    found: Prediction = predict(profile, limits, costs(), replays, Schedule.always(shape))
+    found: Prediction = predict(profile, limits, costs(), replays, ByBatch.always(shape))
     assert found.output_tokens == pytest.approx(engine.stats.generated_tokens)
     assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.03)
 
@@ -263,22 +269,21 @@ def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> 
         waiting = engine.num_waiting
     lengths = zip((len(prompt) for prompt in prompts), (done[i] for i in range(len(prompts))), strict=True)
     profile = FileProfile(*(np.array(part) for part in zip(*lengths, strict=True)), 200, longest, in_order=True)
-    limits = Limits(32, 4 * pages, 512, 4, rounds_behind=1, chunk_cost=cost)
-    simulation = Simulation(profile, limits, costs(), {}, Schedule.always(None), 0, 200)
+    limits = Limits(32, 4 * pages, 512, 4, async_depth=1, chunk_cost=cost)
+    simulation = Simulation(profile, limits, costs(), {}, ByBatch.always(None), 0, 200)
     simulation.run()
     found = simulation.prediction()
     assert found.output_tokens == engine.stats.generated_tokens
     assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.03, abs=1)
     assert (found.preemptions > 0) == (engine.stats.preemptions > 0) == (pages < 1024)
-    # The engine gathers more at first: its mean begins with the rows that end first, which are short.
-    assert len(simulation._marks) == pytest.approx(admissions, rel=0.25)
-    assert simulation._gather == pytest.approx(engine._scheduler.min_free_requests, abs=1)
-    assert len(simulation._marks) < 0.8 * len(ungathered(profile, limits)._marks)
+    assert simulation.num_admissions == pytest.approx(admissions, rel=0.25)
+    assert simulation.min_free_requests == pytest.approx(engine._scheduler.min_free_requests, abs=1)
+    assert simulation.num_admissions < 0.8 * ungathered(profile, limits).num_admissions
 
 
 def ungathered(profile: FileProfile, limits: Limits) -> Simulation:
     simulation = Simulation(
-        profile, replace(limits, chunk_cost=None), costs(), {}, Schedule.always(None), 0, profile.num_rows
+        profile, replace(limits, chunk_cost=None), costs(), {}, ByBatch.always(None), 0, profile.num_rows
     )
     simulation.run()
     return simulation
@@ -296,18 +301,40 @@ def test_extrapolation_with_gathering() -> None:
 
 def test_gathering_follows_the_rounds_of_full_batches() -> None:
     """Of the schedule's shape there, and of rows that are cut at max_tokens."""
-    outputs = np.array([41, 401])
-    replays: dict[Candidate, Replay] = {
-        CHAIN: Replay(CHAIN, np.array([20.0, 200.0]), outputs - 1, np.zeros(2), ()),
-    }
-    schedule = Schedule((ScheduleEntry(4, CHAIN), ScheduleEntry(64, None)))
+    outputs, many = np.array([41, 401]), 1000
+    replays = {CHAIN: Replay(CHAIN, np.array([20.0, 200.0]), outputs - 1, np.zeros(2), ())}
+    schedule: Schedule = ByBatch((4, 64), (CHAIN, None))
     limits, profile = (
         replace(ROOMY, max_running=64, chunk_cost=ChunkCost(0.1, 1000)),
-        FileProfile(np.array([5, 5]), outputs, 2, max_tokens=61),
+        FileProfile(np.array([5, 5]), outputs, many, max_tokens=61),
     )
 
     def gathered(schedule: Schedule) -> int:
-        return Simulation(profile, limits, costs(), replays, schedule, 0, 100)._gather
+        simulation = Simulation(profile, limits, costs(), replays, schedule, 0, many)
+        assert simulation.min_free_requests == 4, "before any has ended"
+        simulation.run()
+        return simulation.min_free_requests
 
     assert gathered(schedule) == ChunkCost(0.1, 0).places(64, 50) == 4
-    assert gathered(Schedule.always(CHAIN)) == ChunkCost(0.1, 0).places(64, 25) == 6
+    assert gathered(ByBatch.always(CHAIN)) == ChunkCost(0.1, 0).places(64, 25) == 6
+
+
+@pytest.mark.parametrize("shape", [None, NGRAM], ids=["plain", "ngram"])
+def test_rows_of_a_forecast(shape: DraftShape | None) -> None:
+    """One after the other, rows take what they take alone, again and again."""
+    texts = ([1, 2, 3, 4] * 10, list(range(100, 130)), [7, 8] * 35)
+    rows = [RowTrace(4, np.array(text, dtype=np.int32)) for text in texts]
+    parts = {"plain": 10.0, "verify": 16.0, "prefill": 3.0}
+    costs = CostModel.fit([Measurement(kind, 1, 1, ms) for kind, ms in parts.items()])
+    limits = Limits(1, 4096, 64, 4, None, 64, 0, None)
+
+    def forecast(*rows: RowTrace) -> Forecast:
+        trace = Trace(rows, 0, 0, False)
+        return Forecast(trace, {NGRAM: replay(trace, NGRAM)}, costs, limits, 128)
+
+    schedule = ByBatch.always(shape)
+    alone = [forecast(row).seconds(schedule, 1) for row in rows]
+    assert len(set(alone)) == 3
+    totals = [forecast(*rows).seconds(schedule, count) for count in (1, 2, 3, 4, 6)]
+    expected = [alone[0], sum(alone[:2]), sum(alone), sum(alone) + alone[0], 2 * sum(alone)]
+    assert totals == pytest.approx(expected)

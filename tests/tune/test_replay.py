@@ -10,19 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specbatch.draft.shape import DraftShape, num_lookahead
+from specbatch.draft.shape import DraftShape
+from specbatch.errors import ConfigError, TuningError
 from specbatch.oracle.ngram import NgramIndex
-from specbatch.tune.candidates import Candidate, NgramShape, lookahead, max_path
-from specbatch.tune.errors import TuningError
 from specbatch.tune.replay import Replay, Replayer, replay
-from specbatch.tune.trace import RowTrace, Trace, num_candidates
+from specbatch.tune.trace import RowTrace, Trace
 
 VOCAB, TOPK, DEPTH = 7, 4, 4
 SHAPES = [
     DraftShape(steps, topk, nodes)
     for topk, steps in itertools.product((2, 3, 4), (1, 2, 3, 4))
     for nodes in (2, 3, 5, 9, 14, 30)
-    if nodes <= num_candidates(topk, steps) + 1
+    if nodes <= DraftShape(steps, topk, 2).num_candidates + 1
 ]
 CHAINS = [DraftShape(steps, 1, steps + 1) for steps in range(1, DEPTH + 1)]
 # A candidate of the slow version: tokens from the root to it, cumulative score, whether its children are known.
@@ -79,7 +78,9 @@ def make_trace(draft: MadeUpDraft, seed: int, sizes: tuple[int, ...] = (13, 1, 2
             likely = [token for token, _ in draft.children(r, p, (), VOCAB)]
             text.append(likely[min(int(rng.exponential(1.0)), VOCAB - 1)])
         chain = np.full((size, DEPTH), -1, np.int32)
-        arrays = [np.full((size, num_candidates(TOPK, DEPTH)), -1, t) for t in (np.int32, np.float32, np.int16)]
+        arrays = [
+            np.full((size, DraftShape(DEPTH, TOPK, 2).num_candidates), -1, t) for t in (np.int32, np.float32, np.int16)
+        ]
         for p in range(size - 1):
             path: tuple[int, ...] = ()
             for step in range(DEPTH):
@@ -159,7 +160,7 @@ def test_rounds_equal_a_walk_round_by_round(shape: DraftShape) -> None:
     trace, replayer = made(0, None)
     found = replayer.replay(shape)
     accepted, unknown = replayer._accepted(shape)
-    first, kept_at = 0, [0] * (max_path(shape) - 1)
+    first, kept_at = 0, [0] * (shape.max_path - 1)
     for r, row in enumerate(trace.rows):
         text = row.tokens[row.num_prompt :].tolist()
         p = rounds = unknowns = tokens = 0
@@ -184,13 +185,13 @@ def test_rounds_equal_a_walk_round_by_round(shape: DraftShape) -> None:
     assert found.tokens_per_round == found.tokens_R.sum() / found.rounds_R.sum()
 
 
-def test_many_candidates_at_once_are_each_alone() -> None:
+def test_many_shapes_at_once_are_each_alone() -> None:
     trace, replayer = made(0, None)
-    candidates: list[Candidate] = [*SHAPES, *CHAINS, NgramShape(4, 1, 3), *SHAPES]
-    assert len(candidates) > 64, "more than are walked side by side"
-    for candidate, found in zip(candidates, Replayer(trace).replay_all(candidates), strict=True):
-        alone = replayer.replay(candidate)
-        assert found.candidate == candidate
+    shapes = [*SHAPES, *CHAINS, DraftShape.ngram(4, 1, 3), *SHAPES]
+    assert len(shapes) > 64, "more than are walked at once"
+    for shape, found in zip(shapes, Replayer(trace).replay_all(shapes), strict=True):
+        alone = replayer.replay(shape)
+        assert found.shape == shape
         assert found.rounds_R.tolist() == alone.rounds_R.tolist()
         assert found.accepted_at == alone.accepted_at
 
@@ -219,7 +220,7 @@ def test_ngrams_equal_the_projects_lookup(min_match: int, max_match: int) -> Non
     rng = np.random.default_rng(min_match)
     rows = [RowTrace(1 + i % 4, (rng.random(2 + 9 * i) < 0.2 + 0.1 * (i % 3)).astype(np.int32)) for i in range(12)]
     replayer = Replayer(Trace(tuple(rows)))
-    accepted, unknown = replayer._accepted(NgramShape(9, min_match, max_match))
+    accepted, unknown = replayer._accepted(DraftShape.ngram(9, min_match, max_match))
     assert not unknown.any()
     expected = []
     for row in rows:
@@ -325,11 +326,11 @@ def test_files_that_are_no_traces(content: bytes | None, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "candidate", [DraftShape(5, 1, 6), DraftShape(2, 5, 8), NgramShape(1, 1, 2), NgramShape(3, 2, 1)]
+    "shape", [DraftShape(5, 1, 6), DraftShape(2, 5, 8), DraftShape.ngram(1, 1, 2), DraftShape.ngram(3, 2, 1)]
 )
-def test_what_cannot_be_replayed(candidate: Candidate) -> None:
-    with pytest.raises(TuningError):
-        made(0, None)[1].replay(candidate)
+def test_what_cannot_be_replayed(shape: DraftShape) -> None:
+    with pytest.raises((TuningError, ConfigError)):
+        made(0, None)[1].replay(shape)
 
 
 def test_traces_without_what_is_asked_for() -> None:
@@ -342,19 +343,13 @@ def test_traces_without_what_is_asked_for() -> None:
             replay(Trace((text,), topk=2, depth=2), shape)
 
 
-def test_lookahead_is_the_engines() -> None:
-    for shape, draft_kv_offset in itertools.product([*SHAPES, *CHAINS], (0, 1)):
-        assert lookahead(shape, draft_kv_offset) == num_lookahead(shape, draft_kv_offset)
-    assert lookahead(NgramShape(6, 2, 5), 0) == 6
-
-
 @pytest.mark.parametrize("has_idle", [False, True])
 def test_of_some_rows(has_idle: bool) -> None:
     columns = [np.arange(5.0) + 10 * i for i in range(4)]
     found = Replay(CHAINS[0], columns[0], columns[1].astype(np.int64), columns[2], (), columns[3] if has_idle else None)
     for rows in (slice(2), np.array([4, 0, 0])):
         part = found.of_rows(rows)
-        assert part.candidate == found.candidate
+        assert part.shape == found.shape
         for name in ("rounds_R", "tokens_R", "unknown_R") + ("idle_R",) * has_idle:
             assert getattr(part, name).tolist() == getattr(found, name)[rows].tolist()
         assert (part.idle_R is not None) == has_idle

@@ -15,33 +15,30 @@ from rich.console import Console
 
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict, load_config
+from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.tune.candidates import NgramShape
+from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel, Measurement
-from specbatch.tune.errors import TuningError
 from specbatch.tune.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tune.replay import Replayer
 from specbatch.tune.report import (
     Comparison,
-    choices_table,
     comparisons_table,
     costs_table,
     evidence,
     json_report,
     jsonable,
-    options_table,
+    plans_table,
+    rankings_table,
     tuned_yaml,
     with_schedule,
 )
-from specbatch.tune.schedule import Schedule, ScheduleEntry
 from specbatch.tune.search import search
 from tests.tune.test_replay import made
 from tests.tune.test_search import LADDER, LIMITS, SPACE, costs, found, profile_of, replays
 
-NEURAL = Schedule(
-    (ScheduleEntry(4, DraftShape(5, 2, 9)), ScheduleEntry(32, DraftShape(2, 1, 3)), ScheduleEntry(64, None))
-)
-NGRAM = Schedule((ScheduleEntry(8, NgramShape(9, 1, 4)), ScheduleEntry(64, None)))
+NEURAL = ByBatch((4, 32, 64), (DraftShape(5, 2, 9), DraftShape(2, 1, 3), None))
+NGRAM = ByBatch((8, 64), (DraftShape.ngram(9, 1, 4), None))
 CAPTION = Caption("a model, its draft", "a device")
 LIVE = [Comparison("3/1/4", 1, 100.0, 98.0, 95.0, 101.0), Comparison("file", None, 20.0, 21.0)]
 
@@ -85,7 +82,7 @@ def test_ngrams_and_plain_decoding(tmp_path: Path) -> None:
     assert back.schedule is not None
     assert [(e.max_batch, e.num_steps, e.num_draft_tokens) for e in back.schedule] == [(8, None, 9), (64, 0, None)]
     assert (back.ngram.min_match, back.ngram.max_match) == (1, 4)
-    plain = written(Schedule.always(None, 64), tmp_path / "tuned.yaml").speculation
+    plain = written(ByBatch.always(None, 64), tmp_path / "tuned.yaml").speculation
     assert (plain.method, plain.draft, plain.schedule) == ("none", None, None)
 
 
@@ -118,7 +115,7 @@ def test_the_report_is_json() -> None:
 def test_tables_show_what_they_should() -> None:
     result, out = found(), io.StringIO()
     console = Console(file=out, width=140)
-    for table in (costs_table(costs()), choices_table(result), options_table(result), comparisons_table(LIVE)):
+    for table in (costs_table(costs()), rankings_table(result), plans_table(result), comparisons_table(LIVE)):
         console.print(table)
     text = out.getvalue()
     for wanted in ("draft_step", "plain tok/s", "best: ", "single: ", "+2.0%", "95.0-101.0", str(SPACE[0])):
@@ -146,7 +143,7 @@ def test_plots(tmp_path: Path) -> None:
     several = replayer.replay_all([DraftShape(s, k, s + 1) for s in (1, 2, 3) for k in (1, 2)])
     plot_acceptance(several, replayer.rank_shares(), CAPTION, tmp_path / "acceptance.png")
     plot_acceptance(
-        Replayer(trace).replay_all([NgramShape(n, 1, 3) for n in (2, 4)]), None, CAPTION, tmp_path / "ngram.png"
+        Replayer(trace).replay_all([DraftShape.ngram(n, 1, 3) for n in (2, 4)]), None, CAPTION, tmp_path / "ngram.png"
     )
     plot_throughput(replays(), costs(), LADDER, SPACE[:2], CAPTION, tmp_path / "throughput.png")
     plot_comparisons(LIVE, "tok/s", CAPTION, tmp_path / "comparisons.png")

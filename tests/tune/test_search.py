@@ -9,27 +9,25 @@ from functools import cache
 import numpy as np
 import pytest
 
+from specbatch.draft.schedule import ByBatch, shapes_of
 from specbatch.draft.shape import DraftShape
-from specbatch.errors import ConfigError
-from specbatch.tune.candidates import Candidate, NgramShape
+from specbatch.errors import ConfigError, TuningError
 from specbatch.tune.costs import CostModel, Measurement
-from specbatch.tune.errors import TuningError
-from specbatch.tune.predict import FileProfile, Limits, predict
+from specbatch.tune.predict import predict
+from specbatch.tune.profile import FileProfile, Limits
 from specbatch.tune.replay import Replay
-from specbatch.tune.schedule import Schedule, ScheduleEntry
-from specbatch.tune.search import SearchResult, _choose, _Table, search
-from specbatch.tune.space import batch_ladder, neural_space, ngram_space
+from specbatch.tune.search import SearchResult, _choose, _Table, batch_ladder, neural_space, ngram_space, search
 
-SPACE: list[Candidate] = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(6, 1, 7), DraftShape(3, 3, 16)]
+SPACE: list[DraftShape] = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(6, 1, 7), DraftShape(3, 3, 16)]
 RATES = (1.7, 2.6, 3.2, 3.6)
 LADDER = (1, 4, 16, 64)
 FEW_SIZES = (4, 16, 64)
 LIMITS = Limits(max_running=64, kv_tokens=1_000_000, prefill_chunk=2048)
 
 
-def replay_of(candidate: Candidate, rate: float, outputs: np.ndarray) -> Replay:
+def replay_of(shape: DraftShape, rate: float, outputs: np.ndarray) -> Replay:
     rates = rate * np.random.default_rng(0).uniform(0.9, 1.1, len(outputs))
-    return Replay(candidate, (outputs - 1) / rates, outputs - 1, np.zeros(len(outputs)), ())
+    return Replay(shape, (outputs - 1) / rates, outputs - 1, np.zeros(len(outputs)), ())
 
 
 def costs(per_token: float = 0.04, draft: float = 0.3) -> CostModel:
@@ -50,7 +48,7 @@ def profile_of(num_rows: int = 400) -> FileProfile:
     return FileProfile(rng.integers(20, 200, 50), rng.integers(5, 120, 20), num_rows, max_tokens=120)
 
 
-def replays(space: list[Candidate] = SPACE, rates: tuple[float, ...] = RATES) -> list[Replay]:
+def replays(space: list[DraftShape] = SPACE, rates: tuple[float, ...] = RATES) -> list[Replay]:
     outputs = profile_of().output_tokens_R
     return [replay_of(c, rate, outputs) for c, rate in zip(space, rates, strict=True)]
 
@@ -62,29 +60,29 @@ def found(model: CostModel | None = None, limits: Limits = LIMITS, max_shapes: i
 def test_the_best_of_each_batch_size() -> None:
     result, model = found(), costs()
     speeds = dict(zip(SPACE, (r.tokens_per_round for r in replays()), strict=True))
-    for choice in result.choices:
-        by_hand = {c: 1e3 * choice.batch * rate / model.round_ms(choice.batch, c) for c, rate in speeds.items()}
-        by_hand_all: dict[Candidate | None, float] = {
+    for ranking in result.rankings:
+        by_hand = {c: 1e3 * ranking.batch * rate / model.round_ms(ranking.batch, c) for c, rate in speeds.items()}
+        by_hand_all: dict[DraftShape | None, float] = {
             **by_hand,
-            None: 1e3 * choice.batch / model.plain_ms(choice.batch),
+            None: 1e3 * ranking.batch / model.plain_ms(ranking.batch),
         }
-        assert [p.candidate for p in choice.ranked] == sorted(by_hand_all, key=lambda c: -by_hand_all[c])
-        assert choice.plain.tokens_per_second == pytest.approx(by_hand_all[None])
-        for point in choice.ranked:
-            assert point.tokens_per_second == pytest.approx(by_hand_all[point.candidate])
+        assert [p.shape for p in ranking.ranked] == sorted(by_hand_all, key=lambda c: -by_hand_all[c])
+        assert ranking.plain.tokens_per_second == pytest.approx(by_hand_all[None])
+        for point in ranking.ranked:
+            assert point.tokens_per_second == pytest.approx(by_hand_all[point.shape])
             assert point.low <= point.tokens_per_round <= point.high
-    assert [c.batch for c in result.choices] == list(LADDER)
-    best = [choice.ranked[0].candidate for choice in result.choices]
+    assert [r.batch for r in result.rankings] == list(LADDER)
+    best = [ranking.ranked[0].shape for ranking in result.rankings]
     assert len(set(best)) >= 3, "a space in which one shape is always best shows little"
 
 
 @cache
-def every_assignment(per_token: float) -> list[tuple[tuple[Candidate | None, ...], float]]:
+def every_assignment(per_token: float) -> list[tuple[tuple[DraftShape | None, ...], float]]:
     """Seconds of the file."""
-    by_candidate, times = {r.candidate: r for r in replays()}, []
+    by_shape, times = {r.shape: r for r in replays()}, []
     for shapes in itertools.product([*SPACE, None], repeat=len(FEW_SIZES)):
-        entries = tuple(ScheduleEntry(b, c) for b, c in zip(FEW_SIZES, shapes, strict=True))
-        option = predict(profile_of(150), LIMITS, costs(per_token), by_candidate, Schedule(entries))
+        entries = ByBatch(FEW_SIZES, shapes)
+        option = predict(profile_of(150), LIMITS, costs(per_token), by_shape, entries)
         times.append((shapes, option.seconds))
     return times
 
@@ -95,7 +93,7 @@ def test_the_schedule_is_the_best_of_all(max_shapes: int, per_token: float) -> N
     """Every assignment of shapes to batch sizes, each simulated."""
     model, profile = costs(per_token), profile_of(150)
     result = search(replays(), model, profile, LIMITS, batches=FEW_SIZES, max_shapes=max_shapes)
-    assert len(result.best.schedule.candidates) <= max_shapes
+    assert len(set(result.best.schedule.items)) <= max_shapes
     best = min(time for shapes, time in every_assignment(per_token) if len(set(shapes)) <= max_shapes)
     # Tokens by batch size are from one simulation, so a tie or two may fall differently.
     assert result.best.prediction.seconds <= 1.003 * best
@@ -104,9 +102,9 @@ def test_the_schedule_is_the_best_of_all(max_shapes: int, per_token: float) -> N
 
 
 def test_single_shapes_are_ranked_by_the_whole_file() -> None:
-    result, by_candidate = found(), {r.candidate: r for r in replays()}
-    seconds = {c: predict(profile_of(), LIMITS, costs(), by_candidate, Schedule.always(c, 64)).seconds for c in SPACE}
-    assert [o.schedule.entries[0].candidate for o in result.fixed] == sorted(SPACE, key=lambda c: seconds[c])
+    result, by_shape = found(), {r.shape: r for r in replays()}
+    seconds = {c: predict(profile_of(), LIMITS, costs(), by_shape, ByBatch.always(c, 64)).seconds for c in SPACE}
+    assert [o.schedule.items[0] for o in result.fixed] == sorted(SPACE, key=lambda c: seconds[c])
     assert result.fixed[0].prediction.seconds == min(seconds.values())
 
 
@@ -126,58 +124,63 @@ def test_nothing_pays() -> None:
     """Drafts that are never right, or that cost more than they save."""
     worthless = search(replays(rates=(1.0, 1.0, 1.0, 1.0)), costs(), profile_of(), LIMITS, batches=LADDER)
     assert not worthless.pays
-    assert worthless.best.schedule.is_plain
+    assert shapes_of(worthless.best.schedule) == []
     assert not found(costs(draft=30.0)).pays
     assert found().pays
 
 
 def test_following_with_the_draft_is_paid_for() -> None:
     """Plain decoding within a schedule brings the draft network along; on its own it does not."""
-    model, by_candidate = costs(), {r.candidate: r for r in replays()}
-    mixed = Schedule((ScheduleEntry(1, SPACE[0]), ScheduleEntry(64, None)))
-    one = predict(profile_of(), LIMITS, model, by_candidate, mixed)
-    plain = predict(profile_of(), LIMITS, model, by_candidate, Schedule.always(None))
+    model, by_shape = costs(), {r.shape: r for r in replays()}
+    mixed = ByBatch((1, 64), (SPACE[0], None))
+    one = predict(profile_of(), LIMITS, model, by_shape, mixed)
+    plain = predict(profile_of(), LIMITS, model, by_shape, ByBatch.always(None))
     assert one.steady_seconds > plain.steady_seconds
     group = _Table.of(replays(), model, LIMITS, LADDER).groups()[0]
-    assert group.candidates[-1] is None
+    assert group.shapes[-1] is None
     assert group.cost_CB[-1].tolist() == [model.plain_ms(b, followed=True) for b in LADDER]
 
 
 def test_what_does_not_fit_is_dropped_and_named() -> None:
     longest = int(profile_of().prompt_tokens.max() + profile_of().output_tokens_R.max())
     result = found(limits=replace(LIMITS, kv_tokens=longest + 6))
-    assert {d.candidate for d in result.dropped} == {DraftShape(3, 3, 16)}, "7 slots are left"
+    assert {d.shape for d in result.dropped} == {DraftShape(3, 3, 16)}, "7 slots are left"
     assert "slots ahead" in result.dropped[0].reason
     bounded = found(limits=replace(LIMITS, max_verify_tokens=64))
-    assert {(str(d.candidate), d.reason.split(":")[0]) for d in bounded.dropped} == {
+    assert {(str(d.shape), d.reason.split(":")[0]) for d in bounded.dropped} == {
         ("1/1/2", "above 32 rows"), ("3/1/4", "above 16 rows"), ("6/1/7", "above 9 rows"), ("3/3/16", "above 4 rows"),
     }  # fmt: skip
     assert not bounded.fixed, "no single shape is legal for all batches"
     for batch in range(1, 65):
-        candidate = bounded.best.schedule.at(batch)
-        assert candidate is None or candidate.num_draft_tokens * batch <= 64
+        shape = bounded.best.schedule.at(batch)
+        assert shape is None or shape.num_draft_tokens * batch <= 64
 
 
 def test_no_legal_point() -> None:
-    with pytest.raises(TuningError, match="no legal point") as caught:
+    with pytest.raises(TuningError, match="nothing is legal") as caught:
         found(limits=replace(LIMITS, kv_tokens=100))
     assert caught.value.hint is not None
 
 
 def test_without_candidates_there_is_plain_decoding() -> None:
     result = search([], costs(), profile_of(), LIMITS, batches=LADDER)
-    assert (result.pays, result.fixed, result.num_candidates) == (False, (), 1)
+    assert (result.pays, result.fixed, result.num_shapes) == (False, (), 1)
 
 
 def test_match_lengths_are_not_mixed() -> None:
-    space: list[Candidate] = [NgramShape(4, 1, 3), NgramShape(9, 1, 3), NgramShape(4, 2, 5), NgramShape(9, 2, 5)]
+    space: list[DraftShape] = [
+        DraftShape.ngram(4, 1, 3),
+        DraftShape.ngram(9, 1, 3),
+        DraftShape.ngram(4, 2, 5),
+        DraftShape.ngram(9, 2, 5),
+    ]
     # Each range is best at one end: small trees of the one, large trees of the other.
     outputs = profile_of().output_tokens_R
     rates = [replay_of(c, rate, outputs) for c, rate in zip(space, (2.2, 2.5, 1.9, 3.4), strict=True)]
     result = search(rates, costs(), profile_of(), LIMITS, batches=LADDER)
-    used = [c for c in result.best.schedule.candidates if isinstance(c, NgramShape)]
+    used = shapes_of(result.best.schedule)
     assert used
-    assert len({(c.min_match, c.max_match) for c in used}) == 1
+    assert len({shape.ngram_match for shape in used}) == 1
     assert result.best.prediction.seconds <= result.fixed[0].prediction.seconds
 
 
@@ -202,7 +205,7 @@ def test_the_neural_space_is_legal_and_whole() -> None:
 
 def test_ngram_space_and_batch_ladders() -> None:
     space = ngram_space(16)
-    for shape in space:
+    for shape in [*space, *neural_space(8, 8)]:
         shape.check()
     assert max(shape.num_draft_tokens for shape in space) == 16
     assert batch_ladder(1) == [1]
@@ -213,11 +216,13 @@ def test_ngram_space_and_batch_ladders() -> None:
 
 
 def test_schedules() -> None:
-    schedule = Schedule((ScheduleEntry(2, SPACE[0]), ScheduleEntry(4, SPACE[0]), ScheduleEntry(9, None)))
+    schedule = ByBatch((2, 4, 9), (SPACE[0], SPACE[0], None))
     assert [schedule.at(b) for b in (1, 2, 3, 4, 5, 9, 100)] == [SPACE[0]] * 4 + [None] * 3
-    assert schedule.merged().entries == (ScheduleEntry(4, SPACE[0]), ScheduleEntry(9, None))
-    assert schedule.candidates == (SPACE[0], None)
-    assert not schedule.is_plain
+    assert schedule.merged() == ByBatch((4, 9), (SPACE[0], None))
+    assert schedule.merged().entries == ((4, SPACE[0]), (9, None))
+    assert shapes_of(schedule) == [SPACE[0]]
+    assert shapes_of(ByBatch.always(None)) == []
+    assert [one.name for one in (schedule.merged(), ByBatch.always(None))] == ["<=4: 1/1/2, <=9: plain", "plain"]
     assert str(schedule.merged()) == "<=4: 1/1/2, <=9: plain"
     with pytest.raises(AssertionError):
-        Schedule((ScheduleEntry(4, None), ScheduleEntry(4, SPACE[0])))
+        ByBatch((4, 4), (None, SPACE[0]))

@@ -18,32 +18,34 @@ from typer.testing import CliRunner, Result
 
 from specbatch.cli import app
 from specbatch.config_load import load_config
+from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
 from specbatch.errors import SpecbatchError
 from specbatch.job.sources import RawRow
 from specbatch.tune import command as command_module
-from specbatch.tune import confirm as confirm_module
-from specbatch.tune.command import (
-    _compared,
-    _confirm,
-    _file_seconds,
-    _limits,
-    _resolve_widest,
-    _shared,
-    _winner,
-    part_seconds,
+from specbatch.tune import live as live_module
+from specbatch.tune.command import _limits, _resolve_widest, _shared, part_seconds
+from specbatch.tune.host import HostSession, new_session
+from specbatch.tune.live import (
+    Live,
+    drift,
+    file_seconds,
+    plans_to_run,
+    repeated,
+    run_plans,
+    run_trials,
+    speedups,
+    winner,
 )
-from specbatch.tune.confirm import Live, confirm, drift, repeated, speedups
-from specbatch.tune.options import rows_to_trace
 from specbatch.tune.output import _verdict
-from specbatch.tune.predict import FileProfile
-from specbatch.tune.rows import Sample, sample_rows
-from specbatch.tune.schedule import Schedule
-from specbatch.tune.search import Option
+from specbatch.tune.profile import FileProfile
+from specbatch.tune.sample import Sample, sample_rows
+from specbatch.tune.search import Plan
 from specbatch.tune.session import OutOfTime, Session
-from specbatch.tune.tuner import Widest
+from specbatch.tune.start import rows_to_trace
+from specbatch.tune.tuner import SearchLimits
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import tiny_device_engine, tiny_engine
 
@@ -76,8 +78,8 @@ def test_writes_a_configuration_that_runs(
     output = tmp_path / "tuned.yaml"
     profile_of, repeating = Mock(side_effect=FileProfile.of), Mock(side_effect=repeated)
     monkeypatch.setattr(FileProfile, "of", profile_of)
-    monkeypatch.setattr(command_module, "repeated", repeating)
-    monkeypatch.setattr(confirm_module, "MOST_TURNS", 2)
+    monkeypatch.setattr(live_module, "repeated", repeating)
+    monkeypatch.setattr(live_module, "MAX_TRIALS", 2)
     found = tune(rows, "-o", output, "--rows", "4", "--budget", "60s", *TINY, *method)
     assert found.exit_code == 0, found.output
     assert "1 of the 7 rows that were drawn fail and are left out" in found.output
@@ -117,7 +119,7 @@ def test_writes_a_configuration_that_runs(
 
 
 def test_measurements_of_other_rows_are_not_used(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
+    monkeypatch.setattr(live_module, "MAX_TRIALS", 1)
     output = tmp_path / "tuned.yaml"
     for num_rows, is_kept in (("4", False), ("4", True), ("5", False)):
         found = tune(rows, "-o", output, "--rows", num_rows, "--budget", "60s", *TINY)
@@ -131,12 +133,12 @@ def costs(folder: Path) -> list[dict[str, object]]:
 
 
 def test_one_sampled_row_among_those_that_run_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device engine must be told, whether that row is traced or not."""
-    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
-    path, session = tmp_path / "rows.jsonl", Mock(side_effect=Session)
+    """Their rounds have graphs of their own, whether that row is traced or not."""
+    monkeypatch.setattr(live_module, "MAX_TRIALS", 1)
+    path, session = tmp_path / "rows.jsonl", Mock(side_effect=new_session)
     rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7 * (i == 5)} for i in range(30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(command_module, "Session", session)
+    monkeypatch.setattr(command_module, "new_session", session)
     found = tune(path, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", *TINY)
     assert found.exit_code == 0, found.output
     assert "the rows are sampled" not in found.output, "none of those that were traced"
@@ -159,27 +161,27 @@ def test_rows_are_counted_where_nobody_says(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_packaged_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
+    monkeypatch.setattr(live_module, "MAX_TRIALS", 1)
     found = tune("-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", "--set", "sampling.max_tokens=8", *TINY)
     assert found.exit_code == 0, found.output
     assert "packaged examples" in found.output
-    assert "the least of each part took more" not in found.output
+    assert "the minimum of each part took more" not in found.output
 
 
 def test_a_budget_that_was_not_kept_is_named(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confirm_module, "MOST_TURNS", 1)
+    monkeypatch.setattr(live_module, "MAX_TRIALS", 1)
     late = [0.0]
 
     def slow(*args: Any) -> Any:
         late[0] = 100.0
-        return _confirm(*args)
+        return run_plans(*args)
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0], time=time.time)
     monkeypatch.setattr(command_module, "time", clock)
-    monkeypatch.setattr(command_module, "_confirm", slow)
+    monkeypatch.setattr(command_module, "run_plans", slow)
     found = tune(rows, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", *TINY)
     assert found.exit_code == 0, found.output
-    assert "--budget was 60.0 s, and the least of each part took more: start " in found.output
+    assert "--budget was 60.0 s, and the minimum of each part took more: start " in found.output
     assert "live runs 1 min 4" in found.output
 
 
@@ -214,92 +216,92 @@ def test_copies_of_a_row_stop_by_themselves() -> None:
 def test_speed_counts_the_tokens_of_each() -> None:
     """An option that writes less is not faster for it."""
     short, long = (
-        Live(Schedule.always(None), (1.0, 1.0), (50, 50), 1.0),
-        Live(Schedule.always(None), (2.0, 2.0), (100, 100), 1.0),
+        Live(ByBatch.always(None), (1.0, 1.0), (50, 50), 1.0),
+        Live(ByBatch.always(None), (2.0, 2.0), (100, 100), 1.0),
     )
     assert speedups([short, long]) == [pytest.approx((1.0, 1.0, 1.0))]
 
 
 def live(*rates: float) -> Live:
-    return Live(Schedule.always(None), tuple(100 / rate for rate in rates), (100,) * len(rates), 1.0)
+    return Live(ByBatch.always(None), tuple(100 / rate for rate in rates), (100,) * len(rates), 1.0)
 
 
 def test_the_noise_of_all_options_makes_the_interval() -> None:
     # Two options alone: Student's paired test. Logs differ by 0.1 and 0.3: mean 0.2, margin 6.31 * 0.1414 / sqrt(2).
     (pair,) = speedups([live(math.exp(0.1), math.exp(0.5)), live(1.0, math.exp(0.2))])
     assert pair == pytest.approx((math.exp(0.2), math.exp(0.2 - 0.631), math.exp(0.2 + 0.631)), rel=1e-4)
-    # What slows all of a turn down by the same factor is no noise.
+    # What slows all of a trial down by the same factor is no noise.
     assert speedups([live(12, 6), live(9, 4.5), live(10, 5)]) == [
         pytest.approx((1.2, 1.2, 1.2)),
         pytest.approx((0.9, 0.9, 0.9)),
     ]
-    # 14% in each of two turns, among options that repeat within 3%: told from noise with four of them, not with two.
+    # 14% in each of two trials, among schedules that repeat within 3%: told from noise with four of them, not with two.
     options = [live(75.5, 78.2), live(59.2, 61.9), live(60.4, 62.0), live(66.5, 68.7)]
     assert speedups(options)[0][1] > 1.1
     (once,) = speedups([live(2.0), live(1.0)])
     assert once == (2.0, 0.0, math.inf)
 
 
-SHAPES = tuple(Schedule.always(DraftShape(steps, 1, steps + 1)) for steps in (1, 2, 3))
+SHAPES = tuple(ByBatch.always(DraftShape(steps, 1, steps + 1)) for steps in (1, 2, 3))
 
 
 @pytest.mark.parametrize(
-    ("rates", "winner", "says"),
+    ("rates", "best", "says"),
     [
-        # By how far they repeat, turns of 30% more or less tell nothing.
+        # By how far they repeat, trials of 30% more or less show nothing.
         ([(12, 12.1), (15, 15.1), (9, 9.1), (10, 10)], 1, "1.50x as fast as plain decoding (90% interval 1.4"),
         ([(12, 9), (10, 14), (9, 12), (10, 10)], None, "Undecided"),
         ([(9, 9.1), (8, 8.1), (7, 7.1), (10, 10)], 3, "Speculation does not pay"),
         ([(9, 9.1), (10, 10.1), (7, 7.1), (10, 10)], None, "Undecided"),  # one of them is as fast
-        ([(20,), (15,), (12,), (10,)], None, "Undecided"),  # one turn says nothing of the noise
+        ([(20,), (15,), (12,), (10,)], None, "Undecided"),  # one trial does not show the noise
     ],
 )
 def test_the_fastest_wins_if_it_beats_plain_decoding_outside_the_noise(
-    rates: list[tuple[float, ...]], winner: int | None, says: str
+    rates: list[tuple[float, ...]], best: int | None, says: str
 ) -> None:
-    schedules = (*SHAPES, Schedule.always(None))
+    schedules = (*SHAPES, ByBatch.always(None))
     predicted: list[Any] = [SimpleNamespace(seconds=60, tokens_per_second=10) for _ in schedules]
-    options = [Option(*pair) for pair in zip(schedules, predicted, strict=True)]
-    runs = [replace(live(*of), chosen=schedule) for of, schedule in zip(rates, schedules, strict=True)]
-    found = _winner(options, runs, _file_seconds(options, runs, predicted))
-    assert found is (None if winner is None else options[winner])
+    options = [Plan(*pair) for pair in zip(schedules, predicted, strict=True)]
+    runs = [replace(live(*of), schedule=schedule) for of, schedule in zip(rates, schedules, strict=True)]
+    found = winner(options, runs, file_seconds(options, runs, predicted))
+    assert found is (None if best is None else options[best])
     tuned: Any = SimpleNamespace(winner=found, live=runs)
     assert _verdict(tuned).startswith(says)
 
 
 def test_the_winner_is_the_fastest_with_the_whole_file() -> None:
     """The rows that run live may end, say, with a larger part of them alone: what is faster there was predicted so."""
-    schedules = (*SHAPES[:2], Schedule.always(None))
+    schedules = (*SHAPES[:2], ByBatch.always(None))
     whole: list[Any] = [SimpleNamespace(seconds=seconds) for seconds in (10.0, 10.2, 20.0)]
-    options = [Option(*pair) for pair in zip(schedules, whole, strict=True)]
-    runs = [replace(live(rate, rate), chosen=s) for rate, s in zip((100, 105, 50), schedules, strict=True)]
+    options = [Plan(*pair) for pair in zip(schedules, whole, strict=True)]
+    runs = [replace(live(rate, rate), schedule=s) for rate, s in zip((100, 105, 50), schedules, strict=True)]
 
-    def winner(*rates: float) -> Option | None:
+    def best(*rates: float) -> Plan | None:
         predicted: list[Any] = [SimpleNamespace(tokens_per_second=rate) for rate in rates]
-        return _winner(options, runs, _file_seconds(options, runs, predicted))
+        return winner(options, runs, file_seconds(options, runs, predicted))
 
-    assert winner(100, 110, 50) is options[0]  # 10 against 10.2 * 110 / 105 = 10.7 seconds
-    assert winner(100, 100, 50) is options[1]  # 10.2 * 100 / 105 = 9.7 seconds
+    assert best(100, 110, 50) is options[0]  # 10 against 10.2 * 110 / 105 = 10.7 seconds
+    assert best(100, 100, 50) is options[1]  # 10.2 * 100 / 105 = 9.7 seconds
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "seconds", "turns_before", "count"),
+    ("num_rows", "seconds", "num_warm_up", "count"),
     [
         (10**6, 1000.0, 0, 800),  # eight batches
         (300, 1000.0, 0, 300),  # the file
-        (10**6, 151.0, 0, 355),  # five turns of 355 rows, not of 533, in 151 seconds: three options and plain decoding
-        (10**6, 151.0, 1, 236),  # six turns
-        (10**6, 60.0, 0, 200),  # two batches, where five turns do not fit
-        (10**6, 17.0, 0, 58),  # fewer, for two turns
+        (10**6, 151.0, 0, 355),  # five trials of 355 rows, not of 533, in 151 seconds: three options and plain decoding
+        (10**6, 151.0, 1, 236),  # six trials
+        (10**6, 60.0, 0, 200),  # two batches, where five trials do not fit
+        (10**6, 17.0, 0, 58),  # fewer, for two trials
         (10**6, 17.0, 1, 58),
         (10**6, 15.0, 1, 38),
         (10**6, 1.9, 0, 8),
     ],
 )
-def test_rows_of_a_live_run(num_rows: int, seconds: float, turns_before: int, count: int) -> None:
+def test_rows_of_a_live_run(num_rows: int, seconds: float, num_warm_up: int, count: int) -> None:
     options = [
-        Option(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
-        for i, schedule in enumerate((*SHAPES, Schedule.always(None)))
+        Plan(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
+        for i, schedule in enumerate((*SHAPES, ByBatch.always(None)))
     ]
     result: Any = SimpleNamespace(best=options[0], fixed=options[:3], plain=options[3])
     forecast: Any = SimpleNamespace(
@@ -307,7 +309,7 @@ def test_rows_of_a_live_run(num_rows: int, seconds: float, turns_before: int, co
         # Two hundredths of a second a row.
         seconds=lambda schedule, count: 0.02 * count,
     )
-    compared, found = _compared(result, forecast, [], num_rows, seconds, turns_before)
+    compared, found = plans_to_run(result, forecast, 0, num_rows, seconds, num_warm_up)
     assert (compared, found) == (options, count)
 
 
@@ -325,26 +327,26 @@ def test_what_comes_first_is_not_timed(on_device: bool) -> None:
         return SimpleNamespace(seconds=count + 100.0 * first, num_tokens=10 * count, counts=counts)
 
     session: Any = SimpleNamespace(use=Mock(), run=Mock(side_effect=run))
-    options = (*SHAPES, Schedule.always(None))
+    options = (*SHAPES, ByBatch.always(None))
     requests = [Request(i, [1, 2], SamplingParams(max_tokens=100), RngKey(0, i, 0)) for i in range(20)]
-    found = confirm(session, options, lambda: requests, lambda turns: turns == 3, whole_first=on_device)
+    found = run_trials(session, options, lambda: requests, lambda trials: trials == 3, warm_up_whole=on_device)
     assert [one.seconds for one in found] == [(20.0,) * 3] * 4
     assert [len(call.args[0]) for call in session.run.call_args_list] == [20 if on_device else 2] * 4 + [20] * 12
     lengths = [call.args[0][0].params.max_tokens for call in session.run.call_args_list]
     assert lengths == [100 if on_device else 8] * 4 + [100] * 12
     used = [call.args for call in session.use.call_args_list]
-    turn = used[:4]
-    assert used == [*turn, *turn, *reversed(turn), *turn], "no option is always the first"
+    trial = used[:4]
+    assert used == [*trial, *trial, *reversed(trial), *trial], "no schedule is always the first"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "turns_before", "turns"),
+    ("seconds", "num_warm_up", "trials"),
     [(1e9, 0, 5), (100.0, 0, 3), (100.0, 1, 2), (125.0, 1, 3), (1.0, 0, 2), (1.0, 1, 2)],
 )
-def test_turns_end_before_the_time_is_up(
-    seconds: float, turns_before: int, turns: int, monkeypatch: pytest.MonkeyPatch
+def test_trials_end_before_the_time_is_up(
+    seconds: float, num_warm_up: int, trials: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn takes 30 seconds, and so does one that is not timed; two there are in any case."""
+    """A trial takes 30 seconds, and so does one that is not timed; there are two in any case."""
     now = [0.0]
     monkeypatch.setattr(command_module.time, "perf_counter", lambda: now[0])
 
@@ -355,16 +357,16 @@ def test_turns_end_before_the_time_is_up(
     def repeat(requests: list[Request], count: int, stop_check: Any) -> list[Request]:
         return requests[:count]
 
-    monkeypatch.setattr(command_module, "repeated", repeat)
+    monkeypatch.setattr(live_module, "repeated", repeat)
     session: Any = SimpleNamespace(use=Mock(), run=run)
-    options: Any = [SimpleNamespace(schedule=SHAPES[0]), SimpleNamespace(schedule=Schedule.always(None))]
+    options: Any = [SimpleNamespace(schedule=SHAPES[0]), SimpleNamespace(schedule=ByBatch.always(None))]
     requests = [Request(i, [1, 2], SamplingParams(), RngKey(0, i, 0)) for i in range(20)]
-    live = _confirm(session, options, requests, 10, Mock(), seconds, turns_before)
-    assert [len(one.seconds) for one in live] == [turns, turns]
-    assert now[0] == 30.0 * (turns + turns_before)
+    live = run_plans(session, options, requests, 10, Mock(), seconds, num_warm_up)
+    assert [len(one.seconds) for one in live] == [trials, trials]
+    assert now[0] == 30.0 * (trials + num_warm_up)
 
 
-def test_a_turn_that_goes_past_the_budget_is_dropped() -> None:
+def test_a_trial_that_goes_past_the_budget_is_dropped() -> None:
     """But for the first: without it nothing ran live."""
     runs: list[float] = []
 
@@ -375,9 +377,9 @@ def test_a_turn_that_goes_past_the_budget_is_dropped() -> None:
         return SimpleNamespace(seconds=1.0, num_tokens=10, counts=SimpleNamespace(acceptance_length=2.0))
 
     session: Any = SimpleNamespace(use=Mock(), run=run)
-    live = confirm(session, [SHAPES[0], Schedule.always(None)], list, lambda turns: False, True, until=7.0)
+    live = run_trials(session, [SHAPES[0], ByBatch.always(None)], list, lambda trials: False, True, until=7.0)
     assert runs == [math.inf] * 4 + [7.0] * 3
-    assert [one.seconds for one in live] == [(1.0, 1.0)] * 2, "the third turn is not whole"
+    assert [one.seconds for one in live] == [(1.0, 1.0)] * 2, "the third trial is not whole"
 
 
 def test_a_change_of_the_machines_speed_is_seen() -> None:
@@ -388,27 +390,27 @@ def test_a_change_of_the_machines_speed_is_seen() -> None:
 
 def test_little_time_is_for_fewer_options() -> None:
     options = [
-        Option(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
-        for i, schedule in enumerate((*SHAPES, Schedule.always(None)))
+        Plan(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
+        for i, schedule in enumerate((*SHAPES, ByBatch.always(None)))
     ]
     result: Any = SimpleNamespace(best=options[0], fixed=options[:3], plain=options[3])
     forecast: Any = SimpleNamespace(limits=SimpleNamespace(max_running=100), seconds=lambda _, count: count)
     for seconds, compared, count in ((80.0, options, 8), (60.0, [*options[:2], options[3]], 8), (1.0, None, 4)):
-        found = _compared(result, forecast, [], 1000, seconds, 0)
+        found = plans_to_run(result, forecast, 0, 1000, seconds, 0)
         assert found == (compared or [options[0], options[3]], count)
 
 
 def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
-    schedules = [Schedule.always(DraftShape(steps, 1, steps + 1)) for steps in (1, 2, 3, 4, 5)]
+    schedules = [ByBatch.always(DraftShape(steps, 1, steps + 1)) for steps in (1, 2, 3, 4, 5)]
     options = [
-        Option(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
-        for i, schedule in enumerate((*schedules, Schedule.always(None)))
+        Plan(schedule, SimpleNamespace(seconds=1.0 + i))  # type: ignore[arg-type]
+        for i, schedule in enumerate((*schedules, ByBatch.always(None)))
     ]
     result: Any = SimpleNamespace(best=options[0], fixed=options[:5], plain=options[5])
     forecast: Any = SimpleNamespace(limits=SimpleNamespace(max_running=4), seconds=lambda schedule, count: 0.02 * count)
     # 64 were traced: more than two batches, and more than eight.
     for seconds in (1000.0, 15.0):
-        compared, count = _compared(result, forecast, [Mock()] * 64, 10**6, seconds, 0)
+        compared, count = plans_to_run(result, forecast, 64, 10**6, seconds, 0)
         assert compared == [*options[:3], options[5]]
         assert count == 64
 
@@ -430,13 +432,13 @@ def test_too_few_rows(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n{"prompt": "c"}\n')
     found = tune(path, "-o", tmp_path / "t.yaml", *TINY)
     assert found.exit_code == 2
-    assert "3 rows to tune on, and 4 are the least (1 of 4 rows fail)" in " ".join(found.output.split())
-    assert "says what is wrong with rows that fail" in found.output
+    assert "3 rows to tune on, and 4 are needed (1 of 4 rows fail)" in " ".join(found.output.split())
+    assert "shows the errors of rows that fail" in found.output
     # As many as there are may not be enough: told before a model is looked for.
     path.write_text('{"prompt": "a"}\n' * 3)
     found = tune(path, "-o", tmp_path / "t.yaml", "--set", "model.target=missing.gguf")
     assert found.exit_code == 2
-    assert "3 rows to tune on, and 4 are the least\nhint: give more rows" in found.output
+    assert "3 rows to tune on, and 4 are needed\nhint: give more rows" in found.output
 
 
 def test_what_is_shared_are_full_pages_and_not_the_last_token() -> None:
@@ -491,13 +493,15 @@ def test_a_part_has_its_share_of_what_remains_and_a_tenth_of_the_budget_at_least
     assert part_seconds(100.0, remaining, 0.4) == pytest.approx(seconds)
 
 
-def test_limits_know_what_the_engine_gathers() -> None:
+@pytest.mark.parametrize(("on_cuda", "async_depth"), [(True, 1), (False, 0)])
+def test_limits_of_an_engine(on_cuda: bool, async_depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "on_cuda", on_cuda)
     engine = tiny_device_engine(num_layers=1)
-    built: Any = SimpleNamespace(engine=engine, drafts=SimpleNamespace(net=None))
-    resolved = SimpleNamespace(max_batch_size=4, prefill_chunk_tokens=32, page_size=4, on_device=True)
-    limits = _limits(SimpleNamespace(engine=resolved), built, Widest(1, 1, 2, 64))  # type: ignore[arg-type]
+    parts: Any = SimpleNamespace(net=None)
+    resolved: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=4, prefill_chunk_tokens=32))
+    limits = _limits(resolved, Session(engine, "none", parts, "none"), SearchLimits(1, 1, 2, 64))
     assert limits.chunk_cost == engine.chunk_cost
-    assert (limits.kv_tokens, limits.rounds_behind, limits.max_verify_tokens) == (256, 1, 64)
-    built.engine, resolved.on_device = tiny_engine(), False
-    limits = _limits(SimpleNamespace(engine=resolved), built, Widest(1, 1, 2, 64))  # type: ignore[arg-type]
-    assert (limits.chunk_cost, limits.rounds_behind) == (None, 0)
+    assert (limits.kv_tokens, limits.page_size, limits.draft_kv_offset) == (256, 4, None)
+    assert (limits.async_depth, limits.max_verify_tokens) == (async_depth, 64)
+    host: Any = tiny_engine()
+    assert _limits(resolved, HostSession(host, "none", parts, "none"), SearchLimits(1, 1, 2, 64)).chunk_cost is None

@@ -1,6 +1,5 @@
-"""What a tuning has measured, kept beside its output: an interrupted one goes on from it, and a finished one need not
-be repeated with another budget.
-"""
+"""Traces and timings of a tuning, cached next to its output: an interrupted run resumes from them, and so does another
+budget."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from specbatch.errors import TuningError
 from specbatch.tune.costs import Measurement
-from specbatch.tune.errors import TuningError
 from specbatch.tune.files import COSTS, IDENTITY, TRACE, UNFINISHED_COSTS
 from specbatch.tune.trace import Trace
 
 
-class Kept:
-    """The folder of one tuning. What another one left there is dropped: of another model, other rows, another device.
+class TuneCache:
+    """The folder of one tuning. Measurements of another model, other rows or another device are deleted: `is_stale`.
 
     Raises TuningError for a folder that cannot be written to.
     """
@@ -28,7 +27,9 @@ class Kept:
         try:
             folder.mkdir(exist_ok=True)
             known = folder / IDENTITY
-            if not known.is_file() or known.read_text(encoding="utf-8") != text:
+            has_other = known.is_file() and known.read_text(encoding="utf-8") != text
+            self.is_stale = has_other and any((folder / name).exists() for name in (TRACE, COSTS))
+            if has_other or not known.is_file():
                 for name in (TRACE, COSTS):
                     (folder / name).unlink(missing_ok=True)
                 known.write_text(text, encoding="utf-8")
@@ -37,14 +38,14 @@ class Kept:
                 f"cannot write to {folder}: {error.strerror or error}", hint="-o names another"
             ) from error
 
-    def trace(self) -> Trace | None:
+    def load_trace(self) -> Trace | None:
         path = self._folder / TRACE
         return Trace.load(path) if path.is_file() else None
 
-    def keep_trace(self, trace: Trace) -> None:
+    def save_trace(self, trace: Trace) -> None:
         trace.save(self._folder / TRACE)
 
-    def costs(self) -> list[Measurement]:
+    def load_costs(self) -> list[Measurement]:
         path = self._folder / COSTS
         if not path.is_file():
             return []
@@ -53,7 +54,7 @@ class Kept:
         except (ValueError, TypeError) as error:
             raise TuningError(f"cannot read {path}: {error}", hint="delete it and tune again") from error
 
-    def keep_costs(self, measurements: Sequence[Measurement]) -> None:
+    def save_costs(self, measurements: Sequence[Measurement]) -> None:
         unfinished = self._folder / UNFINISHED_COSTS
         unfinished.write_text(json.dumps([asdict(m) for m in measurements], indent=0), encoding="utf-8")
         unfinished.replace(self._folder / COSTS)

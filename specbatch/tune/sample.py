@@ -12,20 +12,20 @@ from specbatch.job.sources import RawRow, Source
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, Request, RngKey
 
-_MOST_DRAWN = 1024
-FEWEST_ROWS = 4  # a bootstrap over fewer says nothing
+_MAX_DRAWN = 1024
+MIN_ROWS = 4  # a bootstrap over fewer says nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    requests: list[Request]  # all that were drawn, in that order; each has a stream of noise of its own
+    requests: list[Request]  # all that were drawn, in that order; each has its own stream of random numbers
     num_to_trace: int  # of these the first
     prompt_tokens: list[int]  # of all that were drawn
     common_prefix: int  # tokens that all of these begin with
     num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
     num_drawn: int
     num_failed: int  # of these
-    max_tokens: int  # the most that a sampled row may write
+    max_tokens: int  # that a sampled row may write at most
 
     @property
     def to_trace(self) -> list[Request]:
@@ -35,7 +35,7 @@ class Sample:
 def check_enough(source: Source) -> None:
     """Before models are loaded. Raises InputError for a file of fewer rows than `sample_rows` needs, whatever is in
     them. Other sources may be read but once."""
-    if source.path is not None and (count := sum(1 for _ in islice(source.rows(), FEWEST_ROWS))) < FEWEST_ROWS:
+    if source.path is not None and (count := sum(1 for _ in islice(source.rows(), MIN_ROWS))) < MIN_ROWS:
         raise _too_few(source, count, "")
 
 
@@ -50,7 +50,7 @@ def sample_rows(
     kept: list[RawRow] = []
     total = 0
     for total, raw in enumerate(source.rows(), start=1):  # reservoir sampling (Vitter 1985)
-        if len(kept) < max(_MOST_DRAWN, num_rows):
+        if len(kept) < max(_MAX_DRAWN, num_rows):
             kept.append(raw)
         elif (place := draw.randrange(total)) < len(kept):
             kept[place] = raw
@@ -75,7 +75,7 @@ def sample_rows(
         max_tokens = max(max_tokens, job.params.max_tokens)
         rng = RngKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
         requests.append(Request(len(requests), prompt, job.params, rng, texts.stop_check(job.params)))
-    if len(requests) < FEWEST_ROWS:
+    if len(requests) < MIN_ROWS:
         raise _too_few(source, len(requests), f" ({num_failed} of {len(kept)} rows fail)" if num_failed else "")
     expected = round(total * completions / len(kept))
     to_trace = min(num_rows, len(requests))
@@ -84,8 +84,8 @@ def sample_rows(
 
 def _too_few(source: Source, count: int, failed: str) -> InputError:
     return InputError(
-        f"{source.name} has {count} rows to tune on, and {FEWEST_ROWS} are the least{failed}",
-        "`specbatch generate` says what is wrong with rows that fail" if failed else "give more rows like those to run",
+        f"{source.name} has {count} rows to tune on, and {MIN_ROWS} are needed{failed}",
+        "`specbatch generate` shows the errors of rows that fail" if failed else "give more rows like those to run",
     )
 
 
