@@ -148,7 +148,7 @@ class Reader:
             return self.read(kind, value, path)
         if typing.get_origin(kind) is Literal:
             return choose(typing.get_args(kind), value, path)
-        if typing.get_origin(kind) is Mapping or kind is Mapping:
+        if typing.get_origin(kind) is Mapping:
             if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
                 raise ConfigError(f"{path} must be a mapping with names as keys, not {described(value)}")
             return value
@@ -200,15 +200,19 @@ def _any_element(path: str) -> str:
 
 
 def read_text(path: Path, what: str, names: Iterable[str] = ()) -> str:
-    """The text of a YAML file. Raises ConfigError, with the nearest of `names` and of the files in its folder."""
+    """The text of a YAML file. Raises ConfigError, with the nearest file of its folder or of `names`, which mean
+    other files."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
         folder = path.parent
         files = {p.name: p for p in folder.glob("*.y*ml")} if folder.is_dir() else {}
-        near = nearest(path.name, [*files, *names])
+        others = list(names)
+        near = nearest(path.name, [*files, *others])
         reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
         hint = f"did you mean {files.get(near, near)}?" if near else None
+        if hint is None and others:
+            hint = f"give a file, or one of these names: {', '.join(others)}"
         raise ConfigError(f"cannot read the {what} {path}: {reason}", hint) from exc
 
 

@@ -72,7 +72,11 @@ def _root(
 
 
 @app.command(
-    epilog=examples("specbatch generate data.jsonl", "specbatch generate data.jsonl --model org/name -o answers.jsonl")
+    epilog=examples(
+        "specbatch generate data.jsonl",
+        "specbatch generate data.jsonl --model org/name -o answers.jsonl",
+        "specbatch generate data.jsonl -c llama-3.1-8b-eagle3",
+    )
 )
 @with_config_options
 def generate(
@@ -217,7 +221,7 @@ def tune(
         write_tuned(tuned, config, opened.output, made_by, console)
 
 
-@app.command("config", epilog=examples("specbatch config --set speculation.topk=4"))
+@app.command("config", epilog=examples("specbatch config -c builtin-cpu", "specbatch config --set speculation.topk=4"))
 @with_config_options
 def show_config(given: ConfigOptions) -> None:
     """Print the configuration with every `auto` decided. The reasons go to stderr."""

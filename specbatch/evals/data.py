@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from specbatch.errors import ConfigError, InputError, RowError
 from specbatch.evals.schema import DataSource, Task
 from specbatch.job.jsonl import decode_line
 from specbatch.job.sources import open_source
+from specbatch.strict import nearest
 
 DATA_FOLDER = Path(__file__).parent / "data"
 
@@ -69,7 +69,7 @@ def _reference(source: DataSource, task: Task) -> str:
     path = DATA_FOLDER / source.packaged
     if path.parent != DATA_FOLDER or not path.is_file():
         known = sorted(p.name for p in DATA_FOLDER.glob("*.jsonl.gz"))
-        near = difflib.get_close_matches(source.packaged, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"packaged: {', '.join(known)}"
+        near = nearest(source.packaged, known)
+        hint = f"did you mean {near}?" if near else f"packaged: {', '.join(known)}"
         raise ConfigError(f"{task.path}: no packaged data is named {source.packaged}", hint)
     return str(path)

@@ -80,6 +80,9 @@ def test_a_file_wins_over_a_packaged_name(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError) as caught:
         load_config("builtin-cup")
     assert caught.value.hint == "did you mean builtin-cpu?"
+    with pytest.raises(ConfigError) as caught:
+        load_config("zzz")
+    assert all(name in (caught.value.hint or "") for name in packaged_configs())
 
 
 def test_the_command_line_takes_a_packaged_name(tmp_path: Path) -> None:
