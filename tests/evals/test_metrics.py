@@ -18,7 +18,7 @@ from specbatch.evals.metrics import METRICS, ExactMatch, Execution, Metric, NoMe
 from specbatch.evals.sandbox import Verdict
 from specbatch.option import AT_LEAST_1, option
 from specbatch.retired import Retired
-from tests.evals.test_command import EXACT, Eval, run  # noqa: F401  (`run` is a fixture)
+from tests.evals.test_command import EXACT, Eval
 from tests.evals.test_evals import write_task
 
 
@@ -39,12 +39,17 @@ class StartsWith(Metric):
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> Eval:
+    return Eval(tmp_path)
+
+
+@pytest.fixture
 def starts_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS, "starts_with", StartsWith)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("starts_with")
-def test_a_new_metric_is_a_class_and_an_entry(run: Eval) -> None:  # noqa: F811
+def test_a_new_metric_is_a_class_and_an_entry(run: Eval) -> None:
     """Its options are read strictly, and its scores reach results, samples and the comparison."""
     task = write_task(run.folder, {**EXACT, "metric": {"name": "starts_with", "letters": 1}})
     assert run(task_files=(task,), compare="none") == 0
@@ -103,7 +108,7 @@ def test_rows_that_a_program_does_not_fit_are_found_before_any_model_is_loaded()
 
 
 def test_answers_of_an_earlier_version_are_read_with_a_note(
-    run: Eval,  # noqa: F811
+    run: Eval,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     task = write_task(run.folder, EXACT)
