@@ -5,7 +5,7 @@ exhaustive grid over the same rows finds.
 
 Each cell runs --cell-rows of the traced rows, from the first on and again from there, as many at a time as the batch
 size says. Prints a line for each cell and the median error. That is of tokens per second up to where the last row was
-taken in: behind it fewer and fewer run, and how long depends on a row or two, whose texts end elsewhere in bfloat16
+taken in: after it the batch shrinks, and the time depends on a row or two, whose texts end elsewhere in bfloat16
 than when they were traced. With --whole-file all rows of the file are then run, --turns times: by the schedule that
 tune chose and plain, first and last, and by candidates alone. The report is replaced as it grows.
 """
@@ -72,7 +72,7 @@ def main() -> None:
         type=int,
         default=0,
         metavar="N",
-        help="by so many fixed candidates: of --also, then --grid, then the best",
+        help="by N fixed shapes: of --also, then --grid, then the best",
     )
     parser.add_argument("--turns", type=int, default=1, help="of the whole file")
     parser.add_argument("--without-plain", action="store_true", help="leave plain decoding out of the whole file")
@@ -283,7 +283,7 @@ def grid(of: tuple[list[int], list[int], list[int]], known: Iterable[DraftShape]
 def spread(tuned: Tuned, batches: list[int], count: int, also: list[DraftShape]) -> list[DraftShape]:
     """`count` candidates: at each batch size the one that should be fastest, and others down to the slowest, evenly."""
     costs, known = tuned.forecast.costs, [tuned.forecast.replays[c] for c in fitting(tuned, max(batches))]
-    if not known:  # nothing may be drafted for so many rows
+    if not known:  # nothing may be drafted for this batch size
         return []
     rankings = [sorted(known, key=lambda r: costs.round_ms(batch, r.shape) / r.tokens_per_round) for batch in batches]
     chosen: dict[DraftShape, None] = dict.fromkeys([*also, *(ranking[0].shape for ranking in rankings)])

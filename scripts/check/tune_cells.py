@@ -75,7 +75,7 @@ def run_cell(tuned: Tuned, shape: DraftShape | None, batch: int, count: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """For what rows wait, as in an engine of so many rows: places that are free, or tokens of prompts."""
+    """For what requests wait, as in an engine of this batch size: free request indices, or tokens of prompts."""
 
     places: int
     tokens: int

@@ -18,7 +18,7 @@ from specbatch.kernels import ops_for
 # `scripts/bench/tune_attention.py`. Constants: results must not depend on the card.
 _MAX_PROGRAMS = 512
 _MAX_SPLITS = 8
-_MAX_SPLITS_OF_FEW, _FEW_PROGRAMS = 16, 4
+_MAX_SPLITS_SMALL, _SMALL_PROGRAMS = 16, 4
 _MAX_ROWS = 64  # (new token, query head) pairs of one program
 WORKSPACE_ROWS = _MAX_PROGRAMS * _MAX_ROWS
 
@@ -57,7 +57,7 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
     """Splits of each sequence's keys: a power of two, more for fewer sequences and fewer rows."""
     programs = num_seqs * num_kv_heads * -(-num_rows // _MAX_ROWS)
     splits = 1
-    max_splits = _MAX_SPLITS_OF_FEW if programs <= _FEW_PROGRAMS else _MAX_SPLITS
+    max_splits = _MAX_SPLITS_SMALL if programs <= _SMALL_PROGRAMS else _MAX_SPLITS
     while splits < max_splits and splits * 2 * programs <= _MAX_PROGRAMS:
         splits *= 2
     return splits

@@ -1,4 +1,4 @@
-"""Draft methods: one file each, behind one protocol (`method.py`, and `host.py` for drafts that the host makes).
+"""Draft methods: one file each, with one protocol (`method.py`, and `host.py` for drafts that the host makes).
 
 A new method is a file here, an entry of `METHODS` and its name in `config.MethodName`.
 """

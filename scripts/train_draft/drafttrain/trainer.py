@@ -27,7 +27,7 @@ from drafttrain.target import FrozenTarget
 from drafttrain.unroll import Losses, losses, unroll
 from specbatch.errors import InputError
 
-_BETAS, _CLIP, _LEAST_LR = (0.9, 0.95), 0.5, 0.05
+_BETAS, _CLIP, _MIN_LR_SHARE = (0.9, 0.95), 0.5, 0.05
 _LOGS, _VALIDATIONS = 400, 20  # records of a whole run, about
 _STEPS_A_VALIDATED_BATCH = 4
 
@@ -181,7 +181,7 @@ class Trainer:
         if step < warmup:
             return s.lr * (step + 1) / warmup
         progress = (step - warmup) / max(self.num_steps - warmup, 1)
-        return s.lr * (_LEAST_LR + (1 - _LEAST_LR) * (1 + math.cos(math.pi * progress)) / 2)
+        return s.lr * (_MIN_LR_SHARE + (1 - _MIN_LR_SHARE) * (1 + math.cos(math.pi * progress)) / 2)
 
     @torch.no_grad()
     def _validate(self) -> dict[str, Any]:

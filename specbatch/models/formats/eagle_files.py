@@ -1,5 +1,5 @@
 """Opens the directory of an EAGLE head. Each key of its config.json is applied, or refused by name. Its tensors get the
-names of `expected_eagle_tensors`, whoever wrote the files.
+names of `expected_eagle_tensors`, for files of any author.
 
 Three kinds of files are in use: those of the authors (`midlayer.*`), of NVIDIA ModelOpt (`eagle_config`) and of vLLM's
 speculators (`layers.0.*`, sizes under `transformer_layer_config`).
