@@ -24,7 +24,7 @@ from specbatch.engine.executor import GraphMode
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import torch as reference
 from specbatch.types import Completion, SamplingParams
-from tests.kernels.test_model import paged_batch, random, tree_batch
+from tests.kernels.batches import paged_batch, random, tree_batch
 from tests.tiny_models import random_prompts, run, tiny_device_engine
 
 pytestmark = pytest.mark.gpu

@@ -1,15 +1,13 @@
-"""The FlashInfer backend without FlashInfer: over a fake of its wrapper in torch that reads the same buffers, and the
-kernel that writes masks for it. `test_flashinfer.py` runs the real one."""
+"""The FlashInfer backend without FlashInfer: over a fake of its wrapper in torch that reads the same buffers.
+`test_flashinfer.py` runs the real one."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import specbatch.engine.resolve as resolving
 from specbatch.attention.flashinfer import FlashInferAttention
@@ -17,7 +15,6 @@ from specbatch.config import EngineSection
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.resolve_speculation import check_mask_size
 from specbatch.errors import ConfigError, ModelError
-from specbatch.kernels.torch import mask as torch_mask
 from specbatch.models.config import ModelConfig
 from specbatch.types import SamplingParams
 from tests import fake_flashinfer
@@ -67,54 +64,6 @@ def test_another_flashinfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_device_engine(backend=FlashInferAttention)
     with pytest.raises(ModelError, match="keeps its buffers in another way"):
         run(engine, [[1, 2, 3]], SamplingParams(max_tokens=2))
-
-
-def naive_mask(words: list[list[int]], mask_start: int, start: int, num_queries: int) -> list[int]:
-    """The bits of one sequence, one after the other."""
-    bits = []
-    for query in range(num_queries):
-        for key in range(start + num_queries):
-            j = key - mask_start
-            inside = 0 <= j < 32 * len(words[query])
-            bits.append(int(j < 0 or (inside and (words[query][j // 32] >> (j % 32)) & 1)))
-    return bits
-
-
-def unpacked(mask_BZ: Tensor, row: int, count: int) -> list[int]:
-    return np.unpackbits(mask_BZ[row].cpu().numpy(), bitorder="little")[:count].tolist()
-
-
-MASKS = [(1, 1, [0, 7, 64], 0), (4, 1, [0, 13, 50], 0), (8, 2, [3, 31, 40], 3), (60, 2, [0, 5, 90], 0)]
-
-
-@pytest.mark.parametrize(("num_queries", "num_words", "starts", "draft_kv_offset"), MASKS)
-@pytest.mark.parametrize("kind", ["torch", pytest.param("triton", marks=[pytest.mark.gpu] if CUDA else [])])
-def test_mask_bits(kind: str, num_queries: int, num_words: int, starts: list[int], draft_kv_offset: int) -> None:
-    """`draft_kv_offset`: new tokens lie this many slots after the mask's start, as in later steps of a draft tree."""
-    if kind == "triton":
-        pytest.importorskip("triton")
-        from specbatch.kernels.triton.mask import tree_mask_bits
-    else:
-        tree_mask_bits = torch_mask.tree_mask_bits
-    device = DEVICE if kind == "triton" else torch.device("cpu")
-    generator = torch.Generator().manual_seed(num_queries)
-    low, high = -(2**31), 2**31
-    words = torch.randint(low, high, (len(starts) * num_queries, num_words), generator=generator, dtype=torch.int64)
-    mask_starts = [start - draft_kv_offset for start in starts]
-    max_keys = max(starts) + num_queries + 9
-    mask = tree_mask_bits(
-        words.int().to(device),
-        torch.tensor(mask_starts, dtype=torch.int32, device=device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
-        num_queries,
-        max_keys,
-    )
-    assert mask.dtype == torch.uint8
-    assert mask.shape == (len(starts), -(-num_queries * max_keys // 8))
-    for b, (start, mask_start) in enumerate(zip(starts, mask_starts, strict=True)):
-        own = words.view(len(starts), num_queries, -1)[b].tolist()
-        expected = naive_mask(own, mask_start, start, num_queries)
-        assert unpacked(mask, b, len(expected)) == expected
 
 
 def has_packages(*names: str) -> object:

@@ -12,7 +12,7 @@ from torch import Tensor
 from specbatch.batch import NO_TOKEN
 from specbatch.kernels import torch as reference
 from specbatch.types import SamplingParams
-from tests.kernels.test_model import paged_batch
+from tests.kernels.batches import paged_batch
 from tests.kernels.test_round import CUDA, DEVICE, Ops, filter_tensors, make_ops
 
 pytestmark = [pytest.mark.gpu] if CUDA else []

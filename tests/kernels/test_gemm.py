@@ -1,4 +1,4 @@
-"""The skinny matrix products in Triton against their torch twins: in the interpreter on CPU, for real on CUDA."""
+"""The GEMMs of few tokens in Triton against the reference kernels: in the interpreter on CPU, for real on CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 pytest.importorskip("triton")
 
-from specbatch.kernels.torch import gemm as twin
+from specbatch.kernels import torch as reference
 from specbatch.kernels.torch.model import rms_norm
 from specbatch.kernels.triton.skinny import ops
 from specbatch.kernels.triton.skinny import tile as gemm_tile
@@ -60,7 +60,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("shape", [SHAPES[0], *map(slow_on_cpu, SHAPES[1:])])
-def test_products_match_twin(device: str, name: str, shape: tuple[int, int]) -> None:
+def test_gemms_match_the_reference(device: str, name: str, shape: tuple[int, int]) -> None:
     tile = TILES[name]
     O, I = shape  # noqa: E741
     # The interpreter multiplies tiles of bfloat16 as garbage; the "fma" kernel has no such products.
@@ -78,13 +78,15 @@ def test_products_match_twin(device: str, name: str, shape: tuple[int, int]) -> 
             )
             norm = 1 + 0.1 * normal(I, seed=5, dtype=dtype, device=device)
             gate_up = normal(2 * O, I, seed=6, dtype=dtype, device=device) / I**0.5
-            assert_close(ops.linear(x, w, tile=tile), twin.linear(x, w))
-            assert_close(ops.linear(x, w, bias, residual, tile=tile), twin.linear(x, w, bias, residual))
-            assert_close(ops.norm_linear(x, norm, EPS, w, bias, tile=tile), twin.norm_linear(x, norm, EPS, w, bias))
-            assert_close(ops.gated_linear(x, gate_up, tile=tile), twin.gated_linear(x, gate_up))
+            assert_close(ops.linear(x, w, tile=tile), reference.linear(x, w))
+            assert_close(ops.linear(x, w, bias, residual, tile=tile), reference.linear(x, w, bias, residual))
+            assert_close(
+                ops.norm_linear(x, norm, EPS, w, bias, tile=tile), reference.norm_linear(x, norm, EPS, w, bias)
+            )
+            assert_close(ops.gated_linear(x, gate_up, tile=tile), reference.gated_linear(x, gate_up))
             assert_close(
                 ops.norm_gated_linear(x, norm, EPS, gate_up, tile=tile),
-                twin.norm_gated_linear(x, norm, EPS, gate_up),
+                reference.norm_gated_linear(x, norm, EPS, gate_up),
             )
 
 
@@ -139,7 +141,7 @@ def test_rows_of_a_wider_buffer(device: str) -> None:
     x = normal(3, 128, seed=1, dtype=torch.float32, device=device)[:, :64]
     w = normal(24, 64, seed=2, dtype=torch.float32, device=device)
     for tile in (TILES["dot16-split"], DOT):
-        assert_close(ops.linear(x, w, tile=tile), twin.linear(x, w))
+        assert_close(ops.linear(x, w, tile=tile), reference.linear(x, w))
     assert_close(ops.rms_norm(x, w[0], EPS), rms_norm(x, w[0], EPS))
 
 
@@ -163,10 +165,10 @@ def test_many_rows(M: int) -> None:
     x = normal(M, 4096, seed=1, dtype=torch.bfloat16, device="cuda")
     w = normal(28672, 4096, seed=2, dtype=torch.bfloat16, device="cuda") / 64
     norm = normal(4096, seed=3, dtype=torch.bfloat16, device="cuda")
-    assert_close(ops.norm_gated_linear(x, norm, EPS, w), twin.norm_gated_linear(x, norm, EPS, w))
+    assert_close(ops.norm_gated_linear(x, norm, EPS, w), reference.norm_gated_linear(x, norm, EPS, w))
     x = normal(M, 12288, seed=4, dtype=torch.bfloat16, device="cuda")
     w = normal(4096, 12288, seed=5, dtype=torch.bfloat16, device="cuda") / 110
-    assert_close(ops.linear(x, w), twin.linear(x, w))
+    assert_close(ops.linear(x, w), reference.linear(x, w))
 
 
 def test_measured_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,5 +197,5 @@ def test_default_configurations(device: str) -> None:
         x = normal(M, 128, seed=1, dtype=torch.float16, device=device)
         w = normal(64, 128, seed=2, dtype=torch.float16, device=device) / 10
         norm = normal(128, seed=3, dtype=torch.float16, device=device)
-        assert_close(ops.norm_linear(x, norm, EPS, w), twin.norm_linear(x, norm, EPS, w))
-        assert_close(ops.norm_gated_linear(x, norm, EPS, w), twin.norm_gated_linear(x, norm, EPS, w))
+        assert_close(ops.norm_linear(x, norm, EPS, w), reference.norm_linear(x, norm, EPS, w))
+        assert_close(ops.norm_gated_linear(x, norm, EPS, w), reference.norm_gated_linear(x, norm, EPS, w))

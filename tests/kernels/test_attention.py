@@ -1,0 +1,124 @@
+"""The Triton kernel of attention against the reference: in Triton's interpreter without a GPU, for real with one.
+
+bf16 is left to the GPU: the interpreter multiplies bf16 operands as garbage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from specbatch.batch import PagedBatch
+from specbatch.kernels import torch as reference
+from specbatch.kernels.triton import attention
+from tests.kernels.batches import (
+    CUDA,
+    DEVICE,
+    DTYPES,
+    FP8,
+    ROUNDED,
+    close,
+    paged_batch,
+    random,
+    random_cache,
+    tree_batch,
+)
+from tests.marks import slow_on_cpu
+
+pytestmark = [pytest.mark.gpu] if CUDA else []
+
+
+def attend_both(
+    batch: PagedBatch,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    window: int | None,
+    splits: int,
+    rounded: bool = False,
+) -> tuple[Tensor, Tensor]:
+    q = random(batch.slots_T.shape[0], heads, dim, dtype=dtype)
+    kv = random_cache(batch, kv_heads, dim, dtype)
+    if rounded:
+        kv = kv.to(FP8)
+    workspace = attention.Workspace(DEVICE, 16384, dim)
+    scale = dim**-0.5
+    expected = reference.attend(q, kv, batch, scale, window)
+    actual = attention.attend(q, kv, batch, scale, window, splits, workspace)
+    if splits > 1:  # the counters are back at zero: a second launch on the same workspace is right too
+        again = attention.attend(q, kv, batch, scale, window, splits, workspace)
+        assert torch.equal(again, actual)
+    return actual, expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounded", ROUNDED)
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("page_size", [slow_on_cpu(1), 16, 64])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(4, 2, 80), (7, 1, 64), *map(slow_on_cpu, [4, 3, 8, 2], [1, 1, 1, 1], [64, 96, 128, 256])],
+)
+def test_attention_decode_and_verify(
+    heads: int, kv_heads: int, dim: int, page_size: int, splits: int, rounded: bool, dtype: torch.dtype
+) -> None:
+    batch = paged_batch([70, 0, 129], [4, 4, 4], page_size)
+    actual, expected = attend_both(batch, heads, kv_heads, dim, dtype, None, splits, rounded)
+    close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounded", ROUNDED)
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (2, 20), slow_on_cpu(1, 20), slow_on_cpu(2, None)])
+def test_attention_prefill_of_uneven_prompts(
+    splits: int, window: int | None, rounded: bool, dtype: torch.dtype
+) -> None:
+    batch = paged_batch([0, 33, 5], [150, 1, 40], 16)
+    actual, expected = attend_both(batch, 4, 2, 64, dtype, window, splits, rounded)
+    close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nodes", [4, slow_on_cpu(8), 60])
+def test_attention_of_a_tree(nodes: int, dtype: torch.dtype, rounded: bool, splits: int) -> None:
+    generator = torch.Generator().manual_seed(nodes)
+    parents = [-1] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes)]
+    batch = tree_batch(nodes, parents, [0, 31, 70], 16)
+    actual, expected = attend_both(batch, 4, 2, 64, dtype, None, splits, rounded)
+    close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounded", ROUNDED)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_bits_do_not_depend_on_the_cut(splits: int, rounded: bool, dtype: torch.dtype) -> None:
+    """One sequence, computed whole, in two chunks, and with its last tokens one by one: equal bits for each token,
+    with one tile shape, as the deterministic mode will have it."""
+    total = 90
+    whole = paged_batch([0], [total], 16)
+    q = random(total, 4, 64, dtype=dtype)
+    kv = random_cache(whole, 2, 64, dtype).to(FP8 if rounded else dtype)
+    workspace = attention.Workspace(DEVICE, 16384, 64)
+
+    def part(start: int, end: int) -> Tensor:
+        cut = replace(
+            whole,
+            slots_T=whole.slots_T[start:end],
+            positions_T=whole.positions_T[start:end],
+            starts_B=torch.tensor([start], dtype=torch.int32, device=DEVICE),
+            query_starts=torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE),
+            max_queries=total,  # keeps the tile's shape
+        )
+        return attention.attend(q[start:end].contiguous(), kv, cut, 0.125, None, splits, workspace)
+
+    full = part(0, total)
+    assert torch.equal(torch.cat([part(0, 37), part(37, total)]), full)
+    assert torch.equal(torch.cat([part(i, i + 1) for i in range(80, total)]), full[80:])
