@@ -204,7 +204,7 @@ def _check_existing(output: Path, unfinished: bool) -> None:
             _report_of(output)
         elif not holds_results(output):  # --overwrite would drop the finished rows, too
             raise InputError(
-                f"{output} was not written by specbatch, and the output would be written there",
+                f"{output} was not written by specbatch, so the output cannot be written there",
                 "move it away, and run the same command again: finished rows are kept",
             )
 
@@ -214,7 +214,7 @@ def _report_of(output: Path) -> dict[str, Any]:
     stats_path = stats_path_of(output)
     if (report := read_stats(stats_path)) is None:
         raise InputError(
-            f"{output} exists, but not {stats_path.name}, which would name the job that wrote it",
+            f"{output} exists without {stats_path.name}, so the job that wrote it is not known",
             _OR_OVERWRITE if holds_results(output) else ELSEWHERE,
         )
     return report

@@ -171,7 +171,7 @@ def check_written(files: Sequence[Written], reads: Mapping[str, Path], hint: str
             if real in taken:
                 problem = f"is {taken[real]}"
             if problem is not None:
-                raise InputError(f"{file.path} {problem}, and {file.what} would be written there", hint)
+                raise InputError(f"{file.path} {problem}, so {file.what} cannot be written there", hint)
             taken[real] = file.what
 
 

@@ -48,13 +48,13 @@ class Remarks:
         """The remarks, a line each."""
         lines = []
         if self._models.rows:
-            lines.append(f"body.model is not the model that answered, {self._model}: {self._models.shown({})}")
+            lines.append(f"{self._model} answered, but body.model names other models: {self._models.shown({})}")
         known = SAMPLING_NAMES if self._columns else KNOWN_NAMES
         meant = {name: near for name in self._fields.names if name not in known and (near := meant_by(name, known))}
         if self._columns:
             self._fields.keep(meant)
         if self._fields.rows:
-            lines.append(f"kept as metadata, and not used: {self._fields.shown(meant)}")
+            lines.append(f"fields that are not used, and come back as metadata: {self._fields.shown(meant)}")
         if repeated := self._repeated():
             count, one, other = repeated
             ids = "1 id is" if count == 1 else f"{count:,} ids are"

@@ -238,7 +238,7 @@ class ResultFile:
             self._refuse(changed)
 
     def _refuse(self, changed: Sequence[str]) -> None:
-        raise InputError(f"{self._path} holds an unfinished run of a different job: {'; '.join(changed)}", _START_AGAIN)
+        raise InputError(f"{self._path} is an unfinished run of a different job: {'; '.join(changed)}", _START_AGAIN)
 
     def _start(self, job: dict[str, Any]) -> None:
         self._file.truncate(0)

@@ -186,7 +186,7 @@ class TextProcessor:
         except UnicodeEncodeError as exc:
             bad = f"U+{ord(text[exc.start]):04X}"
             raise RowError(
-                "invalid_text", f"the prompt holds {bad} at character {exc.start}, which is not text"
+                "invalid_text", f"the prompt has {bad} at character {exc.start}, which is not text"
             ) from exc
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

@@ -174,7 +174,7 @@ def test_templates_of_tasks_are_bounded() -> None:
         ("{a[0].__class__[x]}", "does not name a field"),
         ("{a[0].__class__.__init__.__globals__[sys]}", "does not name a field"),
         ("{a:{b.__class__}}", "does not name a field"),
-        ("{a!x}", "conversions are"),
+        ("{a!x}", "unknown conversion"),
         ("{a!}", "not a valid template"),
         ("{a:q}", "is not a format"),
         ("{a!r:d}", "is not a format"),

@@ -40,7 +40,7 @@ def test_wrong_paths_are_told_without_torch(tmp_path: Path) -> None:
         "generate s3://b/d.jsonl -> s3: is not supported",
         "generate no.jsonl -> no.jsonl does not exist",
         "generate d.jsonl -o no/out.jsonl -> no, does not exist",
-        "generate d.jsonl -o theirs.jsonl -> exists, but not theirs.stats.json, which would name the job",
+        "generate d.jsonl -o theirs.jsonl -> exists without theirs.stats.json, so the job that wrote it",
         "tune no.jsonl -> no.jsonl does not exist",
         "tune d.jsonl -o no/tuned.yaml -> no, does not exist",
         "tune d.jsonl --set speculation.method=none -> nothing to tune",

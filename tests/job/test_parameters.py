@@ -201,7 +201,7 @@ def request(custom_id: str, model: Any = "Org/model-1b") -> dict[str, Any]:
 def test_another_model_is_named_once() -> None:
     assert remarks_of([request("a"), request("b", "/models/Model-1B.gguf"), request("c", None)]) == []
     (line,) = remarks_of([request("a", "gpt-4"), request("b", "gpt-4"), request("c"), request("d", 7)])
-    assert "org/Model-1B: gpt-4 (2 rows), 7 (1 row)" in line
+    assert "org/Model-1B answered, but body.model names other models: gpt-4 (2 rows), 7 (1 row)" in line
 
 
 def test_ids_that_are_given_twice_are_named_once() -> None:
