@@ -75,7 +75,7 @@ def test_set_values(item: str, path: str, value: object) -> None:
     assert type(found) is type(value)
 
 
-def test_set_of_text_options_is_taken_as_it_stands() -> None:
+def test_set_of_text_options_is_taken_unchanged() -> None:
     assert load_config(None, ["data.prompt_template=Q: {question}"]).data.prompt_template == "Q: {question}"
     assert load_config(None, ["data.prompt_template={q}"]).data.prompt_template == "{q}"
     assert load_config(None, ["model.target=123"]).model.target == "123"

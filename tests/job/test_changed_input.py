@@ -23,7 +23,7 @@ from specbatch.errors import InputError
 from specbatch.job.jsonl import MAX_LINE_BYTES
 from specbatch.job.sources import open_source
 from specbatch.types import Completion
-from tests.job.test_pipeline import Run
+from tests.job.test_generate import Run
 from tests.stub_engine import StubEngine
 
 ROWS = [{"prompt": f"row {i}", "note": "x" * 3000} for i in range(800)]  # more than is read at once
@@ -196,7 +196,7 @@ def test_rows_before_the_damage_are_kept_when_the_file_is_repaired(tmp_path: Pat
 def test_no_corruption_is_a_traceback(tmp_path: Path, name: str) -> None:
     rng = random.Random(0)
     whole = compressed(name, b"".join(b'{"prompt": "%x"}\n' % rng.getrandbits(400) for i in range(500)))
-    said = set()
+    messages = set()
     for _ in range(200):
         damaged = bytearray(whole)
         for at in rng.sample(range(len(damaged)), rng.randrange(1, 4)):
@@ -206,9 +206,9 @@ def test_no_corruption_is_a_traceback(tmp_path: Path, name: str) -> None:
             for row in open_source(str(tmp_path / name), DataSection()).rows():
                 assert isinstance(row.data, bytes)
         except InputError as exc:
-            said.add(exc.message)
-    assert len(said) > 1
-    assert all("cannot be read past line" in message for message in said)
+            messages.add(exc.message)
+    assert len(messages) > 1
+    assert all("cannot be read past line" in message for message in messages)
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "-"])

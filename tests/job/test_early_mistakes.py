@@ -26,7 +26,7 @@ for line in sys.argv[1:]:
 """
 
 
-def test_wrong_paths_are_told_without_torch(tmp_path: Path) -> None:
+def test_wrong_paths_are_found_without_torch(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "x"}\n' * 5)
     (tmp_path / "theirs.jsonl").write_text("precious")
     lines = [

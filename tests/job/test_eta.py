@@ -232,7 +232,7 @@ def test_an_input_of_unknown_length_has_an_eta_once_it_is_read(tmp_path: Path) -
     assert 0.6 * total < simulation.etas[0][0] < 0.95 * total  # when the last look-ahead is under way
 
 
-def test_nothing_is_foretold_of_nothing() -> None:
+def test_without_data_there_is_no_forecast() -> None:
     forecast = Forecast()
     idle = Work(0, 0.0, 0, {}, [], [], 0.0)
     forecast.update(0.0, idle)
@@ -255,7 +255,7 @@ def test_speed_is_that_of_the_last_half_minute() -> None:
 
 
 @pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
-def test_engines_count_the_tokens_of_what_is_under_way(make: Callable[..., BatchEngine]) -> None:
+def test_engines_count_the_tokens_of_what_is_running(make: Callable[..., BatchEngine]) -> None:
     """Those of preempted requests too."""
     engine = make("none", None, num_pages=26)
     for i, prompt in enumerate(random_prompts(8, seed=1, longest=30)):

@@ -11,7 +11,7 @@ import pytest
 from specbatch.job.rows import Prompt
 from specbatch.tune.sample import sample_rows
 from specbatch.types import EngineLimits, SamplingParams
-from tests.job.test_pipeline import CONFIG, Run
+from tests.job.test_generate import CONFIG, Run
 
 GREEDY = replace(CONFIG, sampling=SamplingParams(temperature=0.0))
 
@@ -54,9 +54,9 @@ def test_batch_lines_have_their_copies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("temperature", "completions"), [(0.0, 8), (1.0, 24)])
 def test_tune_counts_what_is_computed(temperature: float, completions: int) -> None:
-    job = Prompt("prompt", "x", SamplingParams(temperature=temperature, n=3), False)
+    prompt = Prompt("prompt", "x", SamplingParams(temperature=temperature, n=3), False)
     source = SimpleNamespace(name="x", rows=lambda: range(8))
-    parser = SimpleNamespace(parse=lambda raw: (SimpleNamespace(index=raw), job))
-    texts = SimpleNamespace(encode=lambda job, limits: [1], stop_check=lambda params: None)
+    parser = SimpleNamespace(parse=lambda raw: (SimpleNamespace(index=raw), prompt))
+    texts = SimpleNamespace(encode=lambda prompt, limits: [1], stop_check=lambda params: None)
     sample = sample_rows(source, parser, texts, EngineLimits(10, 10), 8, 0)  # type: ignore[arg-type]
     assert (sample.num_rows, len(sample.prompt_tokens)) == (completions, completions)

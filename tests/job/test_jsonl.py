@@ -25,10 +25,10 @@ def parse(row: Any, data: DataSection | None = None) -> tuple[RowInfo, Prompt | 
     return RowParser(DEFAULTS, data or DataSection()).parse(RawRow(5, raw))
 
 
-def job_of(row: Any, data: DataSection | None = None) -> Prompt:
-    _, job = parse(row, data)
-    assert isinstance(job, Prompt), job
-    return job
+def prompt_of(row: Any, data: DataSection | None = None) -> Prompt:
+    _, prompt = parse(row, data)
+    assert isinstance(prompt, Prompt), prompt
+    return prompt
 
 
 def test_blank_lines_are_skipped_but_counted() -> None:
@@ -134,12 +134,12 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("row", "type"), BAD_ROWS)
 def test_bad_rows_are_errors_of_their_own(row: dict[str, Any], type: str) -> None:
-    head, error = parse({**row, "note": 1})
+    info, error = parse({**row, "note": 1})
     assert isinstance(error, RowError), error
     assert error.type == type
-    assert head.index == 5
-    assert head.metadata is not None
-    assert head.metadata["note"] == 1
+    assert info.index == 5
+    assert info.metadata is not None
+    assert info.metadata["note"] == 1
 
 
 def test_deep_rows_within_the_bound_come_back() -> None:
@@ -161,19 +161,23 @@ def test_infinite_and_nan_overrides_are_refused() -> None:
 
 
 def test_overrides() -> None:
-    job = job_of({"prompt": "x", "temperature": 0, "stop": "a", "stop_token_ids": [1], "n": 2, "seed": 3, "top_p": 1})
+    prompt = prompt_of(
+        {"prompt": "x", "temperature": 0, "stop": "a", "stop_token_ids": [1], "n": 2, "seed": 3, "top_p": 1}
+    )
     expected = SamplingParams(9, 0.0, stop=("a",), stop_token_ids=(1,), n=2, seed=3)
-    assert job.params == expected
-    assert job.own_seed
+    assert prompt.params == expected
+    assert prompt.own_seed
     neutral = {"presence_penalty": 0, "tools": [], "stream": False, "echo": None, "best_of": 1, "max_tokens": None}
-    assert job_of({"prompt": "x", **neutral}).params == DEFAULTS
+    assert prompt_of({"prompt": "x", **neutral}).params == DEFAULTS
 
 
 def test_kinds_of_prompt() -> None:
-    assert job_of({"prompt": "x"}).content == "x"
-    assert job_of({"prompt_token_ids": [1, 2]}).kind == "token_ids"
+    assert prompt_of({"prompt": "x"}).content == "x"
+    assert prompt_of({"prompt_token_ids": [1, 2]}).kind == "token_ids"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert job_of({"messages": [{"role": "user", "content": parts}]}).content == [{"role": "user", "content": "a\nb"}]
+    assert prompt_of({"messages": [{"role": "user", "content": parts}]}).content == [
+        {"role": "user", "content": "a\nb"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -188,19 +192,19 @@ def test_kinds_of_prompt() -> None:
     ],
 )
 def test_unknown_fields_are_carried_through(row: dict[str, Any], metadata: Any) -> None:
-    head, _ = parse({"prompt": "x", "id": 7, "max_tokens": 3, **row})
-    assert head.metadata == metadata
-    assert head.id == 7
+    info, _ = parse({"prompt": "x", "id": 7, "max_tokens": 3, **row})
+    assert info.metadata == metadata
+    assert info.id == 7
 
 
 def test_prompt_template() -> None:
     data = DataSection(prompt_template="Q: {question} {turns[0]}\nA:")
     row = {"question": "why", "turns": ["t"], "prompt": "ignored", "max_tokens": 2, "suffix": "data here"}
-    head, job = parse(row, data)
-    assert isinstance(job, Prompt)
-    assert job.content == "Q: why t\nA:"
-    assert job.params.max_tokens == 2
-    assert head.metadata == {"question": "why", "turns": ["t"], "prompt": "ignored", "suffix": "data here"}
+    info, prompt = parse(row, data)
+    assert isinstance(prompt, Prompt)
+    assert prompt.content == "Q: why t\nA:"
+    assert prompt.params.max_tokens == 2
+    assert info.metadata == {"question": "why", "turns": ["t"], "prompt": "ignored", "suffix": "data here"}
     for bad in ({"turns": ["t"]}, {"question": None, "turns": ["t"]}, {"question": "why", "turns": []}):
         _, error = parse(bad, data)
         assert isinstance(error, RowError)
@@ -209,8 +213,8 @@ def test_prompt_template() -> None:
 
 def test_prompt_column() -> None:
     data = DataSection(prompt_column="q")
-    assert job_of({"q": "x"}, data).content == "x"
-    assert job_of({"q": [{"role": "user", "content": "x"}]}, data).kind == "messages"
+    assert prompt_of({"q": "x"}, data).content == "x"
+    assert prompt_of({"q": [{"role": "user", "content": "x"}]}, data).kind == "messages"
     for row, type in (({"prompt": "x"}, "missing_prompt"), ({"q": 3}, "invalid_type")):
         _, error = parse(row, data)
         assert isinstance(error, RowError)
@@ -219,13 +223,13 @@ def test_prompt_column() -> None:
 
 def test_columns_of_a_table_are_data_under_a_template() -> None:
     parser = RowParser(DEFAULTS, DataSection(prompt_template="{city}"))
-    head, job = parser.parse(RawRow(0, {"city": "Oslo", "temperature": -4.0, "n": "many"}))
-    assert isinstance(job, Prompt)
-    assert job.params == DEFAULTS
-    assert head.metadata == {"city": "Oslo", "temperature": -4.0, "n": "many"}
-    _, job = RowParser(DEFAULTS, DataSection()).parse(RawRow(0, {"prompt": "x", "max_tokens": 2, "stop": None}))
-    assert isinstance(job, Prompt)
-    assert job.params.max_tokens == 2
+    info, prompt = parser.parse(RawRow(0, {"city": "Oslo", "temperature": -4.0, "n": "many"}))
+    assert isinstance(prompt, Prompt)
+    assert prompt.params == DEFAULTS
+    assert info.metadata == {"city": "Oslo", "temperature": -4.0, "n": "many"}
+    _, prompt = RowParser(DEFAULTS, DataSection()).parse(RawRow(0, {"prompt": "x", "max_tokens": 2, "stop": None}))
+    assert isinstance(prompt, Prompt)
+    assert prompt.params.max_tokens == 2
 
 
 @pytest.mark.parametrize("template", ["{}", "{0}", "{a", "{a.b}", "}"])

@@ -1,4 +1,4 @@
-"""Parameters of other engines in rows, and what is said of the rows at the end."""
+"""Parameters of other engines in rows, and the remarks on rows at the end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def parse(row: dict[str, Any], index: int = 0, parser: RowParser = PARSER) -> tu
 
 
 def refused(row: dict[str, Any]) -> str | None:
-    _, job = parse({"prompt": "x", **row})
-    if isinstance(job, RowError):
-        assert job.type == "unsupported_parameter", job.message
-        return job.message
+    _, prompt = parse({"prompt": "x", **row})
+    if isinstance(prompt, RowError):
+        assert prompt.type == "unsupported_parameter", prompt.message
+        return prompt.message
     return None
 
 
@@ -103,9 +103,9 @@ def test_the_way_out_is_named() -> None:
     assert "data.system_prompt" in (refused({"system": "a"}) or "")
     for name in ("regex", "system", "input_ids"):  # columns of data sets
         assert "if it is only data, put it under `metadata`, or set data.prompt_column" in (refused({name: "a"}) or "")
-    head, job = parse({"prompt": "x", "metadata": {"regex": "a"}})
-    assert isinstance(job, Prompt)
-    assert head.metadata == {"regex": "a"}
+    info, prompt = parse({"prompt": "x", "metadata": {"regex": "a"}})
+    assert isinstance(prompt, Prompt)
+    assert info.metadata == {"regex": "a"}
 
 
 def test_no_supported_field_is_refused() -> None:
@@ -114,11 +114,11 @@ def test_no_supported_field_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_completion_tokens"])
 def test_aliases(name: str) -> None:
-    head, job = parse({"prompt": "x", name: 4})
-    assert isinstance(job, Prompt)
-    assert (job.params.max_tokens, head.metadata) == (4, None)
-    _, job = parse({"prompt": "x", name: 4, "max_tokens": 4})
-    assert isinstance(job, Prompt)
+    info, prompt = parse({"prompt": "x", name: 4})
+    assert isinstance(prompt, Prompt)
+    assert (prompt.params.max_tokens, info.metadata) == (4, None)
+    _, prompt = parse({"prompt": "x", name: 4, "max_tokens": 4})
+    assert isinstance(prompt, Prompt)
     _, error = parse({"prompt": "x", name: 4, "max_tokens": 5})
     assert isinstance(error, RowError)
     assert name in error.message
@@ -128,9 +128,9 @@ def test_aliases(name: str) -> None:
 def test_columns_that_make_prompts_are_data(data: DataSection) -> None:
     row = {"q": "x", "regex": "a", "system": "s", "do_sample": True, "tools": [1]}
     for raw in (row, json.dumps(row).encode()):
-        head, job = RowParser(SamplingParams(), data).parse(RawRow(0, raw))
-        assert isinstance(job, Prompt), job
-        assert (head.metadata or {}).items() >= {"regex": "a", "system": "s", "do_sample": True, "tools": [1]}.items()
+        info, prompt = RowParser(SamplingParams(), data).parse(RawRow(0, raw))
+        assert isinstance(prompt, Prompt), prompt
+        assert (info.metadata or {}).items() >= {"regex": "a", "system": "s", "do_sample": True, "tools": [1]}.items()
 
 
 def test_bodies_name_the_parameter_that_was_meant() -> None:
@@ -156,7 +156,7 @@ def test_bodies_name_the_parameter_that_was_meant() -> None:
         ("source", None),
     ],
 )
-def test_slips_of_the_pen(name: str, meant: str | None) -> None:
+def test_misspelled_names(name: str, meant: str | None) -> None:
     assert meant_by(name) == meant
 
 
@@ -175,10 +175,10 @@ def test_fields_that_nothing_read_are_named_with_their_rows() -> None:
     assert "temprature (1 row; did you mean temperature?), topic (3 rows)" in line
     assert "own" not in line
     assert remarks_of([{"prompt": "x", "id": 1, "metadata": {"topic": 1}}]) == []
-    assert remarks_of([{"prompt": "x", "regex": "[0-9]"}, {"prompt": 3, "topic": 1}]) == []  # they say it themselves
+    assert remarks_of([{"prompt": "x", "regex": "[0-9]"}, {"prompt": 3, "topic": 1}]) == []  # errors
 
 
-def test_under_a_template_slips_alone_are_named() -> None:
+def test_with_a_template_only_misspelled_names_are_reported() -> None:
     rows = [{"question": "x", "answer": "y", "temprature": 1, "suffix": "s", "tool": 1}]
     (line,) = remarks_of(rows, DataSection(prompt_template="{question}"))
     assert line.endswith(": temprature (1 row; did you mean temperature?)")

@@ -21,7 +21,7 @@ from specbatch.job.paths import partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
-from tests.job.test_pipeline import Run
+from tests.job.test_generate import Run
 from tests.stub_engine import StubEngine
 
 JOB = {"limit": None, "sampling.temperature": 0.5, "input.sha256": "0" * 64}

@@ -16,7 +16,7 @@ from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.sources import Source, open_source
 from specbatch.tune.start import TuneOptions, open_input
 from specbatch.types import SamplingParams
-from tests.job.test_pipeline import CONFIG, Run
+from tests.job.test_generate import CONFIG, Run
 
 TEMPLATE = DataSection(prompt_template="{question} {hint}", prompts_as_chat=False)
 
@@ -105,7 +105,7 @@ def test_no_row_of_standard_input_is_lost(position: int) -> None:
 def test_generate_refuses_before_it_resolves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     run.write([{"question": "q"}])
-    monkeypatch.setattr("tests.job.test_pipeline.resolve", lambda config: pytest.fail("resolved"))
+    monkeypatch.setattr("tests.job.test_generate.resolve", lambda config: pytest.fail("resolved"))
     with pytest.raises(InputError, match="hint"):
         run(replace(CONFIG, data=TEMPLATE))
     assert [p.name for p in tmp_path.iterdir()] == ["d.jsonl"]

@@ -121,54 +121,54 @@ def test_final_text(tokens: list[int], reason: FinishReason, stop: tuple[str, ..
     assert processor.final_text(completion, SamplingParams(stop=stop)) == text
 
 
-def encode(data: DataSection, job: Prompt, template: str | None = "stub") -> str:
+def encode(data: DataSection, asked: Prompt, template: str | None = "stub") -> str:
     tokenizer = StubTokenizer()
     tokenizer.chat_template = template
-    ids = TextProcessor(tokenizer, data).encode(job, LIMITS)
+    ids = TextProcessor(tokenizer, data).encode(asked, LIMITS)
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def job(kind: str, content: object, raw: bool = False, **params: object) -> Prompt:
+def prompt(kind: str, content: object, raw: bool = False, **params: object) -> Prompt:
     return Prompt(kind, content, SamplingParams(**params), False, raw)  # type: ignore[arg-type]
 
 
 def test_special_tokens_are_added_once() -> None:
     messages = [{"role": "user", "content": "hi"}]
-    assert encode(RAW, job("prompt", "hi")) == "<s>hi"
-    assert encode(DataSection(), job("messages", messages)) == "<user>hi<assistant>"  # the template's business
-    assert encode(DataSection(prompts_as_chat=True), job("prompt", "hi")) == "<user>hi<assistant>"
-    assert encode(DataSection(prompts_as_chat=True), job("prompt", "hi", raw=True)) == "<s>hi"
+    assert encode(RAW, prompt("prompt", "hi")) == "<s>hi"
+    assert encode(DataSection(), prompt("messages", messages)) == "<user>hi<assistant>"  # the template's business
+    assert encode(DataSection(prompts_as_chat=True), prompt("prompt", "hi")) == "<user>hi<assistant>"
+    assert encode(DataSection(prompts_as_chat=True), prompt("prompt", "hi", raw=True)) == "<s>hi"
 
 
 def test_templates_that_print_the_date_print_the_same_one_every_day() -> None:
-    assert encode(DataSection(chat_template="date"), job("messages", [])) == "26 Jul 2024"
+    assert encode(DataSection(chat_template="date"), prompt("messages", [])) == "26 Jul 2024"
 
 
 def test_text_with_tokens_past_the_embedding_is_an_error_of_its_row() -> None:
     with pytest.raises(RowError) as caught:
-        TextProcessor(StubTokenizer(), DataSection()).encode(job("prompt", "hi"), EngineLimits(100, 90))
+        TextProcessor(StubTokenizer(), DataSection()).encode(prompt("prompt", "hi"), EngineLimits(100, 90))
     assert caught.value.type == "invalid_type"
 
 
 def test_system_prompt_goes_before_messages_without_one() -> None:
     data = DataSection(system_prompt="S", prompts_as_chat=True)
     own = [{"role": "system", "content": "T"}, {"role": "user", "content": "hi"}]
-    assert encode(data, job("prompt", "hi")) == "<system>S<user>hi<assistant>"
-    assert encode(data, job("messages", own[1:])) == "<system>S<user>hi<assistant>"
-    assert encode(data, job("messages", own)) == "<system>T<user>hi<assistant>"
+    assert encode(data, prompt("prompt", "hi")) == "<system>S<user>hi<assistant>"
+    assert encode(data, prompt("messages", own[1:])) == "<system>S<user>hi<assistant>"
+    assert encode(data, prompt("messages", own)) == "<system>T<user>hi<assistant>"
 
 
 @pytest.mark.parametrize(
     ("bad", "type"),
     [
-        (job("prompt", ""), "empty_prompt"),
-        (job("token_ids", []), "empty_prompt"),
-        (job("token_ids", [300]), "invalid_type"),
-        (job("token_ids", [1], stop_token_ids=(300,)), "invalid_type"),
-        (job("prompt", "a\ud800b"), "invalid_text"),
-        (job("messages", [{"role": "user", "content": "\udfff"}]), "invalid_text"),
-        (job("messages", [{"role": "refused", "content": "x"}]), "chat_template_error"),
-        (job("prompt", "x" * 100), "prompt_too_long"),
+        (prompt("prompt", ""), "empty_prompt"),
+        (prompt("token_ids", []), "empty_prompt"),
+        (prompt("token_ids", [300]), "invalid_type"),
+        (prompt("token_ids", [1], stop_token_ids=(300,)), "invalid_type"),
+        (prompt("prompt", "a\ud800b"), "invalid_text"),
+        (prompt("messages", [{"role": "user", "content": "\udfff"}]), "invalid_text"),
+        (prompt("messages", [{"role": "refused", "content": "x"}]), "chat_template_error"),
+        (prompt("prompt", "x" * 100), "prompt_too_long"),
     ],
 )
 def test_rows_that_cannot_be_encoded(bad: Prompt, type: str) -> None:
@@ -181,22 +181,22 @@ def test_rows_that_cannot_be_encoded(bad: Prompt, type: str) -> None:
 
 
 def test_longest_prompt_fits() -> None:
-    assert len(encode(RAW, job("prompt", "x" * 99))) == 99 + len("<s>")
+    assert len(encode(RAW, prompt("prompt", "x" * 99))) == 99 + len("<s>")
 
 
 def test_models_without_a_chat_template() -> None:
     with pytest.raises(RowError) as caught:
-        encode(DataSection(), job("messages", [{"role": "user", "content": "x"}]), template=None)
+        encode(DataSection(), prompt("messages", [{"role": "user", "content": "x"}]), template=None)
     assert caught.value.type == "no_chat_template"
-    assert encode(DataSection(), job("prompt", "x"), template=None) == "<s>x"
+    assert encode(DataSection(), prompt("prompt", "x"), template=None) == "<s>x"
     with pytest.raises(ConfigError, match="prompts_as_chat"):
-        encode(DataSection(prompts_as_chat=True), job("prompt", "x"), template=None)
+        encode(DataSection(prompts_as_chat=True), prompt("prompt", "x"), template=None)
 
 
 def test_prompts_run_as_chat_where_there_is_a_template() -> None:
-    assert encode(DataSection(), job("prompt", "hi")) == "<user>hi<assistant>"
-    assert encode(DataSection(chat_template="stub"), job("prompt", "hi"), template=None) == "<user>hi<assistant>"
-    assert encode(DataSection(), job("prompt", "hi", raw=True)) == "<s>hi"
+    assert encode(DataSection(), prompt("prompt", "hi")) == "<user>hi<assistant>"
+    assert encode(DataSection(chat_template="stub"), prompt("prompt", "hi"), template=None) == "<user>hi<assistant>"
+    assert encode(DataSection(), prompt("prompt", "hi", raw=True)) == "<s>hi"
 
 
 def test_chat_template_from_a_file(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_logits_that_are_not_finite_make_one_error_row_each(run: Run) -> None:
     assert "speculation.draft" not in run.log
 
 
-def test_broken_drafts_are_told_once(run: Run) -> None:
+def test_broken_drafts_are_reported_once(run: Run) -> None:
     run.write([{"prompt": f"p{i}"} for i in range(9)])
     engine = StubEngine()
     engine.stats.broken_drafts = 1234

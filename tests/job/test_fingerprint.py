@@ -15,7 +15,7 @@ from specbatch.job.fingerprint import ModelFiles
 from specbatch.job.paths import partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
-from tests.job.test_pipeline import Run
+from tests.job.test_generate import Run
 from tests.stub_engine import StubEngine
 
 MIB = 1 << 20
@@ -105,10 +105,10 @@ def test_weights_with_another_time(
     tmp_path: Path, model: Path, change: Callable[[Path], None], hashed: bool, named: str | None
 ) -> None:
     output = tmp_path / "o.jsonl"
-    said: list[str] = []
+    logged: list[str] = []
 
     def session() -> tuple[ResultFile, ModelFiles]:
-        models = ModelFiles({"model.target": model}, said.append)
+        models = ModelFiles({"model.target": model}, logged.append)
         return ResultFile(output, dict(models.digests), models, overwrite=False), models
 
     results, models = session()
@@ -119,7 +119,7 @@ def test_weights_with_another_time(
     results.append(0, ROW.digest(), {"index": 0, "error": {"type": "x"}})
     results.close()
     session()[0].close()  # an unchanged model is read no further
-    assert not said
+    assert not logged
 
     change(model / "model.safetensors")
     content = partial_path(output).read_bytes()
@@ -134,8 +134,8 @@ def test_weights_with_another_time(
         assert results.is_done(ROW)
         assert models.hash_later() is None  # the hash is known already
         results.close()
-    assert len(said) == 1  # the new time was written down, too
-    assert "it is read whole" in said[0]
+    assert len(logged) == 1  # the new time was written down, too
+    assert "it is read whole" in logged[0]
 
 
 def test_weights_are_known_of_a_job_that_was_killed_at_once(tmp_path: Path, model: Path) -> None:
