@@ -45,7 +45,7 @@ def user_errors() -> Iterator[Console]:
             raise typer.Exit(USAGE_ERROR) from exc
         # Not the user's mistake: a traceback, and another exit code than that of "some rows failed".
         console.print(traceback.format_exc(), markup=False, highlight=False)
-        console.print("this is an error in specbatch; finished rows are kept, and the same command continues from there")
+        console.print("this is an error in specbatch; finished rows are kept, and the same command continues")
         raise typer.Exit(INTERNAL_ERROR) from exc
 
 

@@ -35,7 +35,7 @@ _COPY_BUFFER = 1 << 20
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 _INPUT_NOW = "specbatch_input"  # the record of an input that is not that of the first line
 _LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
-_MODELS = "specbatch_weights"  # the record of the models' large files, see `model_files`
+_MODELS = "specbatch_weights"  # the record of the models' large files, see `fingerprint`
 _START_AGAIN = f"--overwrite drops it and starts again; {ELSEWHERE}"
 
 
@@ -86,8 +86,8 @@ class ResultFile:
         return notes
 
     def settle_longest_row(self, tokens: int) -> None:
-        """Record it, unless an earlier session has. The engine's memory decides it: after this file was opened
-        and locked, and before the first row is written."""
+        """Record it, unless an earlier session has. The engine's memory decides it, after this file was locked
+        and before the first row is written."""
         if self.longest_row is None:
             self.longest_row = tokens
             self._append({_LONGEST_ROW: tokens})

@@ -138,7 +138,8 @@ class PromptTemplate:
                 raise ConfigError(f"data.prompt_template: {{{field}}} does not name a field of the row", _HINT)
             names.append(matched[1])
             if conversion not in (None, "r", "s", "a"):
-                raise ConfigError(f"data.prompt_template: {{{field}!{conversion}}} has an unknown conversion; use !r, !s or !a")
+                shown = f"{{{field}!{conversion}}}"
+                raise ConfigError(f"data.prompt_template: {shown} has an unknown conversion; use !r, !s or !a")
             if spec and "{" in spec:
                 self._has_nested = True
                 names += self._checked(spec)

@@ -185,9 +185,7 @@ class TextProcessor:
             text.encode("utf-8")
         except UnicodeEncodeError as exc:
             bad = f"U+{ord(text[exc.start]):04X}"
-            raise RowError(
-                "invalid_text", f"the prompt has {bad} at character {exc.start}, which is not text"
-            ) from exc
+            raise RowError("invalid_text", f"the prompt has {bad} at character {exc.start}, which is not text") from exc
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_vocabulary(self, what: str, ids: Sequence[int], limits: EngineLimits) -> None:
