@@ -40,7 +40,8 @@ def examples(*commands: str) -> str:
 
 app = typer.Typer(
     name="specbatch",
-    help="Offline batch inference with large language models, built around speculative decoding.",
+    help="Offline batch inference with large language models: a file of prompts in, a file of answers out. "
+    "Lossless speculative decoding makes it faster.",
     no_args_is_help=True,
     epilog=examples("specbatch generate data.jsonl"),
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from specbatch.config import Config
 
 _option = functools.partial(typer.Option, rich_help_panel="Configuration")
+_SHORT_CUTS = {  # fields of `ConfigOptions`, and the options that they set
+    "model": "model.target",
+    "draft": "speculation.draft",
+    "method": "speculation.method",
+    "max_tokens": "sampling.max_tokens",
+    "temperature": "sampling.temperature",
+}
 
 
 def named_path(text: str | Path) -> Path:
@@ -78,13 +85,11 @@ class ConfigOptions:
         ),
     ] = None
     model: Annotated[
-        str | None,
-        _option(metavar="NAME", help="model.target: folder, hub id, .gguf file or builtin:NAME."),
+        str | None, _option(metavar="NAME", help="model.target: folder, hub id, .gguf file or builtin:NAME.")
     ] = None
-    draft: Annotated[
-        str | None,
-        _option(metavar="NAME", help="speculation.draft: the draft model or EAGLE head."),
-    ] = None
+    draft: Annotated[str | None, _option(metavar="NAME", help="speculation.draft: the draft model or EAGLE head.")] = (
+        None
+    )
     method: Annotated[
         str | None,
         _option(
@@ -93,10 +98,7 @@ class ConfigOptions:
             autocompletion=_starting(_methods),
         ),
     ] = None
-    max_tokens: Annotated[
-        int | None,
-        _option(metavar="N", help="sampling.max_tokens: the longest completion."),
-    ] = None
+    max_tokens: Annotated[int | None, _option(metavar="N", help="sampling.max_tokens: the longest completion.")] = None
     temperature: Annotated[float | None, _option(metavar="T", help="sampling.temperature: 0 is greedy.")] = None
     set: Annotated[
         list[str] | None,
@@ -111,17 +113,12 @@ class ConfigOptions:
     @property
     def sets(self) -> list[str]:
         """--set, and the other options in the same form. Raises ConfigError if an option is given in both ways."""
-        short_cuts = {
-            "--model": ("model.target", self.model),
-            "--draft": ("speculation.draft", self.draft),
-            "--method": ("speculation.method", self.method),
-            "--max-tokens": ("sampling.max_tokens", self.max_tokens),
-            "--temperature": ("sampling.temperature", self.temperature),
-        }
         sets = list(self.set or ())
         paths = [item.partition("=")[0].strip() for item in sets]
-        for flag, (path, value) in short_cuts.items():
+        for name, path in _SHORT_CUTS.items():
+            value = getattr(self, name)
             if value is not None and path in paths:
+                flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} and --set {path} are both given", "give one of the two")
             if value is not None:
                 sets.append(f"{path}={value}")

@@ -205,7 +205,7 @@ class FileJob:
             row,
             in_flight.prompt_tokens,
             choices,
-            self.texts,
+            self.texts.token_text,
             model=self.config.model.target,
             simulated=self.config.speculation.simulate_acceptance is not None,
         )

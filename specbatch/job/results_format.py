@@ -15,10 +15,10 @@ that a resumed job writes the same bytes. `body.speculation` is an addition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from specbatch.errors import RowError
 from specbatch.types import FinishReason, SpeculationCounts, TokenLogprob
@@ -50,10 +50,7 @@ class Choice:
     speculation: SpeculationCounts
 
 
-class TokenTexts(Protocol):
-    """Texts of single tokens, for logprobs."""
-
-    def token_text(self, token_id: int) -> str: ...
+TokenText = Callable[[int], str]  # the text of one token, for logprobs
 
 
 def error_line(row: RowInfo, error: RowError) -> dict[str, Any]:
@@ -77,7 +74,7 @@ def result_line(
     row: RowInfo,
     prompt_tokens: int,
     choices: Sequence[Choice],
-    texts: TokenTexts,
+    token_text: TokenText,
     *,
     model: str,
     simulated: bool = False,
@@ -89,7 +86,7 @@ def result_line(
         total.add(choice.speculation)
     speculation = _speculation(total, simulated)
     if row.api is not None:
-        return _openai_line(row, usage, speculation, choices, texts, model)
+        return _openai_line(row, usage, speculation, choices, token_text, model)
     first = choices[0]
     line: dict[str, Any] = {
         "id": row.id,
@@ -100,9 +97,9 @@ def result_line(
         "speculation": speculation,
     }
     if first.logprobs is not None:
-        line["logprobs"] = _logprobs(first.logprobs, texts)
+        line["logprobs"] = _logprobs(first.logprobs, token_text)
     if len(choices) > 1:
-        line["choices"] = [_choice(i, choice, texts, simulated) for i, choice in enumerate(choices)]
+        line["choices"] = [_choice(i, choice, token_text, simulated) for i, choice in enumerate(choices)]
     if row.metadata is not None:
         line["metadata"] = row.metadata
     return line
@@ -135,7 +132,7 @@ def _speculation(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
     }
 
 
-def _choice(i: int, choice: Choice, texts: TokenTexts, simulated: bool) -> dict[str, Any]:
+def _choice(i: int, choice: Choice, token_text: TokenText, simulated: bool) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "index": i,
         "text": choice.text,
@@ -144,13 +141,13 @@ def _choice(i: int, choice: Choice, texts: TokenTexts, simulated: bool) -> dict[
         "speculation": _speculation(choice.speculation, simulated),
     }
     if choice.logprobs is not None:
-        entry["logprobs"] = _logprobs(choice.logprobs, texts)
+        entry["logprobs"] = _logprobs(choice.logprobs, token_text)
     return entry
 
 
-def _logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> list[dict[str, Any]]:
+def _logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> list[dict[str, Any]]:
     def entry(token: int, value: float) -> dict[str, Any]:
-        return {"token": texts.token_text(token), "token_id": token, "logprob": max(value, LOWEST_LOGPROB)}
+        return {"token": token_text(token), "token_id": token, "logprob": max(value, LOWEST_LOGPROB)}
 
     return [{**entry(lp.token_id, lp.logprob), "top": [entry(*top) for top in lp.top]} for lp in logprobs]
 
@@ -160,7 +157,7 @@ def _openai_line(
     usage: dict[str, int],
     speculation: dict[str, Any],
     choices: Sequence[Choice],
-    texts: TokenTexts,
+    token_text: TokenText,
     model: str,
 ) -> dict[str, Any]:
     chat = row.api == "chat"
@@ -169,7 +166,7 @@ def _openai_line(
         "object": "chat.completion" if chat else "text_completion",
         "created": 0,
         "model": model,
-        "choices": [_openai_choice(i, choice, chat, texts) for i, choice in enumerate(choices)],
+        "choices": [_openai_choice(i, choice, chat, token_text) for i, choice in enumerate(choices)],
         "usage": {**usage, "total_tokens": sum(usage.values())},
         "speculation": speculation,
     }
@@ -185,30 +182,30 @@ def _batch_id(row: RowInfo) -> str:
     return f"{_BATCH_ID}{row.index:012d}"
 
 
-def _openai_choice(i: int, choice: Choice, chat: bool, texts: TokenTexts) -> dict[str, Any]:
+def _openai_choice(i: int, choice: Choice, chat: bool, token_text: TokenText) -> dict[str, Any]:
     text: dict[str, Any] = {"text": choice.text}
     if chat:
         text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
     logprobs = None
     if choice.logprobs is not None:
-        logprobs = (_chat_logprobs if chat else _completion_logprobs)(choice.logprobs, texts)
+        logprobs = (_chat_logprobs if chat else _completion_logprobs)(choice.logprobs, token_text)
     return {"index": i, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
-def _chat_logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
+def _chat_logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
     def entry(token_id: int, value: float) -> dict[str, Any]:
-        token = texts.token_text(token_id)
+        token = token_text(token_id)
         return {"token": token, "logprob": max(value, LOWEST_LOGPROB), "bytes": list(token.encode("utf-8"))}
 
     content = [{**entry(lp.token_id, lp.logprob), "top_logprobs": [entry(*top) for top in lp.top]} for lp in logprobs]
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(logprobs: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
-    tokens = [texts.token_text(lp.token_id) for lp in logprobs]
+def _completion_logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
+    tokens = [token_text(lp.token_id) for lp in logprobs]
     return {
         "tokens": tokens,
         "token_logprobs": [max(lp.logprob, LOWEST_LOGPROB) for lp in logprobs],
-        "top_logprobs": [{texts.token_text(t): max(value, LOWEST_LOGPROB) for t, value in lp.top} for lp in logprobs],
+        "top_logprobs": [{token_text(t): max(value, LOWEST_LOGPROB) for t, value in lp.top} for lp in logprobs],
         "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
     }

@@ -103,7 +103,7 @@ def result(url: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
     counts = SpeculationCounts()
     counts.record(drafted=3, depth=3, accepted=1, committed=2)
     choice = Choice("hé", list("hé".encode()), FinishReason.STOP, logprobs, counts)
-    return result_line(info, 5, [choice, choice], TEXTS, model="target")
+    return result_line(info, 5, [choice, choice], TEXTS.token_text, model="target")
 
 
 def test_chat_response() -> None:
