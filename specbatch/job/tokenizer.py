@@ -33,7 +33,7 @@ class StopChecker:
         self._decode = decode
         self._stops = tuple(stops)
         self._tail_chars = max(map(len, stops)) - 1
-        self._seen = 0  # tokens fed
+        self._seen = 0  # tokens searched
         self._reset()
 
     def __call__(self, tokens: Sequence[int], num_new: int) -> int | None:
@@ -94,7 +94,7 @@ def with_chat_template_text(config: Config) -> Config:
 
 # A prompt with more characters than both of these is too long without being tokenized: that could take minutes and
 # gigabytes.
-_MAX_CHARS_PER_TOKEN, _MIN_MAX_CHARS = 64, 1 << 20
+_MAX_CHARS_PER_TOKEN, _MAX_CHARS = 64, 1 << 20
 
 
 class TextProcessor:
@@ -178,7 +178,7 @@ class TextProcessor:
         return self._encode_text(self.chat_text(messages), limits, add_special_tokens=False)
 
     def _encode_text(self, text: str, limits: EngineLimits, add_special_tokens: bool) -> list[int]:
-        max_chars = max(_MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens, _MIN_MAX_CHARS)
+        max_chars = max(_MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens, _MAX_CHARS)
         if len(text) > max_chars:
             raise RowError("prompt_too_long", f"the prompt has {len(text):,} characters, more than {max_chars:,}")
         try:
