@@ -428,7 +428,7 @@ def test_the_partial_file_is_opened_through_no_link(run: Run) -> None:
 
 def test_impossible_outputs(run: Run) -> None:
     run.write([{"prompt": "a"}])
-    with pytest.raises(InputError, match="is the input, and the output"):
+    with pytest.raises(InputError, match="is the input, so the output"):
         run(output=run.input)
     with pytest.raises(InputError, match="does not exist"):
         run(output=run.folder / "no" / "x.jsonl")

@@ -182,7 +182,7 @@ def test_what_is_read_is_never_written(tmp_path: Path, derive: object, link: obj
         source.write_bytes(RESULT)
         link(source, path)  # type: ignore[operator]
     path.write_bytes(RESULT)
-    with pytest.raises(InputError, match="is the input, and"):
+    with pytest.raises(InputError, match="is the input, so"):
         check(output, {"the input": source})
 
 
@@ -225,7 +225,7 @@ def test_no_file_is_written_twice(tmp_path: Path) -> None:
     (tmp_path / "same").symlink_to(".")
     never = unless(lambda path: True)
     files = [Written("one", tmp_path / "a", never), Written("two", tmp_path / "same" / "a", never)]
-    with pytest.raises(InputError, match="a is one, and two would be"):
+    with pytest.raises(InputError, match="a is one, so two cannot be"):
         check_written(files, {})
 
 
