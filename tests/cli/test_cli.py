@@ -1,4 +1,4 @@
-"""The command line as a process: exit codes, signals, kill -9, what goes to stdout."""
+"""The command line: exit codes, signals, kill -9, what goes to stdout. A process of its own where that is the point."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 import specbatch
-from specbatch.cli import app
+from specbatch.cli import app, startup
 from tests.stub_engine import stub_modules
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
@@ -42,12 +44,24 @@ def cli(folder: Path, *arguments: str, stdin: str | None = None, **extra: str) -
     )
 
 
+@pytest.fixture
+def inline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a command over the stub engine in this process, in `tmp_path`: no start of Python, no imports."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("TERM", "dumb"), ("COLUMNS", "200")):
+        monkeypatch.setenv(name, value)
+    for name, module in stub_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(startup, "model_paths", lambda config: {})
+    return lambda *arguments, stdin=None: CliRunner().invoke(app, list(arguments), input=stdin)
+
+
 def write_rows(folder: Path, count: int, bad: int = 0) -> None:
     lines = [json.dumps({"prompt": f"p{i}", "temperature": 1.0}) for i in range(count)] + ["broken"] * bad
     (folder / "d.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def test_exit_codes_and_streams(tmp_path: Path) -> None:
+def test_exit_codes_and_streams(tmp_path: Path, inline: Callable[..., Any]) -> None:
     write_rows(tmp_path, 5)
     done = cli(tmp_path, "generate", "d.jsonl")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -55,8 +69,8 @@ def test_exit_codes_and_streams(tmp_path: Path) -> None:
     assert all(line == line.rstrip() for line in done.stderr.splitlines()), "a table is padded with blanks"
     assert sorted(os.listdir(tmp_path)) == ["d.jsonl", "d.results.jsonl", "d.results.stats.json"]
     write_rows(tmp_path, 5, bad=2)
-    refused = cli(tmp_path, "generate", "d.jsonl")
-    assert refused.returncode == 2
+    refused = inline("generate", "d.jsonl")
+    assert refused.exit_code == 2
     assert "error: " in refused.stderr
     assert "hint: --overwrite" in refused.stderr
     failed = cli(tmp_path, "generate", "d.jsonl", "--overwrite")
@@ -80,16 +94,16 @@ def test_exit_codes_and_streams(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_exit_with_2_before_a_model_is_loaded(
-    tmp_path: Path, arguments: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    arguments: list[str],
+    words: list[str],
+    inline: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "note.jsonl").write_text('{"prompt": "x"}\n')
     built = tmp_path / "built"
-    monkeypatch.chdir(tmp_path)
-    for name, value in (("STUB_BUILT", str(built)), ("TERM", "dumb"), ("COLUMNS", "200")):
-        monkeypatch.setenv(name, value)
-    for name, module in stub_modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    done = CliRunner().invoke(app, arguments)
+    monkeypatch.setenv("STUB_BUILT", str(built))
+    done = inline(*arguments)
     assert done.exit_code == 2, done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -99,45 +113,48 @@ def test_mistakes_exit_with_2_before_a_model_is_loaded(
     assert sorted(os.listdir(tmp_path)) == ["note.jsonl"]
 
 
-def test_config_prints_yaml_on_stdout(tmp_path: Path) -> None:
-    done = cli(tmp_path, "config", "--set", "sampling.n=3")
-    assert done.returncode == 0
+def test_config_prints_yaml_on_stdout(tmp_path: Path, inline: Callable[..., Any]) -> None:
+    done = inline("config", "--set", "sampling.n=3")
+    assert done.exit_code == 0
     (tmp_path / "c.yaml").write_text(done.stdout)
     assert "dtype: float32" in done.stdout  # decided
-    again = cli(tmp_path, "config", "-c", "c.yaml")
+    again = inline("config", "-c", "c.yaml")
     assert again.stdout == done.stdout
 
 
-def test_version_models_and_help_need_no_torch(tmp_path: Path) -> None:
-    assert cli(tmp_path, "--version").stdout == f"specbatch {specbatch.__version__}\n"
-    target, head = cli(tmp_path, "models", "list").stdout.splitlines()
+def test_version_models_and_help_need_no_torch(inline: Callable[..., Any]) -> None:
+    assert inline("--version").stdout == f"specbatch {specbatch.__version__}\n"
+    target, head = inline("models", "list").stdout.splitlines()
     assert target.startswith("builtin:smollm2-135m-instruct\t98 MB\t")
     assert head.startswith("builtin:smollm2-135m-instruct-eagle3\t16 MB\tApache-2.0\tcomes with specbatch\t")
-    path = Path(cli(tmp_path, "models", "path", "smollm2-135m-instruct-eagle3").stdout.strip())
+    path = Path(inline("models", "path", "smollm2-135m-instruct-eagle3").stdout.strip())
     assert (path / "model.safetensors").is_file()
-    assert cli(tmp_path, "models", "pull", "builtin:smollm2-135m-instruct-eagle3").stdout.strip() == str(path)
+    assert inline("models", "pull", "builtin:smollm2-135m-instruct-eagle3").stdout.strip() == str(path)
+    commands = [["--version"], ["models", "list"], ["models", "path", path.name], ["generate", "--help"]]
     code = (
         "import sys; from specbatch import cli\n"
-        "try: cli.app(['generate', '--help'])\nexcept SystemExit: pass\n"
+        f"for words in {commands}:\n"
+        "    try: cli.app(words)\n"
+        "    except SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, capture_output=True)
 
 
-def test_standard_input(tmp_path: Path) -> None:
+def test_standard_input(tmp_path: Path, inline: Callable[..., Any]) -> None:
     text = '{"prompt": "a"}\n{"prompt": "b"}\n'
     done = cli(tmp_path, "generate", "-", "-o", "out.jsonl", stdin=text)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "out.stats.json").exists()
-    assert "nothing to do" in cli(tmp_path, "generate", "-", "-o", "out.jsonl", stdin=text).stderr
-    assert cli(tmp_path, "generate", "-", "-o", "out.jsonl", stdin=text * 2).returncode == 2
+    assert "nothing to do" in inline("generate", "-", "-o", "out.jsonl", stdin=text).stderr
+    assert inline("generate", "-", "-o", "out.jsonl", stdin=text * 2).exit_code == 2
 
 
-def test_parquet_with_a_template(tmp_path: Path) -> None:
+def test_parquet_with_a_template(tmp_path: Path, inline: Callable[..., Any]) -> None:
     pq.write_table(pa.table({"q": ["a", None, "c"], "answer": [1, 2, 3]}), tmp_path / "d.parquet")
-    done = cli(tmp_path, "generate", "d.parquet", "--set", "data.prompt_template=Q: {q}")
-    assert done.returncode == 1, done.stderr
+    done = inline("generate", "d.parquet", "--set", "data.prompt_template=Q: {q}")
+    assert done.exit_code == 1, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "d.results.jsonl").read_text().splitlines()]
     assert [r["finish_reason"] == "error" for r in rows] == [False, True, False]
     assert rows[0]["metadata"] == {"q": "a", "answer": 1}
@@ -161,18 +178,18 @@ def wait_for_rows(folder: Path, rows: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.002)
 
 
-def test_kill_9_at_random_moments_changes_no_byte(tmp_path: Path) -> None:
-    kill_and_compare(tmp_path, kills=3, rows=300)
+def test_kill_9_at_random_moments_changes_no_byte(tmp_path: Path, inline: Callable[..., Any]) -> None:
+    kill_and_compare(tmp_path, inline, kills=3, rows=300)
 
 
 @pytest.mark.slow
-def test_kill_9_at_25_random_moments_changes_no_byte(tmp_path: Path) -> None:
-    kill_and_compare(tmp_path, kills=25, rows=2000)
+def test_kill_9_at_25_random_moments_changes_no_byte(tmp_path: Path, inline: Callable[..., Any]) -> None:
+    kill_and_compare(tmp_path, inline, kills=25, rows=2000)
 
 
-def kill_and_compare(folder: Path, kills: int, rows: int) -> None:
+def kill_and_compare(folder: Path, inline: Callable[..., Any], kills: int, rows: int) -> None:
     write_rows(folder, rows, bad=3)
-    assert cli(folder, "generate", "d.jsonl", "-o", "whole.jsonl").returncode == 1
+    assert inline("generate", "d.jsonl", "-o", "whole.jsonl").exit_code == 1
     rng = random.Random(0)
     for kill in range(kills):
         process = start(folder, "generate", "d.jsonl", STUB_SLEEP="0.004")
@@ -185,17 +202,19 @@ def kill_and_compare(folder: Path, kills: int, rows: int) -> None:
             with partial.open("r+b") as file:
                 file.truncate(partial.stat().st_size - rng.randrange(1, 40))
         assert not (folder / "d.results.jsonl").exists()
-    done = cli(folder, "generate", "d.jsonl")
-    assert done.returncode == 1, done.stderr
+    done = inline("generate", "d.jsonl")
+    assert done.exit_code == 1, done.stderr
     assert "resuming" in done.stderr
     assert (folder / "d.results.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
     assert not (folder / "d.results.jsonl.partial").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_flush_and_say_how_to_resume(tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_flush_and_say_how_to_resume(
+    tmp_path: Path, number: signal.Signals, inline: Callable[..., Any]
+) -> None:
     write_rows(tmp_path, 200)
-    cli(tmp_path, "generate", "d.jsonl", "-o", "whole.jsonl")
+    inline("generate", "d.jsonl", "-o", "whole.jsonl")
     process = start(tmp_path, "generate", "d.jsonl", STUB_SLEEP="0.01")
     wait_for_rows(tmp_path, 20, process)
     process.send_signal(number)
@@ -203,7 +222,7 @@ def test_signals_flush_and_say_how_to_resume(tmp_path: Path, number: signal.Sign
     assert process.returncode == 130
     assert "run the same command again" in stderr
     assert "Traceback" not in stderr
-    assert cli(tmp_path, "generate", "d.jsonl").returncode == 0
+    assert inline("generate", "d.jsonl").exit_code == 0
     assert (tmp_path / "d.results.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
@@ -221,19 +240,19 @@ def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < 3.5, "it waited for the step"
 
 
-def test_engine_bugs_are_seen_and_lose_no_row(tmp_path: Path) -> None:
+def test_engine_bugs_are_seen_and_lose_no_row(tmp_path: Path, inline: Callable[..., Any]) -> None:
     write_rows(tmp_path, 100)
     done = cli(tmp_path, "generate", "d.jsonl", STUB_FAIL_AT="5")
     assert done.returncode == 3
     assert "RuntimeError: the stub engine broke" in done.stderr
     assert (tmp_path / "d.results.jsonl.partial").read_bytes().count(b"\n") > 8
-    assert cli(tmp_path, "generate", "d.jsonl").returncode == 0
+    assert inline("generate", "d.jsonl").exit_code == 0
 
 
-def test_examples_are_valid_input(tmp_path: Path) -> None:
+def test_examples_are_valid_input(inline: Callable[..., Any]) -> None:
     folder = ROOT / "examples"
     if not folder.is_dir():
         pytest.skip("no checkout")
     for name in ("questions", "chat", "openai_batch"):
-        done = cli(tmp_path, "generate", str(folder / f"{name}.jsonl"), "-o", f"{name}.jsonl")
-        assert done.returncode == 0, done.stderr
+        done = inline("generate", str(folder / f"{name}.jsonl"), "-o", f"{name}.jsonl")
+        assert done.exit_code == 0, done.stderr

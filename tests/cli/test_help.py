@@ -107,19 +107,24 @@ def test_config_takes_all_short_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("gen", ["generate"]),
         ("generate --method ng", ["ngram"]),
         ("generate --set sampling.temp", ["sampling.temperature="]),
         ("eval gsm8k_", ["gsm8k_chat"]),
         ("models pull smollm2-135m-instruct-", ["smollm2-135m-instruct-eagle3"]),
     ],
 )
-def test_shell_completion(tmp_path: Path, typed: str, expected: list[str]) -> None:
+def test_shell_completion(typed: str, expected: list[str]) -> None:
     words = f"specbatch {typed}"
     shell = {"_SPECBATCH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = CliRunner().invoke(app, [], prog_name="specbatch", env=shell)
+    assert done.stdout.split() == expected, done.stderr
+
+
+def test_shell_completion_of_the_program(tmp_path: Path) -> None:
+    shell = {"_SPECBATCH_COMPLETE": "complete_bash", "COMP_WORDS": "specbatch gen", "COMP_CWORD": "1"}
     command = [sys.executable, "-m", "specbatch"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(**shell), text=True, capture_output=True, timeout=60)
-    assert done.stdout.split() == expected, done.stderr
+    assert done.stdout.split() == ["generate"], done.stderr
 
 
 def test_init_writes_the_template_and_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
