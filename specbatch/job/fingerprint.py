@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from specbatch import __version__
+from specbatch import __version__, retired
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
@@ -61,6 +61,8 @@ def job_fingerprint(
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: `sampling.temperature: 0.0 -> 0.7`."""
     keys = list(old) + [k for k in new if k not in old]
+    # A file of an earlier version can have options that no longer exist.
+    new = {**{k: "removed since" for k in old if k in retired.OPTIONS}, **new}
     return [f"{k}: {_short(old.get(k))} -> {_short(new.get(k))}" for k in keys if old.get(k) != new.get(k)]
 
 

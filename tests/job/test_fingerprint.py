@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specbatch.errors import InputError
-from specbatch.job.fingerprint import ModelFiles
+from specbatch.job.fingerprint import ModelFiles, differences
 from specbatch.job.paths import partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
@@ -21,6 +21,14 @@ from tests.stub_engine import StubEngine
 MIB = 1 << 20
 LAYERS, LAYER = 32, MIB  # of the model below: each with two small matrices that a LoRA merge would change
 ROW = RawRow(0, b"{}")
+
+
+def test_differences_name_options_that_were_removed() -> None:
+    old = {"engine.tuned_products": False, "engine.seed": 0, "limit": None}
+    assert differences(old, {"engine.seed": 0, "limit": 3}) == [
+        "engine.tuned_products: False -> removed since",
+        "limit: none -> 3",
+    ]
 
 
 @pytest.fixture
