@@ -69,6 +69,25 @@ class PagedBatch:
     # `query_starts` on the host, of prompts. None: each sequence has `max_queries` new tokens.
     host_query_starts: np.ndarray | None = None
 
+    def part(self, first_B: Tensor, end_B: Tensor) -> tuple[PagedBatch, Tensor]:
+        """Of a batch in which each sequence has `max_queries` new tokens: tokens [first, end) of each sequence, and
+        their indices (T') in this batch. Its size is read on the host."""
+        query = torch.arange(self.max_queries, device=first_B.device)
+        is_part = (query >= first_B[:, None]) & (query < end_B[:, None])
+        index_T = is_part.view(-1).nonzero()[:, 0]
+        part = PagedBatch(
+            self.slots_T[index_T],
+            self.positions_T[index_T],
+            self.page_table_BP,
+            self.page_size,
+            (self.starts_B + first_B).int(),
+            torch.nn.functional.pad(is_part.sum(1).cumsum(0), (1, 0)).int(),
+            self.max_queries,
+            None if self.mask_TW is None else self.mask_TW[index_T],
+            self.mask_starts_B,
+        )
+        return part, index_T
+
 
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from specbatch.draft.rng import Draw
 from specbatch.models.decoder import Decoder
-from specbatch.oracle import neural, sampling, verify
-from specbatch.oracle.spans import Span, batch_of
 from specbatch.types import RngKey, SamplingParams
+from tests.oracle import neural, sampling, verify
+from tests.oracle.spans import Span, batch_of
 
 Outcome = TypeVar("Outcome")
 

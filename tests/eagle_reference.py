@@ -20,7 +20,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_config import EagleKind, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
-from specbatch.oracle.spans import Span, batch_of
+from tests.oracle.spans import Span, batch_of
 
 E, VOCAB, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 32, 61, 8, 4, 2, 8, 1e-5, 500.0
 MLP = 40

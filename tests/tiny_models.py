@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 
 from specbatch.attention.cpu import TorchAttention
-from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
-from specbatch.cache.request_table import RequestTable
 from specbatch.draft import METHODS, DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.cpu_threads import ThreadGovernor
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost
-from specbatch.engine.round import Round
+from specbatch.engine.round_parts import RoundParts
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
@@ -33,9 +31,9 @@ from specbatch.models.eagle_config import EagleConfig, default_aux_layers, expec
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.rope import RopeConfig
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.oracle.engine import Engine
-from specbatch.oracle.factory import proposer_of
 from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.oracle.engine import OracleEngine
+from tests.oracle.factory import proposer_of
 
 CPU = torch.device("cpu")
 MAX_LENGTH = 512
@@ -94,6 +92,7 @@ def paged_of(config: ModelConfig, device: torch.device = CPU) -> PagedAttention:
 
 
 AttentionOf = Callable[[ModelConfig, torch.device], AttentionBackend]
+Backend = Callable[[int, int, int, torch.dtype, torch.device], AttentionBackend]
 
 
 def tiny_decoder(
@@ -156,7 +155,7 @@ def as_schedule(shape: DraftShape | Schedule | None) -> Schedule:
     return shape if isinstance(shape, ByBatch) else ByBatch.always(shape)
 
 
-def tiny_engine(
+def tiny_oracle(
     method: str = "none",
     shape: DraftShape | Schedule | None = None,
     *,
@@ -173,14 +172,13 @@ def tiny_engine(
     hidden: int = 32,
     eos: tuple[int, ...] = (),
     device: torch.device = CPU,
-    threads: ThreadGovernor | None = None,
     num_layers: int | None = None,
     spoil: Spoil | None = None,
     spoil_draft: Spoil | None = None,
     **traits: Any,
-) -> Engine:
-    """`draft_seed` 0 makes a draft that agrees with the target often (draft_model: the target itself with one layer
-    less). `traits`: of an EAGLE head."""
+) -> OracleEngine:
+    """The oracle: one sequence after the other, in plain Python. `draft_seed` 0 makes a draft that often agrees with
+    the target (draft_model: the target itself with one layer less). `traits`: of an EAGLE head."""
     config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden, vocab)
     target = tiny_decoder(config, dtype, scale=scale, device=device, spoil=spoil)
     pool = PagePool(num_pages, page_size)
@@ -202,7 +200,7 @@ def tiny_engine(
     parts = DraftParts(device, ops_for(device, dtype), net, (1, 3))
     proposer = proposer_of(method, as_schedule(shape), parts, vocab, page_size)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
-    return Engine(
+    return OracleEngine(
         target,
         proposer,
         target.new_cache(num_slots, dtype),
@@ -212,7 +210,6 @@ def tiny_engine(
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=prefix_cache,
         eos_token_ids=eos,
-        threads=threads,
     )
 
 
@@ -237,15 +234,17 @@ def tiny_device_engine(
     device: torch.device = CPU,
     graphs: GraphMode = "none",
     simulate: float | None = None,
-    backend: type[PagedAttention | FlashInferAttention] = PagedAttention,
+    backend: Backend = PagedAttention,
+    fixed_shapes: bool = True,
+    threads: ThreadGovernor | None = None,
     head_dim: int = 8,
     graph_tokens: int = 0,
     spoil: Spoil | None = None,
     spoil_draft: Spoil | None = None,
     **traits: Any,
-) -> DeviceEngine:
-    """`tiny_engine` as the device engine, with the same weights; on CPU over the torch twins. `kv_dtype` None: `dtype`.
-    `num_layers`: of the target; None: as many as `method` needs."""
+) -> Engine:
+    """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
+    `dtype`. `num_layers`: of the target; None: as many as `method` needs."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
@@ -253,7 +252,7 @@ def tiny_device_engine(
     config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden, vocab, head_dim=head_dim)
     lookahead, schedule = 1, as_schedule(shape)
     for one in schedule.items:
-        if one is not None:
+        if one is not None and method != "none":
             kind = METHODS[method].net
             lookahead = max(lookahead, num_lookahead(one, None if kind is None else kind.draft_kv_offset))
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
@@ -271,14 +270,10 @@ def tiny_device_engine(
     parts = DraftParts(device, ops, net, (1, 3))
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead
-    pages_per_slot = pool.pages_for(max_length + lookahead)
-    reads_tokens = any(one.reads_tokens for one in methods.items)
-    columns = max(one.num_host_columns for one in methods.items)
-    state = RequestTable(max_batch_size, pages_per_slot, max_length, hidden, reads_tokens, dtype, device, columns)
-    cache = target.new_cache(num_slots, kv_dtype or dtype)
-    rounds = methods.map(lambda one: Round(target, cache, one, state, page_size, eos, ops, simulate))
+    parts_of_rounds = RoundParts(target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes)
+    rounds = parts_of_rounds.make(max_batch_size, max_length, num_slots).items
     executor = RoundExecutor(rounds, max_batch_size, device, graphs)
-    return DeviceEngine(
+    return Engine(
         executor,
         pool,
         device,
@@ -288,12 +283,24 @@ def tiny_device_engine(
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=prefix_cache,
         eos_token_ids=eos,
-        chunk_cost=ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens),
+        chunk_cost=ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens) if fixed_shapes else None,
+        threads=threads,
     )
 
 
+def tiny_engine(method: str = "none", shape: DraftShape | Schedule | None = None, **settings: Any) -> Engine:
+    """The engine as it runs on a CPU, with the oracle's weights. `settings`: as of `tiny_device_engine`."""
+    return tiny_device_engine(method, shape, backend=_torch_attention, fixed_shapes=False, **settings)
+
+
+def _torch_attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> TorchAttention:
+    return TorchAttention(num_heads, num_kv_heads, head_dim, device)
+
+
 def run(
-    engine: Engine | DeviceEngine, prompts: list[list[int]], params: SamplingParams, check: bool = True
+    engine: Engine | OracleEngine, prompts: list[list[int]], params: SamplingParams, check: bool = True
 ) -> list[Completion]:
     """All prompts to the end, in their order, with page accounting checked after every step."""
     for i, prompt in enumerate(prompts):

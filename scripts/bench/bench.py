@@ -35,7 +35,7 @@ from bench_work import Rows, UniformRows, file_jobs, file_rows, warm_up_rows
 
 from specbatch.config_load import config_to_dict, load_config
 from specbatch.engine.build import build_engine
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import SpecbatchError
 from specbatch.job.stats import commit, device_name, versions
@@ -293,7 +293,7 @@ class Bench:
 
     def _time_phases(self, engine: BatchEngine, entry: dict[str, Any]) -> None:
         """The milliseconds of each part of a round, and of what is left beyond them."""
-        if not isinstance(engine, DeviceEngine):
+        if not isinstance(engine, Engine):
             return
         for cell in entry["cells"]:
             if cell["workload"] != "uniform" or cell.get("ms_per_round") is None:

@@ -25,7 +25,7 @@ from bench_work import UniformRows
 
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.executor import PHASES, GraphMode
 from specbatch.engine.resolve import resolve
 from specbatch.graphs.runner import GraphRunner
@@ -85,7 +85,7 @@ def copy_into(target: Any, source: Any) -> None:
             copy_into(getattr(target, field.name), getattr(source, field.name))
 
 
-def capture(engine: DeviceEngine, mode: GraphMode, eager: frozenset[str]) -> None:
+def capture(engine: Engine, mode: GraphMode, eager: frozenset[str]) -> None:
     """Replace the engine's graphs, which are those of greedy rounds."""
     engine.set_methods(engine.executor.rounds.map(lambda round_: round_.method), mode, ahead=False)
     if engine.executor.runner is not None:
@@ -109,7 +109,7 @@ def main() -> None:
     sets = [f"model.target={args.target}", *args.method.sets(), f"engine.max_batch_size={max(batches)}"]
     run = resolve(load_config(None, [*sets, "engine.prefix_cache=false", *args.set]))
     engine = build_engine(run)
-    assert isinstance(engine, DeviceEngine), "only the device engine has graphs"
+    assert isinstance(engine, Engine), "only the device engine has graphs"
     times: dict[str, dict[int, float]] = {}
     for name, (mode, eager) in variants().items():
         capture(engine, mode, eager)
@@ -141,7 +141,7 @@ def pairs(times: dict[str, dict[int, float]]) -> dict[str, tuple[dict[int, float
     return found
 
 
-def milliseconds(engine: DeviceEngine, batch: int, tokens_in: int, tokens_out: int) -> float:
+def milliseconds(engine: Engine, batch: int, tokens_in: int, tokens_out: int) -> float:
     """The mean of a few runs."""
     rows = UniformRows(tokens_in, tokens_out, engine.limits.vocab_size)
     found = []

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.resolve import resolve
 from specbatch.tune.timing import time_phases
 from specbatch.types import Request, RngKey, SamplingParams
@@ -43,7 +43,7 @@ def main() -> None:
     sets = [f"model.target={args.target}", *method.sets(), f"engine.max_batch_size={max(batches)}", *args.set]
     run = resolve(load_config(None, ["engine.prefix_cache=false", *sets]))
     engine = build_engine(run)
-    assert isinstance(engine, DeviceEngine), "only the device engine is profiled"
+    assert isinstance(engine, Engine), "only the device engine is profiled"
     print("ready", {k: round(v, 1) for k, v in engine.start_seconds.items()}, flush=True)
     for note in run.notes:
         print(" ", note)
@@ -60,7 +60,7 @@ def main() -> None:
             args.output.write_text(json.dumps(report, indent=1))
 
 
-def profile_rounds(engine: DeviceEngine, batch: int, rounds: int) -> dict[str, Any]:
+def profile_rounds(engine: Engine, batch: int, rounds: int) -> dict[str, Any]:
     """Kernels of the prefill of `batch` prompts (all steps), and of N rounds after it."""
     params = SamplingParams(max_tokens=(rounds + 8) * 8, ignore_eos=True)
     for i in range(batch):

@@ -1,6 +1,6 @@
 """What a forward pass gives an attention backend, and what a backend does with it.
 
-A forward pass processes T packed tokens of B sequences: see `kernels.paged.PagedBatch`. A decode step, a chunk of a
+A forward pass processes T packed tokens of B sequences: see `batch.PagedBatch`. A decode step, a chunk of a
 prompt, a tree to verify and one level of a draft tree are one case.
 
 Shape suffixes: T packed tokens, H query heads, D head dimension.

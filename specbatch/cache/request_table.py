@@ -37,7 +37,9 @@ class RequestTable:
         rows = num_slots + 1
         self.ints_SF = torch.zeros(rows, NUM_FIELDS, dtype=torch.int64, device=device)
         self.ints_SF[:, Field.DONE] = 1
-        self.floats_S3 = torch.ones(rows, 3, dtype=torch.float32, device=device)  # temperature, top_p, min_p
+        # temperature, top_p, min_p; as they were given where no kernel wants them in float32
+        floats = torch.float64 if device.type == "cpu" else torch.float32
+        self.floats_S3 = torch.ones(rows, 3, dtype=floats, device=device)
         self.page_table_SP = torch.zeros(rows, pages_per_slot, dtype=torch.int32, device=device)
         # The draft's hidden state at the root, from which drafting starts.
         self.features_SE = torch.zeros(rows, feature_size, dtype=dtype, device=device)

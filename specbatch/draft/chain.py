@@ -25,6 +25,8 @@ class ChainDraft(DraftMethod):
         self._num_steps = shape.num_steps
         self._ops = ops
         self.num_nodes = self.max_path = shape.num_steps + 1
+        # An EAGLE head drafts from its own features, and extends with the target's.
+        self.num_reusable = shape.num_steps - 1 if net.draft_kv_offset else 0
         self.num_lookahead = num_lookahead(shape, net.draft_kv_offset)
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:

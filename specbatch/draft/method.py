@@ -36,6 +36,9 @@ class DraftMethod(ABC):
     max_path: int  # M: nodes of the longest path, the root included
     num_lookahead: int  # slots past the committed ones that a round may write, see `shape.num_lookahead`
     net: DraftNet | None = None  # the draft network, which follows what is committed; None: there is none
+    # Of the accepted drafts, the first N whose entries in the network's cache were computed in drafting: draft-extend
+    # would compute the same.
+    num_reusable = 0
     reads_tokens = False  # whether `draft` reads `RequestTable.tokens_SL`
     num_host_columns = 0  # of `RequestTable.host_trees_SZ`, for trees that the host uploads
 

@@ -15,11 +15,14 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
 from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft
-from specbatch.engine.build_device import build_device_engine
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
+from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
 from specbatch.engine.resolve import AttentionName, ResolvedRun
+from specbatch.engine.round_parts import RoundParts
+from specbatch.engine.sizing import CardBudget, Sized, measured, planned
+from specbatch.engine.trial import Trials
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -30,8 +33,6 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.packed import is_packable
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.oracle.engine import Engine
-from specbatch.oracle.factory import proposer_of
 from specbatch.types import BatchEngine
 
 
@@ -39,24 +40,24 @@ from specbatch.types import BatchEngine
 class Built:
     """An engine, its draft method, and what other draft shapes of this method are made of."""
 
-    engine: Engine | DeviceEngine
+    engine: Engine
     method: str
     parts: DraftParts
 
 
-def build_engine(run: ResolvedRun, show: Callable[[str], None] = lambda progress: None) -> BatchEngine:
-    """Read the weights and put the engine together; what is decided on the way is added to `run.notes`, and `show` is
-    told what is being done.
+def build_engine(run: ResolvedRun, on_progress: Callable[[str], None] = lambda progress: None) -> BatchEngine:
+    """Read the weights and put the engine together. What is decided on the way is added to `run.notes`; `on_progress`
+    gets what is being done.
 
     Raises ModelError where the memory does not suffice.
     """
-    return build(run, show).engine
+    return build(run, on_progress).engine
 
 
-def build(run: ResolvedRun, show: Callable[[str], None] = lambda progress: None) -> Built:
+def build(run: ResolvedRun, on_progress: Callable[[str], None] = lambda progress: None) -> Built:
     """As `build_engine`."""
     try:
-        return _build(run, show)
+        return _build(run, on_progress)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -69,88 +70,112 @@ def build(run: ResolvedRun, show: Callable[[str], None] = lambda progress: None)
         ) from error
 
 
-def _build(run: ResolvedRun, show: Callable[[str], None]) -> Built:
-    engine, speculation = run.engine, run.config.speculation
-    if run.device.index is not None:
-        torch.cuda.set_device(run.device)  # Triton, graphs and events go to the current device
-    threads: ThreadGovernor | None = None
-    if run.device.type == "cpu":
-        limit_threads()
-        if is_packable(torch.empty(0, dtype=run.dtype)):  # of other products nobody checks the bits
-            threads = new_governor(_configs(run))
-    if engine.on_device:
+def _build(run: ResolvedRun, on_progress: Callable[[str], None]) -> Built:
+    on_cuda, clock = run.device.type == "cuda", _Clock()
+    threads = None if on_cuda else _prepare_cpu(run)
+    if on_cuda:
+        if run.device.index is not None:
+            torch.cuda.set_device(run.device)  # Triton, graphs and events go to the current device
         torch.cuda.empty_cache()  # of an engine before this one
     available = available_memory(run.device)
-    began = time.perf_counter()
-    num_positions = run.cache.capacity + run.speculation.num_lookahead + 1
-    target = build_decoder(
-        run.target.config, run.target.tensors, num_positions, run.dtype, run.device, engine.attention, run.kv_dtype
-    )
-    # The device engine measures how large its caches may be.
-    num_pages = 1 if engine.on_device else run.cache.num_pages
-    num_slots = num_pages * engine.page_size
-    net = _build_net(run, target, num_slots, num_positions) if run.draft is not None else None
-    ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
-    parts, method = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match), speculation.method
-    if engine.on_device:
+    parts, rounds = read_models(run)
+    if on_cuda:
         torch.cuda.synchronize(run.device)
-        device_engine = _device_engine(run, target, parts, available, time.perf_counter() - began, show)
-        return Built(device_engine, method, parts)
-    oracle = Engine(
-        target,
-        proposer_of(method, run.speculation.schedule, parts, target.config.vocab_size, engine.page_size),
-        target.new_cache(num_slots, run.kv_dtype),
-        PagePool(num_pages, engine.page_size),
-        max_length=run.cache.capacity,
-        longest_row=run.cache.longest_row,
-        max_batch_size=engine.max_batch_size,
-        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+    clock.passed("weights")
+    if on_cuda:
+        on_progress("compiling kernels, trial run")
+        sized = _measured(run, rounds, available)
+        clock.passed("trial run, kernels compiled")
+    else:
+        sized = planned(rounds, run.cache, run.engine.max_batch_size, run.engine.prefill_chunk_tokens)
+    executor = _executor(run, sized, on_progress)
+    engine = Engine(
+        executor,
+        PagePool(sized.plan.num_pages, run.engine.page_size),
+        run.device,
+        vocab_size=run.target.config.vocab_size,
+        max_length=sized.plan.capacity,
+        longest_row=sized.plan.longest_row,
+        max_batch_size=sized.max_batch_size,
+        prefill_chunk_tokens=sized.prefill_chunk_tokens,
         prefix_cache=run.config.engine.prefix_cache,
-        eos_token_ids=_eos_token_ids(run),
+        eos_token_ids=rounds.eos_token_ids,
+        chunk_cost=sized.chunk_cost,
         threads=threads,
     )
-    return Built(oracle, method, parts)
+    engine.start_bytes = sized.bytes or {}
+    if executor.runner is not None:
+        clock.passed("graphs captured")
+        engine.start_bytes["graphs"] = executor.runner.bytes
+    engine.start_seconds = clock.seconds
+    if on_cuda:
+        times = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
+        run.notes.append(f"engine: ready in {sum(clock.seconds.values()):.1f} s ({times})")
+    return Built(engine, run.config.speculation.method, parts)
 
 
-def _device_engine(
-    run: ResolvedRun,
-    target: Decoder,
-    parts: DraftParts,
-    available: int,
-    weights_seconds: float,
-    show: Callable[[str], None],
-) -> DeviceEngine:
-    engine, speculation = run.engine, run.config.speculation
-    built = build_device_engine(
-        target,
-        run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts)),
-        dtype=run.dtype,
-        kv_dtype=run.kv_dtype,
-        device=run.device,
-        available=available,
-        bound=run.cache,
-        rows=run.rows,
-        kv_cache_tokens=run.config.engine.kv_cache_tokens,
-        memory_fraction=engine.memory_fraction,
-        sizes=sizes_to_try(
-            engine.max_batch_size,
-            engine.prefill_chunk_tokens,
-            open_batch="max_batch_size" in engine.left_open,
-            open_chunk="prefill_chunk_tokens" in engine.left_open,
-        ),
-        prefix_cache=run.config.engine.prefix_cache,
-        graphs=engine.graphs,
-        prompt_graphs=engine.attention == "triton",
-        sampled=run.config.sampling.temperature > 0,
-        eos_token_ids=_eos_token_ids(run),
-        simulate=speculation.simulate_acceptance,
-        say=run.notes.append,
-        show=show,
+class _Clock:
+    """Seconds of each part of a start."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def passed(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self._last = now - self._last, now
+
+
+def _prepare_cpu(run: ResolvedRun) -> ThreadGovernor | None:
+    limit_threads()
+    # Of products that are not packed nobody checks the bits.
+    return new_governor(_configs(run)) if is_packable(torch.empty(0, dtype=run.dtype)) else None
+
+
+def read_models(run: ResolvedRun) -> tuple[DraftParts, RoundParts]:
+    """Reads the weights of the target and of the draft network."""
+    speculation = run.config.speculation
+    num_positions = run.cache.capacity + run.speculation.num_lookahead + 1
+    attention = run.engine.attention
+    target = build_decoder(
+        run.target.config, run.target.tensors, num_positions, run.dtype, run.device, attention, run.kv_dtype
     )
-    built.start_seconds = seconds = {"weights": weights_seconds} | built.start_seconds
-    times = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-    run.notes.append(f"engine: ready in {sum(seconds.values()):.1f} s ({times})")
-    return built
+    net = _build_net(run, target, num_positions) if run.draft is not None else None
+    ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
+    parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match)
+    methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
+    page_size, eos = run.engine.page_size, _eos_token_ids(run)
+    return parts, RoundParts(target, methods, run.kv_dtype, page_size, eos, speculation.simulate_acceptance)
+
+
+def _measured(run: ResolvedRun, rounds: RoundParts, available: int) -> Sized:
+    engine = run.engine
+    sizes = sizes_to_try(
+        engine.max_batch_size,
+        engine.prefill_chunk_tokens,
+        open_batch="max_batch_size" in engine.left_open,
+        open_chunk="prefill_chunk_tokens" in engine.left_open,
+    )
+    given = run.config.engine.kv_cache_tokens
+    budget = CardBudget(available, run.cache, run.rows, given, engine.memory_fraction, sizes)
+    trials = Trials(rounds, run.cache.capacity, engine.graphs, prompt_graphs=engine.attention == "triton")
+    return measured(trials, budget, run.notes.append)
+
+
+def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]) -> RoundExecutor:
+    """With its graphs: also for rounds with sampled requests, if there will be such."""
+    graphs, batch = run.engine.graphs, sized.max_batch_size
+    executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs)
+    if executor.runner is not None:
+        with torch.inference_mode():
+            for sampled in [False, True] if run.config.sampling.temperature > 0 else [False]:
+                executor.capture(sampled, on_progress)
+        run.notes.append(
+            f"engine.cuda_graphs: {executor.num_graphs} graphs ({graphs}) for up to {batch} rows, captured in "
+            f"{executor.runner.seconds:.1f} s, {executor.runner.bytes / GIB:.2f} GiB of "
+            f"{sized.graph_bytes / GIB:.2f} reserved for all that may come up"
+        )
+    return executor
 
 
 def build_decoder(
@@ -178,18 +203,18 @@ def _attention(
     return TorchAttention(*sizes, device, scale=scale)
 
 
-def _build_net(run: ResolvedRun, target: Decoder, num_slots: int, num_positions: int) -> DraftNet:
+def _build_net(run: ResolvedRun, target: Decoder, num_positions: int) -> DraftNet:
+    """With a cache of one page: how large it will be is decided later."""
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
     if isinstance(run.draft, EagleCheckpoint):
         head, tensors = run.draft.config, run.draft.tensors
         weights = WeightLoader(tensors, run.dtype, run.device)
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype)
         model = EagleHead(head, weights, target, attention, num_positions)
-        cache = model.new_cache(num_slots, run.kv_dtype)
-        return EagleDraft(model, cache)
+        return EagleDraft(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype)
-    return ModelDraft(draft, draft.new_cache(num_slots, run.kv_dtype), vocab_size)
+    return ModelDraft(draft, draft.new_cache(run.engine.page_size, run.kv_dtype), vocab_size)
 
 
 def _configs(run: ResolvedRun) -> list[ModelConfig]:

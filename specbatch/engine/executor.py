@@ -167,5 +167,7 @@ class RoundExecutor:
             raise
 
     def padded_size(self, batch_size: int) -> int:
-        """Of the ladder, the size that a batch is padded to."""
+        """The size that a batch is padded to: of the ladder, where shapes are fixed."""
+        if not self.rounds.items[0].fixed_shapes:
+            return batch_size
         return next(size for size in self._sizes if size >= batch_size)

@@ -1,7 +1,7 @@
 """How many tokens of keys and values fit into memory, and how long a row may be.
 
 The rule is here once, as functions of plain numbers. `resolve.py` asks before the weights are read, with estimates;
-`build_device.py` asks again with what it has measured. On the host there is nothing to measure.
+`sizing.py` asks again with what it has measured. On the host there is nothing to measure.
 """
 
 from __future__ import annotations

@@ -52,11 +52,6 @@ class EngineSettings:
     memory_fraction: float
     left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
 
-    @property
-    def on_device(self) -> bool:
-        """Whether the device engine runs, which reads lengths and page tables on the device."""
-        return self.attention != "torch"
-
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -71,12 +66,16 @@ class ResolvedRun:
     dtype: torch.dtype
     kv_dtype: torch.dtype  # of cached keys and values
     engine: EngineSettings
-    cache: CachePlan  # for the device engine an upper bound: it measures when it is built
+    cache: CachePlan  # on a GPU an upper bound: the memory is measured when the engine is built
     rows: Rows
     row_tokens: int | None  # longest row, where the user's engine.kv_cache_tokens, and not the model, limits it
     description: dict[str, str]  # what the models are, for the statistics
     low_acceptance: str | None  # what is likely wrong where drafts are hardly ever right; None: not worth a word
     notes: list[str] = field(default_factory=list)  # how each `auto` was decided
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
 
 def resolve(config: Config, progress: Callable[[str, int, int], None] | None = None) -> ResolvedRun:
@@ -90,7 +89,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = _resolve_engine(config.engine, device, dtype, notes)
     kv_dtype = _resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
-    check_simulation(speculation, engine.on_device)
+    on_cuda = device.type == "cuda"
+    check_simulation(speculation, on_cuda)
     if speculation.section.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
@@ -115,7 +115,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         _check_flashinfer(target.config, kv_dtype)
         if draft is not None:
             _check_flashinfer(draft.config.decoder if isinstance(draft, EagleCheckpoint) else draft.config, kv_dtype)
-    if engine.on_device and speculation.has_network:
+    if on_cuda and speculation.has_network:
         for shape in shapes:
             check_device_shape(shape)
     lookahead = speculation.num_lookahead
@@ -127,10 +127,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         lookahead,
         target.config.max_position_embeddings,
         engine.max_batch_size,
-        spare_pages=1 if engine.on_device else 0,
+        spare_pages=1,
     )
     num_nodes = max((shape.num_draft_tokens for shape in shapes), default=1)
-    measured = (num_nodes, engine.prefill_chunk_tokens) if engine.on_device else None
+    measured = (num_nodes, engine.prefill_chunk_tokens) if on_cuda else None
     cache = resolve_cache(CacheRequest(models, rows, dtype, device, given, engine.memory_fraction, measured), notes)
     max_length = cache.capacity
     if engine.attention == "flashinfer" and speculation.has_network:
@@ -148,8 +148,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             max_batch_size=engine.max_batch_size,
             page_size=engine.page_size,
             kv_dtype=_KV_DTYPE_NAMES[kv_dtype],
-            # Of the device engine it is known when that is built.
-            kv_cache_tokens=given if given is not None or engine.on_device else cache.num_pages * engine.page_size,
+            # On a GPU it is known when the engine is built.
+            kv_cache_tokens=given if given is not None or on_cuda else cache.num_pages * engine.page_size,
             memory_fraction=engine.memory_fraction,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
         ),
@@ -277,11 +277,10 @@ def _resolve_engine(
             f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
             hint="leave engine.cuda_graphs out, or set it to none",
         )
-    on_device = attention != "torch"
-    batch, page, chunk, fraction = (256, 64, 8192, 0.9) if on_device else (16, 16, 512, 0.5)
+    batch, page, chunk, fraction = (256, 64, 8192, 0.9) if on_cuda else (16, 16, 512, 0.5)
     return EngineSettings(
         attention,
-        graphs if graphs != "auto" else "round" if on_device else "none",
+        graphs if graphs != "auto" else "round" if attention != "torch" else "none",
         section.max_batch_size or batch,
         section.page_size or page,
         section.prefill_chunk_tokens or chunk,

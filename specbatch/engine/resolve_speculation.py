@@ -172,7 +172,7 @@ def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleChe
     return "; or ".join(causes)
 
 
-def check_simulation(speculation: Speculation, on_device: bool) -> None:
+def check_simulation(speculation: Speculation, on_cuda: bool) -> None:
     simulated = speculation.section.simulate_acceptance
     if simulated is None:
         return
@@ -191,9 +191,9 @@ def check_simulation(speculation: Speculation, on_device: bool) -> None:
             "tokens",
             hint="raise speculation.num_steps",
         )
-    if not on_device:
+    if not on_cuda:
         raise ConfigError(
-            f"{option} needs engine.device cuda, and not engine.attention torch",
+            f"{option} needs engine.device cuda",
             hint="elsewhere, acceptance is what the drafts are worth; set it to null",
         )
 

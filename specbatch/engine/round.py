@@ -21,7 +21,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import TargetOutput
-from specbatch.draft.rng import Draw
+from specbatch.engine.acceptance import Acceptance, Decision
 from specbatch.models.decoder import Decoder
 
 MAX_TOP_LOGPROBS = 20
@@ -43,15 +43,18 @@ class Logprobs:
 class Verified:
     """What draft-extend needs of a verification."""
 
-    rows: BatchView
+    view: BatchView
     committed: Committed
+    accept_index_T: Tensor  # int64, (B * M) computed tokens of the path's nodes
     hidden_TE: Tensor
     aux_hidden_states: list[Tensor]
     logprobs: Logprobs | None
 
 
 class Round:
-    """`simulate`: tokens per round to commit on average, whatever the target says; None: the real acceptance."""
+    """`simulate`: tokens per round to commit on average, whatever the target says; None: the real acceptance.
+    `fixed_shapes`: shapes follow the number of requests alone, nothing is read by the host, and a round may be a CUDA
+    graph; else only tokens that there are are computed. None: on all devices but a CPU."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Round:
         eos_token_ids: tuple[int, ...],
         ops: ModuleType,
         simulate: float | None = None,
+        fixed_shapes: bool | None = None,
     ) -> None:
         self.state = state
         self._target = target
@@ -70,7 +74,8 @@ class Round:
         self._page_size = page_size
         self._eos = torch.tensor(eos_token_ids or (-2,), device=target.device)
         self._ops = ops
-        self._simulate = simulate
+        self.fixed_shapes = target.device.type != "cpu" if fixed_shapes is None else fixed_shapes
+        self._acceptance = Acceptance(ops, not self.fixed_shapes, simulate)
         self._follow(method)
 
     def drafting(self, method: DraftMethod) -> Round:
@@ -91,119 +96,64 @@ class Round:
     def __call__(self, req_idx_B: Tensor, sampled: bool, logprobs: bool = False) -> Verified:
         """One round of the requests `req_idx_B` (int64; padding's index may repeat). `sampled`: some request may have a
         positive temperature."""
-        rows, draft = self.draft(req_idx_B, sampled)
-        verified = self.verify(rows, draft, sampled, logprobs)
+        view, trees = self.draft(req_idx_B, sampled)
+        verified = self.verify(view, trees, sampled, logprobs)
         self.extend(verified)
         return verified
 
     def draft(self, req_idx_B: Tensor, sampled: bool) -> tuple[BatchView, DraftTrees]:
-        rows = BatchView.gather(self.state, req_idx_B, self._page_size, self._ops)
-        return rows, self.method.draft(rows, self.state, sampled)
+        view = BatchView.gather(self.state, req_idx_B, self._page_size, self._ops)
+        return view, self.method.draft(view, self.state, sampled)
 
-    def verify(self, rows: BatchView, draft: DraftTrees, sampled: bool, logprobs: bool = False) -> Verified:
-        """The target's forward pass over all nodes, acceptance, and the commit of what was accepted."""
-        batch, num_nodes = draft.tokens_BN.shape
-        mask = None if draft.mask_BNW is None else draft.mask_BNW.view(batch * num_nodes, -1)
-        layout = rows.layout(num_nodes, depths_BQ=draft.depths_BN, mask_TW=mask)
-        hidden, aux_hidden_states = self._target.forward(
-            draft.tokens_BN.reshape(-1), layout, self._cache, self._aux_layers
-        )
+    def verify(self, view: BatchView, trees: DraftTrees, sampled: bool, logprobs: bool = False) -> Verified:
+        """The target's forward pass over all nodes, acceptance, commit, and the accepted paths made contiguous."""
+        batch, num_nodes = trees.tokens_BN.shape
+        mask = None if trees.mask_BNW is None else trees.mask_BNW.view(batch * num_nodes, -1)
+        layout = view.layout(num_nodes, depths_BQ=trees.depths_BN, mask_TW=mask)
+        tokens_T = trees.tokens_BN.reshape(-1)
+        index_T = torch.arange(len(tokens_T), device=tokens_T.device)
+        if not self.fixed_shapes and trees.num_nodes_B is not None:
+            layout, node_T = layout.part(torch.zeros_like(trees.num_nodes_B), trees.num_nodes_B)
+            tokens_T = tokens_T[node_T]
+            index_T = torch.zeros_like(index_T).index_copy_(0, node_T, index_T[: len(node_T)])
+        hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
         logits = self._target.raw_logits(hidden)
-        committed = self._accept_and_commit(rows, draft, logits, sampled)
-        if draft.parents_BN is not None:  # a chain's path is contiguous as it is
+        target_ids = None if self.method.net is None else self.method.net.target_ids
+        index_BN = index_T.view(batch, num_nodes)
+        decision = self._acceptance.decide(view, trees, logits, index_BN, target_ids, sampled)
+        committed = self._commit(view, trees, decision)
+        accept_index_T = index_T[committed.accept_index_T]
+        if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self._ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
         chosen = None
         if logprobs:
             width = committed.path_BM.shape[1]
-            chosen = logprobs_of(logits[committed.accept_index_T].view(batch, width, -1), committed.tokens_BM)
-        return Verified(rows, committed, hidden, aux_hidden_states, chosen)
+            chosen = logprobs_of(logits[accept_index_T].view(batch, width, -1), committed.tokens_BM)
+        return Verified(view, committed, accept_index_T, hidden, aux_hidden_states, chosen)
 
-    def _accept_and_commit(self, rows: BatchView, draft: DraftTrees, logits_TV: Tensor, sampled: bool) -> Committed:
-        """End-of-sequence and stop tokens are looked for before the length is. What lies behind them is cut by the
-        host, which decides the same way again; here it only matters who goes on."""
-        choice = path = num_path = next_token = num_broken = None
-        if sampled and draft.probs_BDW is not None:
-            num_path, next_token, num_broken = self._accept_drawn(rows, draft, logits_TV)
-        else:
-            choice = self._choose(rows, draft, logits_TV, sampled).view(draft.tokens_BN.shape)
-        if self._simulate is not None:
-            path, num_path = self._simulated(rows, draft)
+    def _commit(self, view: BatchView, trees: DraftTrees, decision: Decision) -> Committed:
+        """End-of-sequence and stop tokens are looked for before the length is. The host cuts what comes after them by
+        the same rule; here it only matters which requests go on."""
         committed: Committed = self._ops.commit_round(
             self.state.ints_SF,
             self.state.tokens_SL,
             self.state.page_table_SP,
-            rows.req_idx_B,
+            view.req_idx_B,
             self._page_size,
             self._eos,
-            min(self.method.max_path, draft.tokens_BN.shape[1]),  # trees of the host may be smaller
-            draft.tokens_BN,
-            choice,
-            parents_BN=draft.parents_BN,
-            depths_BN=draft.depths_BN,
-            num_nodes_B=draft.num_nodes_B,
-            path_BN=path,
-            num_path_B=num_path,
-            next_token_B=next_token,
-            num_broken_B=num_broken,
+            min(self.method.max_path, trees.tokens_BN.shape[1]),  # trees of the host may be smaller
+            trees.tokens_BN,
+            decision.choice_BN,
+            parents_BN=trees.parents_BN,
+            depths_BN=trees.depths_BN,
+            num_nodes_B=trees.num_nodes_B,
+            path_BN=decision.path_BN,
+            num_path_B=decision.num_path_B,
+            next_token_B=decision.next_token_B,
+            num_broken_B=decision.num_broken_B,
         )
         return committed
-
-    def _choose(self, rows: BatchView, draft: DraftTrees, logits_TV: Tensor, sampled: bool) -> Tensor:
-        """(T,) the target's own token after each node; NO_TOKEN where its logits are not finite."""
-        if not sampled:
-            best: Tensor = self._ops.argmax(logits_TV, NO_TOKEN)
-            return best
-        num_nodes = draft.tokens_BN.shape[1]
-        depth = torch.arange(num_nodes, device=logits_TV.device) if draft.depths_BN is None else draft.depths_BN
-        position = (rows.length_B[:, None] + depth + 1).reshape(-1)
-        u = self._ops.uniform(*(x.repeat_interleave(num_nodes) for x in rows.rng), position, Draw.SAMPLE)
-        chosen: Tensor = self._ops.sample(logits_TV, *(x.repeat_interleave(num_nodes) for x in rows.sampling), u)
-        return chosen
-
-    def _accept_drawn(self, rows: BatchView, draft: DraftTrees, logits_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert draft.probs_BDW is not None
-        assert self.method.net is not None
-        batch, num_nodes = draft.tokens_BN.shape
-        p = self._ops.distribution(logits_TV, *(x.repeat_interleave(num_nodes) for x in rows.sampling))
-        position = rows.length_B[:, None] + torch.arange(1, num_nodes + 1, device=logits_TV.device)
-        rng = tuple(x[:, None] for x in rows.rng)
-        u = {
-            purpose: self._ops.uniform(*rng, position, purpose) for purpose in (Draw.ACCEPT, Draw.RESIDUAL, Draw.SAMPLE)
-        }
-        num_drafts = torch.full_like(rows.length_B, num_nodes - 1)
-        num_path, next_token, num_broken = self._ops.accept_chain(
-            draft.tokens_BN[:, 1:],
-            draft.probs_BDW,
-            self.method.net.target_ids,
-            p.view(batch, num_nodes, -1),
-            num_drafts,
-            rows.floats_B3[:, 0],
-            u[Draw.ACCEPT][:, :-1],
-            u[Draw.RESIDUAL][:, :-1],
-            u[Draw.SAMPLE],
-        )
-        return num_path, next_token, num_broken
-
-    def _simulated(self, rows: BatchView, draft: DraftTrees) -> tuple[Tensor | None, Tensor]:
-        """A path of random length with the wanted mean: along the chain (no path then), or down to a tree's first node
-        of that depth."""
-        assert self._simulate is not None
-        num_nodes = draft.tokens_BN.shape[1]
-        u = self._ops.uniform(*rows.rng, rows.length_B, Draw.ACCEPT)
-        whole = int(self._simulate)
-        wanted = torch.where(u < self._simulate - whole, whole + 1, whole)
-        if draft.parents_BN is None:
-            return None, torch.clamp(wanted, max=num_nodes if draft.num_nodes_B is None else draft.num_nodes_B)
-        nodes = torch.arange(num_nodes, device=u.device)
-        assert draft.depths_BN is not None
-        assert draft.mask_BNW is not None
-        num_path = torch.minimum(wanted, draft.depths_BN.amax(dim=1) + 1)
-        end = (draft.depths_BN == (num_path - 1)[:, None]).int().argmax(dim=1)
-        words = draft.mask_BNW.gather(1, end[:, None, None].expand(-1, 1, draft.mask_BNW.shape[2]))[:, 0]
-        on_path = (words[:, nodes >> 5] >> (nodes & 31)) & 1
-        path = torch.where(on_path.bool(), nodes, num_nodes).sort(dim=1).values
-        return torch.where(path < num_nodes, path, 0), num_path
 
     def _ends(self, rows: BatchView, tokens_BM: Tensor, counted_BM: Tensor) -> Tensor:
         """(B,) bool: an end-of-sequence or stop token is among the counted ones."""
@@ -218,27 +168,31 @@ class Round:
         self.state.tokens_SL.index_put_((row, index), tokens_BM.int())
 
     def extend(self, verified: Verified) -> None:
-        """Draft-extend: the draft network follows what was committed, M rows for each request, of which those past the
+        """Draft-extend: the draft network follows what was committed, M tokens of each request, of which those past the
         accepted ones write nothing."""
         net = self.method.net
         if net is None:
             return
-        rows, committed = verified.rows, verified.committed
+        view, committed, accept_index_T = verified.view, verified.committed, verified.accept_index_T
         batch, width = committed.path_BM.shape
-        layout = rows.layout(
-            width, start=net.draft_kv_offset, position=net.draft_kv_offset, num_written_B=committed.num_path_B
-        )
-        picked = committed.accept_index_T
-        hidden = verified.hidden_TE[picked] if self._reads_hidden else verified.hidden_TE
-        features = net.features(TargetOutput([], hidden, [c[picked] for c in verified.aux_hidden_states]))
-        tokens_T, last_B = committed.tokens_BM.reshape(-1), committed.num_path_B - 1
-        req_idx_B = torch.arange(0, batch * width, width, device=last_B.device) + last_B
-        if batch * width <= _FREE_ROWS:
-            hidden = net.forward(tokens_T, features, layout)[req_idx_B]
+        offset, num_path_B = net.draft_kv_offset, committed.num_path_B
+        layout = view.layout(width, start=offset, position=offset, num_written_B=num_path_B)
+        last_starts_B = layout.starts_B + num_path_B - 1
+        tokens_T = committed.tokens_BM.reshape(-1)
+        if not self.fixed_shapes:
+            layout, part_T = layout.part((num_path_B - 1).clamp(max=self.method.num_reusable), num_path_B)
+            tokens_T, accept_index_T = tokens_T[part_T], accept_index_T[part_T]
+            last_B = layout.query_starts[1:].long() - 1
         else:
-            logits_indices = LogitsIndices.of(layout, req_idx_B, layout.starts_B + last_B, rows.page_table_BP)
+            last_B = torch.arange(0, batch * width, width, device=tokens_T.device) + num_path_B - 1
+        hidden = verified.hidden_TE[accept_index_T] if self._reads_hidden else verified.hidden_TE
+        features = net.features(TargetOutput([], hidden, [c[accept_index_T] for c in verified.aux_hidden_states]))
+        if self.fixed_shapes and batch * width <= _FREE_ROWS:
+            hidden = net.forward(tokens_T, features, layout)[last_B]
+        else:
+            logits_indices = LogitsIndices.of(layout, last_B, last_starts_B, view.page_table_BP)
             hidden = net.forward(tokens_T, features, layout, logits_indices)
-        self.state.features_SE.index_copy_(0, rows.req_idx_B, hidden)
+        self.state.features_SE.index_copy_(0, view.req_idx_B, hidden)
 
     def prefill(self, chunk: PromptChunk, sampled: bool, logprobs: bool = False) -> tuple[Tensor, Logprobs | None]:
         """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
@@ -255,10 +209,10 @@ class Round:
             return chunk.ready_R[:, None].int(), None
         rows = BatchView.gather(self.state, chunk.ready_R, self._page_size, self._ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
-        draft = DraftTrees(chunk.roots_R[:, None])
+        roots, index = DraftTrees(chunk.roots_R[:, None]), torch.arange(len(logits), device=logits.device)[:, None]
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
-        chosen = self._choose(rows, draft, logits, sampled)
+        chosen = self._acceptance.choose(rows, roots, logits, index, sampled)[:, 0]
         told = torch.where(chunk.roots_R < 0, chosen, chunk.roots_R)  # recomputed requests have theirs already
         tokens = told.clamp(min=0)
         limit = rows.field(Field.LIMIT)
@@ -306,7 +260,7 @@ def logprobs_of(logits_BMV: Tensor, tokens_BM: Tensor) -> Logprobs:
     """Before temperature and filters, in float32; a few rows at a time, which bounds the memory."""
     parts = []
     for logits, tokens in zip(logits_BMV.split(_LOGPROB_ROWS), tokens_BM.split(_LOGPROB_ROWS), strict=True):
-        values = torch.log_softmax(logits.float(), dim=-1)
+        values = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
         top, ids = values.topk(min(MAX_TOP_LOGPROBS, values.shape[-1]), dim=-1)
         parts.append((values.gather(2, tokens[:, :, None])[:, :, 0], top, ids))
     return Logprobs(*(torch.cat(part) for part in zip(*parts, strict=True)))

@@ -41,7 +41,7 @@ class TableWriter:
         if not self._started:
             return
         ints = np.zeros((len(self._started), NUM_FIELDS), dtype=np.int64)
-        floats = np.ones((len(self._started), 3), dtype=np.float32)
+        floats = np.ones((len(self._started), 3))
         for i, seq in enumerate(self._started):
             params, rng = seq.request.params, seq.request.rng
             ints[i, Field.LIMIT], ints[i, Field.DONE] = seq.max_length, 1
@@ -56,7 +56,7 @@ class TableWriter:
                 self._state.tokens_SL[seq.req_idx, : len(seq.tokens)].copy_(tokens)
         slots = self._transfers.upload(np.array([seq.req_idx for seq in self._started], dtype=np.int64))
         self._state.ints_SF.index_copy_(0, slots, self._transfers.upload(ints))
-        self._state.floats_S3.index_copy_(0, slots, self._transfers.upload(floats))
+        self._state.floats_S3.index_copy_(0, slots, self._transfers.upload(floats).to(self._state.floats_S3.dtype))
         self._started.clear()
 
     def upload_pages(self, sequences: Iterable[Sequence]) -> None:

@@ -1,5 +1,5 @@
 """Runs the largest prompt chunk and the largest rounds before there is a KV cache, and measures the memory they take:
-see `build_device.py`."""
+see `sizing.py`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import numpy as np
 import torch
 
 from specbatch.batch import LogitsIndices, PagedBatch
-from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import RequestTable
-from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.round import PromptChunk, Round
-from specbatch.kernels import ops_for
+from specbatch.engine.round_parts import RoundParts, Rounds
 from specbatch.models.config import num_layer_weights
-from specbatch.models.decoder import Decoder
 
 _PROMPT_GRAPHS = 16  # of a job, roughly
 _SMALLEST_CHUNK = 32  # of the trial, tokens
@@ -33,8 +30,7 @@ class Trial:
 
     max_batch_size: int
     prefill_chunk_tokens: int
-    rounds: ByBatch[Round]
-    caches: list[KVCache]  # of the target and the draft network; empty
+    rounds: Rounds  # with empty caches
     chunk_cost: ChunkCost
     eager_bytes: int
     graph_bytes: int
@@ -46,48 +42,24 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """`max_length`: of the longest row that the cache may turn out to hold. For the rest see `build_device_engine`."""
+    """`max_length`: of the longest row that the cache may turn out to hold. `prompt_graphs`: where whole rounds are
+    graphs, prompts may be, too: their attention plans nothing on the host."""
 
-    target: Decoder
-    methods: ByBatch[DraftMethod]
-    kv_dtype: torch.dtype
-    dtype: torch.dtype
-    device: torch.device
+    parts: RoundParts
     max_length: int
-    page_size: int
     graphs: GraphMode
     prompt_graphs: bool
-    eos_token_ids: tuple[int, ...]
-    simulate: float | None
 
     def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> Trial:
         """Leaves the caches empty. Raises where memory runs out."""
-        net, device, size = self.methods.items[0].net, self.device, self.page_size
-        lookahead = max(method.num_lookahead for method in self.methods.items)
-        state = RequestTable(
-            max_batch_size,
-            -(-(self.max_length + lookahead) // size),
-            self.max_length + 1,
-            self.target.config.hidden_size if net is None else net.feature_size,
-            any(method.reads_tokens for method in self.methods.items),
-            self.dtype,
-            device,
-            max(method.num_host_columns for method in self.methods.items),
-        )
-        ops = ops_for(device, self.dtype)
+        target, device, size = self.parts.target, self.parts.device, self.parts.page_size
         # The trial's cache holds one prompt chunk; a page after it is spare, as in the real one.
-        trial_slots = (-(-prefill_chunk_tokens // size) + 2) * size
-        cache = self.target.new_cache(trial_slots, self.kv_dtype)
-        caches = [cache]
-        if net is not None:
-            net.cache.resize(trial_slots)
-            caches.append(net.cache)
-        rounds = self.methods.map(
-            lambda d: Round(self.target, cache, d, state, size, self.eos_token_ids, ops, self.simulate)
-        )
+        made = self.parts.make(max_batch_size, self.max_length, (-(-prefill_chunk_tokens // size) + 2) * size)
+        rounds = made.items
+        table = rounds.items[0].state
         chunk_cost = ChunkCost.of_model(
-            self.target.config.num_layers,
-            num_layer_weights(self.target.config),
+            target.config.num_layers,
+            num_layer_weights(target.config),
             prefill_chunk_tokens,
             # With "none" too: tuning captures rounds later, and is to gather prompts as the job will.
             self.prompt_graphs and self.graphs != "phases",
@@ -97,23 +69,22 @@ class Trials:
         padded_bytes = self._prompt_peak(prompt, chunk_cost.graph_tokens) if chunk_cost.graph_tokens else 0
         num_tokens = _SMALLEST_CHUNK
         while num_tokens < prefill_chunk_tokens:  # compiles what chunks of other sizes need
-            trial_prompt(prompt, state, num_tokens, size, device)
+            trial_prompt(prompt, table, num_tokens, size, device)
             num_tokens *= 2
-        padding = torch.full((max_batch_size,), state.padding, dtype=torch.int64, device=device)
+        padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=device)
         eager_bytes, sizes = prompt_bytes, padded_sizes(rounds, max_batch_size)
         for i, rows in {i: rows for rows, i in reversed(sizes)}.items():  # the largest of each
             eager_bytes = max(eager_bytes, self._round_peak(rounds.items[i], padding[:rows]))
         graph_bytes = self._graph_bytes(rounds, max_batch_size, len(sizes), padded_bytes)
-        for one in caches:
-            one.resize(0)
-        return Trial(max_batch_size, prefill_chunk_tokens, rounds, caches, chunk_cost, eager_bytes, graph_bytes)
+        made.resize_caches(0)
+        return Trial(max_batch_size, prefill_chunk_tokens, made, chunk_cost, eager_bytes, graph_bytes)
 
     def _graph_bytes(self, rounds: ByBatch[Round], max_batch_size: int, num_sizes: int, padded_bytes: int) -> int:
         """All graphs of rounds share one pool, which is as large as the largest needs: that one is captured here. What
         the driver keeps for each comes in addition. A quarter more of both: pools are fragmented."""
         if self.graphs == "none":
             return 0
-        executor = RoundExecutor(rounds, max_batch_size, self.device, self.graphs)
+        executor = RoundExecutor(rounds, max_batch_size, self.parts.device, self.graphs)
         assert executor.runner is not None
         with torch.inference_mode():
             executor.capture_largest()
@@ -132,10 +103,11 @@ class Trials:
         return kept * 5 // 4 + 2 * padded_bytes
 
     def _prompt_peak(self, round_: Round, num_tokens: int) -> int:
-        return _peak(self.device, lambda: trial_prompt(round_, round_.state, num_tokens, self.page_size, self.device))
+        device, size = self.parts.device, self.parts.page_size
+        return _peak(device, lambda: trial_prompt(round_, round_.state, num_tokens, size, device))
 
     def _round_peak(self, round_: Round, req_idx_B: torch.Tensor) -> int:
-        return _peak(self.device, lambda: trial_round(round_, req_idx_B, logprobs=True))
+        return _peak(self.parts.device, lambda: trial_round(round_, req_idx_B, logprobs=True))
 
 
 def _peak(device: torch.device, function: Callable[[], None]) -> int:

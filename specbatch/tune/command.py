@@ -24,7 +24,6 @@ from specbatch.job.tokenizer import TextProcessor
 from specbatch.tune.cache import TuneCache
 from specbatch.tune.costs import KINDS, CostModel
 from specbatch.tune.files import cache_folder
-from specbatch.tune.host import new_session
 from specbatch.tune.live import Live, drift, file_seconds, plans_to_run, run_plans, winner
 from specbatch.tune.predict import Forecast
 from specbatch.tune.profile import FileProfile, Limits, Prediction
@@ -94,11 +93,11 @@ def tune_file(
     texts = TextProcessor(run.tokenizer, run.config.data)
     with console.status("loading the models") as status:
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
-    on_cuda = run.device.type == "cuda"
+    on_cuda = run.on_cuda
     num_rows = options.rows or rows_to_trace(on_cuda, run.engine.max_batch_size)
     sample = sample_rows(source, opened.parser, texts, built.engine.limits, num_rows, run.config.engine.seed)
     sampled = any(request.params.temperature > 0 for request in sample.requests)
-    session = new_session(built, "round" if on_cuda else "none", sampled)
+    session = Session(built.engine, built.method, built.parts, "round" if on_cuda else "none", sampled)
     # The session caches no prefixes, the job will.
     shared = _shared(sample.common_prefix, run.engine.page_size) if config.engine.prefix_cache else 0
     alike = f"; the prompts begin with the same {shared} tokens" if shared else ""
@@ -187,7 +186,7 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     speculation = replace(config.speculation, schedule=None, num_steps=None, topk=1, num_draft_tokens=None)
     engine = replace(config.engine, prefix_cache=False)
     first = resolve(replace(config, speculation=speculation, engine=engine))
-    on_cuda = first.device.type == "cuda"
+    on_cuda = first.on_cuda
     # What is measured is for batches of these sizes: they are not to be lowered where memory is short.
     batch, chunk = first.engine.max_batch_size, first.engine.prefill_chunk_tokens
     engine = replace(engine, max_batch_size=batch, prefill_chunk_tokens=chunk)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +15,6 @@ from specbatch.draft.network import DraftNet
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.tune.costs import Measurement
-from specbatch.tune.host import HostSession, timed_tokens
 from specbatch.tune.session import Session
 from specbatch.tune.timing import TIMED_TOKENS, dummy_batch, dummy_requests, time_methods, time_steps
 
@@ -46,8 +44,8 @@ def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
     """On CUDA: plain rounds of `batch` requests of `context` tokens, and what the host and the copies take of any
     round; empty where the cache does not hold that many requests."""
     engine, net = session.engine, session.parts.net
-    context = _longest_context(session, context, TIMED_TOKENS)
-    if not _fits(session, batch, context + TIMED_TOKENS):
+    context = _longest_context(session, context)
+    if not _fits(session, batch, context):
         return []
     session.use(ByBatch.always(None))
     with dummy_batch(engine, batch, context):
@@ -69,15 +67,9 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
     else:
         shapes = probes(depth, topk, every=session.on_cuda)
     fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= max_nodes]
-    written = timed_tokens(fitting) if isinstance(session, HostSession) else TIMED_TOKENS
-    context = _longest_context(session, context, written)
-    if not fitting or not _fits(session, batch, context + written):
+    context = _longest_context(session, context)
+    if not fitting or not _fits(session, batch, context):
         return []
-    if isinstance(session, HostSession):
-        plain, times = session.time_rounds(batch, context, fitting)
-        rest = statistics.median(p["round"] - p["draft"] - p["verify"] - p["extend"] for p in times)
-        found = list(_plain(session, batch, plain["round"] - plain["extend"], plain, rest))
-        return found + list(_rounds(session, batch, fitting, times))
     methods = [_FixedDraft(shape) if session.parts.net is None else session.make(shape) for shape in fitting]
     if session.on_cuda:
         with dummy_batch(session.engine, batch, context):
@@ -90,15 +82,15 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
     return found + list(_rounds(session, batch, fitting, times))
 
 
-def _longest_context(session: Session, context: int, written: int) -> int:
-    """At most `context`: tokens of a request that may still write `written`."""
-    return max(1, min(context, session.engine.limits.max_prompt_tokens - written))
+def _longest_context(session: Session, context: int) -> int:
+    """At most `context`: tokens of a request that may still write TIMED_TOKENS."""
+    return max(1, min(context, session.engine.limits.max_prompt_tokens - TIMED_TOKENS))
 
 
-def _fits(session: Session, batch: int, tokens: int) -> bool:
-    """Whether the cache holds that many requests of that many tokens."""
+def _fits(session: Session, batch: int, context: int) -> bool:
+    """Whether the cache holds that many of these requests."""
     engine = session.engine
-    pages = -(-(tokens + engine.num_lookahead) // engine.page_size) + 1
+    pages = -(-(context + TIMED_TOKENS + engine.num_lookahead) // engine.page_size) + 1
     return batch * pages <= engine.num_pages
 
 

@@ -25,7 +25,7 @@ from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape
 from specbatch.draft.tree import TreeDraft
 from specbatch.engine.base import check_finite
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode
 from specbatch.tune.trace import RowTrace, Trace
 from specbatch.types import Completion, Request, SpeculationCounts
@@ -56,12 +56,15 @@ class Record(NamedTuple):
     parents_BC: np.ndarray  # int16, -1: the root
 
 
+_RECORD_DTYPES = (np.int64, np.int64, np.int32, np.int32, np.float32, np.int16)
+
+
 class Session:
     """`sampled`: graphs are captured for sampled requests, too."""
 
     def __init__(
         self,
-        engine: DeviceEngine,
+        engine: Engine,
         method: str,
         parts: DraftParts,
         graphs: GraphMode,
@@ -147,25 +150,24 @@ class Session:
         assert len(index_of) == len(requests), "two requests share a stream of random numbers"
         rounds: list[dict[int, Sequence[np.ndarray]]] = [{} for _ in requests]
 
-        def record(found: Record | None) -> None:
-            if found is not None:
+        tracing = self._trace_from_now(DraftShape(depth, topk, 2 if topk > 1 else depth + 1))
+
+        def record() -> None:
+            if (found := tracing.read()) is not None:
                 for stream, root, *drafts in zip(*found, strict=True):
                     rounds[index_of[int(stream)]][int(root)] = drafts
 
-        after_round = self._record_rounds(DraftShape(depth, topk, 2 if topk > 1 else depth + 1), record)
-        return self.run(requests, after_round, until).completions, rounds
+        return self.run(requests, record, until).completions, rounds
 
-    def _record_rounds(self, wide: DraftShape, record: Callable[[Record | None], None]) -> Callable[[], None] | None:
-        """Trace from now on, with the graphs of the last trace if it was of the same shape. Returns what is to be
-        called after each round."""
+    def _trace_from_now(self, wide: DraftShape) -> TracingDraft:
+        """With the graphs of the last trace if it was of the same shape."""
         draft = self._in_use
         if not isinstance(draft, TracingDraft) or draft.wide != wide:
             draft = TracingDraft(wide, self.parts)
             # A graph of each size that comes up: few do, and they are large.
             self._set(ByBatch.always(draft), ahead=False)
             self._in_use = draft
-        tracing = draft
-        return lambda: record(tracing.read())
+        return draft
 
 
 class TracingDraft(DraftMethod):
@@ -205,15 +207,8 @@ class TracingDraft(DraftMethod):
         goes_on = self._last[0].cpu()
         if not goes_on.any():
             return None
-        return new_record(*(part.cpu()[goes_on] for part in self._last[1:]))
-
-
-def new_record(
-    streams_B: Tensor, roots_B: Tensor, chain_BS: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor
-) -> Record:
-    """Of tensors on the CPU."""
-    drafts = chain_BS.int(), tokens_BC.int(), scores_BC.float(), parents_BC.short()
-    return Record(*(part.numpy() for part in (streams_B, roots_B, *drafts)))
+        parts = [part.cpu()[goes_on].numpy() for part in self._last[1:]]
+        return Record(*(part.astype(dtype) for part, dtype in zip(parts, _RECORD_DTYPES, strict=True)))
 
 
 def _row(request: Request, completion: Completion, rounds: dict[int, Sequence[np.ndarray]]) -> RowTrace:

@@ -18,7 +18,7 @@ from torch import Tensor
 from specbatch.batch import Field
 from specbatch.draft.method import DraftMethod
 from specbatch.engine.base import check_finite
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.executor import PHASES
 from specbatch.engine.round import Round, Verified
 from specbatch.graphs.runner import GraphRunner
@@ -38,7 +38,7 @@ def dummy_requests(vocab_size: int, count: int, tokens: int, max_tokens: int) ->
 
 
 @contextmanager
-def dummy_batch(engine: DeviceEngine, batch_size: int, context: int) -> Iterator[None]:
+def dummy_batch(engine: Engine, batch_size: int, context: int) -> Iterator[None]:
     """`batch_size` requests of `context` tokens run, their prompts computed and read."""
     assert not engine.num_running, "requests are running"
     assert not engine.num_waiting, "requests are waiting"
@@ -53,16 +53,14 @@ def dummy_batch(engine: DeviceEngine, batch_size: int, context: int) -> Iterator
     engine.abort_all()
 
 
-def time_phases(engine: DeviceEngine, batch_size: int, context: int = 1000) -> dict[str, float]:
+def time_phases(engine: Engine, batch_size: int, context: int = 1000) -> dict[str, float]:
     """As `time_methods`, of what the engine drafts for that many requests."""
     with dummy_batch(engine, batch_size, context):
         return time_methods(engine, [engine.executor.rounds.at(batch_size).method])[0]
 
 
 @torch.inference_mode()
-def time_methods(
-    engine: DeviceEngine, methods: Sequence[DraftMethod], repeats: int | None = None
-) -> list[dict[str, float]]:
+def time_methods(engine: Engine, methods: Sequence[DraftMethod], repeats: int | None = None) -> list[dict[str, float]]:
     """Median milliseconds of draft, verify, extend and the whole round of a dummy batch, with each of the draft
     methods. The batch is left as it was. `repeats` None: 20 on CUDA, 3 elsewhere."""
     check_finite(engine.drain())
@@ -81,7 +79,7 @@ def time_methods(
     return times
 
 
-def time_steps(engine: DeviceEngine, steps: int) -> tuple[float, float]:
+def time_steps(engine: Engine, steps: int) -> tuple[float, float]:
     """Milliseconds of a round of a dummy batch as the engine drafts now, launched and read by its own steps: (all of
     it, the part in which the host was busy). Its requests must not end: each may write TIMED_TOKENS."""
     batch_size = engine.num_running

@@ -14,7 +14,7 @@ from specbatch.config import KVDtypeName
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
 from specbatch.engine import resolve as resolving
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.memory import CachedModel, Rows, plan_cache
 from specbatch.errors import ConfigError
 from specbatch.kernels import torch as reference
@@ -43,7 +43,7 @@ def prompts() -> list[list[int]]:
 
 def tokens_of(
     method: str, shape: DraftShape | None, params: SamplingParams, **settings: Any
-) -> tuple[DeviceEngine, list[list[int]]]:
+) -> tuple[Engine, list[list[int]]]:
     settings = {"num_pages": 256, "eos": (5,), "kv_dtype": FP8} | settings
     engine = tiny_device_engine(method, shape, **settings)
     return engine, [list(c.token_ids) for c in run(engine, prompts(), params)]
@@ -59,7 +59,7 @@ def num_layers(method: str) -> int:
     return 7 if method == "eagle3" else 3
 
 
-def cache_of(engine: DeviceEngine) -> KVCache:
+def cache_of(engine: Engine) -> KVCache:
     return engine._round._cache
 
 

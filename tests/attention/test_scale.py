@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from specbatch.oracle.spans import Span, batch_of
 from torch import Tensor
 
 from specbatch.attention.cpu import TorchAttention
@@ -17,7 +18,6 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.oracle.spans import Span, batch_of
 from tests import fake_flashinfer
 from tests.tiny_models import CPU, VOCAB, RandomTensors, tiny_config
 

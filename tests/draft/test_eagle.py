@@ -23,11 +23,6 @@ from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import LAYER_IDS, open_eagle_head
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.oracle.engine import Engine
-from specbatch.oracle.neural import NeuralProposer
-from specbatch.oracle.spans import Span, batch_of
-from specbatch.oracle.tree import DraftTree
-from specbatch.oracle.verify import Accepted
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.eagle_reference import (
     LAYERS,
@@ -38,7 +33,12 @@ from tests.eagle_reference import (
     target_features,
     write_head,
 )
-from tests.tiny_models import CPU, attention_of, random_prompts, run, tiny_engine
+from tests.oracle.engine import OracleEngine
+from tests.oracle.neural import NeuralProposer
+from tests.oracle.spans import Span, batch_of
+from tests.oracle.tree import DraftTree
+from tests.oracle.verify import Accepted
+from tests.tiny_models import CPU, attention_of, random_prompts, run, tiny_oracle
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def test_drafts_are_those_of_the_reference(
     pool = PagePool(64, 4)
     net = EagleDraft(model, model.new_cache(256, torch.float64))
     proposer = NeuralProposer(net, shape, VOCAB, 4, CPU)
-    engine = Engine(
+    engine = OracleEngine(
         decoder,
         proposer,
         decoder.new_cache(256, torch.float64),
@@ -135,7 +135,7 @@ def test_drafts_are_those_of_the_reference(
             first += n
         return result
 
-    monkeypatch.setattr("specbatch.oracle.engine.verify", accept_anything)
+    monkeypatch.setattr("tests.oracle.engine.verify", accept_anything)
 
     def propose(sequences: list[Sequence]) -> DraftTree:
         nonlocal checked
@@ -170,7 +170,7 @@ def test_sampled_chains_are_drawn_from_the_heads_distribution(target: Checkpoint
     proposer = NeuralProposer(EagleDraft(model, model.new_cache(64, torch.float64)), DraftShape(1, 1, 2), VOCAB, 8, CPU)
     cache = decoder.new_cache(64, torch.float64)
     options = {"max_length": 60, "max_batch_size": 1, "prefill_chunk_tokens": 64, "prefix_cache": False}
-    engine = Engine(decoder, proposer, cache, PagePool(8, 8), **options, eos_token_ids=())  # type: ignore[arg-type]
+    engine = OracleEngine(decoder, proposer, cache, PagePool(8, 8), **options, eos_token_ids=())  # type: ignore[arg-type]
     engine.submit(Request(0, [1, 2, 3, 4], SamplingParams(temperature=0.8), RngKey(0, 0, 0)))
     engine.step()
     [seq] = engine._scheduler.running
@@ -241,7 +241,7 @@ def test_vocabulary_maps_that_contradict_themselves_are_refused() -> None:
 
 
 def test_a_reduced_distribution_keeps_its_mass() -> None:
-    proposer = tiny_engine("eagle3", DraftShape(3, 1, 4), draft_vocab=4)._proposer
+    proposer = tiny_oracle("eagle3", DraftShape(3, 1, 4), draft_vocab=4)._proposer
     q = proposer._widen(torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64))  # type: ignore[attr-defined]
     ids = proposer._net.target_ids  # type: ignore[attr-defined]
     assert q[ids].tolist() == [0.1, 0.2, 0.3, 0.4]

@@ -28,7 +28,7 @@ from tests.tiny_models import (
     tiny_config,
     tiny_decoder,
     tiny_device_engine,
-    tiny_engine,
+    tiny_oracle,
 )
 
 LAYERS = 7  # of the tiny target
@@ -96,10 +96,10 @@ def test_the_device_engine_drafts_what_the_reference_does(name: str, monkeypatch
 def test_texts_are_plain_decodings_and_both_engines_agree(name: str, shape: DraftShape) -> None:
     prompts = random_prompts(4, shared=6)
     settings: dict[str, Any] = {"num_pages": 256, "prefill_chunk_tokens": 16}
-    usual = run(tiny_engine("eagle3", shape, **settings), prompts, SAMPLED)
+    usual = run(tiny_oracle("eagle3", shape, **settings), prompts, SAMPLED)
     traits = TRAITS[name]
     for params in (GREEDY, SAMPLED):
-        oracle = run(tiny_engine("eagle3", shape, **settings, **traits), prompts, params)
+        oracle = run(tiny_oracle("eagle3", shape, **settings, **traits), prompts, params)
         device = run(tiny_device_engine("eagle3", shape, **settings, **traits), prompts, params)
         assert [c.token_ids for c in device] == [c.token_ids for c in oracle]
         assert [c.speculation for c in device] == [c.speculation for c in oracle]

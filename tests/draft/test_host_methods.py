@@ -20,7 +20,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence as EngineSequence
 from specbatch.types import Completion, SamplingParams
 from tests.draft.suffix_automaton import SUFFIX, SuffixAutomaton, SuffixDraft
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(4, 1, 5), DraftShape(3, 2, 8)
 SHAPES: dict[str, DraftShape | Schedule] = {
@@ -54,7 +54,7 @@ def prompts() -> list[list[int]]:
 def plain(prompts: list[list[int]]) -> dict[bool, list[Completion]]:
     """Of the oracle, by whether it samples."""
     return {
-        sampled: run(tiny_engine("none", num_pages=256), prompts, params)
+        sampled: run(tiny_oracle("none", num_pages=256), prompts, params)
         for sampled, params in ((False, GREEDY), (True, SAMPLED))
     }
 
@@ -166,7 +166,7 @@ def test_ngrams_of_host_and_device_are_the_oracles(
     params: SamplingParams, num_pages: int, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens and counts, of both methods with the name `ngram`."""
-    oracle = run(tiny_engine("ngram", CHAIN, num_pages=num_pages), prompts, params)
+    oracle = run(tiny_oracle("ngram", CHAIN, num_pages=num_pages), prompts, params)
 
     def on_device(shape: DraftShape, parts: DraftParts) -> NgramDraft:
         return NgramDraft(shape, *parts.ngram_match, parts.ops)

@@ -11,8 +11,8 @@ from scipy.stats import chi2
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from specbatch.draft.rng import Draw, philox4x32, uniform
-from specbatch.oracle.sampling import distribution, draw, token_logprob
 from specbatch.types import RngKey, SamplingParams
+from tests.oracle.sampling import distribution, draw, token_logprob
 
 ONES = 0xFFFFFFFF
 

@@ -12,12 +12,12 @@ import pytest
 from scipy.stats import chi2
 
 from specbatch.draft.shape import DraftShape
-from specbatch.oracle import verify as verify_module
-from specbatch.oracle.engine import Engine
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_exact import broken_accept, broken_residual
-from tests.tiny_models import tiny_engine
+from tests.oracle import verify as verify_module
+from tests.oracle.engine import OracleEngine
+from tests.tiny_models import tiny_oracle
 
 ALPHA = 1e-4
 CHAIN, TREE = DraftShape(2, 1, 3), DraftShape(2, 3, 6)
@@ -35,7 +35,7 @@ PARAMS = SamplingParams(max_tokens=3, temperature=1.3, top_p=0.97, seed=11)
 VOCAB, ROWS = 5, 500
 
 
-def sample(engine: Engine, prompt: list[int], params: SamplingParams, rows: int) -> Counter[tuple[int, ...]]:
+def sample(engine: OracleEngine, prompt: list[int], params: SamplingParams, rows: int) -> Counter[tuple[int, ...]]:
     for row in range(rows):
         engine.submit(Request(row, prompt, params, RngKey(params.seed or 0, row, 0)))
     counts: Counter[tuple[int, ...]] = Counter()
@@ -58,9 +58,9 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
     return float(chi2.sf(statistic, len(cells) - 1))
 
 
-def run_case(case: str, rows: int, params: SamplingParams) -> tuple[float, Engine]:
+def run_case(case: str, rows: int, params: SamplingParams) -> tuple[float, OracleEngine]:
     method, shape, draft_vocab = CASES[case]
-    engine = tiny_engine(
+    engine = tiny_oracle(
         method,
         shape,
         vocab=VOCAB,

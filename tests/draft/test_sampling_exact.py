@@ -15,10 +15,6 @@ from torch import Tensor
 from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
-from specbatch.oracle import verify as verify_module
-from specbatch.oracle.engine import Engine
-from specbatch.oracle.tree import DraftTree
-from specbatch.oracle.verify import Accepted, verify
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.coins import (
     Coins,
@@ -29,7 +25,11 @@ from tests.coins import (
     target_sequences,
 )
 from tests.engine.test_nonfinite import all_nan
-from tests.tiny_models import run, tiny_engine
+from tests.oracle import verify as verify_module
+from tests.oracle.engine import OracleEngine
+from tests.oracle.tree import DraftTree
+from tests.oracle.verify import Accepted, verify
+from tests.tiny_models import run, tiny_oracle
 
 Tokens = tuple[int, ...]
 PARAMS = {
@@ -278,7 +278,9 @@ ENGINES = {
 }
 
 
-def engine_outcomes(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[dict[Tokens, float], set[int]]:
+def engine_outcomes(
+    engine: OracleEngine, prompt: list[int], params: SamplingParams
+) -> tuple[dict[Tokens, float], set[int]]:
     """Outputs with their measure, and the numbers of drafts that rounds accepted."""
     accepted: set[int] = set()
 
@@ -294,7 +296,7 @@ def engine_outcomes(engine: Engine, prompt: list[int], params: SamplingParams) -
 
 def check_engine(case: str, params: SamplingParams, vocab: int, eos: tuple[int, ...]) -> None:
     method, shape, draft_vocab = ENGINES[case]
-    engine = tiny_engine(
+    engine = tiny_oracle(
         method, shape, vocab=vocab, draft_vocab=draft_vocab, hidden=16, prefix_cache=False, eos=eos, scale=0.6
     )
     prompt = [1, 2, 1, 2, 1] if method == "ngram" else [1, 2, 1]
@@ -322,7 +324,7 @@ def test_engine_with_a_draft_that_is_nan(case: str) -> None:
     vocabulary lacks."""
     method, shape, draft_vocab = ENGINES[case]
     params = SamplingParams(max_tokens=3, temperature=2.0, top_p=0.97)
-    engine = tiny_engine(
+    engine = tiny_oracle(
         method, shape, vocab=4, draft_vocab=draft_vocab, hidden=16, prefix_cache=False, scale=0.6,
         spoil_draft=all_nan("fc.weight" if method == "eagle" else "lm_head.weight"),
     )  # fmt: skip

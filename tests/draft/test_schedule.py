@@ -16,7 +16,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, LONG, TREE = DraftShape(2, 1, 3), DraftShape(5, 1, 6), DraftShape(3, 2, 6)
 # Rows end at different times: every entry is used, in both directions (prompts are submitted in two waves).
@@ -47,7 +47,7 @@ def test_by_batch() -> None:
     assert items.map(len) == ByBatch((2, 5), (3, 4))
 
 
-@pytest.mark.parametrize("device", [False, True], ids=["oracle", "device"])
+@pytest.mark.parametrize("device", [False, True], ids=["cpu", "fixed"])
 @pytest.mark.parametrize(
     "schedule", [DEEPENING, WITH_PLAIN, PLAIN_FIRST], ids=["deepening", "with-plain", "plain-first"]
 )
@@ -56,9 +56,9 @@ def test_text_is_that_of_plain_decoding(method: str, schedule: Schedule, device:
     prompts = random_prompts(9, shared=6)
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 5}
     params = [SamplingParams(max_tokens=8 + 7 * i) for i in range(len(prompts))]
-    plain = tiny_engine("none", **settings)
+    plain = tiny_oracle("none", **settings)
     if method == "eagle3":  # its target has more layers
-        plain = tiny_engine(method, CHAIN, **settings)
+        plain = tiny_oracle(method, CHAIN, **settings)
     expected = run_each(plain, prompts, params)
     engine = (tiny_device_engine if device else tiny_engine)(method, schedule, **settings)
     actual = run_each(engine, prompts, params)
@@ -70,12 +70,12 @@ def test_text_is_that_of_plain_decoding(method: str, schedule: Schedule, device:
         assert counts.proposed_at[LONG.num_steps - 1] > 0
 
 
-@pytest.mark.parametrize("device", [False, True], ids=["oracle", "device"])
+@pytest.mark.parametrize("device", [False, True], ids=["cpu", "fixed"])
 def test_sampled_trees_and_ngrams_do_not_depend_on_it(device: bool) -> None:
     """They accept the target's own draws; only chains of a sampling draft are drawn together with it."""
     prompts = random_prompts(9, shared=6)
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
-    expected = run(tiny_engine("none", num_pages=256), prompts, params)
+    expected = run(tiny_oracle("none", num_pages=256), prompts, params)
     make = tiny_device_engine if device else tiny_engine
     trees: Schedule = ByBatch((1, 3), (DraftShape(4, 3, 12), TREE))
     for method, schedule in (("draft_model", trees), ("ngram", DEEPENING_CHAINS)):
@@ -177,7 +177,7 @@ def test_graphs_of_every_entry(method: str, graphs: GraphMode) -> None:
     params = [SamplingParams(max_tokens=8 + 7 * i) for i in range(len(prompts))]
     schedule = DEEPENING_CHAINS if method == "ngram" else WITH_PLAIN
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 5, "dtype": torch.float64}
-    expected = run_each(tiny_engine(method, schedule, **settings), prompts, params)
+    expected = run_each(tiny_oracle(method, schedule, **settings), prompts, params)
     engine = tiny_device_engine(method, schedule, device=torch.device("cuda"), graphs=graphs, **settings)
     engine.executor.capture(False, lambda progress: None)
     aux_hidden_states = engine.executor.num_graphs

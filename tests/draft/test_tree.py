@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import ConfigError
-from specbatch.oracle.ngram import NgramIndex, NgramProposer
-from specbatch.oracle.tree import DraftTree, select_nodes
 from specbatch.types import Request, RngKey, SamplingParams
+from tests.oracle.ngram import NgramIndex, NgramProposer
+from tests.oracle.tree import DraftTree, select_nodes
 
 
 @pytest.mark.parametrize(

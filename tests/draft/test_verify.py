@@ -10,12 +10,12 @@ import torch
 
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
-from specbatch.oracle.engine import Engine
-from specbatch.oracle.tree import DraftTree
-from specbatch.oracle.verify import Accepted, verify
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams, SpeculationCounts, StopCheck
 from tests.coins import plain_logits
-from tests.tiny_models import random_prompts, tiny_engine
+from tests.oracle.engine import OracleEngine
+from tests.oracle.tree import DraftTree
+from tests.oracle.verify import Accepted, verify
+from tests.tiny_models import random_prompts, tiny_oracle
 
 METHODS: dict[str, tuple[str, DraftShape | None]] = {
     "none": ("none", None),
@@ -64,9 +64,9 @@ def test_greedy_tree() -> None:
         assert verify([new_sequence()], tree, one_hot(best)) == [expected]
 
 
-def perfect_engine(shape: DraftShape, **options: object) -> Engine:
+def perfect_engine(shape: DraftShape, **options: object) -> OracleEngine:
     """A target that drafts for itself: chains are accepted whole."""
-    engine = tiny_engine("draft_model", shape, num_pages=256, **options)  # type: ignore[arg-type]
+    engine = tiny_oracle("draft_model", shape, num_pages=256, **options)  # type: ignore[arg-type]
     net = engine._proposer._net  # type: ignore[attr-defined]
     net._model = engine._target
     net.cache = engine._target.new_cache(256 * 4, torch.float64)
@@ -74,7 +74,11 @@ def perfect_engine(shape: DraftShape, **options: object) -> Engine:
 
 
 def complete(
-    engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT, check: StopCheck | None = None, sample: int = 0
+    engine: OracleEngine,
+    params: SamplingParams,
+    prompt: list[int] = PROMPT,
+    check: StopCheck | None = None,
+    sample: int = 0,
 ) -> Completion:
     engine.submit(Request(0, prompt, params, RngKey(params.seed or 0, 0, sample), check))
     while True:
@@ -87,11 +91,11 @@ def complete(
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
     """The greedy continuation of PROMPT."""
-    return complete(tiny_engine("none"), SamplingParams(max_tokens=LENGTH)).token_ids
+    return complete(tiny_oracle("none"), SamplingParams(max_tokens=LENGTH)).token_ids
 
 
-def engines(eos: tuple[int, ...] = ()) -> dict[str, Engine]:
-    return {name: tiny_engine(m, s, num_pages=256, eos=eos) for name, (m, s) in METHODS.items()} | {
+def engines(eos: tuple[int, ...] = ()) -> dict[str, OracleEngine]:
+    return {name: tiny_oracle(m, s, num_pages=256, eos=eos) for name, (m, s) in METHODS.items()} | {
         "perfect": perfect_engine(SHAPE, eos=eos)
     }
 
@@ -183,7 +187,7 @@ def test_stop_string_before_the_end_of_sequence(plain: list[int]) -> None:
 def test_the_end_of_the_context(name: str) -> None:
     """A request that asks for more than fits ends with `length`, exactly at the limit, and the next one still runs."""
     method, shape = METHODS[name]
-    engine = tiny_engine(method, shape, num_pages=12)
+    engine = tiny_oracle(method, shape, num_pages=12)
     limit = engine.limits.max_prompt_tokens + 1
     done = complete(engine, SamplingParams(max_tokens=10_000))
     assert (len(PROMPT) + len(done.token_ids), done.finish_reason) == (limit, FinishReason.LENGTH)
@@ -201,7 +205,7 @@ def test_the_end_of_the_context(name: str) -> None:
 def test_logprobs_are_those_of_a_plain_forward_pass(name: str, temperature: float) -> None:
     """Natural logs of the untempered, unfiltered distribution, whatever was drawn from."""
     method, shape = METHODS[name]
-    engine = tiny_engine(method, shape, num_pages=256)
+    engine = tiny_oracle(method, shape, num_pages=256)
     done = complete(
         engine,
         SamplingParams(max_tokens=15, logprobs=4, temperature=temperature, top_k=3 if temperature else 0, seed=2),
@@ -228,12 +232,12 @@ def test_samples_differ_and_repeat(name: str) -> None:
     method, shape = METHODS[name]
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=4)
     rounds = [
-        [tuple(complete(tiny_engine(method, shape, num_pages=256), params, sample=n).token_ids) for n in range(3)]
+        [tuple(complete(tiny_oracle(method, shape, num_pages=256), params, sample=n).token_ids) for n in range(3)]
         for _ in range(2)
     ]
     assert rounds[0] == rounds[1]
     assert len(set(rounds[0])) == 3
-    together = tiny_engine(method, shape, num_pages=256)
+    together = tiny_oracle(method, shape, num_pages=256)
     for n in range(3):
         together.submit(Request(n, PROMPT, params, RngKey(4, 0, n)))
     done: dict[int, tuple[int, ...]] = {}
@@ -261,7 +265,7 @@ def check_counts(done: Completion) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_counts(name: str, temperature: float) -> None:
     method, shape = METHODS[name]
-    engine = tiny_engine(method, shape, num_pages=256)
+    engine = tiny_oracle(method, shape, num_pages=256)
     total = SpeculationCounts()
     for i, prompt in enumerate([*random_prompts(1), PROMPT]):
         done = complete(engine, SamplingParams(max_tokens=LENGTH - i, temperature=temperature, seed=i), prompt)

@@ -10,7 +10,7 @@ from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
 
 
 def scheduler_with(num_running: int, waiting: list[int], min_free_requests: int) -> Scheduler:
@@ -319,7 +319,7 @@ def test_gathering_in_a_tight_cache_changes_no_text(shared: int) -> None:
     """Preempted rows and rows that wait for a page of another one are gathered too; all get through."""
     prompts = random_prompts(90, seed=2, longest=6, shared=shared)
     params = SamplingParams(max_tokens=12)
-    expected = run(tiny_engine("none", num_pages=256), prompts, params, check=False)
+    expected = run(tiny_oracle("none", num_pages=256), prompts, params, check=False)
     engine = tiny_device_engine("none", None, max_batch_size=64, num_pages=110)
     actual = run(engine, prompts, params)
     assert engine.stats.preemptions > 0

@@ -25,8 +25,8 @@ from specbatch.engine.cpu_threads import (
 )
 from specbatch.models.config import ModelConfig
 from specbatch.models.packed import PackedGatedLinear, PackedLinear, thread_counts
-from specbatch.oracle.sampling import distribution
 from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.oracle.sampling import distribution
 from tests.tiny_models import random_prompts, run, tiny_config, tiny_engine
 
 

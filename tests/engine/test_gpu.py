@@ -12,7 +12,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.test_nonfinite import all_nan, nan_embedding
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -33,8 +33,8 @@ CASES = [
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_cuda_equals_cpu(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
     prompts = random_prompts(5, shared=10)
-    cpu = run(tiny_engine(method, shape, num_pages=256), prompts, params)
-    gpu = run(tiny_engine(method, shape, num_pages=256, device=torch.device("cuda")), prompts, params)
+    cpu = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
+    gpu = run(tiny_oracle(method, shape, num_pages=256, device=torch.device("cuda")), prompts, params)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
     assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
 
@@ -54,7 +54,7 @@ def test_device_engine_equals_cpu_in_float64(
     """Batches shrink from 8 to 1, so padded graphs are replayed after larger ones."""
     prompts = random_prompts(9, shared=10)
     settings = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
-    cpu = run(tiny_engine(method, shape, **settings), prompts, params)
+    cpu = run(tiny_oracle(method, shape, **settings), prompts, params)
     gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, params)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
     assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
@@ -68,7 +68,7 @@ def test_kernels_give_the_tokens_of_the_cpu_in_float32(
 ) -> None:
     prompts = random_prompts(9, shared=10)
     settings = {"num_pages": 512, "max_batch_size": 8, "eos": (5,), "dtype": torch.float32}
-    cpu = run(tiny_engine(method, shape, **settings), prompts, params)
+    cpu = run(tiny_oracle(method, shape, **settings), prompts, params)
     gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, params)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
 
@@ -84,7 +84,7 @@ def test_other_traits_of_an_eagle3_head(traits: dict[str, Any], shape: DraftShap
     """A sampled chain's text depends on what was drafted. Layer 7 of 7: the last one's output."""
     prompts = random_prompts(9, shared=10)
     settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, **traits}
-    cpu = run(tiny_engine("eagle3", shape, **settings), prompts, SAMPLED)
+    cpu = run(tiny_oracle("eagle3", shape, **settings), prompts, SAMPLED)
     gpu = run(tiny_device_engine("eagle3", shape, **settings, device=CUDA, graphs=graphs), prompts, SAMPLED)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
 
@@ -93,7 +93,7 @@ def test_other_traits_of_an_eagle3_head(traits: dict[str, Any], shape: DraftShap
 def test_page_sizes(page_size: int) -> None:
     prompts = random_prompts(6, shared=10)
     shape = DraftShape(5, 4, 8)
-    cpu = run(tiny_engine("eagle3", shape, num_pages=256, dtype=torch.float32), prompts, GREEDY)
+    cpu = run(tiny_oracle("eagle3", shape, num_pages=256, dtype=torch.float32), prompts, GREEDY)
     settings = {"num_pages": 4096 // page_size, "page_size": page_size, "dtype": torch.float32}
     gpu = run(tiny_device_engine("eagle3", shape, **settings, device=CUDA, graphs="round"), prompts, GREEDY)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
@@ -102,7 +102,7 @@ def test_page_sizes(page_size: int) -> None:
 def test_preemption() -> None:
     prompts = random_prompts(8, seed=1, longest=30)
     shape = DraftShape(3, 1, 4)
-    expected = run(tiny_engine("eagle3", shape, num_pages=256, dtype=torch.float32), prompts, GREEDY)
+    expected = run(tiny_oracle("eagle3", shape, num_pages=256, dtype=torch.float32), prompts, GREEDY)
     engine = tiny_device_engine(
         "eagle3", shape, num_pages=26, prefill_chunk_tokens=7, dtype=torch.float32, device=CUDA, graphs="round"
     )
@@ -196,7 +196,7 @@ def test_logits_that_are_not_finite_fail_their_rows_alone(
     prompts = [[token % 50 for token in prompt] for prompt in random_prompts(7, shared=10)]
     prompts = [[*prompt, 60] if i in (1, 4) else prompt for i, prompt in enumerate(prompts)]
     settings = {"num_pages": 512, "max_batch_size": 8, "spoil": nan_embedding(55, 60), "dtype": dtype}
-    cpu = run(tiny_engine(method, shape, **settings), prompts, params)
+    cpu = run(tiny_oracle(method, shape, **settings), prompts, params)
     gpu = run(tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs), prompts, params)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
     assert [c.finish_reason for c in gpu] == [c.finish_reason for c in cpu]
@@ -211,7 +211,7 @@ def test_a_broken_draft_is_rejected(method: str, graphs: GraphMode) -> None:
     spoil = {"spoil_draft": all_nan("lm_head.weight")}
     for shape in (DraftShape(3, 1, 4), DraftShape(5, 4, 8)):
         for params in (GREEDY, SAMPLED):
-            host = tiny_engine(method, shape, **settings, **spoil)
+            host = tiny_oracle(method, shape, **settings, **spoil)
             device = tiny_device_engine(method, shape, **settings, **spoil, device=CUDA, graphs=graphs)
             cpu, gpu = run(host, prompts, params), run(device, prompts, params)
             assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]

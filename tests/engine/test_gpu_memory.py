@@ -19,7 +19,7 @@ from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import GIB
 from specbatch.engine.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +83,7 @@ def test_memory_that_runs_out_in_mid_run(graphs: GraphMode, temperature: float) 
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 16, "vocab": vocab, "prefill_chunk_tokens": 16}
     params = SamplingParams(max_tokens=12, temperature=temperature, logprobs=1 if graphs == "none" else None)
     prompts = random_prompts(17, vocab=vocab, longest=14)
-    expected = run(tiny_engine("draft_model", shape, **settings), prompts, params)
+    expected = run(tiny_oracle("draft_model", shape, **settings), prompts, params)
     engine = tiny_device_engine("draft_model", shape, **settings, device=CUDA, graphs=graphs)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -14,8 +14,8 @@ from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.packed import PackedGatedLinear, PackedLinear
-from specbatch.oracle.spans import Span, batch_of
 from specbatch.types import SamplingParams
+from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, random_prompts, run, tiny_engine
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 257]

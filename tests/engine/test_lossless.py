@@ -1,6 +1,8 @@
-"""The project's first property: speculation does not change the output, on any path."""
+"""The project's first property: speculation does not change the output, on any path. The measure is the oracle."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from specbatch.draft.shape import DraftShape
 from specbatch.types import SamplingParams
 from tests.marks import slow_on_cpu
-from tests.tiny_models import random_prompts, run, tiny_config, tiny_decoder, tiny_engine
+from tests.tiny_models import random_prompts, run, tiny_config, tiny_decoder, tiny_engine, tiny_oracle
 
 SHAPES = {
     "chain-3": DraftShape(3, 1, 4),
@@ -39,7 +41,8 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(prompts: list[list[int]]) -> list[tuple[list[int], str]]:
-    return texts(run(tiny_engine("none", prefix_cache=False), prompts, GREEDY))
+    """By the oracle."""
+    return texts(run(tiny_oracle("none", prefix_cache=False), prompts, GREEDY))
 
 
 def test_plain_output_is_worth_comparing(plain: list[tuple[list[int], str]]) -> None:
@@ -62,12 +65,8 @@ def test_greedy_equals_plain(
 
 @pytest.fixture(scope="module")
 def plain6(prompts: list[list[int]]) -> list[tuple[list[int], str]]:
-    """Plain decoding of the six-layer target, through an EAGLE-3 engine whose drafts can never be right."""
-    from specbatch.oracle.ngram import NoProposer
-
-    engine = tiny_engine("eagle3", SHAPES["chain-1"], num_pages=256)
-    engine._proposer = NoProposer()  # type: ignore[assignment]
-    return texts(run(engine, prompts, GREEDY))
+    """Plain decoding of EAGLE-3's deeper target, by the oracle."""
+    return texts(run(tiny_oracle("none", num_layers=7, num_pages=256), prompts, GREEDY))
 
 
 @pytest.mark.parametrize(("shape", "draft_vocab"), [*((s, None) for s in SHAPES), *PRUNED])
@@ -81,7 +80,7 @@ def test_preemption_changes_nothing(
     method: str, shape: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]
 ) -> None:
     """A cache so small that requests are thrown out and recomputed."""
-    lookahead = tiny_engine(method, SHAPES[shape], num_pages=256)._proposer.num_lookahead
+    lookahead = tiny_engine(method, SHAPES[shape], num_pages=256).num_lookahead
     longest = max(map(len, prompts)) + GREEDY.max_tokens
     engine = tiny_engine(method, SHAPES[shape], num_pages=(longest + lookahead) // 4 + 3)
     assert texts(run(engine, prompts, GREEDY)) == plain
@@ -113,7 +112,7 @@ def test_scheduling_changes_nothing(
 )
 def test_sampled_deterministic_drafts_equal_plain_sampling(method: str, shape: str, prompts: list[list[int]]) -> None:
     """Trees and n-grams draw the numbers that plain sampling draws: the same tokens, not only the same distribution."""
-    plain = texts(run(tiny_engine("none"), prompts, SAMPLED))
+    plain = texts(run(tiny_oracle("none"), prompts, SAMPLED))
     completions = run(tiny_engine(method, SHAPES[shape], num_pages=256), prompts, SAMPLED)
     assert texts(completions) == plain
     assert sum(c.speculation.accepted for c in completions) > 0
@@ -122,8 +121,9 @@ def test_sampled_deterministic_drafts_equal_plain_sampling(method: str, shape: s
 def test_sampled_chain_does_not_depend_on_scheduling(prompts: list[list[int]]) -> None:
     """p/q chains are another draw from the same distribution, but the same one however requests are scheduled."""
     shape = SHAPES["chain-3"]
-    base = run(tiny_engine("draft_model", shape, num_pages=256), prompts, SAMPLED)
+    base = run(tiny_oracle("draft_model", shape, num_pages=256), prompts, SAMPLED)
     others = [
+        tiny_engine("draft_model", shape, num_pages=256),
         tiny_engine("draft_model", shape, num_pages=256, max_batch_size=1, prefix_cache=False),
         tiny_engine("draft_model", shape, num_pages=256, max_batch_size=8, prefill_chunk_tokens=5),
         tiny_engine("draft_model", shape, num_pages=27),
@@ -140,9 +140,9 @@ def test_a_perfect_draft_is_accepted(shape: DraftShape, prompts: list[list[int]]
     """The target drafting for itself, so draft caches, positions and draft-extend are right: a chain is accepted
     whole, and so is one branch of a tree that verifies every candidate (unless the best path fell out of the beam)."""
     engine = tiny_engine("draft_model", shape, num_pages=256)
-    net = engine._proposer._net  # type: ignore[attr-defined]
-    net._model = engine._target
-    net.cache = engine._target.new_cache(256 * 4, torch.float64)
+    net: Any = engine._round.method.net
+    net._model = engine._round._target
+    net.cache = net._model.new_cache(257 * 4, torch.float64)
     counts = [c.speculation for c in run(engine, prompts, GREEDY)]
     if shape.is_chain:
         assert all(c.rounds == -(-(GREEDY.max_tokens - 1) // (shape.num_steps + 1)) for c in counts)
@@ -155,7 +155,7 @@ def test_requests_of_one_token_leave_a_whole_prefix_behind(method: str) -> None:
     """A request that ends in its prefill shares its pages: the draft's entries in them must be there too."""
     prompt = random_prompts(1, seed=3, longest=1, shared=20)[0]
     later = [[*prompt, 3, 4], [*prompt, 7]]
-    fresh = run(tiny_engine(method, SHAPES["chain-3"], prefix_cache=False), later, SAMPLED)
+    fresh = run(tiny_oracle(method, SHAPES["chain-3"], prefix_cache=False), later, SAMPLED)
     engine = tiny_engine(method, SHAPES["chain-3"])
     run(engine, [prompt], SamplingParams(max_tokens=1))
     run(engine, [[9] * 24], SamplingParams(max_tokens=8))  # scribbles over what was freed
@@ -168,7 +168,7 @@ def test_requests_of_one_token_leave_a_whole_prefix_behind(method: str) -> None:
 def test_a_draft_model_with_a_smaller_embedding() -> None:
     """Embeddings of one family are padded to different sizes: a token past the draft's must not abort the run."""
     engine = tiny_engine("draft_model", SHAPES["chain-3"])
-    net = engine._proposer._net  # type: ignore[attr-defined]
+    net: Any = engine._round.method.net
     net._model, net._width = tiny_decoder(tiny_config(2, vocab=50), torch.float64), 50
     prompts = [[1, 2, 55, 3]]
-    assert texts(run(engine, prompts, GREEDY)) == texts(run(tiny_engine("none"), prompts, GREEDY))
+    assert texts(run(engine, prompts, GREEDY)) == texts(run(tiny_oracle("none"), prompts, GREEDY))

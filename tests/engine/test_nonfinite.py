@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.device_engine import DeviceEngine
-from specbatch.oracle.engine import Engine
+from specbatch.engine.engine import Engine
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
-from tests.tiny_models import VOCAB, random_prompts, tiny_device_engine, tiny_engine
+from tests.oracle.engine import OracleEngine
+from tests.tiny_models import VOCAB, random_prompts, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 4, 8)
 METHODS = [
@@ -27,7 +27,11 @@ METHODS = [
     ("eagle3", CHAIN),
     ("eagle3", TREE),
 ]
-ENGINES: dict[str, Callable[..., Engine | DeviceEngine]] = {"host": tiny_engine, "device": tiny_device_engine}
+ENGINES: dict[str, Callable[..., Engine | OracleEngine]] = {
+    "oracle": tiny_oracle,
+    "cpu": tiny_engine,
+    "fixed": tiny_device_engine,
+}
 GREEDY = SamplingParams(max_tokens=10, logprobs=2)
 SAMPLED = SamplingParams(max_tokens=10, logprobs=2, temperature=0.9, top_k=12, top_p=0.95, seed=3)
 IN_PROMPTS = 60  # a token for prompts; tests take it out of the others
@@ -51,7 +55,7 @@ def all_nan(name: str) -> Callable[[dict[str, Tensor]], None]:
 
 
 def run_rows(
-    engine: Engine | DeviceEngine, rows: dict[int, list[int]], params: SamplingParams, check: bool = True
+    engine: Engine, rows: dict[int, list[int]], params: SamplingParams, check: bool = True
 ) -> dict[int, Completion]:
     """Each row under its own number, whatever the others are."""
     for number, prompt in rows.items():
@@ -192,7 +196,7 @@ def test_masked_tokens_are_no_error(engine: str, params: SamplingParams) -> None
 
     build = ENGINES[engine]
     engine_ = build("none", spoil=spoil)
-    target = engine_._target if isinstance(engine_, Engine) else engine_._round._target
+    target = engine_._target if isinstance(engine_, OracleEngine) else engine_._round._target
     healthy = target.raw_logits
 
     def masked(hidden: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.executor import Launched
 from specbatch.engine.round import Round
 from specbatch.errors import MemoryShortage
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.oracle.engine import Engine
 from specbatch.types import Completion, Request, RngKey, SamplingParams
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 4, 8)
 CASES = [("ngram", CHAIN), ("draft_model", CHAIN), ("draft_model", TREE), ("eagle3", TREE)]
@@ -50,7 +49,7 @@ class Shortage(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_short(engine: DeviceEngine, prompts: list[list[int]], params: SamplingParams, mode: Shortage) -> dict[int, Any]:
+def run_short(engine: Engine, prompts: list[list[int]], params: SamplingParams, mode: Shortage) -> dict[int, Any]:
     for i, prompt in enumerate(prompts):
         engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
     done: dict[int, Completion] = {}
@@ -77,10 +76,10 @@ def check_shortages(method: str, shape: DraftShape | None, params: SamplingParam
     prompts = random_prompts(4, shared=9, longest=30)
     settings: dict[str, Any] = {"num_pages": 128, "eos": (5,), "prefill_chunk_tokens": 24}
 
-    def made() -> DeviceEngine:
+    def made() -> Engine:
         return tiny_device_engine(method, shape, **settings, graph_tokens=128 if padded else 0)
 
-    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    expected = run(tiny_oracle(method, shape, **settings), prompts, params)
     whole = Shortage()
     compare(run_short(made(), prompts, params, whole), expected)
     failed = 0
@@ -167,7 +166,7 @@ def test_a_graph_that_does_not_fit(method: str, shape: DraftShape | None, params
     prompts = random_prompts(5, shared=9, longest=30)
     params = replace(params, logprobs=None)
     settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
-    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    expected = run(tiny_oracle(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(method, shape, **settings)
     executor = engine.executor
     runner = Replays(lambda key: key[1] == 4)
@@ -187,7 +186,7 @@ def test_phases_that_do_not_fit(failing: str) -> None:
     """One of three: none of them is kept."""
     prompts = random_prompts(5, shared=9, longest=30)
     settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
-    expected = run(tiny_engine("draft_model", TREE, **settings), prompts, GREEDY)
+    expected = run(tiny_oracle("draft_model", TREE, **settings), prompts, GREEDY)
     engine = tiny_device_engine("draft_model", TREE, **settings)
     executor = engine.executor
     runner = Replays(lambda key: key[0] == failing and key[1] == 4)
@@ -200,7 +199,7 @@ def test_phases_that_do_not_fit(failing: str) -> None:
 def test_prompts_whose_graph_does_not_fit() -> None:
     prompts = random_prompts(5, shared=9, longest=30)
     settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
-    expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
+    expected = run(tiny_oracle("draft_model", CHAIN, **settings), prompts, GREEDY)
     engine = tiny_device_engine("draft_model", CHAIN, **settings, graph_tokens=128)
     engine.executor.mode = "round"
     engine._prompts._runner = runner = Replays(lambda key: True)  # type: ignore[assignment]
@@ -212,7 +211,7 @@ def test_prompts_whose_graph_does_not_fit() -> None:
 def test_batches_become_smaller_and_stay_so() -> None:
     prompts = random_prompts(12, longest=12)
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 8}
-    expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
+    expected = run(tiny_oracle("draft_model", CHAIN, **settings), prompts, GREEDY)
     engine = tiny_device_engine("draft_model", CHAIN, **settings)
     executor, most = engine.executor, []
     launch = executor.run
@@ -236,7 +235,7 @@ def test_graphs_go_before_the_job_does() -> None:
     """One row alone does not fit beside them. The round that still runs is read first: it may be one of theirs."""
     prompts = random_prompts(3, longest=12)
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 1}
-    expected = run(tiny_engine("draft_model", CHAIN, **settings), prompts, GREEDY)
+    expected = run(tiny_oracle("draft_model", CHAIN, **settings), prompts, GREEDY)
     engine = tiny_device_engine("draft_model", CHAIN, **settings)
     executor = engine.executor
     executor.mode, executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
@@ -315,7 +314,7 @@ def _broken_capture() -> None:
 
 def test_the_hosts_engine_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that finished before are the caller's already; the engine's state is not to be trusted any more."""
-    engine = tiny_engine("draft_model", CHAIN, num_pages=256)
+    engine = tiny_oracle("draft_model", CHAIN, num_pages=256)
     for i, prompt in enumerate(random_prompts(3)):
         engine.submit(Request(i, prompt, GREEDY, RngKey(0, i, 0)))
     while engine.num_waiting or not engine.is_prefilled:

@@ -21,7 +21,7 @@ from transformers import (
 from specbatch.engine.build import build_decoder
 from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
-from specbatch.oracle.spans import Span, batch_of
+from tests.oracle.spans import Span, batch_of
 
 CPU = torch.device("cpu")
 MODELS = Path(os.environ.get("SPECBATCH_TEST_MODELS", Path.home() / ".cache" / "specbatch-dev"))

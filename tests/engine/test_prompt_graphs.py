@@ -15,7 +15,7 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.draft import NoDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import ChunkShape, PromptPacker, TokenFields
 from specbatch.engine.round import PromptChunk, Round
@@ -23,7 +23,7 @@ from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.tiny_models import CPU, random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import CPU, random_prompts, run, tiny_device_engine, tiny_oracle
 
 CASES = [
     ("none", None),
@@ -64,7 +64,7 @@ def test_texts_are_the_same(
 ) -> None:
     """Prompts that share a prefix, some found in the cache; some longer than a chunk, and so in pieces."""
     prompts, settings = many_prompts(), SETTINGS
-    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    expected = run(tiny_oracle(method, shape, **settings), prompts, params)
     used = shapes_used(monkeypatch)
     engine = tiny_device_engine(method, shape, **settings, prefill_chunk_tokens=64, graph_tokens=128)
     actual = run(engine, prompts, params)
@@ -84,7 +84,7 @@ def test_rows_that_are_computed_again(method: str, shape: DraftShape, monkeypatc
     """A preempted row comes back with its root known: its chunk is padded, too."""
     prompts = random_prompts(12, seed=1, longest=12)
     params = SamplingParams(max_tokens=30)
-    expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)
+    expected = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
     used = shapes_used(monkeypatch)
     engine = tiny_device_engine(method, shape, num_pages=40, max_batch_size=8, graph_tokens=128)
     actual = run(engine, prompts, params)
@@ -97,7 +97,7 @@ def test_log_probabilities_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> No
     used = shapes_used(monkeypatch)
     prompts, params = random_prompts(3), SamplingParams(max_tokens=4, logprobs=2)
     engine = tiny_device_engine("none", None, graph_tokens=128)
-    actual, expected = run(engine, prompts, params), run(tiny_engine("none", None), prompts, params)
+    actual, expected = run(engine, prompts, params), run(tiny_oracle("none", None), prompts, params)
     assert [len(c.logprobs or []) for c in actual] == [4, 4, 4]
     assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
     assert not used
@@ -163,7 +163,7 @@ class StandIn:
     """What a graph does that a function does not, on a CPU: all that Python knew at its capture stays as it was, and
     its output is overwritten by the next replay. Capturing must change nothing."""
 
-    def __init__(self, engine: DeviceEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._captured: dict[Any, tuple[Callable[[], Tensor], Tensor]] = {}
         self.num_replays = 0
@@ -189,7 +189,7 @@ class StandIn:
         return output.copy_(function())
 
 
-def live(engine: DeviceEngine) -> list[Tensor]:
+def live(engine: Engine) -> list[Tensor]:
     """What belongs to requests: not padding's slot, nor the spare slot of the caches."""
     state, round_ = engine._state, engine._round
     caches = [round_._cache, *([round_.method.net.cache] if round_.method.net is not None else [])]
@@ -226,7 +226,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_python_knew_at_a_capture_stays(method: str, shape: DraftShape | None) -> None:
     """Rows that sample and rows that do not, chunks of the same shape and of other contents."""
     settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
-    oracle = tiny_engine(method, shape, **settings)
+    oracle = tiny_oracle(method, shape, **settings)
     engine = tiny_device_engine(method, shape, **settings, prefill_chunk_tokens=64, graph_tokens=128)
     runner = StandIn(engine)
     for seed, params in enumerate((GREEDY, SAMPLED)):
@@ -244,7 +244,7 @@ def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShap
     """Drafting differently changes what a chunk computes, and leaves its shape as it is."""
     settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "prefix_cache": False}
     prompts, params = random_prompts(5), SamplingParams(max_tokens=6)
-    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    expected = run(tiny_oracle(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(method, shape, **settings, graph_tokens=128)
     method = engine._round.method
     runner = StandIn(engine)
@@ -365,7 +365,7 @@ def test_graphs_give_the_same_texts(
 ) -> None:
     """Captured with other rows running; float64 over the twins, float32 over the kernels."""
     prompts, settings = many_prompts(), SETTINGS | {"dtype": dtype}
-    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    expected = run(tiny_oracle(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(
         method, shape, **settings, device=CUDA, graphs="round", prefill_chunk_tokens=64, graph_tokens=128
     )
@@ -383,7 +383,7 @@ def test_only_whole_rounds_have_graphs_of_prompts() -> None:
     assert num_graphs(engine) == 0
 
 
-def num_graphs(engine: DeviceEngine) -> int:
+def num_graphs(engine: Engine) -> int:
     runner = engine._prompts._runner
     assert runner is not None
     return len(runner)

@@ -18,12 +18,12 @@ from specbatch.draft.rng import Draw, uniform
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels import torch as reference
-from specbatch.oracle import sampling
-from specbatch.oracle.ngram import NgramProposer
-from specbatch.oracle.tree import DraftTree, select_nodes
-from specbatch.oracle.verify import verify
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.marks import slow_on_cpu
+from tests.oracle import sampling
+from tests.oracle.ngram import NgramProposer
+from tests.oracle.tree import DraftTree, select_nodes
+from tests.oracle.verify import verify
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -17,7 +17,7 @@ from specbatch.models.layers import RMSNorm
 from specbatch.models.linear import DenseGatedLinear, DenseLinear, Linear
 from specbatch.models.packed import PackedGatedLinear, PackedLinear
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.oracle.spans import Span, batch_of
+from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, VOCAB, RandomTensors, attention_of, tiny_config
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

@@ -164,7 +164,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         return engine
 
     monkeypatch.setattr(bench, "build_engine", build_one)
-    monkeypatch.setattr(bench, "DeviceEngine", object)
+    monkeypatch.setattr(bench, "Engine", object)
     phases_of = {"draft": 0.001, "verify": 0.002, "round": 0.0035}
     monkeypatch.setattr(bench, "time_phases", lambda engine, batch, context: phases_of | {"draft": 0.001 * batch})
     peer = {"engine": "vllm", "k": 0, "acc": 1.0, "rows": [{"concurrency": 2, "tok_s": 1.0}]}

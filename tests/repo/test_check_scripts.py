@@ -237,7 +237,7 @@ def test_what_rows_wait_for() -> None:
     from tune_cells import Gathered
 
     limits = Limits(32, 4096, 64)
-    assert Gathered.of(limits, 50.0) == Gathered(1, 1), "the oracle engine waits for nothing"
+    assert Gathered.of(limits, 50.0) == Gathered(1, 1), "on a CPU no prompt is held"
     assert Gathered.of(replace(limits, chunk_cost=ChunkCost(1.0, 500)), 50.0) == Gathered(6, 500)
 
 

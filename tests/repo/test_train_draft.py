@@ -37,12 +37,12 @@ from specbatch.models.formats.eagle_files import open_eagle_head
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.oracle.engine import Engine
-from specbatch.oracle.neural import NeuralProposer
-from specbatch.oracle.ngram import NoProposer
-from specbatch.oracle.proposer import Proposer
-from specbatch.oracle.spans import Span, batch_of
 from specbatch.types import SamplingParams
+from tests.oracle.engine import OracleEngine
+from tests.oracle.neural import NeuralProposer
+from tests.oracle.ngram import NoProposer
+from tests.oracle.proposer import Proposer
+from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, VOCAB, RandomTensors, attention_of, random_prompts, run, tiny_config
 
 LAYERS, WIDTH = 8, 41  # of the target, and of the draft vocabulary
@@ -534,9 +534,11 @@ def trainer(folder: Path, examples: list[Any], say: Callable[[str], None], max_s
     return Trainer(settings, head, lambda: frozen, examples, examples[:4], folder, CPU, say, save_seconds=0.0)
 
 
-def tiny_run(proposer: Callable[[Any], Proposer], decoder: Any, prompts: list[list[int]]) -> tuple[list[Any], Engine]:
+def tiny_run(
+    proposer: Callable[[Any], Proposer], decoder: Any, prompts: list[list[int]]
+) -> tuple[list[Any], OracleEngine]:
     pool = PagePool(64, 4)
-    engine = Engine(
+    engine = OracleEngine(
         decoder,
         proposer(pool),
         decoder.new_cache(256, torch.float64),

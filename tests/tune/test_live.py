@@ -7,8 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
+from specbatch.draft.ngram import HostNgramDraft
+from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.oracle.ngram import NgramProposer
 from specbatch.tune.replay import Replay, Replayer
 from specbatch.tune.trace import Trace
 from specbatch.types import Completion, SamplingParams
@@ -127,8 +128,7 @@ def test_ngrams_are_exact(shape: DraftShape, params: SamplingParams) -> None:
     rows = traced("draft_model", sampled).rows
     trace = Trace(tuple(type(row)(row.num_prompt, row.tokens) for row in rows), sampled=sampled)
     engine = tiny_engine("ngram", DraftShape(8, 1, 9), num_pages=256, eos=EOS)
-    engine._proposer = NgramProposer(shape.num_draft_tokens, *(shape.ngram_match or ()))
-    engine._scheduler._on_start = engine._proposer.start
+    engine.set_methods(ByBatch.always(HostNgramDraft(shape, *(shape.ngram_match or ()))), "none")
     replay, completions = Replayer(trace).replay(shape), run(engine, as_lists(), params)
     assert_equal(replay, completions)
     # Rounds that find nothing draft nothing; those at a row's end draft no further than it.

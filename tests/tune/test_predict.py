@@ -217,9 +217,9 @@ def test_rows_that_cannot_run() -> None:
         replace(profile, num_rows=0)
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["oracle", "device"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "gpu"])
 def test_rounds_of_a_real_run(on_device: bool) -> None:
-    """The engine's own count of rounds, for rows that are the traced ones. The device engine notices a round late that
+    """The engine's own count of rounds, for rows that are the traced ones. On a GPU the engine reads a round late that
     a row has ended."""
     prompts, params = random_prompts(14, seed=2), SamplingParams(max_tokens=24)
     shape = DraftShape(3, 1, 4)

@@ -12,9 +12,9 @@ import pytest
 
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, TuningError
-from specbatch.oracle.ngram import NgramIndex
 from specbatch.tune.replay import Replay, Replayer, replay
 from specbatch.tune.trace import RowTrace, Trace
+from tests.oracle.ngram import NgramIndex
 
 VOCAB, TOPK, DEPTH = 7, 4, 4
 SHAPES = [

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from specbatch.draft import DraftParts
+from specbatch.draft.network import DraftNet
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.kernels import ops_for
-from specbatch.tune.host import HostSession
 from specbatch.tune.replay import replay
 from specbatch.tune.session import OutOfTime, Session
 from specbatch.tune.trace import Trace
@@ -32,17 +33,19 @@ SHAPES = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(2, 3, 6), DraftSh
 def gpu_session(method: str, graphs: GraphMode) -> Session:
     """In float64, in which a GPU writes the texts that a CPU does."""
     engine = tiny_device_engine(method, WIDE, num_pages=512, prefix_cache=False, device=CUDA)
-    parts = DraftParts(CUDA, ops_for(CUDA, torch.float64), engine._round.method.net, (1, 3))
+    parts = DraftParts(CUDA, ops_for(CUDA, torch.float64), net_of(engine), (1, 3))
     return Session(engine, method, parts, graphs)
 
 
 def session(method: str, on_device: bool, num_pages: int = 512) -> Session:
-    """Over a tiny engine that was built for the widest shape."""
-    engine: Any = (tiny_device_engine if on_device else tiny_engine)(
-        method, WIDE, num_pages=num_pages, prefix_cache=False
-    )
-    net = engine._round.method.net if on_device else getattr(engine._proposer, "_net", None)
-    return (Session if on_device else HostSession)(engine, method, DraftParts(CPU, OPS, net, (1, 3)), "none")
+    """Over a tiny engine that was built for the widest shape: as it runs on a GPU, or as on a CPU."""
+    make = tiny_device_engine if on_device else tiny_engine
+    engine = make(method, WIDE, num_pages=num_pages, prefix_cache=False)
+    return Session(engine, method, DraftParts(CPU, OPS, net_of(engine), (1, 3)), "none")
+
+
+def net_of(engine: Engine) -> DraftNet | None:
+    return engine.executor.rounds.items[0].method.net
 
 
 def requests(temperature: float = 0.0) -> list[Request]:
@@ -53,7 +56,7 @@ def requests(temperature: float = 0.0) -> list[Request]:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
-def test_both_engines_record_the_same(method: str) -> None:
+def test_a_cpu_and_a_gpu_record_the_same(method: str) -> None:
     assert_same(*(session(method, on_device).trace(requests(), TOPK, DEPTH) for on_device in (False, True)))
 
 
@@ -69,12 +72,12 @@ def test_what_captures_in_the_middle_of_a_run_leave_of_the_record(
             super().__init__(*args)
             self.mode, self.runner = "round", cast(Any, Replays(lambda key: False))
 
-    monkeypatch.setattr("specbatch.engine.device_engine.RoundExecutor", Captures)
+    monkeypatch.setattr("specbatch.engine.engine.RoundExecutor", Captures)
     tuned = session(method, on_device=True)
     # Padding has stream 0: of no row here, so that what is recorded of it shows.
     rows = [replace(row, rng=RngKey(7, 64 + row.request_id, 0)) for row in requests(temperature)]
     traced = tuned.trace(rows, TOPK, DEPTH)
-    assert tuned.engine.executor.num_graphs > 1  # type: ignore[union-attr]
+    assert tuned.engine.executor.num_graphs > 1
     assert_same(session(method, on_device=False).trace(rows, TOPK, DEPTH), traced)
 
 
@@ -121,7 +124,7 @@ def test_graphs_record_the_same(method: str, temperature: float) -> None:
     for graphs in modes:
         tuned = gpu_session(method, graphs)
         assert_same(expected, tuned.trace(requests(temperature), TOPK, DEPTH))
-        captured = tuned.engine.executor.num_graphs  # type: ignore[union-attr]
+        captured = tuned.engine.executor.num_graphs
         assert captured > 1 if graphs == "round" else not captured
 
 
@@ -134,7 +137,7 @@ def assert_same(one: Trace, other: Trace) -> None:
         np.testing.assert_allclose(mine.scores_PC[rounds], theirs.scores_PC[rounds], atol=1e-5)
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["oracle", "device"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram"])
 def test_replay_is_what_a_run_does(method: str, on_device: bool) -> None:
     tuned = session(method, on_device)
@@ -168,7 +171,7 @@ def test_plain_again_and_sampled_trees() -> None:
 
 def test_what_ran_before_does_not_change_what_is_gathered() -> None:
     engine = tiny_device_engine("draft_model", WIDE, max_batch_size=32, num_pages=512, prefix_cache=False)
-    parts = DraftParts(CPU, OPS, engine._round.method.net, (1, 3))
+    parts = DraftParts(CPU, OPS, net_of(engine), (1, 3))
     tuned = Session(engine, "draft_model", parts, "none")
     tuned.use(ByBatch.always(None))
     assert engine._scheduler.min_free_requests == 2

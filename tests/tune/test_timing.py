@@ -13,7 +13,6 @@ from specbatch.draft.shape import DraftShape
 from specbatch.errors import ModelError
 from specbatch.tune import measure
 from specbatch.tune.costs import CostModel, Measurement
-from specbatch.tune.host import HostSession
 from specbatch.tune.measure import probes, time_batch, time_plain, time_prompts
 from specbatch.tune.replay import replay
 from specbatch.tune.session import Finished, Session
@@ -71,7 +70,7 @@ def test_costs_are_measured_for_every_part(method: str, on_device: bool) -> None
 
 def test_only_batches_that_fit_are_timed() -> None:
     """A cache that holds two of the rows must not say what three of them cost."""
-    tuned = session("ngram", on_device=False, num_pages=200)
+    tuned = session("ngram", on_device=False, num_pages=120)
     assert time_batch(tuned, 1, 20, DEPTH, TOPK, 512)
     assert not time_batch(tuned, 3, 20, DEPTH, TOPK, 512)
     tuned = session("ngram", on_device=False)
@@ -267,10 +266,10 @@ def test_on_a_gpu(method: str) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_broken_model_is_an_error(on_device: bool) -> None:
     """Its times mean nothing: an error with a hint, and no failed assertion."""
-    engine: Any = (tiny_device_engine if on_device else tiny_engine)(
+    engine = (tiny_device_engine if on_device else tiny_engine)(
         "ngram", DraftShape(3, 1, 4), num_pages=512, prefix_cache=False, spoil=all_nan("lm_head.weight")
     )
-    broken = (Session if on_device else HostSession)(engine, "ngram", DraftParts(CPU, OPS, None, (1, 3)), "none")
+    broken = Session(engine, "ngram", DraftParts(CPU, OPS, None, (1, 3)), "none")
     with pytest.raises(ModelError, match="not finite"):
         broken.trace(requests(), 0, 0)
     with pytest.raises(ModelError, match="not finite"):

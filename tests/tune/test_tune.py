@@ -27,7 +27,6 @@ from specbatch.job.sources import RawRow
 from specbatch.tune import command as command_module
 from specbatch.tune import live as live_module
 from specbatch.tune.command import _limits, _resolve_widest, _shared, part_seconds
-from specbatch.tune.host import HostSession, new_session
 from specbatch.tune.live import (
     Live,
     drift,
@@ -135,14 +134,14 @@ def costs(folder: Path) -> list[dict[str, object]]:
 def test_one_sampled_row_among_those_that_run_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their rounds have graphs of their own, whether that row is traced or not."""
     monkeypatch.setattr(live_module, "MAX_TRIALS", 1)
-    path, session = tmp_path / "rows.jsonl", Mock(side_effect=new_session)
+    path, session = tmp_path / "rows.jsonl", Mock(side_effect=Session)
     rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7 * (i == 5)} for i in range(30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(command_module, "new_session", session)
+    monkeypatch.setattr(command_module, "Session", session)
     found = tune(path, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", *TINY)
     assert found.exit_code == 0, found.output
     assert "the rows are sampled" not in found.output, "none of those that were traced"
-    assert session.call_args.args[2]
+    assert session.call_args.args[4]
 
 
 def test_how_many_rows_are_traced() -> None:
@@ -503,5 +502,5 @@ def test_limits_of_an_engine(on_cuda: bool, async_depth: int, monkeypatch: pytes
     assert limits.chunk_cost == engine.chunk_cost
     assert (limits.kv_tokens, limits.page_size, limits.draft_kv_offset) == (256, 4, None)
     assert (limits.async_depth, limits.max_verify_tokens) == (async_depth, 64)
-    host: Any = tiny_engine()
-    assert _limits(resolved, HostSession(host, "none", parts, "none"), SearchLimits(1, 1, 2, 64)).chunk_cost is None
+    on_cpu = Session(tiny_engine(), "none", parts, "none")
+    assert _limits(resolved, on_cpu, SearchLimits(1, 1, 2, 64)).chunk_cost is None, "nothing is held there"

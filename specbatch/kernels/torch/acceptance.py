@@ -63,7 +63,7 @@ def accept_chain(
     and the number of drafts whose q is NaN (of temperature 0: none, for it does not matter there).
     """
     num_drafts, vocab = drafts_BD.shape[1], p_BNV.shape[2]
-    q_BDV = _widen(q_BDW, target_ids_W, vocab)
+    q_BDV = widen(q_BDW, target_ids_W, vocab)
     greedy_B1 = (temperature_B == 0)[:, None]
     draft_BD1 = drafts_BD[:, :, None]
     p_BD = p_BNV[:, :num_drafts].gather(2, draft_BD1)[:, :, 0].double()
@@ -86,7 +86,7 @@ def accept_chain(
     return num_accepted + 1, torch.where(p_BV[:, 0].isnan(), NO_TOKEN, token), broken_BD.sum(dim=1)
 
 
-def _widen(q_BDW: Tensor, target_ids_W: Tensor | None, vocab: int) -> Tensor:
+def widen(q_BDW: Tensor, target_ids_W: Tensor | None, vocab: int) -> Tensor:
     """Distributions over draft tokens as such over the target's vocabulary (B, D, V)."""
     if target_ids_W is None:
         return torch.nn.functional.pad(q_BDW, (0, vocab - q_BDW.shape[2]))

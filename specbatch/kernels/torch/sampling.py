@@ -1,8 +1,8 @@
 """The operations of a speculative round on a batch, in plain torch: the twins of the Triton kernels in
 `round_sampling`, `round_tree` and `round_ngram`, and what runs where Triton does not.
 
-Every function has fixed output shapes and reads nothing back to the host, so a whole round can be captured in one CUDA
-graph. The rules are those of `speculation.{sampling,noise,verify,tree,ngram}`, which decide one sequence at a time.
+On CUDA every function has fixed output shapes and reads nothing back to the host, so a whole round can be captured in
+one CUDA graph. On a CPU, what a row does not need is left out.
 
 Shape suffixes: R rows, V vocabulary, W draft vocabulary (of probabilities) or words (of masks), B sequences, N tree
 nodes, D = N - 1 drafts of a chain, K = topk, C candidates, S cache slots, L longest token list.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import NO_TOKEN
+from specbatch.kernels.torch.filters import filtered
 
 _MASK32 = 0xFFFFFFFF
 LOWEST_LOGIT = -1e38  # below are -inf and the lowest finite numbers: masks write either for "never"
@@ -58,16 +59,34 @@ def _multiply32(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 
 def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """Probabilities (R, V) float32 after temperature, top-k (0: off), top-p (1: off) and min-p (0: off), in this order,
-    each on what the one before it left; see `speculation.sampling.distribution`. Where the temperature is 0, all mass
-    lies on the argmax. All of a row is NaN where its logits are not finite.
+    """Probabilities (R, V), float32 (on a CPU float64), after temperature, top-k (0: off), top-p (1: off) and min-p (0:
+    off), in this order, each on what the one before it left. Where the temperature is 0, all mass lies on the argmax.
+    All of a row is NaN where its logits are not finite.
+
+    Tokens that tie with the k-th of top-k stay; of top-p the smallest set that reaches p, ties broken by id.
     """
-    return _distribution64(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R).float()
+    if logits_RV.device.type == "cpu":
+        params = zip(*(values.tolist() for values in (temperature_R, top_k_R, top_p_R, min_p_R)), strict=True)
+        best = argmax(logits_RV, NO_TOKEN).tolist()
+        return torch.stack([_one_row(*row) for row in zip(logits_RV, best, params, strict=True)])
+    return distributions(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R).float()
 
 
-def _distribution64(
+def _one_row(logits_V: Tensor, best: int, params: tuple[float, int, float, float]) -> Tensor:
+    """`distribution` of a row, on a CPU. `best`: its argmax."""
+    if best == NO_TOKEN:
+        return torch.full_like(logits_V, torch.nan, dtype=torch.float64)
+    if params[0] > 0:
+        return filtered(logits_V, *params)
+    one_hot = torch.zeros_like(logits_V, dtype=torch.float64)
+    one_hot[best] = 1.0
+    return one_hot
+
+
+def distributions(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
 ) -> Tensor:
+    """As `distribution`, in float64, by the same operations whatever the rows ask for: a CUDA graph may hold it."""
     vocab = logits_RV.shape[1]
     greedy_R1 = (temperature_R == 0)[:, None]
     wide = logits_RV.double()
@@ -95,6 +114,10 @@ def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """(R,) int64: the token at quantile u in [0, 1) of each row's (unnormalised) probabilities, by ascending id; never
     one of probability zero. Token 0 where the row is NaN. `uniform_R` is float64."""
     cdf = p_RV.double().cumsum(-1)
+    if cdf.device.type == "cpu":
+        token = torch.searchsorted(cdf, uniform_R[:, None] * cdf[:, -1:], right=True)[:, 0]
+        if bool((token < p_RV.shape[1]).all()):
+            return token
     positive = p_RV > 0
     # The first token after the quantile. Not by binary search: a parallel sum can fall by a rounding.
     hit = positive & (cdf > uniform_R[:, None] * cdf[:, -1:])
@@ -108,6 +131,13 @@ def sample(
 ) -> Tensor:
     """(R,) int64: the argmax where the temperature is 0, else the token at quantile u (float64) of `distribution`, by
     ascending id; never one of probability zero. NO_TOKEN where the logits are not finite."""
-    p = _distribution64(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
     best = argmax(logits_RV, NO_TOKEN)
+    if logits_RV.device.type == "cpu":
+        tokens = best.clone()
+        for row in ((temperature_R > 0) & (best != NO_TOKEN)).nonzero()[:, 0].tolist():
+            temperature, top_p, min_p = (float(values[row]) for values in (temperature_R, top_p_R, min_p_R))
+            p_V = filtered(logits_RV[row], temperature, int(top_k_R[row]), top_p, min_p)
+            tokens[row] = draw(p_V[None], uniform_R[row : row + 1])[0]
+        return tokens
+    p = distributions(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
     return torch.where((temperature_R == 0) | (best == NO_TOKEN), best, draw(p, uniform_R))

@@ -12,12 +12,11 @@ import torch
 
 from specbatch.draft.shape import DraftShape
 from specbatch.engine import round
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine.engine import Engine
 from specbatch.engine.trial import trial_prompt, trial_round
-from specbatch.oracle.engine import Engine
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.marks import slow_on_cpu
-from tests.tiny_models import VOCAB, random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import VOCAB, random_prompts, run, tiny_device_engine, tiny_oracle
 
 CHAIN, SHORT, TREE, WIDE = DraftShape(3, 1, 4), DraftShape(1, 1, 2), DraftShape(5, 4, 8), DraftShape(7, 10, 60)
 CASES = [
@@ -48,7 +47,7 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
 def test_equals_the_oracle(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
     prompts = random_prompts(7, shared=10)
     settings = {"num_pages": 256, "eos": (5,)}
-    expected = run(tiny_engine(method, shape, **settings), prompts, params)
+    expected = run(tiny_oracle(method, shape, **settings), prompts, params)
     assert_same(run(tiny_device_engine(method, shape, **settings), prompts, params), expected)
 
 
@@ -60,7 +59,7 @@ def test_draft_extend_of_large_batches(method: str, shape: DraftShape, monkeypat
     monkeypatch.setattr(round, "_FREE_ROWS", 0)
     prompts = random_prompts(7, shared=10)
     for params in (GREEDY, SAMPLED):
-        expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)
+        expected = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
         assert_same(run(tiny_device_engine(method, shape, num_pages=256), prompts, params), expected)
 
 
@@ -69,7 +68,7 @@ def test_preemption_and_small_chunks(method: str, shape: DraftShape | None) -> N
     """Pages run out again and again, and prompts come in pieces; the text is the one of a roomy cache."""
     prompts = random_prompts(8, seed=1, longest=30)
     params = SamplingParams(max_tokens=30)
-    expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)
+    expected = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
     lookahead = 24 if shape is TREE else 4
     engine = tiny_device_engine(method, shape, num_pages=24 + lookahead // 2, prefill_chunk_tokens=7)
     actual = run(engine, prompts, params)
@@ -81,7 +80,7 @@ def test_draft_vocabulary_of_its_own() -> None:
     prompts = random_prompts(5)
     settings = {"num_pages": 256, "draft_vocab": 30}
     for params in (GREEDY, SAMPLED):
-        expected = run(tiny_engine("eagle3", CHAIN, **settings), prompts, params)
+        expected = run(tiny_oracle("eagle3", CHAIN, **settings), prompts, params)
         assert_same(run(tiny_device_engine("eagle3", CHAIN, **settings), prompts, params), expected)
 
 
@@ -90,7 +89,7 @@ def test_logprobs(method: str, shape: DraftShape | None, monkeypatch: pytest.Mon
     monkeypatch.setattr(round, "_LOGPROB_ROWS", 2)  # in several parts
     prompts = random_prompts(5)
     params = SamplingParams(max_tokens=12, logprobs=3)
-    expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)
+    expected = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
     actual = run(tiny_device_engine(method, shape, num_pages=256), prompts, params)
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.logprobs is not None
@@ -106,7 +105,7 @@ def test_stop_strings() -> None:
     meanwhile included."""
     prompts = random_prompts(9, shared=6)
 
-    def run_with_stops(engine: Engine | DeviceEngine) -> dict[int, Completion]:
+    def run_with_stops(engine: Engine) -> dict[int, Completion]:
         done: dict[int, Completion] = {}
         for i, prompt in enumerate(prompts):
             for n in (1, 2) if i == 0 else (1,):
@@ -120,7 +119,7 @@ def test_stop_strings() -> None:
         return done
 
     settings = {"num_pages": 256, "eos": (5,)}
-    expected = run_with_stops(tiny_engine("eagle3", TREE, **settings))
+    expected = run_with_stops(tiny_oracle("eagle3", TREE, **settings))
     actual = run_with_stops(tiny_device_engine("eagle3", TREE, **settings))
     assert_same([actual[i] for i in sorted(actual)], [expected[i] for i in sorted(expected)])
     assert any(len(c.token_ids) < GREEDY.max_tokens for c in expected.values())
@@ -142,10 +141,10 @@ class StopAt:
 def test_stop_tokens() -> None:
     """More of them than the device looks for."""
     prompts = random_prompts(6)
-    plain = run(tiny_engine(num_pages=256), prompts, SamplingParams(max_tokens=30))
+    plain = run(tiny_oracle(num_pages=256), prompts, SamplingParams(max_tokens=30))
     stops = tuple(sorted({c.token_ids[7] for c in plain}))[:9]  # more than the device looks for
     params = SamplingParams(max_tokens=30, stop_token_ids=stops)
-    expected = run(tiny_engine("eagle3", CHAIN, num_pages=256), prompts, params)
+    expected = run(tiny_oracle("eagle3", CHAIN, num_pages=256), prompts, params)
     assert_same(run(tiny_device_engine("eagle3", CHAIN, num_pages=256), prompts, params), expected)
 
 
@@ -179,7 +178,7 @@ def test_rows_that_fill_the_context(shape: DraftShape, page_size: int) -> None:
 def test_trees_deeper_than_they_are_large() -> None:
     prompts = random_prompts(5)
     shape = DraftShape(17, 2, 8)
-    expected = run(tiny_engine("eagle3", shape, num_pages=256), prompts, GREEDY)
+    expected = run(tiny_oracle("eagle3", shape, num_pages=256), prompts, GREEDY)
     assert_same(run(tiny_device_engine("eagle3", shape, num_pages=256), prompts, GREEDY), expected)
 
 
@@ -201,7 +200,7 @@ def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) ->
     trial_round(engine._round, torch.full((8,), state.padding), logprobs=True)
     assert torch.equal(state.ints_SF, before)
     prompts = random_prompts(3)
-    assert_same(run(engine, prompts, GREEDY), run(tiny_engine(method, shape, num_pages=64), prompts, GREEDY))
+    assert_same(run(engine, prompts, GREEDY), run(tiny_oracle(method, shape, num_pages=64), prompts, GREEDY))
 
 
 def test_what_the_caller_does_between_steps_is_not_the_engines_time() -> None:

@@ -1,4 +1,4 @@
-"""The device engine's builder on a CPU, with a card that is made up: its memory, and what a trial takes of it."""
+"""How large batches, chunks and caches are, on a card that is made up: its memory, and what a trial takes of it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from specbatch.cache.pages import KVCache
+from specbatch.cache.pages import KVCache, PagePool
 from specbatch.draft.ngram import HostNgramDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine import build_device, trial
-from specbatch.engine.build_device import build_device_engine
-from specbatch.engine.device_engine import DeviceEngine
+from specbatch.engine import trial
+from specbatch.engine.engine import Engine
+from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.memory import Rows, plan_cache, sizes_to_try
+from specbatch.engine.round_parts import RoundParts
+from specbatch.engine.sizing import CardBudget, measured
+from specbatch.engine.trial import Trials
 from specbatch.errors import ModelError
 from specbatch.types import SamplingParams
 from tests.tiny_models import (
@@ -26,16 +29,17 @@ from tests.tiny_models import (
     tiny_config,
     tiny_decoder,
     tiny_engine,
+    tiny_oracle,
 )
 
 SHAPE = DraftShape(3, 1, 4)
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 8  # of the tiny model in float64
 
 
-def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any, **options: Any) -> tuple[DeviceEngine, list[str]]:
+def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any) -> tuple[Engine, list[str]]:
     """`working`: bytes that a trial takes, by batch and chunk; None: more than there is."""
 
-    class Measured(trial.Trials):
+    class Measured(Trials):
         def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> trial.Trial:
             taken = working(max_batch_size, prefill_chunk_tokens)
             if taken is None:
@@ -45,23 +49,30 @@ def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any, **options: A
 
     resize = KVCache.resize  # numpy has no views of nothing
     monkeypatch.setattr(KVCache, "resize", lambda cache, num_slots: resize(cache, max(4, num_slots)))
-    monkeypatch.setattr(build_device, "Trials", Measured)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     target = tiny_decoder(tiny_config(3), torch.float64, attention=paged_of)
-    ngram = HostNgramDraft(SHAPE, 1, 3)
+    methods: ByBatch[Any] = ByBatch.always(HostNgramDraft(SHAPE, 1, 3))
+    parts = RoundParts(target, methods, torch.float64, 4, (), fixed_shapes=True)
     rows = Rows(TOKEN_BYTES, 4, SHAPE.num_draft_tokens, MAX_LENGTH, 64, spare_pages=1)
-    said: list[str] = []
-    settings: dict[str, Any] = {
-        "sizes": sizes_to_try(64, 1024, open_batch=True, open_chunk=True), "kv_cache_tokens": None
-    } | options  # fmt: skip
-    engine = build_device_engine(
-        target, ByBatch.always(ngram), dtype=torch.float64, kv_dtype=torch.float64, device=CPU,
-        available=free, bound=plan_cache(free, rows), rows=rows, memory_fraction=0.9, prefix_cache=True, graphs="none",
-        prompt_graphs=False, sampled=False, eos_token_ids=(), simulate=None,
-        say=said.append, show=lambda progress: None, **settings,
-    )  # fmt: skip
-    return engine, said
+    bound, sizes = plan_cache(free, rows), sizes_to_try(64, 1024, open_batch=True, open_chunk=True)
+    notes: list[str] = []
+    trials = Measured(parts, bound.capacity, "none", prompt_graphs=False)
+    sized = measured(trials, CardBudget(free, bound, rows, None, 0.9, sizes), notes.append)
+    engine = Engine(
+        RoundExecutor(sized.rounds.items, sized.max_batch_size, CPU, "none"),
+        PagePool(sized.plan.num_pages, 4),
+        CPU,
+        vocab_size=target.config.vocab_size,
+        max_length=sized.plan.capacity,
+        longest_row=sized.plan.longest_row,
+        max_batch_size=sized.max_batch_size,
+        prefill_chunk_tokens=sized.prefill_chunk_tokens,
+        prefix_cache=True,
+        eos_token_ids=(),
+        chunk_cost=sized.chunk_cost,
+    )
+    return engine, notes
 
 
 def test_a_roomy_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +80,7 @@ def test_a_roomy_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.limits.max_prompt_tokens + 1 == MAX_LENGTH
     assert not any("longest row" in line or "max_batch_size" in line for line in said)
     prompts, params = random_prompts(5), SamplingParams(max_tokens=12)
-    expected = run(tiny_engine("ngram", SHAPE, num_pages=256), prompts, params)
+    expected = run(tiny_oracle("ngram", SHAPE, num_pages=256), prompts, params)
     assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
 
 

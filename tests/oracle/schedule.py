@@ -9,9 +9,9 @@ from specbatch.draft.network import TargetOutput
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
-from specbatch.oracle.ngram import NoProposer
-from specbatch.oracle.proposer import Proposer
-from specbatch.oracle.tree import DraftTree
+from tests.oracle.ngram import NoProposer
+from tests.oracle.proposer import Proposer
+from tests.oracle.tree import DraftTree
 
 
 class ScheduledProposer:

@@ -28,8 +28,8 @@ from specbatch.batch import NO_TOKEN
 from specbatch.draft.rng import Draw, uniform
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.torch.sampling import argmax
-from specbatch.oracle.sampling import distribution, draw, is_broken
-from specbatch.oracle.tree import DraftTree
+from tests.oracle.sampling import distribution, draw, is_broken
+from tests.oracle.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)

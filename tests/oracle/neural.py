@@ -18,9 +18,9 @@ from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.torch.sampling import argmax
 from specbatch.kernels.torch.tree import unbroken_drafts
-from specbatch.oracle.sampling import distribution, draw, is_broken
-from specbatch.oracle.spans import Span, batch_of
-from specbatch.oracle.tree import DraftTree, select_nodes
+from tests.oracle.sampling import distribution, draw, is_broken
+from tests.oracle.spans import Span, batch_of
+from tests.oracle.tree import DraftTree, select_nodes
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from specbatch.cache.pages import KVCache
 from specbatch.draft.network import TargetOutput
 from specbatch.engine.sequence import Sequence
-from specbatch.oracle.tree import DraftTree
+from tests.oracle.tree import DraftTree
 
 
 class NoProposer:

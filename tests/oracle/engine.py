@@ -21,15 +21,15 @@ from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.decoder import Decoder
-from specbatch.oracle.proposer import Proposer
-from specbatch.oracle.sampling import token_logprob
-from specbatch.oracle.spans import Span, batch_of
-from specbatch.oracle.tree import DraftTree
-from specbatch.oracle.verify import Accepted, sample_token, verify
 from specbatch.types import Completion, FinishReason
+from tests.oracle.proposer import Proposer
+from tests.oracle.sampling import token_logprob
+from tests.oracle.spans import Span, batch_of
+from tests.oracle.tree import DraftTree
+from tests.oracle.verify import Accepted, sample_token, verify
 
 
-class Engine(EngineBase):
+class OracleEngine(EngineBase):
     """Runs requests to completion. See `types.BatchEngine` for what each method promises."""
 
     def __init__(

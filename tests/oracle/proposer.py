@@ -9,7 +9,7 @@ from typing import Protocol
 from specbatch.cache.pages import KVCache
 from specbatch.draft.network import TargetOutput
 from specbatch.engine.sequence import Sequence
-from specbatch.oracle.tree import DraftTree
+from tests.oracle.tree import DraftTree
 
 
 class Proposer(Protocol):

@@ -1,10 +1,9 @@
-"""The engine for a GPU: the host stays a round ahead of what it has read, and never makes the device wait.
+"""The engine: launches prompt chunks and rounds, and reads what they decided.
 
-Rounds read and advance buffers on the device. The host launches the next one, and only then reads what the one before
-it decided, out of a copy that is there by then. So it plans with what it knows: pages for the worst case of rounds
-under way; and a request that ended is noticed a round late, while its row, marked done on the device, writes nothing.
-
-`engine.Engine` is the oracle: the same requests give the same tokens, up to the arithmetic of the device.
+Rounds read and advance tables on the device. On CUDA the host launches the next one, and only then reads what the one
+before it decided, out of a copy that is there by then. So it plans with what it has read: pages for the worst case of
+rounds in flight; and a request that ended is noticed a round late, while its line of the table, marked done on the
+device, writes nothing. On a CPU nothing is in flight.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase
+from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.prompt_graphs import PromptGraphs
@@ -61,10 +61,8 @@ class _Report:
     max_path: int | None  # tokens that the round may commit; None: a prompt chunk
 
 
-class DeviceEngine(EngineBase):
+class Engine(EngineBase):
     """Runs requests to completion. See `types.BatchEngine` for what each method promises."""
-
-    chunk_cost: ChunkCost
 
     def __init__(
         self,
@@ -79,8 +77,10 @@ class DeviceEngine(EngineBase):
         prefill_chunk_tokens: int,
         prefix_cache: bool,
         eos_token_ids: tuple[int, ...],
-        chunk_cost: ChunkCost,
+        chunk_cost: ChunkCost | None = None,
+        threads: ThreadGovernor | None = None,
     ) -> None:
+        """`chunk_cost` None: short prompts are not held. `threads`: of a CPU."""
         rounds = executor.rounds.items
         self.executor = executor
         self._round: Round = rounds[0]  # for prompts, which no draft method changes
@@ -91,14 +91,16 @@ class DeviceEngine(EngineBase):
         lookahead = max(round_.method.num_lookahead for round_ in rounds)
         scheduler = Scheduler(
             pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens,
-            min_prefill_tokens=chunk_cost.tokens,
+            min_prefill_tokens=1 if chunk_cost is None else chunk_cost.tokens,
         )  # fmt: skip
         super().__init__(scheduler, vocab_size, max_length, longest_row)
         self.chunk_cost = chunk_cost
         self.device = device
+        self._threads = threads
         self._transfers = Transfers(device)
         self._packer = PromptPacker(pool.page_size, None if net is None else net.draft_kv_offset)
-        self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, chunk_cost.graph_tokens)
+        graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
+        self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, graph_tokens)
         self._rows = TableWriter(self._state, self._transfers, max_batch_size)
         self._max_batch_size = max_batch_size
         self._async_depth = _async_depth(rounds)
@@ -111,6 +113,8 @@ class DeviceEngine(EngineBase):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
+        if self._threads is not None:
+            self._threads.update()
         self._last_read = time.perf_counter()  # what the caller did in between is not the engine's time
         finished: list[Completion] = []
         launched = self._launch(finished)
@@ -118,6 +122,8 @@ class DeviceEngine(EngineBase):
             finished += self._read()
             if not launched:
                 break  # what was read may have made room: launch before reading on
+        if self._threads is not None and not (self.num_running or self.num_waiting):
+            self._threads.rest()
         return finished
 
     def _launch(self, finished: list[Completion]) -> bool:
@@ -267,13 +273,15 @@ class DeviceEngine(EngineBase):
         return finished
 
     def _forget_rounds(self) -> None:
-        """Before any row has ended, short prompts wait for a sixteenth of the places."""
+        """Before any request has ended, short prompts are held for a sixteenth of the request indices."""
         self._rounds_of_rows = RoundsOfRows()
-        self._scheduler.min_free_requests = max(1, self._max_batch_size // 16)
+        if self.chunk_cost is not None:
+            self._scheduler.min_free_requests = max(1, self._max_batch_size // 16)
 
     def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
         self._rounds_of_rows.add(seq.counts.rounds)
-        self._scheduler.min_free_requests = self.chunk_cost.places(self._max_batch_size, self._rounds_of_rows.mean)
+        if self.chunk_cost is not None:
+            self._scheduler.min_free_requests = self.chunk_cost.places(self._max_batch_size, self._rounds_of_rows.mean)
         return super()._complete(seq, reason)
 
     def _read_prompt(self, seq: Sequence, report: list[int]) -> FinishReason | None:
@@ -362,8 +370,10 @@ class DeviceEngine(EngineBase):
 
 
 def _async_depth(rounds: Seq[Round]) -> int:
-    """Results that may be unread when the next round is launched: none where the host drafts, from all tokens."""
-    return 0 if any(isinstance(round_.method, HostDraftMethod) for round_ in rounds) else 1
+    """Results that may be unread when the next round is launched: none where the host drafts, from all tokens, and none
+    on a CPU, which computes nothing meanwhile."""
+    host_drafts = any(isinstance(round_.method, HostDraftMethod) for round_ in rounds)
+    return 1 if rounds[0].fixed_shapes and not host_drafts else 0
 
 
 def _surely_ends(seq: Sequence) -> bool:

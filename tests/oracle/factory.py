@@ -5,10 +5,10 @@ from __future__ import annotations
 from specbatch.draft import DraftParts
 from specbatch.draft.schedule import Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.oracle.neural import NeuralProposer
-from specbatch.oracle.ngram import NgramProposer
-from specbatch.oracle.proposer import Proposer
-from specbatch.oracle.schedule import scheduled
+from tests.oracle.neural import NeuralProposer
+from tests.oracle.ngram import NgramProposer
+from tests.oracle.proposer import Proposer
+from tests.oracle.schedule import scheduled
 
 
 def proposer_of(method: str, schedule: Schedule, parts: DraftParts, vocab_size: int, page_size: int) -> Proposer:

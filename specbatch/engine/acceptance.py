@@ -1,0 +1,173 @@
+"""Acceptance: which nodes of the draft trees the target keeps, and the token after them.
+
+On a GPU everything is computed for every node, in fixed shapes. On a CPU a distribution over a large vocabulary costs
+as much as some layers: there only nodes that are reached are sampled. The decisions are the same.
+
+Shape suffixes: B requests, N nodes, D = N - 1 drafts of a chain, M longest path, T computed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from specbatch.batch import NO_TOKEN
+from specbatch.cache.request_table import BatchView
+from specbatch.draft.method import DraftTrees
+from specbatch.draft.rng import Draw
+from specbatch.kernels.torch.acceptance import widen
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What `commit_round` takes of an acceptance: the target's choices, which it walks along, or a path."""
+
+    choice_BN: Tensor | None = None  # int64, the target's own token after each node
+    path_BN: Tensor | None = None  # int64; None: of a chain
+    num_path_B: Tensor | None = None
+    next_token_B: Tensor | None = None
+    num_broken_B: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """`lazy`: nodes are sampled when they are reached, which the host has to read. `simulate`: tokens to commit in a
+    round on average, whatever the target says; None: the real acceptance."""
+
+    ops: ModuleType
+    lazy: bool
+    simulate: float | None = None
+
+    def decide(
+        self,
+        view: BatchView,
+        trees: DraftTrees,
+        logits_TV: Tensor,
+        index_BN: Tensor,
+        target_ids: Tensor | None,
+        sampled: bool,
+    ) -> Decision:
+        """`index_BN`: of the computed token of each node. `target_ids`: of the draft vocabulary; None: it is the
+        target's. `sampled`: some request may have a positive temperature."""
+        if sampled and trees.probs_BDW is not None:
+            found = self._accept_drawn(view, trees, logits_TV, target_ids)
+        else:
+            found = Decision(self.choose(view, trees, logits_TV, index_BN, sampled))
+        if self.simulate is None:
+            return found
+        path_BN, num_path_B = self._simulated(view, trees, self.simulate)
+        return Decision(found.choice_BN, path_BN, num_path_B, found.next_token_B, found.num_broken_B)
+
+    def choose(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor, sampled: bool) -> Tensor:
+        """(B, N) the target's own token after each node; NO_TOKEN where its logits are not finite."""
+        if not sampled:
+            best_T: Tensor = self.ops.argmax(logits_TV, NO_TOKEN)
+            return best_T[index_BN]
+        num_nodes = trees.tokens_BN.shape[1]
+        depth = torch.arange(num_nodes, device=logits_TV.device) if trees.depths_BN is None else trees.depths_BN
+        position_BN = view.length_B[:, None] + depth + 1
+        u_BN = self.ops.uniform(*(values[:, None] for values in view.rng), position_BN, Draw.SAMPLE)
+        if self.lazy:
+            return self._choose_on_path(view, trees, logits_TV, index_BN, u_BN)
+        params = (values.repeat_interleave(num_nodes) for values in view.sampling)
+        chosen_T: Tensor = self.ops.sample(logits_TV, *params, u_BN.reshape(-1))
+        return chosen_T.view(index_BN.shape)
+
+    def _choose_on_path(
+        self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor, u_BN: Tensor
+    ) -> Tensor:
+        """As `choose`; NO_TOKEN off the accepted path, too."""
+        choice_BN = torch.full_like(trees.tokens_BN, NO_TOKEN)
+        parents_BN = _chain_parents(trees) if trees.parents_BN is None else trees.parents_BN
+        request = torch.arange(len(choice_BN))
+        node = torch.zeros_like(request)
+        while len(request):
+            params = (values[request] for values in view.sampling)
+            token = self.ops.sample(logits_TV[index_BN[request, node]], *params, u_BN[request, node])
+            choice_BN[request, node] = token
+            is_next = (parents_BN[request] == node[:, None]) & (trees.tokens_BN[request] == token[:, None])
+            has_next, node = is_next.any(dim=1), is_next.int().argmax(dim=1)
+            request, node = request[has_next], node[has_next]
+        return choice_BN
+
+    def _accept_drawn(
+        self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, target_ids: Tensor | None
+    ) -> Decision:
+        """Of chains that were drawn from `probs_BDW`."""
+        assert trees.probs_BDW is not None
+        batch, num_nodes = trees.tokens_BN.shape
+        position_BN = view.length_B[:, None] + torch.arange(1, num_nodes + 1, device=logits_TV.device)
+        rng = tuple(values[:, None] for values in view.rng)
+        accept_BN, residual_BN, sample_BN = (
+            self.ops.uniform(*rng, position_BN, draw) for draw in (Draw.ACCEPT, Draw.RESIDUAL, Draw.SAMPLE)
+        )
+        drafts_BD, q_BDW = trees.tokens_BN[:, 1:], trees.probs_BDW
+        if self.lazy:
+            q_BDW, target_ids = widen(q_BDW, target_ids, logits_TV.shape[1]), None
+            logits_BNV = logits_TV.view(batch, num_nodes, -1)
+            p_BNV = self._distributions_on_path(view, drafts_BD, q_BDW, logits_BNV, accept_BN)
+        else:
+            params = (values.repeat_interleave(num_nodes) for values in view.sampling)
+            p_BNV = self.ops.distribution(logits_TV, *params).view(batch, num_nodes, -1)
+        num_path_B, next_token_B, num_broken_B = self.ops.accept_chain(
+            drafts_BD,
+            q_BDW,
+            target_ids,
+            p_BNV,
+            torch.full_like(view.length_B, num_nodes - 1),
+            view.sampling[0],
+            accept_BN[:, :-1],
+            residual_BN[:, :-1],
+            sample_BN,
+        )
+        return Decision(num_path_B=num_path_B, next_token_B=next_token_B, num_broken_B=num_broken_B)
+
+    def _distributions_on_path(
+        self, view: BatchView, drafts_BD: Tensor, q_BDV: Tensor, logits_BNV: Tensor, u_accept_BN: Tensor
+    ) -> Tensor:
+        """(B, N, V) the target's distributions at the nodes up to the first draft that is rejected; 0 at the others,
+        which `accept_chain` does not come to."""
+        p_BNV = torch.zeros(logits_BNV.shape, dtype=torch.float64)
+        request = torch.arange(len(drafts_BD))
+        for node in range(logits_BNV.shape[1]):
+            p = self.ops.distribution(logits_BNV[request, node], *(values[request] for values in view.sampling))
+            p_BNV[request, node] = p
+            if node == drafts_BD.shape[1]:
+                break
+            draft = drafts_BD[request, node][:, None]
+            is_greedy = view.sampling[0][request] == 0
+            q = torch.where(is_greedy, 1.0, q_BDV[request, node].gather(1, draft)[:, 0])
+            request = request[u_accept_BN[request, node] * q < p.gather(1, draft)[:, 0]]
+            if not len(request):
+                break
+        return p_BNV
+
+    def _simulated(self, view: BatchView, trees: DraftTrees, simulate: float) -> tuple[Tensor | None, Tensor]:
+        """A path of random length with the wanted mean: along the chain (no path then), or down to a tree's first node
+        of that depth."""
+        num_nodes = trees.tokens_BN.shape[1]
+        u = self.ops.uniform(*view.rng, view.length_B, Draw.ACCEPT)
+        whole = int(simulate)
+        wanted = torch.where(u < simulate - whole, whole + 1, whole)
+        if trees.parents_BN is None:
+            return None, torch.clamp(wanted, max=num_nodes if trees.num_nodes_B is None else trees.num_nodes_B)
+        nodes = torch.arange(num_nodes, device=u.device)
+        assert trees.depths_BN is not None
+        assert trees.mask_BNW is not None
+        num_path = torch.minimum(wanted, trees.depths_BN.amax(dim=1) + 1)
+        end = (trees.depths_BN == (num_path - 1)[:, None]).int().argmax(dim=1)
+        words = trees.mask_BNW.gather(1, end[:, None, None].expand(-1, 1, trees.mask_BNW.shape[2]))[:, 0]
+        on_path = (words[:, nodes >> 5] >> (nodes & 31)) & 1
+        path = torch.where(on_path.bool(), nodes, num_nodes).sort(dim=1).values
+        return torch.where(path < num_nodes, path, 0), num_path
+
+
+def _chain_parents(trees: DraftTrees) -> Tensor:
+    """(B, N) of chains, as of trees: -1 at the root, -2 past the last node."""
+    batch, num_nodes = trees.tokens_BN.shape
+    nodes = torch.arange(num_nodes)
+    parents = (nodes - 1).expand(batch, -1)
+    return parents if trees.num_nodes_B is None else torch.where(nodes < trees.num_nodes_B[:, None], parents, -2)

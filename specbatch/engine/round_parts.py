@@ -1,0 +1,70 @@
+"""Makes the rounds of a schedule, with the tables and caches that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specbatch.cache.pages import KVCache
+from specbatch.cache.request_table import RequestTable
+from specbatch.draft.method import DraftMethod
+from specbatch.draft.schedule import ByBatch
+from specbatch.engine.round import Round
+from specbatch.kernels import ops_for
+from specbatch.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The round of each draft shape."""
+
+    items: ByBatch[Round]
+    caches: list[KVCache]  # of the target and the draft network
+
+    def resize_caches(self, num_slots: int) -> None:
+        for cache in self.caches:
+            cache.resize(num_slots)
+
+
+@dataclass(frozen=True)
+class RoundParts:
+    """What rounds are made of. `methods`: of one draft network or of none. `simulate`, `fixed_shapes`: see `Round`."""
+
+    target: Decoder
+    methods: ByBatch[DraftMethod]
+    kv_dtype: torch.dtype
+    page_size: int
+    eos_token_ids: tuple[int, ...]
+    simulate: float | None = None
+    fixed_shapes: bool | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    def make(self, max_batch_size: int, max_length: int, num_slots: int) -> Rounds:
+        """`max_length`: of the longest row. `num_slots`: of the caches, of which the last page is spare."""
+        net, methods, dtype = self.methods.items[0].net, self.methods.items, self.target.embedding_VE.dtype
+        lookahead = max(method.num_lookahead for method in methods)
+        table = RequestTable(
+            max_batch_size,
+            -(-(max_length + lookahead) // self.page_size),
+            max_length + 1,
+            self.target.config.hidden_size if net is None else net.feature_size,
+            any(method.reads_tokens for method in methods),
+            dtype,
+            self.device,
+            max(method.num_host_columns for method in methods),
+        )
+        ops, cache = ops_for(self.device, dtype), self.target.new_cache(num_slots, self.kv_dtype)
+        if net is not None:
+            net.cache.resize(num_slots)
+
+        def make(method: DraftMethod) -> Round:
+            return Round(
+                self.target, cache, method, table, self.page_size, self.eos_token_ids, ops, self.simulate,
+                self.fixed_shapes,
+            )  # fmt: skip
+
+        return Rounds(self.methods.map(make), [cache] if net is None else [cache, net.cache])

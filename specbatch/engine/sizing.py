@@ -1,0 +1,145 @@
+"""Decides how large batches, prompt chunks and caches are, and makes the rounds for them.
+
+On a CPU the cache was planned before the weights were read (`resolve.py`). On a GPU a trial measures what rounds and
+prompts take, and the cache gets what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+
+from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.memory import (
+    ENOUGH_ROW,
+    GIB,
+    CachePlan,
+    Rows,
+    bytes_for_cache,
+    first_that_fits,
+    given_cache,
+    plan_cache,
+)
+from specbatch.engine.resolve_cache import row_notes
+from specbatch.engine.round_parts import RoundParts, Rounds
+from specbatch.engine.trial import Trial, Trials
+from specbatch.errors import ModelError
+from specbatch.kernels.out_of_memory import is_out_of_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """Rounds with their caches, for these sizes."""
+
+    rounds: Rounds
+    plan: CachePlan
+    max_batch_size: int
+    prefill_chunk_tokens: int
+    chunk_cost: ChunkCost | None = None  # None: short prompts are not held
+    graph_bytes: int = 0  # reserved
+    bytes: dict[str, int] | None = None  # of the device: what was measured and reserved
+
+
+def planned(parts: RoundParts, plan: CachePlan, max_batch_size: int, prefill_chunk_tokens: int) -> Sized:
+    """Of a CPU."""
+    num_slots = (plan.num_pages + 1) * parts.page_size
+    rounds = parts.make(max_batch_size, plan.capacity, num_slots)
+    return Sized(rounds, plan, max_batch_size, prefill_chunk_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CardBudget:
+    """What a GPU's memory is divided by. `available`: bytes that were free before the weights were read. `bound`: no
+    longer row than its capacity fits. `kv_cache_tokens` None: what `memory_fraction` of what was available leaves after
+    everything else. `sizes`: batch sizes and prompt chunks, of which the first is taken that leaves room for rows."""
+
+    available: int
+    bound: CachePlan
+    rows: Rows
+    kv_cache_tokens: int | None
+    memory_fraction: float
+    sizes: Seq[tuple[int, int]]
+
+    def cache_beside(self, trial: Trial, in_use: int) -> CachePlan:
+        """`in_use`: bytes that the run uses after the trial."""
+        if self.kv_cache_tokens is not None:
+            return given_cache(self.kv_cache_tokens, self.rows)
+        num_bytes = bytes_for_cache(self.available, self.memory_fraction, in_use, trial.reserved)
+        return plan_cache(num_bytes, replace(self.rows, max_batch_size=trial.max_batch_size), most=self.bound.capacity)
+
+    @property
+    def enough(self) -> int:
+        """Tokens of a row, for which batches and chunks need not be smaller."""
+        return min(ENOUGH_ROW, self.bound.longest_row) if self.kv_cache_tokens is None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A trial, and the bytes of the device that this run uses after it."""
+
+    trial: Trial
+    in_use: int
+
+
+def measured(trials: Trials, budget: CardBudget, note: Callable[[str], None]) -> Sized:
+    """Of a GPU. `note` gets what was decided, a line each. Raises ModelError, with numbers, where the memory does not
+    suffice."""
+
+    def attempt(batch: int, chunk: int) -> tuple[CachePlan, _Measured] | None:
+        try:
+            trial = trials.run(batch, chunk)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            trial = None
+        torch.cuda.empty_cache()
+        if trial is None:
+            return None
+        in_use = max(0, budget.available - torch.cuda.mem_get_info(trials.parts.device)[0])
+        return budget.cache_beside(trial, in_use), _Measured(trial, in_use)
+
+    found = first_that_fits(budget.sizes, budget.enough, attempt)
+    if found is None or found[0].longest_row < 2:
+        raise _too_small(budget, found)
+    (plan, taken), rows = found, budget.rows
+    trial, num_tokens = taken.trial, plan.num_pages * rows.page_size
+    note(
+        f"engine.kv_cache_tokens: {num_tokens} ({plan.gib(rows):.1f} GiB; {budget.available / GIB:.1f} GiB were free, "
+        f"{taken.in_use / GIB:.1f} GiB are in use, {trial.reserved / GIB:.1f} GiB reserved for rounds and prompts, "
+        f"memory_fraction {budget.memory_fraction})"
+    )
+    batch, chunk = trial.max_batch_size, trial.prefill_chunk_tokens
+    if (batch, chunk) != budget.sizes[0]:
+        note(
+            f"engine.max_batch_size: {batch}, engine.prefill_chunk_tokens: {chunk} (with the usual "
+            f"{budget.sizes[0][0]} and {budget.sizes[0][1]} no row of {budget.enough} tokens fits into memory)"
+        )
+    for line in row_notes(plan, rows):
+        note(line)
+    trial.rounds.resize_caches(num_tokens + rows.page_size)
+    taken_bytes = {
+        "available": budget.available,
+        "weights": taken.in_use,
+        "cache": num_tokens * rows.token_bytes,
+        "eager": trial.eager_bytes,
+        "graphs_reserved": trial.graph_bytes,
+    }
+    return Sized(trial.rounds, plan, batch, chunk, trial.chunk_cost, trial.graph_bytes, taken_bytes)
+
+
+def _too_small(budget: CardBudget, found: tuple[CachePlan, _Measured] | None) -> ModelError:
+    batch, chunk = budget.sizes[-1]
+    where = f"with engine.max_batch_size {batch} and engine.prefill_chunk_tokens {chunk}"
+    hint = "lower these, raise engine.memory_fraction, free memory, or use a smaller model"
+    if found is None:
+        return ModelError(f"the GPU's memory does not hold one round and one prompt chunk {where}", hint=hint)
+    plan, taken = found
+    return ModelError(
+        f"the GPU's memory leaves a KV cache of {plan.num_pages * budget.rows.page_size} tokens {where}: "
+        f"{budget.available / GIB:.1f} GiB were free, {taken.in_use / GIB:.1f} GiB are in use, and rounds and prompts "
+        f"need {taken.trial.reserved / GIB:.1f} GiB",
+        hint=hint,
+    )
