@@ -2,11 +2,11 @@
 
     python scripts/bench/tune_linear.py -o tune_linear.json [--budget 230]
 
-For the products of a layer of Llama-3-8B (or of --shape), its head and an EAGLE draft's, and 1 to 64 rows: every
+For the GEMMs of a layer of Llama-3-8B (or of --shape), its head and an EAGLE draft's, and 1 to 64 rows: every
 candidate's error against float64, its time in CUDA-graph replay over copies of the weight that together exceed L2 (so
-that weights come from memory), and the library's time. Then a chain of all layers' products with their norms,
+that weights come from memory), and the library's time. Then a chain of all layers' GEMMs with their norms,
 residuals and gates, every layer with its own weights, in one graph: the candidates that did best alone are tried there
-one product at a time, with programmatic dependent launch and prefetch. Candidates are compiled beforehand by other
+one GEMM at a time, with programmatic dependent launch and prefetch. Candidates are compiled beforehand by other
 processes without a GPU.
 
     python scripts/bench/tune_linear.py --table tune_linear.json [--shape NAME] [--no-pdl]
@@ -52,14 +52,14 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHAIN_ROWS = (1, 8, 4, 16, 64, 32, 2)
 MIN_ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
 MAX_ERROR = 1e-2
-KEPT = 5  # candidates of each product that the chain tries
+KEPT = 5  # candidates of each GEMM that the chain tries
 # What a program does before it waits for x: (early, prefetch).
 STARTS = ((False, 0), (True, 0), (True, 512), (True, 1536), (False, 1024))
 
 
 @dataclass(frozen=True)
-class Product:
-    """One fused operation at one size. num_out counts the outputs: a gated product has twice as many weight rows."""
+class Gemm:
+    """One fused operation at one size. num_out counts the outputs: a gated GEMM has twice as many weight rows."""
 
     name: str
     op: str  # "linear", "residual", "norm", "norm_gated"
@@ -77,10 +77,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model's products: those of a layer, by name, and its head's and an EAGLE-3 draft's."""
+    """A model's GEMMs: those of a layer, by name, and its head's and an EAGLE-3 draft's."""
 
-    layer: dict[str, Product]
-    others: tuple[Product, ...]
+    layer: dict[str, Gemm]
+    others: tuple[Gemm, ...]
     num_layers: int
     hidden: int
     heads: int  # features of all query heads
@@ -91,53 +91,53 @@ class Geometry:
         qkv = heads + 2 * config.num_kv_heads * config.head_dim
         draft_vocab = min(config.vocab_size, REDUCED_DRAFT_VOCAB)
         layer = (
-            Product("qkv", "norm", qkv, hidden),
-            Product("o", "residual", hidden, heads),
-            Product("gate_up", "norm_gated", config.intermediate_size, hidden),
-            Product("down", "residual", hidden, config.intermediate_size),
+            Gemm("qkv", "norm", qkv, hidden),
+            Gemm("o", "residual", hidden, heads),
+            Gemm("gate_up", "norm_gated", config.intermediate_size, hidden),
+            Gemm("down", "residual", hidden, config.intermediate_size),
         )
         others = (
-            Product("lm_head", "linear", config.vocab_size, hidden),
-            Product("draft_fc", "linear", hidden, 3 * hidden),
-            Product("draft_qkv", "linear", qkv, 2 * hidden),
-            Product("draft_head", "norm", draft_vocab, hidden),
+            Gemm("lm_head", "linear", config.vocab_size, hidden),
+            Gemm("draft_fc", "linear", hidden, 3 * hidden),
+            Gemm("draft_qkv", "linear", qkv, 2 * hidden),
+            Gemm("draft_head", "norm", draft_vocab, hidden),
         )
         return Geometry({p.name: p for p in layer}, others, config.num_layers, hidden, heads)
 
 
 def apply(
-    product: Product, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor, config: GemmTile | None = None
+    gemm: Gemm, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor, config: GemmTile | None = None
 ) -> Tensor:
     """The fused operation; as `kernels/triton/gemm.py` does it for many rows if no configuration is given."""
     if config is None:
-        if product.op == "residual":
+        if gemm.op == "residual":
             return residual.addmm_(x, weight.T)
-        y = F.linear(rms_norm(x, norm, EPS) if product.op != "linear" else x, weight)
-        return silu_mul(y) if product.op == "norm_gated" else y
-    if product.op == "norm":
+        y = F.linear(rms_norm(x, norm, EPS) if gemm.op != "linear" else x, weight)
+        return silu_mul(y) if gemm.op == "norm_gated" else y
+    if gemm.op == "norm":
         return ops.norm_linear(x, norm, EPS, weight, tile=config)
-    if product.op == "norm_gated":
+    if gemm.op == "norm_gated":
         return ops.norm_gated_linear(x, norm, EPS, weight, tile=config)
-    return ops.linear(x, weight, None, residual if product.op == "residual" else None, tile=config)
+    return ops.linear(x, weight, None, residual if gemm.op == "residual" else None, tile=config)
 
 
-def exact(product: Product, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+def exact(gemm: Gemm, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     x = x.double()
-    if product.op.startswith("norm"):
+    if gemm.op.startswith("norm"):
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * norm.double()
     parts = [x @ part.double().t() for part in weight.split(16384)]  # in parts: float64 copies are large
     y = torch.cat(parts, dim=-1)
-    if product.op == "norm_gated":
+    if gemm.op == "norm_gated":
         gate, up = y.chunk(2, dim=-1)
         return F.silu(gate) * up
-    return y + residual.double() if product.op == "residual" else y
+    return y + residual.double() if gemm.op == "residual" else y
 
 
-def candidates(product: Product, M: int) -> list[GemmTile]:
+def candidates(gemm: Gemm, M: int) -> list[GemmTile]:
     """Configurations worth trying, in all a few hundred: each takes seconds to compile."""
     found: list[GemmTile] = []
-    gated = product.op == "norm_gated"
-    narrow = product.num_out <= 8192
+    gated = gemm.op == "norm_gated"
+    narrow = gemm.num_out <= 8192
 
     def fma(block_o: int, block_i: int, stages: int, warps: int) -> None:
         found.append(GemmTile("fma", M, block_o, block_i, stages, warps))
@@ -146,7 +146,7 @@ def candidates(product: Product, M: int) -> list[GemmTile]:
         block_m = max(8, M)
         if stages * block_i * 2 * (block_o + block_m) > 220e3:  # shared memory
             return
-        fused = (True, False) if product.op.startswith("norm") and M <= 4 else (False,)
+        fused = (True, False) if gemm.op.startswith("norm") and M <= 4 else (False,)
         for fuse_norm in fused:
             found.append(GemmTile("dot", block_m, block_o, block_i, stages, warps, splits, tma, fuse_norm=fuse_norm))
 
@@ -230,15 +230,15 @@ def only_compile() -> None:
     JITFunction.run = compile_only
 
 
-def compile_task(product: Product, M: int, config: GemmTile) -> str | None:
+def compile_task(gemm: Gemm, M: int, config: GemmTile) -> str | None:
     """Compiles one candidate. Returns what went wrong, or None."""
     try:
         # Only types, sizes and alignments matter; untouched memory costs nothing.
-        x = torch.empty((M, product.num_in), dtype=DTYPE)
-        norm = torch.empty(product.num_in, dtype=DTYPE)
-        weight = torch.empty(product.weight_shape, dtype=DTYPE)
-        residual = torch.empty((M, product.num_out), dtype=DTYPE)
-        apply(product, x, norm, weight, residual, config)
+        x = torch.empty((M, gemm.num_in), dtype=DTYPE)
+        norm = torch.empty(gemm.num_in, dtype=DTYPE)
+        weight = torch.empty(gemm.weight_shape, dtype=DTYPE)
+        residual = torch.empty((M, gemm.num_out), dtype=DTYPE)
+        apply(gemm, x, norm, weight, residual, config)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
@@ -249,23 +249,23 @@ class Compiler:
 
     def __init__(self, num_workers: int) -> None:
         self._pool = multiprocessing.get_context("fork").Pool(num_workers, only_compile)
-        self._results: dict[tuple[Product, int, GemmTile], multiprocessing.pool.AsyncResult[str | None]] = {}
+        self._results: dict[tuple[Gemm, int, GemmTile], multiprocessing.pool.AsyncResult[str | None]] = {}
 
-    def submit(self, product: Product, M: int, config: GemmTile) -> None:
-        key = (product, M, config)
+    def submit(self, gemm: Gemm, M: int, config: GemmTile) -> None:
+        key = (gemm, M, config)
         if key not in self._results:
             self._results[key] = self._pool.apply_async(compile_task, key)
 
-    def is_ready(self, product: Product, M: int, config: GemmTile, deadline: float) -> bool:
+    def is_ready(self, gemm: Gemm, M: int, config: GemmTile, deadline: float) -> bool:
         """Whether the candidate was compiled in time and without an error; waits for it until the deadline."""
-        self.submit(product, M, config)
+        self.submit(gemm, M, config)
         try:
-            error = self._results[product, M, config].get(max(deadline - time.monotonic(), 0.01))
+            error = self._results[gemm, M, config].get(max(deadline - time.monotonic(), 0.01))
         except multiprocessing.TimeoutError:
-            say(f"  not compiled in time: {product.name} M={M} {brief(config)}")
+            say(f"  not compiled in time: {gemm.name} M={M} {brief(config)}")
             return False
         if error is not None:
-            say(f"  {product.name} M={M} {brief(config)}: {error}")
+            say(f"  {gemm.name} M={M} {brief(config)}: {error}")
         return error is None
 
     def close(self) -> None:
@@ -332,59 +332,59 @@ class Tuner:
         self.seconds_of_first_calls = 0.0  # large: the workers' compilations were not found in the cache
         self.chains: list[dict[str, object]] = []
 
-    def tune(self, product: Product, rows: tuple[int, ...], deadline: float) -> None:
-        """Times every candidate of one product."""
-        num_copies = max(4, math.ceil(MIN_ROTATION_BYTES / product.weight_bytes))
-        weights = [normal(*product.weight_shape, scale=product.num_in**-0.5)]
+    def tune(self, gemm: Gemm, rows: tuple[int, ...], deadline: float) -> None:
+        """Times every candidate of one GEMM."""
+        num_copies = max(4, math.ceil(MIN_ROTATION_BYTES / gemm.weight_bytes))
+        weights = [normal(*gemm.weight_shape, scale=gemm.num_in**-0.5)]
         weights += [weights[0].clone() for _ in range(num_copies - 1)]
-        norm = (1 + 0.1 * torch.randn(product.num_in, device="cuda")).to(DTYPE)
+        norm = (1 + 0.1 * torch.randn(gemm.num_in, device="cuda")).to(DTYPE)
         num_calls = num_copies * max(1, math.ceil(12 / num_copies))
         for M in rows:
-            x, residual = normal(M, product.num_in), normal(M, product.num_out)
-            reference = exact(product, x, norm, weights[0], residual)
+            x, residual = normal(M, gemm.num_in), normal(M, gemm.num_out)
+            reference = exact(gemm, x, norm, weights[0], residual)
 
             def measure(config: GemmTile | None) -> Timed:
                 before = time.monotonic()
-                y = apply(product, x, norm, weights[0], residual.clone(), config)  # noqa: B023
+                y = apply(gemm, x, norm, weights[0], residual.clone(), config)  # noqa: B023
                 self.seconds_of_first_calls += time.monotonic() - before
                 error = float((y.double() - reference).norm() / reference.norm())  # noqa: B023
                 if config is not None:
-                    first = apply(product, x[:1], norm, weights[0], residual[:1], config)  # noqa: B023
+                    first = apply(gemm, x[:1], norm, weights[0], residual[:1], config)  # noqa: B023
                     if not torch.equal(first[0], y[0]):
-                        say(f"  {product.name} M={M} {brief(config)}: row 0 depends on the other rows")  # noqa: B023
+                        say(f"  {gemm.name} M={M} {brief(config)}: row 0 depends on the other rows")  # noqa: B023
 
                 added = residual.clone()  # noqa: B023
 
                 def launch() -> None:
                     for call in range(num_calls):
-                        apply(product, x, norm, weights[call % num_copies], added, config)  # noqa: B023
+                        apply(gemm, x, norm, weights[call % num_copies], added, config)  # noqa: B023
 
                 seconds = replay_time(launch) / num_calls
-                rate = product.weight_bytes / seconds / 1e12
-                return Timed(product.name, M, config, seconds * 1e6, rate, error)  # noqa: B023
+                rate = gemm.weight_bytes / seconds / 1e12
+                return Timed(gemm.name, M, config, seconds * 1e6, rate, error)  # noqa: B023
 
             results = [measure(None)]
-            for config in candidates(product, M):
+            for config in candidates(gemm, M):
                 if time.monotonic() > deadline:
-                    say(f"  out of time at {product.name} M={M}")
+                    say(f"  out of time at {gemm.name} M={M}")
                     break
-                if not self._compiler.is_ready(product, M, config, deadline):
+                if not self._compiler.is_ready(gemm, M, config, deadline):
                     continue
                 try:
                     result = measure(config)
                 except Exception as error:
-                    say(f"  {product.name} M={M} {brief(config)}: {type(error).__name__}: {str(error)[:200]}")
+                    say(f"  {gemm.name} M={M} {brief(config)}: {type(error).__name__}: {str(error)[:200]}")
                     continue
                 if not result.error < MAX_ERROR:
-                    say(f"  {product.name} M={M} {brief(config)}: WRONG, error {result.error:.2e}")
+                    say(f"  {gemm.name} M={M} {brief(config)}: WRONG, error {result.error:.2e}")
                     continue
                 results.append(result)
             self.timed += results
             library = results[0]
             ranked = sorted(results[1:], key=lambda r: r.microseconds)
-            for result in ranked[: 2 if product.name in self._geometry.layer else 1]:
+            for result in ranked[: 2 if gemm.name in self._geometry.layer else 1]:
                 say(
-                    f"{product.name:10} M={M:<2} {result.microseconds:6.1f} us {result.tb_per_s:.2f} TB/s (library "
+                    f"{gemm.name:10} M={M:<2} {result.microseconds:6.1f} us {result.tb_per_s:.2f} TB/s (library "
                     f"{library.microseconds:6.1f}, x{library.microseconds / result.microseconds:.2f})  "
                     f"{brief(result.config)}"  # type: ignore[arg-type]
                 )
@@ -394,18 +394,18 @@ class Tuner:
         return [r.config for r in sorted(results, key=lambda r: r.microseconds)[:count] if r.config is not None]
 
     def chain(self, layers: list[dict[str, Tensor]], M: int, deadline: float) -> None:
-        """Times all layers' products in one graph and picks, one product at a time, what is best there."""
-        products, heads = self._geometry.layer, self._geometry.heads
-        num_bytes = sum(p.weight_bytes for p in products.values()) * len(layers)
+        """Times all layers' GEMMs in one graph and picks, one GEMM at a time, what is best there."""
+        gemms, heads = self._geometry.layer, self._geometry.heads
+        num_bytes = sum(p.weight_bytes for p in gemms.values()) * len(layers)
         x0 = normal(M, self._geometry.hidden)
 
         def forward(configs: dict[str, GemmTile | None]) -> Tensor:
             x = x0.clone()  # the library adds in place
             for w in layers:
-                qkv = apply(products["qkv"], x, w["norm"], w["qkv"], x, configs["qkv"])
-                x = apply(products["o"], qkv[:, :heads], w["norm"], w["o"], x, configs["o"])
-                h = apply(products["gate_up"], x, w["norm"], w["gate_up"], x, configs["gate_up"])
-                x = apply(products["down"], h, w["norm"], w["down"], x, configs["down"])
+                qkv = apply(gemms["qkv"], x, w["norm"], w["qkv"], x, configs["qkv"])
+                x = apply(gemms["o"], qkv[:, :heads], w["norm"], w["o"], x, configs["o"])
+                h = apply(gemms["gate_up"], x, w["norm"], w["gate_up"], x, configs["gate_up"])
+                x = apply(gemms["down"], h, w["norm"], w["down"], x, configs["down"])
             return x
 
         def measure(configs: dict[str, GemmTile | None]) -> float:
@@ -416,9 +416,9 @@ class Tuner:
             named = {name: asdict(c) if c else None for name, c in configs.items()}
             self.chains.append({"M": M, "label": label, "milliseconds": seconds * 1e3, "configs": named})
 
-        none: dict[str, GemmTile | None] = dict.fromkeys(products)
+        none: dict[str, GemmTile | None] = dict.fromkeys(gemms)
         report("torch and library", measure(none), none)
-        kept = {name: self.best(name, M, KEPT) for name in products}
+        kept = {name: self.best(name, M, KEPT) for name in gemms}
         if not all(kept.values()):
             say(f"chain M={M}: no candidates")
             return
@@ -427,15 +427,15 @@ class Tuner:
         expected, actual = forward(none).double(), forward(configs).double()
         say(f"chain M={M:<2} fused against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
 
-        for name, product in products.items():  # compiled while others are timed
+        for name, gemm in gemms.items():  # compiled while others are timed
             for config in kept[name]:
                 for early, prefetch in STARTS:
-                    self._compiler.submit(product, M, replace(config, pdl=True, early=early, prefetch=prefetch))
+                    self._compiler.submit(gemm, M, replace(config, pdl=True, early=early, prefetch=prefetch))
         best_time = math.inf
         current: dict[str, GemmTile | None] = {}
         for early, prefetch in STARTS:
             trials = {n: replace(found[0], pdl=True, early=early, prefetch=prefetch) for n, found in kept.items()}
-            if not all(self._compiler.is_ready(products[n], M, c, deadline) for n, c in trials.items()):
+            if not all(self._compiler.is_ready(gemms[n], M, c, deadline) for n, c in trials.items()):
                 continue
             seconds = measure({**trials})
             report(f"fused, pdl, {'early, ' * early}prefetch {prefetch}", seconds, {**trials})
@@ -443,13 +443,13 @@ class Tuner:
                 best_time, current = seconds, {**trials}
         if not current:
             return
-        for name, product in products.items():
+        for name, gemm in gemms.items():
             for config in kept[name]:
                 for early, prefetch in STARTS:
                     trial = replace(config, pdl=True, early=early, prefetch=prefetch)
                     if time.monotonic() > deadline:
                         break
-                    if trial == current[name] or not self._compiler.is_ready(product, M, trial, deadline):
+                    if trial == current[name] or not self._compiler.is_ready(gemm, M, trial, deadline):
                         continue
                     try:
                         seconds = measure({**current, name: trial})
@@ -464,7 +464,7 @@ class Tuner:
         actual = forward(current).double()
         say(f"chain M={M:<2} tuned against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
         plain = {name: replace(c, pdl=False, early=False, prefetch=0) if c else None for name, c in current.items()}
-        if all(c and self._compiler.is_ready(products[n], M, c, deadline) for n, c in plain.items()):
+        if all(c and self._compiler.is_ready(gemms[n], M, c, deadline) for n, c in plain.items()):
             report("the same without pdl", measure(plain), plain)
 
     def save(self, path: Path) -> None:
@@ -505,15 +505,15 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
         if c["label"] == "fused, pdl, tuned" and c["milliseconds"] < by_library[c["M"]]
     }
     print("_MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {")
-    for product in (*geometry.layer.values(), *geometry.others):
-        timed = [r for r in found["timed"] if r["product"] == product.name]
-        print(f"    {product.weight_shape}: {{  # {product.name}")
+    for gemm in (*geometry.layer.values(), *geometry.others):
+        timed = [r for r in found["timed"] if r["product"] == gemm.name]
+        print(f"    {gemm.weight_shape}: {{  # {gemm.name}")
         for M in sorted({r["M"] for r in timed}):
             of_rows = [r for r in timed if r["M"] == M]
             library = min(r["microseconds"] for r in of_rows if r["config"] is None)
             ours = [r for r in of_rows if r["config"] is not None]
             best = min(ours, key=lambda r: r["microseconds"], default=None)
-            in_chain = chosen.get(M, {}).get(product.name)
+            in_chain = chosen.get(M, {}).get(gemm.name)
             if in_chain is None and (best is None or best["microseconds"] > 1.02 * library):
                 print(f"        {M}: None,")
                 continue
@@ -533,7 +533,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=230.0, help="seconds in all")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--chain-rows", type=int, nargs="+", default=CHAIN_ROWS)
-    parser.add_argument("--shape", choices=sorted(geometries()), default="llama-3-8b", help="whose products")
+    parser.add_argument("--shape", choices=sorted(geometries()), default="llama-3-8b", help="whose GEMMs")
     args = parser.parse_args()
     geometry = Geometry.of(geometries()[args.shape])
     if args.table is not None:
@@ -546,16 +546,16 @@ def main() -> None:
     compiler = Compiler(max((os.cpu_count() or 2) - 1, 1))
     rows = tuple(args.rows)
     # In the order of use: what is wanted first is compiled first.
-    for products in (tuple(geometry.layer.values()), geometry.others):
-        for product in products:
+    for gemms in (tuple(geometry.layer.values()), geometry.others):
+        for gemm in gemms:
             for M in rows:
-                for config in candidates(product, M):
-                    compiler.submit(product, M, config)
+                for config in candidates(gemm, M):
+                    compiler.submit(gemm, M, config)
     tuner = Tuner(geometry, compiler, deadline)
     try:
         with torch.no_grad():
-            for product in geometry.layer.values():
-                tuner.tune(product, rows, start + 0.5 * args.budget)
+            for gemm in geometry.layer.values():
+                tuner.tune(gemm, rows, start + 0.5 * args.budget)
                 say(f"[{time.monotonic() - start:.0f} s, first calls {tuner.seconds_of_first_calls:.0f} s]")
                 tuner.save(args.output)
             layers = make_layers(geometry)
@@ -564,8 +564,8 @@ def main() -> None:
                 say(f"[{time.monotonic() - start:.0f} s]")
                 tuner.save(args.output)
             layers.clear()
-            for product in geometry.others:
-                tuner.tune(product, rows, deadline)
+            for gemm in geometry.others:
+                tuner.tune(gemm, rows, deadline)
                 say(f"[{time.monotonic() - start:.0f} s]")
                 tuner.save(args.output)
     finally:

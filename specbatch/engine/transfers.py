@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for."""
+"""Copies between host and device, for which no call waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Transfers:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Download:
-        """Start a copy to the host, ordered behind what was launched last."""
+        """Start a copy to the host, ordered after what was launched last."""
         if not self._is_cuda:
             return Download(tensor.clone(), None)
         try:

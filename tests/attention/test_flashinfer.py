@@ -1,4 +1,4 @@
-"""The FlashInfer backend on a GPU: its kernels against the torch twin, and the engine over it against Triton's.
+"""The FlashInfer backend on a GPU: its kernels against the reference kernel, and the engine over it against Triton's.
 
 The first run compiles FlashInfer's kernels (nvcc, some minutes; all modules at once). Run with `-n 0`.
 """
@@ -109,7 +109,7 @@ def prompts(starts: list[int], counts: list[int], page_size: int) -> PagedBatch:
 
 
 def late_step_of_a_tree(page_size: int) -> PagedBatch:
-    """Four new branches per row, whose mask begins eight slots in front of them, as in a draft's third step."""
+    """Four new branches per row, whose mask begins eight slots before them, as in a draft's third step."""
     batch = paged_batch([8, 40, 141], [4, 4, 4], page_size)
     words = torch.tensor([[0b000100010001], [0b001000100010], [0b010000100001], [0b100001001000]], dtype=torch.int32)
     return replace(batch, mask_TW=words.repeat(3, 1).to(CUDA), mask_starts_B=batch.starts_B - 8)
@@ -142,7 +142,7 @@ def test_geometries(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, kv_
 
 
 def test_rows_of_padding() -> None:
-    """Rows that stand for no request: an empty table and no slots in front. They disturb nobody and stay finite."""
+    """Padding, which is no request: an empty table and no slots before it. It disturbs no request and stays finite."""
     setting, batch = Setting(), random_tree(8, [70, 0, 31, 0], 16)
     batch.page_table_BP[1::2] = 0
     setting.check(batch, "padding")

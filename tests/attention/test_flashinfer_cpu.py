@@ -52,7 +52,7 @@ def test_engine_over_the_fake_gives_the_same_tokens(
 
 @pytest.mark.skipif(CUDA, reason="plans on the CPU")
 def test_another_flashinfer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers under other names would be replaced in vain."""
+    """Replacing buffers under other names would have no effect."""
 
     class Renamed(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
         def __init__(self, *args: object, **options: object) -> None:

@@ -1,5 +1,6 @@
-"""Keys and values in float8: speculation gives plain decoding's tokens over such a cache too, on CPU over the torch
-twins in float64. What an element becomes depends on itself alone, so neither schedules nor drafts can show."""
+"""Keys and values in float8: speculation gives plain decoding's tokens over such a cache too, on a CPU with the
+reference kernels in float64. What an element becomes depends on itself alone, so neither schedules nor drafts can
+show."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def test_page_sizes(method: str, shape: DraftShape | None, page_size: int) -> No
 
 
 def test_values_out_of_range_become_the_largest() -> None:
-    """And what only a broken model computes is told from them: NaN as a key, 0 as a value."""
+    """What only a broken model computes is different from them: NaN as a key, 0 as a value."""
     values = torch.tensor([500.0, -1e30, 449.0, 448.0, 465.0, 0.3, -1.0, 0.0])
     largest = torch.tensor([448.0, -448.0, 448.0, 448.0, 448.0, 0.3125, -1.0, 0.0])
     cos, sin = torch.ones(4, 8), torch.zeros(4, 8)

@@ -31,7 +31,7 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
 class Paths(RuleBasedStateMachine):
-    """`PrefixIndex` over `PagePool`; the model files each page under all tokens that it stands for."""
+    """`PrefixIndex` over `PagePool`; the model files each page under all tokens that lead to it."""
 
     @initialize(num_pages=st.integers(4, 16), page_size=st.integers(1, 3), lookahead=st.integers(0, 1))
     def build(self, num_pages: int, page_size: int, lookahead: int) -> None:

@@ -152,7 +152,7 @@ def test_shapes(tokens: int, num_sequences: int, queries: int, expected: tuple[i
     packed.req_idx = packed.ready = [0] * num_sequences
     graphs = PromptGraphs(PromptPacker(4, None), Transfers(CPU), CPU, 12, 1024)
     assert graphs.shape_of(packed) == expected
-    # The draft network may have more: a token of its own of each prompt, or what it lags behind.
+    # The draft network may have more: its own token of each prompt, or tokens that it has not computed yet.
     packed.target, packed.draft = packed.draft, packed.target
     assert graphs.shape_of(packed) == expected
     packed.ready = [0] * (num_sequences - 1)
@@ -200,7 +200,7 @@ def live(engine: Engine) -> list[Tensor]:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention on a GPU leaves out what is beyond the bound of a row's tokens, and of tokens of no row it leaves what
-    was in that memory; the twin does neither."""
+    was in that memory; the reference kernel does neither."""
     make, attend = PromptPacker.chunk, PagedAttention.attend
 
     def garbage(backend: PagedAttention, plan: Any, *args: Any) -> Tensor:
@@ -308,7 +308,7 @@ def random_span(rng: random.Random, slot: int, page_size: int, draft_kv_offset: 
 def one_by_one(
     spans: list[PrefillSpan], page_size: int, draft_kv_offset: int | None
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Tokens, positions, slots and where each sequence's end; of the draft network unless `lead` is None."""
+    """Tokens, positions, slots and where each sequence's end; of the draft network unless `draft_kv_offset` is None."""
     tokens, positions, slots, ends = [], [], [], [0]
     for span in spans:
         seq = span.seq
@@ -363,7 +363,7 @@ def test_arrays_come_back_by_name() -> None:
 def test_graphs_give_the_same_texts(
     method: str, shape: DraftShape | None, params: SamplingParams, dtype: torch.dtype
 ) -> None:
-    """Captured with other rows running; float64 over the twins, float32 over the kernels."""
+    """Captured with other rows running; float64 with the reference kernels, float32 with Triton's."""
     prompts, settings = many_prompts(), SETTINGS | {"dtype": dtype}
     expected = run(tiny_oracle(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(

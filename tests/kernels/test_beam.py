@@ -34,7 +34,7 @@ def test_beam(ops: ModuleType, k: int, num_steps: int, mapped: bool) -> None:
     candidates, beam = ops.beam_start(
         on_device([s[0] for s in scores]), on_device([i[0] for i in ids]), target_ids, num_candidates, words
     )
-    # Of each sequence (token, score, parent); and its branches, as places among these, with what they see.
+    # Of each sequence (token, score, parent); and its branches, as indices of these, with what they see.
     nodes = [[(name(t), s, -1) for t, s in zip(ids[b][0], scores[b][0], strict=True)] for b in range(batch)]
     branches = [[(i, {i}) for i in range(k)] for _ in range(batch)]
     for step in range(1, num_steps):
@@ -43,13 +43,13 @@ def test_beam(ops: ModuleType, k: int, num_steps: int, mapped: bool) -> None:
         beam = ops.beam_expand(candidates, beam, on_device(scores), on_device(ids), target_ids, step)
         for b in range(batch):
             first = len(nodes[b])
-            for i, (place, _) in enumerate(branches[b]):
-                total = nodes[b][place][1]
-                nodes[b] += [(name(t), total + s, place) for t, s in zip(ids[b][i], scores[b][i], strict=True)]
-            best = sorted(range(first, len(nodes[b])), key=lambda place: (-nodes[b][place][1], place))[:k]
-            assert beam.parent_BK[b].tolist() == [(place - first) // k for place in best]
+            for i, (index, _) in enumerate(branches[b]):
+                total = nodes[b][index][1]
+                nodes[b] += [(name(t), total + s, index) for t, s in zip(ids[b][i], scores[b][i], strict=True)]
+            best = sorted(range(first, len(nodes[b])), key=lambda index: (-nodes[b][index][1], index))[:k]
+            assert beam.parent_BK[b].tolist() == [(index - first) // k for index in best]
             branches[b] = [
-                (place, branches[b][(place - first) // k][1] | {step * k + j}) for j, place in enumerate(best)
+                (index, branches[b][(index - first) // k][1] | {step * k + j}) for j, index in enumerate(best)
             ]
     check_beam(beam, nodes, branches)
     tokens, scores, parents = (x.tolist() for x in candidates)
@@ -58,9 +58,9 @@ def test_beam(ops: ModuleType, k: int, num_steps: int, mapped: bool) -> None:
 
 def check_beam(beam: Beam, nodes: list[list[tuple]], branches: list[list[tuple[int, set[int]]]]) -> None:
     for b, branch in enumerate(branches):
-        assert beam.index_BK[b].tolist() == [place for place, _ in branch]
-        assert beam.tokens_BK[b].tolist() == [nodes[b][place][0] for place, _ in branch]
-        assert beam.scores_BK[b].tolist() == [nodes[b][place][1] for place, _ in branch]
+        assert beam.index_BK[b].tolist() == [index for index, _ in branch]
+        assert beam.tokens_BK[b].tolist() == [nodes[b][index][0] for index, _ in branch]
+        assert beam.scores_BK[b].tolist() == [nodes[b][index][1] for index, _ in branch]
         for words, (_, seen) in zip(beam.seen_BKW[b].tolist(), branch, strict=True):
             bits = {32 * w + i for w, word in enumerate(words) for i in range(32) if word >> i & 1}
             assert bits == {bit for bit in seen if bit < 32 * len(words)}

@@ -63,7 +63,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_gemms_match_the_reference(device: str, name: str, shape: tuple[int, int]) -> None:
     tile = TILES[name]
     O, I = shape  # noqa: E741
-    # The interpreter multiplies tiles of bfloat16 as garbage; the "fma" kernel has no such products.
+    # The interpreter multiplies tiles of bfloat16 as garbage; the "fma" kernel has no such tiles.
     with_bfloat16 = device == "cpu" and tile.kind == "fma" and shape == SHAPES[0]
     for dtype in DTYPES[device] + ((torch.bfloat16,) if with_bfloat16 else ()):
         partly = max(tile.block_m - 1, 1)
@@ -159,7 +159,7 @@ def test_every_skinny_product_has_a_configuration(M: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [65, 100, 128])
 def test_many_rows(M: int) -> None:
-    """The products that stay ours up to 128 rows, as the table has them."""
+    """The GEMMs that stay ours up to 128 tokens, as the table has them."""
     assert is_skinny(M, 28672, 4096, torch.bfloat16)
     assert is_skinny(M, 4096, 12288, torch.bfloat16)
     x = normal(M, 4096, seed=1, dtype=torch.bfloat16, device="cuda")

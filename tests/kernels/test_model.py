@@ -62,8 +62,8 @@ def test_rotary_write(heads: int, kv_heads: int, dim: int, norm: bool, dtype: to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_rotary_write_to_float8(dim: int, dtype: torch.dtype) -> None:
-    """Values, which nothing is computed of, and keys at position 0, which no angle turns, have the twin's very bits:
-    every rounding, subnormals and saturation included. Other keys may round to a neighbour."""
+    """Values, which nothing is computed of, and keys at position 0, which no angle turns, have the bits of the
+    reference: every rounding, subnormals and saturation included. Other keys may round to a neighbour."""
     tokens, heads, kv_heads = 40, 4, 2
     scales = torch.logspace(-4, 4, tokens, device=DEVICE)[:, None]
     qkv = (random(tokens, (heads + 2 * kv_heads) * dim, dtype=torch.float32) * scales).to(dtype)
@@ -85,7 +85,7 @@ def test_rotary_write_to_float8(dim: int, dtype: torch.dtype) -> None:
         k, expected = caches[0][0].float(), caches[1][0].float()
         assert float(k.abs().max()) == 448
         apart = (k - expected).abs() > 2**-9 + 0.13 * expected.abs()
-        # Where two products nearly cancel, the twin's roundings in 16 bits show.
+        # Where two products nearly cancel, the roundings of the reference in 16 bits show.
         assert float(apart.float().mean()) < 0.01
 
 
@@ -98,7 +98,7 @@ def test_rotary_write_of_what_float8_cannot_hold() -> None:
         ops.rotary_write(values.repeat(1, 3), 1, 1, cos, sin, at, at, cache, None, None, 0.0)  # type: ignore[attr-defined]
         expected = torch.tensor([448.0, -448.0, 448.0, 448.0, 448.0, 0.3125, -1.0, 0.0] * 2, device=DEVICE)
         assert torch.equal(cache[1, 0, 1].float(), expected)
-        # What is not finite is told from what is too large: NaN as a key, 0 as a value.
+        # What is not finite is different from what is too large: NaN as a key, 0 as a value.
         for broken in (torch.inf, torch.nan):
             spoilt = values.where(values != 449.0, broken)
             ops.rotary_write(spoilt.repeat(1, 3), 1, 1, cos, sin, at, at, cache, None, None, 0.0)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the operations of a round and of the model make of NaN and infinities: torch twins and Triton kernels alike."""
+"""What the operations of a round and of the model make of NaN and infinities: torch and Triton alike."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_chains_with_nan(ops: Ops, draft_vocab: str) -> None:
         ("second draft", [1], [], (2, 1)),
         ("both", [0, 1], [], (1, 2)),
         ("root", [], [0], (1, 0)),
-        ("behind the first", [], [1], (2, 0)),
+        ("after the first", [], [1], (2, 0)),
         ("at the end", [], [2], (3, 0)),
         ("not reached", [0], [1, 2], (1, 1)),
     ]
@@ -139,8 +139,8 @@ def test_chains_with_nan(ops: Ops, draft_vocab: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [16, 80])
 def test_a_cache_holds_no_value_that_is_not_finite(dim: int, dtype: torch.dtype) -> None:
-    """Kernel and twin: a token whose key or value is not finite in a head has keys of NaN there, and such a value is
-    0; other heads and tokens have the bits that they had."""
+    """Triton and reference: a token whose key or value is not finite in a head has keys of NaN there, and such a value
+    is 0; other heads and tokens have the bits that they had."""
     model = pytest.importorskip("specbatch.kernels.triton.model")
     heads, kv_heads, tokens = 12, 4, 7  # of more than one program
     width = (heads + 2 * kv_heads) * dim
@@ -176,7 +176,7 @@ def test_a_cache_holds_no_value_that_is_not_finite(dim: int, dtype: torch.dtype)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("masked", [False, True], ids=["chain", "tree"])
 def test_attention_beside_hidden_tokens_that_are_not_finite(masked: bool, splits: int) -> None:
-    """Kernel and twin: a query gets NaN where it sees such a token, and else the very bits that it has without: of
+    """Triton and reference: a query gets NaN where it sees such a token, and else the very bits that it has without: of
     later tokens of a chain, of other branches of a tree, and of what is left in pages past a sequence's end."""
     attention = pytest.importorskip("specbatch.kernels.triton.attention")
     starts, counts, dim = [5, 21, 0], [4, 4, 4], 16

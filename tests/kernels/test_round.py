@@ -1,5 +1,5 @@
-"""The batched operations of a round, torch twins and Triton kernels alike, against the rules that decide one sequence
-at a time; and the kernels against the twins on sizes that take many blocks. Without a GPU, in Triton's interpreter."""
+"""The batched operations of a round, torch and Triton alike, against the rules that decide one sequence at a time;
+and Triton's against the reference on sizes that take many blocks. Without a GPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def tree_batch(batch: int, width: int, seed: int) -> tuple[list[list[int]], list
 
 @pytest.mark.parametrize("width", [1, 2, 5, 8, 33, 60, 64])
 def test_path_down_a_tree(ops: Ops, width: int) -> None:
-    """What `commit_round` accepts, and the token behind it, with trees of all sizes. The choices are a greedy
+    """What `commit_round` accepts, and the token after it, with trees of all sizes. The choices are a greedy
     target's."""
     tokens, parents, sizes, choice = tree_batch(24, width, width)
     found = commit(ops, torch.tensor(tokens).to(DEVICE), torch.tensor(parents).to(DEVICE), choice.to(DEVICE))
@@ -319,7 +319,7 @@ PAIRS = [
 
 
 def pair_of(prefix: tuple[int, ...], shift: int) -> int:
-    """Which of PAIRS holds behind the tokens `prefix`."""
+    """Which of PAIRS holds after the tokens `prefix`."""
     return (sum(prefix) + len(prefix) + shift) % len(PAIRS)
 
 
@@ -428,7 +428,7 @@ def histories(seed: int) -> tuple[list[list[int]], list[int]]:
 def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
     texts, limits = histories(sizes[1])
     order = random.Random(1).sample(range(len(texts)), len(texts))
-    tokens = torch.full((len(texts), 40), 1, dtype=torch.int32)  # what lies behind a text must not be seen
+    tokens = torch.full((len(texts), 40), 1, dtype=torch.int32)  # what lies after a text must not be seen
     for slot, text in enumerate(texts):
         tokens[slot, : len(text)] = torch.tensor(text)
     table = torch.tensor([[0, len(t), limit] for t, limit in zip(texts, limits, strict=True)])
@@ -447,7 +447,7 @@ def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
         assert drafts[b].tolist() == tree.tokens_BN[b, 1:n].tolist() + [0] * (7 - n)
 
 
-# Kernels against twins: rows of many blocks, other types, rows that lie apart.
+# Triton against the reference: rows of many blocks, other types, rows that lie apart.
 
 
 def large_logits(dtype: torch.dtype, ties: bool = False) -> Tensor:

@@ -48,12 +48,12 @@ def test_span_layout(ops: ModuleType, case: str) -> None:
     slots, positions = [], []
     for b in range(5):
         for q in range(num_queries):
-            place = lengths[b] + start + q
-            page = int(table[b, min(place // PAGE, table.shape[1] - 1)])
+            index = lengths[b] + start + q
+            page = int(table[b, min(index // PAGE, table.shape[1] - 1)])
             written = not ends[b] and (case != "extend" or q < counts[b])
-            slots.append(page * PAGE + place % PAGE if written else -1)
-            behind = depths[q] if case == "tree" else q * options.get("position_stride", 1)
-            positions.append(lengths[b] + position + behind)
+            slots.append(page * PAGE + index % PAGE if written else -1)
+            offset = depths[q] if case == "tree" else q * options.get("position_stride", 1)
+            positions.append(lengths[b] + position + offset)
     assert found.slots_T.tolist() == slots
     assert found.positions_T.tolist() == positions
     assert found.starts_B.tolist() == [n + start for n in lengths]
@@ -184,11 +184,11 @@ def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
             report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], *new[b], *pad]
             assert found.output_BZ[b].tolist() == report
             assert found.accept_index_T.view(batch, -1)[b].tolist() == [b * num_nodes + node for node in path + pad]
-            for place, node in enumerate(path):
-                moved = live and node != place
-                at = b * max_path + place
+            for index, node in enumerate(path):
+                moved = live and node != index
+                at = b * max_path + index
                 assert found.source_T[at] == state.slot_of(slot, length + node)
-                assert found.target_T[at] == (state.slot_of(slot, length + place) if moved else -1)
+                assert found.target_T[at] == (state.slot_of(slot, length + index) if moved else -1)
             assert found.target_T.view(batch, -1)[b, len(path) :].tolist() == [-1] * len(pad)
             lengths.add(len(path))
             failed.add(new[b][-1] == NO_TOKEN)
