@@ -33,12 +33,11 @@ KINDS = {
     "prefill": "tokens of a prompt chunk; its batch is 1",
     "prefill_plain": "the same without a draft network, where that was timed apart",
     "plain": "1; a whole round of plain decoding, without a draft network",
-    "lookup": "1; finding n-grams, if that is not in `verify`",
     "overhead": "1; what a whole drafting round takes beyond its parts, if anything",
     "copies": "1; on a GPU, what any round takes beyond its graph",
     "host": "1; what a round takes the host, while a GPU works on the one before: no round takes less",
 }
-OPTIONAL = ("lookup", "overhead", "copies", "host")  # 0 where not measured
+OPTIONAL = ("overhead", "copies", "host")  # 0 where not measured
 # The part of plain rounds by which a part is filled in at batch sizes where only plain rounds were timed.
 _PLAIN = {"verify": "plain", "verify_tree": "plain", "extend": "extend"}
 # A cell that was not measured is filled in, and counts next to nothing in the fit.
@@ -132,8 +131,8 @@ class CostModel:
             if m.batch < 1 or m.width < 1 or not 0 <= m.milliseconds < float("inf"):
                 raise TuningError(f"not a measurement: {m}")
             points[m.kind][m.batch, m.width].append(m.milliseconds)
-            place = m.kind, m.batch, m.width
-            noise[place] = max(noise[place], m.noise)
+            key = m.kind, m.batch, m.width
+            noise[key] = max(noise[key], m.noise)
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
         for kind, values in points.items():
@@ -154,7 +153,7 @@ class CostModel:
         verify = self.part_ms("verify_tree" if has_branches else "verify", batch, nodes)
         verify += self.part_ms("overhead", batch, 1)
         if shape.ngram_match is not None:
-            return self._live(batch, verify + self.part_ms("lookup", batch, 1))
+            return self._live(batch, verify)
         draft = self.part_ms("draft_start", batch, shape.topk)
         if shape.num_steps > 1:
             draft += (shape.num_steps - 1) * self.part_ms("draft_step", batch, shape.topk)
@@ -190,8 +189,7 @@ class CostModel:
         return self.surfaces[kind]
 
     def _padded(self, batch: int) -> int:
-        place = bisect_left(self.graph_sizes, batch)
-        return self.graph_sizes[place] if place < len(self.graph_sizes) else batch
+        return next((size for size in self.graph_sizes if size >= batch), batch)
 
 
 def _of_one_token(values: Mapping[tuple[int, int], Sequence[float]]) -> dict[int, float]:
@@ -230,13 +228,13 @@ def _fit(
     for (batch, width), guess in between.items():
         means_BW[batches.index(batch), widths.index(width)] = guess
     for (batch, width), repeated in values.items():
-        place = batches.index(batch), widths.index(width)
-        means_BW[place], weights_BW[place] = float(np.mean(repeated)), len(repeated)
+        cell = batches.index(batch), widths.index(width)
+        means_BW[cell], weights_BW[cell] = float(np.mean(repeated)), len(repeated)
     fitted_BW = monotone_grid(filled(means_BW, batches, widths), weights_BW)
     for (batch, width), share in noise.items():
-        place = batches.index(batch), widths.index(width)
-        if math.isfinite(share) and abs(fitted_BW[place] - means_BW[place]) > share * means_BW[place]:
-            fitted_BW[place] = means_BW[place]
+        cell = batches.index(batch), widths.index(width)
+        if math.isfinite(share) and abs(fitted_BW[cell] - means_BW[cell]) > share * means_BW[cell]:
+            fitted_BW[cell] = means_BW[cell]
     return Surface(tuple(batches), tuple(widths), fitted_BW)
 
 

@@ -102,8 +102,8 @@ def _verdict(tuned: Tuned) -> str:
         )
     if not shapes_of(tuned.winner.schedule):
         return "Speculation does not pay on this file: plain decoding was faster, outside the noise."
-    place = next(i for i, one in enumerate(tuned.live) if one.schedule == tuned.winner.schedule)
-    gain, low, high = speedups(tuned.live)[place]
+    index = next(i for i, one in enumerate(tuned.live) if one.schedule == tuned.winner.schedule)
+    gain, low, high = speedups(tuned.live)[index]
     return f"{gain:.2f}x as fast as plain decoding ({_interval(low, high)}), live, over the same rows."
 
 

@@ -26,7 +26,7 @@ _DPI = 120
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """What every plot says."""
+    """The text of every plot."""
 
     models: str  # target and draft
     device: str

@@ -120,8 +120,8 @@ class Simulation:
         assert all(len(rates) == kinds for rates in self._rates_of.values()), "other rows were replayed"
         self._is_followed = any(shape is not None and shape.ngram_match is None for shape in schedule.items)
         self._count = count = min(profile.num_rows, max(min_simulated, _TURNOVERS * limits.max_running))
-        rng, turns = np.random.default_rng(seed), -(-count // kinds)
-        order = [np.arange(kinds) if profile.in_order else rng.permutation(kinds) for _ in range(turns)]
+        rng, passes = np.random.default_rng(seed), -(-count // kinds)
+        order = [np.arange(kinds) if profile.in_order else rng.permutation(kinds) for _ in range(passes)]
         self._kind_N = np.concatenate(order)[:count]
         self._prompt_N = profile.prompt_tokens[np.arange(count) % len(profile.prompt_tokens)] - profile.shared_prefix
         num_pages = (limits.kv_tokens - profile.shared_prefix) // limits.page_size

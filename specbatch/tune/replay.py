@@ -7,8 +7,7 @@ committed, and drafts kept by depth.
 
 Exact for greedy text with chains and n-grams, for sampled text with trees and n-grams (whose acceptance draws the
 numbers that plain sampling draws), and for smaller trees but for the rounds counted in `num_unknown` (see `subtrees`).
-For sampled text with chains it is the expectation over the draft's draws, where the trace has `accept_PS`; else the
-greedy chain stands in for the sampled one.
+For sampled text with chains it is an estimate, from greedy chains instead of sampled ones.
 
 Shape suffixes: R rows, P positions of all rows, S draft steps, Q draft shapes, T tokens of all rows.
 """
@@ -33,7 +32,7 @@ _CHUNK = 64  # shapes walked at once, which bounds the memory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """A draft shape on the traced rows. Counts are whole numbers, but for expectations (sampled chains)."""
+    """A draft shape on the traced rows."""
 
     shape: DraftShape
     rounds_R: NDArray[np.float64]  # verify passes after the prefill
@@ -123,15 +122,13 @@ class Replayer:
         replays: list[Replay] = []
         for begin in range(0, len(shapes), _CHUNK):
             part = shapes[begin : begin + _CHUNK]
-            found = [None if self._is_drawn(shape) else self._accepted(shape) for shape in part]
-            known = [pair[0] for pair in found if pair is not None]
-            visits = iter(self._walk(np.stack(known))) if known else iter(())
-            for shape, pair in zip(part, found, strict=True):
-                replays.append(self._expected(shape) if pair is None else self._counted(shape, *pair, next(visits)))
+            found = [self._accepted(shape) for shape in part]
+            visits_QP = self._walk(np.stack([accepted_P for accepted_P, _ in found]))
+            replays += [self._counted(*one) for one in zip(part, found, visits_QP, strict=True)]
         return replays
 
     def rank_shares(self) -> NDArray[np.float64] | None:
-        """(S, topk + 1): how often the true token of a step is the draft's first, second ... choice behind the true
+        """(S, topk + 1): how often the true token of a step is the draft's first, second ... choice after the true
         ones, and in the last column none of its choices; None for a trace without drafts. Of a trace of chains, which
         know first choices only, the two columns are right and wrong."""
         if self._trace.topk > 1:
@@ -145,12 +142,6 @@ class Replayer:
             right = float((right_P[asked_P] > step).mean()) if asked_P.any() else 0.0
             shares_SK[step] = right, (1.0 - right) if asked_P.any() else 0.0
         return shares_SK
-
-    def _is_drawn(self, shape: DraftShape) -> bool:
-        """A chain whose drafts are drawn: how far it is accepted is known as a probability."""
-        self._check(shape)
-        of_chain = shape.is_chain and shape.ngram_match is None
-        return of_chain and self._trace.sampled and any(row.accept_PS is not None for row in self._trace.rows)
 
     def _check(self, shape: DraftShape) -> None:
         shape.check()
@@ -168,6 +159,7 @@ class Replayer:
 
     def _accepted(self, shape: DraftShape) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
         """(P,) drafts that a round at each position accepts, and whether that is not certain."""
+        self._check(shape)
         if shape.ngram_match is not None:
             right_P, _ = self._ngrams(shape.ngram_match)
             return np.minimum(right_P, np.int16(shape.num_steps)), np.zeros(len(right_P), dtype=np.bool_)
@@ -220,10 +212,10 @@ class Replayer:
     def _counted(
         self,
         shape: DraftShape,
-        accepted_P: NDArray[np.int16],
-        unknown_P: NDArray[np.bool_],
+        accepted: tuple[NDArray[np.int16], NDArray[np.bool_]],
         visits_P: NDArray[np.bool_],
     ) -> Replay:
+        accepted_P, unknown_P = accepted
         depths = np.bincount(accepted_P, weights=visits_P, minlength=shape.max_path)
         at_least = depths[::-1].cumsum()[::-1]
         idle_R = None
@@ -242,36 +234,6 @@ class Replayer:
     def _by_row(self, values_P: NDArray[np.bool_]) -> NDArray[np.float64]:
         row_P = np.repeat(np.arange(len(self._positions.first_R)), self._positions.num_outputs_R)
         return np.bincount(row_P[values_P], minlength=len(self._positions.first_R)).astype(np.float64)
-
-    def _expected(self, shape: DraftShape) -> Replay:
-        """Visits of positions as probabilities, from the first on: a round at p begins the next at p + a + 1 with the
-        probability of accepting a drafts there. All rows at once."""
-        steps, sizes_R = shape.num_steps, self._positions.num_outputs_R
-        rows = len(sizes_R)
-        longest = int(sizes_R.max())
-        kept_RPS = np.zeros((rows, longest, steps))  # probability of keeping each draft
-        for r, row in enumerate(self._trace.rows):
-            if row.accept_PS is None:
-                continue
-            known = np.clip(row.accept_PS[:, :steps], 0.0, 1.0)
-            left = np.arange(row.num_output - 1, -1, -1)[:, None] > np.arange(steps)
-            kept_RPS[r, : row.num_output] = np.cumprod(np.where(left, known, 0.0), axis=1)
-        visits_RP = np.zeros((rows, longest + steps + 1))
-        visits_RP[:, 0] = 1.0
-        accepted_at = np.zeros(steps)
-        for p in range(longest - 1):
-            here_R = np.where(p < sizes_R - 1, visits_RP[:, p], 0.0)
-            at_least = np.concatenate((np.ones((rows, 1)), kept_RPS[:, p], np.zeros((rows, 1))), axis=1)
-            visits_RP[:, p + 1 : p + steps + 2] += here_R[:, None] * (at_least[:, :-1] - at_least[:, 1:])
-            accepted_at += here_R @ kept_RPS[:, p]
-        counted = np.arange(longest + steps + 1) < (sizes_R - 1)[:, None]
-        return Replay(
-            shape,
-            (visits_RP * counted).sum(axis=1),
-            self._positions.num_committed_R,
-            np.zeros(rows),
-            tuple(accepted_at.tolist()),
-        )
 
 
 class NgramMatches:
@@ -312,8 +274,8 @@ class NgramMatches:
                 for token in tokens[row.num_prompt :]:
                     text.append(token)
                     index.update(text)
-                    place = index.find(text)
-                    found.append(-1 if place is None else place)
+                    start = index.find(text)
+                    found.append(-1 if start is None else start)
             found_P = np.array(found, dtype=np.int64)
             self._found[size] = np.where(found_P >= 0, found_P + self._first_P, -1)
         return self._found[size]

@@ -13,7 +13,7 @@ from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, Request, RngKey
 
 _MAX_DRAWN = 1024
-MIN_ROWS = 4  # a bootstrap over fewer says nothing
+MIN_ROWS = 4  # a bootstrap over fewer means nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,19 @@ def sample_rows(
     Raises InputError where too few can run.
     """
     draw = random.Random(seed)
-    kept: list[RawRow] = []
+    drawn: list[RawRow] = []
     total = 0
     for total, raw in enumerate(source.rows(), start=1):  # reservoir sampling (Vitter 1985)
-        if len(kept) < max(_MAX_DRAWN, num_rows):
-            kept.append(raw)
-        elif (place := draw.randrange(total)) < len(kept):
-            kept[place] = raw
-    draw.shuffle(kept)
+        if len(drawn) < max(_MAX_DRAWN, num_rows):
+            drawn.append(raw)
+        elif (index := draw.randrange(total)) < len(drawn):
+            drawn[index] = raw
+    draw.shuffle(drawn)
     requests: list[Request] = []
     lengths: list[int] = []
     common: list[int] = []
     num_failed, max_tokens, completions = 0, 1, 0
-    for raw in kept:
+    for raw in drawn:
         head, job = parser.parse(raw)
         if isinstance(job, RowError):
             num_failed += 1
@@ -76,10 +76,10 @@ def sample_rows(
         rng = RngKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
         requests.append(Request(len(requests), prompt, job.params, rng, texts.stop_check(job.params)))
     if len(requests) < MIN_ROWS:
-        raise _too_few(source, len(requests), f" ({num_failed} of {len(kept)} rows fail)" if num_failed else "")
-    expected = round(total * completions / len(kept))
+        raise _too_few(source, len(requests), f" ({num_failed} of {len(drawn)} rows fail)" if num_failed else "")
+    expected = round(total * completions / len(drawn))
     to_trace = min(num_rows, len(requests))
-    return Sample(requests, to_trace, lengths, len(common), expected, len(kept), num_failed, max_tokens)
+    return Sample(requests, to_trace, lengths, len(common), expected, len(drawn), num_failed, max_tokens)
 
 
 def _too_few(source: Source, count: int, failed: str) -> InputError:

@@ -282,9 +282,9 @@ def _weights(tokens_by_batch: Floats, ladder: Sequence[int]) -> tuple[Floats, li
     there, and the size at which they are made on average. A size at which nothing is made counts a little, so that the
     best of the chosen shapes is taken there, too."""
     batches = np.arange(len(tokens_by_batch))
-    places = np.minimum(np.searchsorted(np.array(ladder), batches), len(ladder) - 1)
-    totals_B = np.bincount(places, weights=tokens_by_batch, minlength=len(ladder))
-    each_B = np.bincount(places, weights=tokens_by_batch / np.maximum(batches, 1), minlength=len(ladder))
+    index_B = np.minimum(np.searchsorted(np.array(ladder), batches), len(ladder) - 1)
+    totals_B = np.bincount(index_B, weights=tokens_by_batch, minlength=len(ladder))
+    each_B = np.bincount(index_B, weights=tokens_by_batch / np.maximum(batches, 1), minlength=len(ladder))
     typical = np.where(each_B > 0, totals_B / np.maximum(each_B, 1e-300), ladder)
     return np.maximum(each_B, 1e-9 * each_B.sum() + 1e-300), [round(batch) for batch in typical.tolist()]
 

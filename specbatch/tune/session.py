@@ -69,13 +69,11 @@ class Session:
         parts: DraftParts,
         graphs: GraphMode,
         sampled: bool = False,
-        on_progress: Callable[[str], None] = lambda progress: None,
     ) -> None:
         self.engine = engine
         self.method, self.parts = method, parts
         self._graphs: GraphMode = graphs
         self._sampled = sampled
-        self._on_progress = on_progress
         self._in_use: Schedule | TracingDraft | None = None
 
     @property
@@ -95,7 +93,7 @@ class Session:
         self._in_use = schedule
 
     def _set(self, methods: ByBatch[DraftMethod], ahead: bool = True) -> None:
-        self.engine.set_methods(methods, self._graphs, self._sampled, self._on_progress, ahead)
+        self.engine.set_methods(methods, self._graphs, self._sampled, ahead=ahead)
 
     def run(
         self,

@@ -40,7 +40,7 @@ class WideTrees:
             raise TuningError("the trace has no trees of drafts")
         self._tokens_PC, self._scores_PC = tokens_PC, scores_PC
         self.not_drafted_P: NDArray[np.bool_] = np.asarray(tokens_PC[:, 0] == -1)
-        # Which place of the beam a candidate had when the wide pass branched from it; -1: it did not.
+        # Which rank in the beam a candidate had when the wide pass branched from it; -1: it did not.
         self._place_PC = np.full(parents_PC.shape, -1, dtype=np.int8)
         for step in range(1, self.depth):
             first = self._first[step]
@@ -54,7 +54,7 @@ class WideTrees:
         return DraftShape(num_steps, self.topk, 2).num_candidates
 
     def _true_path(self, true_PS: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(P, S) the candidate that holds the true token of each step behind the true ones before it; -1: none."""
+        """(P, S) the candidate that holds the true token of each step after the true ones; -1: none."""
         path_PS = np.full(true_PS.shape, -1, dtype=np.int32)
         rows = np.arange(len(true_PS))
         start_P = np.where(self.not_drafted_P, -1, 0)
@@ -140,14 +140,14 @@ class Ranks:
     not_drafted_P: NDArray[np.bool_]
 
     def accepted(self, num_steps: int, num_draft_tokens: int) -> NDArray[np.int16]:
-        """(P,) drafts accepted from the tree of so many steps and nodes. A parent comes before its children, so the
+        """(P,) drafts accepted from the tree of that many steps and nodes. A parent comes before its children, so the
         path goes as far as its nodes are in the tree."""
         ranks_PS = self.true_PSS[:, :num_steps, num_steps - 1]
         return (ranks_PS < num_draft_tokens - 1).sum(axis=1).astype(np.int16)
 
     def unknown(self, num_steps: int, num_draft_tokens: int) -> NDArray[np.bool_]:
         """(P,) whether the tree may be another one than drafted here. That takes a node in it whose children are not
-        known: the descendants of one that is not in it come behind all that are, and so does whatever stands in for
+        known: the descendants of one that is not in it come after all that are, and so does whatever replaces
         them."""
         ranks_PS = self.unknown_PSS[:, : num_steps - 1, num_steps - 1]
         return np.any(ranks_PS < num_draft_tokens - 1, axis=1) | self.not_drafted_P
@@ -169,7 +169,7 @@ def _rank(
     nodes: list[NDArray[np.int64]],
     scores: list[NDArray[np.float32]],
 ) -> NDArray[np.uint16]:
-    """(P, S) candidates of steps 0 .. j in front of a node of `step`; _NOWHERE where j < step, and for a node that is
+    """(P, S) candidates of steps 0 .. j before a node of `step`; _NOWHERE where j < step, and for a node that is
     not among the candidates."""
     is_it_Pc = nodes[step] == node_P[:, None]
     there_P = is_it_Pc.any(axis=1) & (node_P >= 0)

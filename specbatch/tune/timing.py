@@ -80,18 +80,18 @@ def time_methods(engine: Engine, methods: Sequence[DraftMethod], repeats: int | 
 
 
 def time_steps(engine: Engine, steps: int) -> tuple[float, float]:
-    """Milliseconds of a round of a dummy batch as the engine drafts now, launched and read by its own steps: (all of
-    it, the part in which the host was busy). Its requests must not end: each may write TIMED_TOKENS."""
-    batch_size = engine.num_running
-    for _ in range(_WARM_STEPS):
+    """Median milliseconds of a round of a dummy batch as the engine drafts now, launched and read by its own steps:
+    (all of it, the part in which the host was busy). Its requests must not end: each may write TIMED_TOKENS."""
+    batch_size, rounds = engine.num_running, engine.stats.rounds
+    whole, host = list[float](), list[float]()
+    for _ in range(_WARM_STEPS + steps):
+        began, waited = time.perf_counter(), engine.waited_seconds
         check_finite(engine.step())
-    began, waited, rounds = time.perf_counter(), engine.waited_seconds, engine.stats.rounds
-    for _ in range(steps):
-        check_finite(engine.step())
-    whole, waited = time.perf_counter() - began, engine.waited_seconds - waited
-    assert engine.stats.rounds - rounds == steps, "not every step was a round"
+        whole.append(1e3 * (time.perf_counter() - began))
+        host.append(whole[-1] - 1e3 * (engine.waited_seconds - waited))
+    assert engine.stats.rounds - rounds == _WARM_STEPS + steps, "not every step was a round"
     assert engine.num_running == batch_size, "requests have ended"
-    return 1e3 * whole / steps, 1e3 * (whole - waited) / steps
+    return statistics.median(whole[_WARM_STEPS:]), statistics.median(host[_WARM_STEPS:])
 
 
 def _time_graph(round_: Round, req_idx_B: Tensor, restore: Callable[[], None], repeats: int) -> dict[str, float]:

@@ -28,7 +28,6 @@ PAST_END = -2
 # Arrays of a row that are stored end to end, and the type of each.
 _DRAFTS: dict[str, type[np.generic]] = {
     "chain_PS": np.int32,
-    "accept_PS": np.float32,
     "tokens_PC": np.int32,
     "scores_PC": np.float32,
     "parents_PC": np.int16,
@@ -47,10 +46,6 @@ class RowTrace:
     tokens_PC: NDArray[np.int32] | None = None  # target token ids; -1: the draft was not run here
     scores_PC: NDArray[np.float32] | None = None  # cumulative log probability; a child's is at most its parent's
     parents_PC: NDArray[np.int16] | None = None  # index of the candidate it hangs on; -1: the root
-    # For sampled text: with what probability a chain's draft of step s is kept if those before it were. With draft
-    # probabilities q and target probabilities p, both behind the true tokens, that is min(1, q(y) / p(y)) of the true
-    # token y: rejection sampling couples the text to the drafts in just that way (Leviathan et al. 2023).
-    accept_PS: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1, self.tokens.shape
@@ -85,14 +80,13 @@ class Trace:
             self._check(row)
 
     def _check(self, row: RowTrace) -> None:
-        for name in ("chain_PS", "accept_PS"):
-            array = getattr(row, name)
-            assert array is None or array.shape[1] == self.depth, (name, array.shape, self.depth)
+        if row.chain_PS is not None:
+            assert row.chain_PS.shape[1] == self.depth, row.chain_PS.shape
         if row.tokens_PC is not None:
             assert row.tokens_PC.shape[1] == DraftShape(self.depth, self.topk, 2).num_candidates, row.tokens_PC.shape
 
     def save(self, path: Path) -> None:
-        """Write one .npz, whole or not at all: a trace that is saved after every few rows loses only those behind the
+        """Write one .npz, whole or not at all: a trace that is saved after every few rows loses only those after the
         last save."""
         arrays: dict[str, NDArray[np.generic]] = {
             "header": np.array([_VERSION, self.topk, self.depth, self.sampled, len(self.rows)], dtype=np.int64),
@@ -135,13 +129,13 @@ def _from_arrays(arrays: dict[str, NDArray[np.generic]]) -> Trace:
     if version != _VERSION:
         raise ValueError(f"it is of version {version}, not {_VERSION}")
     columns = {name: DraftShape(depth, topk, 2).num_candidates if name.endswith("_PC") else depth for name in _DRAFTS}
-    places = dict.fromkeys(("tokens", *_DRAFTS), 0)
+    taken = dict.fromkeys(("tokens", *_DRAFTS), 0)
     rows = []
 
     def take(name: str, size: int) -> NDArray[np.generic]:
-        first = places[name]
-        places[name] += size
-        assert places[name] <= len(arrays[name]), f"{name} is cut short"
+        first = taken[name]
+        taken[name] += size
+        assert taken[name] <= len(arrays[name]), f"{name} is cut short"
         return arrays[name][first : first + size]
 
     for i in range(num_rows):
@@ -192,7 +186,7 @@ class Positions:
 
 
 def true_tokens(trace: Trace, positions: Positions, depth: int) -> NDArray[np.int32]:
-    """(P, S) the tokens behind each root; PAST_END behind the row's last."""
+    """(P, S) the tokens after each root; PAST_END after the row's last."""
     true_PS = np.full((positions.count, depth), PAST_END, dtype=np.int32)
     for row, first in zip(trace.rows, positions.first_R.tolist(), strict=True):
         text = row.tokens[row.num_prompt :]

@@ -238,52 +238,6 @@ def test_ngrams_equal_the_projects_lookup(min_match: int, max_match: int) -> Non
     assert set(expected) >= {0, 1, 2, 3, 8}, "too little was found"
 
 
-def test_chains_on_sampled_text_are_an_expectation() -> None:
-    """Against the sum over all ways in which the drafts can be kept."""
-    rng = np.random.default_rng(0)
-    size, steps = 9, 3
-    tokens = rng.integers(VOCAB, size=size + 2).astype(np.int32)
-    accept = rng.random((size, steps)).astype(np.float32)
-    trace = Trace((RowTrace(2, tokens, accept_PS=accept), RowTrace(1, tokens[:2])), topk=1, depth=steps, sampled=True)
-    found = replay(trace, DraftShape(steps, 1, steps + 1))
-    kept_at = [0.0] * steps
-
-    def rounds_from(p: int, weight: float) -> float:
-        if p >= size - 1:
-            return 0.0
-        chances = [float(accept[p, s]) if s < size - 1 - p else 0.0 for s in range(steps)]
-        total = 1.0
-        for a in range(steps + 1):
-            chance = float(np.prod(chances[:a])) * (1.0 if a == steps else 1 - chances[a])
-            if chance == 0:
-                continue
-            for s in range(a):
-                kept_at[s] += weight * chance
-            total += chance * rounds_from(p + a + 1, weight * chance)
-        return total
-
-    assert found.rounds_R[0] == pytest.approx(rounds_from(0, 1.0))
-    assert found.rounds_R[1] == 0
-    assert found.accepted_at == pytest.approx(kept_at)
-
-
-def test_certain_drafts_make_the_expectation_a_count() -> None:
-    trace, replayer = made(0, None)
-    rows = []
-    for row in trace.rows:
-        assert row.chain_PS is not None
-        right = np.zeros(row.chain_PS.shape, np.float32)
-        for p, s in itertools.product(range(row.num_output), range(DEPTH)):
-            behind = row.tokens[row.num_prompt + p + 1 + s : row.num_prompt + p + 2 + s]
-            right[p, s] = behind.tolist() == [row.chain_PS[p, s]]
-        rows.append(RowTrace(row.num_prompt, row.tokens, accept_PS=right))
-    sampled = Replayer(Trace(tuple(rows), 1, DEPTH, sampled=True))
-    for shape in CHAINS:
-        one, other = sampled.replay(shape), replayer.replay(shape)
-        assert one.rounds_R == pytest.approx(other.rounds_R)
-        assert one.accepted_at == pytest.approx(other.accepted_at)
-
-
 def test_intervals() -> None:
     _, replayer = made(0, None)
     found = replayer.replay(CHAINS[2])
