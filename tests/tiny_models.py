@@ -15,7 +15,7 @@ from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
 from specbatch.draft import METHODS, DraftParts, make_method
-from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft
+from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.cpu_threads import ThreadGovernor
@@ -130,7 +130,7 @@ def tiny_draft_net(
     if method == "draft_model":
         draft_config = tiny_config(2, hidden, vocab, head_dim=head_dim)
         draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions, spoil)
-        return ModelDraft(draft, draft.new_cache(num_slots, kv_dtype), vocab)
+        return ModelNet(draft, draft.new_cache(num_slots, kv_dtype), vocab)
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
     kind = "eagle3" if method == "eagle3" else "eagle"
     width = draft_vocab or vocab
@@ -148,7 +148,7 @@ def tiny_draft_net(
     tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     backend = attention(head_config, device)
     model = EagleHead(head, WeightLoader(tensors, dtype, device), target, backend, num_positions)
-    return EagleDraft(model, model.new_cache(num_slots, kv_dtype))
+    return EagleNet(model, model.new_cache(num_slots, kv_dtype))
 
 
 def as_schedule(shape: DraftShape | Schedule | None) -> Schedule:

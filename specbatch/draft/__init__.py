@@ -13,7 +13,7 @@ import torch
 
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftMethod
-from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft
+from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.draft.ngram import HostNgramDraft, NgramDraft
 from specbatch.draft.none import NoDraft
 from specbatch.draft.shape import DraftShape
@@ -35,7 +35,7 @@ class MethodEntry:
     """A draft method of the configuration."""
 
     make: Callable[[DraftShape, DraftParts], DraftMethod]
-    net: type[ModelDraft | EagleDraft] | None = None  # of the draft network, which speculation.draft names
+    net: type[ModelNet | EagleNet] | None = None  # of the draft network, which speculation.draft names
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
 
@@ -54,9 +54,9 @@ def _ngram(shape: DraftShape, parts: DraftParts) -> DraftMethod:
 METHODS: dict[str, MethodEntry] = {
     "none": MethodEntry(lambda shape, parts: NoDraft()),
     "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True),
-    "draft_model": MethodEntry(_from_network, ModelDraft),
-    "eagle": MethodEntry(_from_network, EagleDraft),
-    "eagle3": MethodEntry(_from_network, EagleDraft),
+    "draft_model": MethodEntry(_from_network, ModelNet),
+    "eagle": MethodEntry(_from_network, EagleNet),
+    "eagle3": MethodEntry(_from_network, EagleNet),
 }
 
 

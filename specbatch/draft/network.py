@@ -10,7 +10,6 @@ Shape suffixes: T packed tokens, R of them whose hidden states are wanted, E hid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -19,18 +18,6 @@ from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead
-
-
-@dataclass(frozen=True, slots=True)
-class TargetOutput:
-    """What the target computed for new committed tokens, sequence after sequence.
-
-    Sequence b committed tokens [starts[b], sequences[b].num_computed_tokens).
-    """
-
-    starts: list[int]
-    hidden_TE: Tensor  # after the final norm
-    aux_hidden_states: list[Tensor]  # (T, E) inputs of the layers `DraftNet.aux_layers`
 
 
 class DraftNet(Protocol):
@@ -43,8 +30,9 @@ class DraftNet(Protocol):
     feature_size: int  # E
     reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
 
-    def features(self, output: TargetOutput) -> Tensor | None:
-        """(T, E) inputs taken from the target, None for a network that needs none."""
+    def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
+        """(T, E) inputs taken from the target, None for a network that needs none. `hidden_TE`: after its final norm;
+        `aux_hidden_states`: the inputs of its layers `aux_layers`, each (T, E)."""
         ...
 
     def forward(
@@ -66,7 +54,7 @@ class DraftNet(Protocol):
         ...
 
 
-class ModelDraft:
+class ModelNet:
     """Any smaller model with the target's tokenizer."""
 
     draft_kv_offset = 1
@@ -83,7 +71,7 @@ class ModelDraft:
         self.target_ids: Tensor | None = None
         self.feature_size = model.config.hidden_size
 
-    def features(self, output: TargetOutput) -> Tensor | None:
+    def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
         return None
 
     def forward(
@@ -105,7 +93,7 @@ class ModelDraft:
         return self._model.raw_logits(hidden_RE)[:, : self._width]
 
 
-class EagleDraft:
+class EagleNet:
     """An EAGLE-1/2 or EAGLE-3 head."""
 
     draft_kv_offset = 0
@@ -117,8 +105,8 @@ class EagleDraft:
         self.target_ids = head.target_ids
         self.feature_size = head.config.hidden_size
 
-    def features(self, output: TargetOutput) -> Tensor | None:
-        return self._head.features(output.hidden_TE, output.aux_hidden_states)
+    def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
+        return self._head.features(hidden_TE, aux_hidden_states)
 
     def forward(
         self,

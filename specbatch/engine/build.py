@@ -14,7 +14,7 @@ from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
 from specbatch.draft import DraftParts, make_method
-from specbatch.draft.network import DraftNet, EagleDraft, ModelDraft
+from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
@@ -211,10 +211,10 @@ def _build_net(run: ResolvedRun, target: Decoder, num_positions: int) -> DraftNe
         weights = WeightLoader(tensors, run.dtype, run.device)
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype)
         model = EagleHead(head, weights, target, attention, num_positions)
-        return EagleDraft(model, model.new_cache(run.engine.page_size, run.kv_dtype))
+        return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype)
-    return ModelDraft(draft, draft.new_cache(run.engine.page_size, run.kv_dtype), vocab_size)
+    return ModelNet(draft, draft.new_cache(run.engine.page_size, run.kv_dtype), vocab_size)
 
 
 def _configs(run: ResolvedRun) -> list[ModelConfig]:

@@ -20,7 +20,6 @@ from specbatch.batch import NO_TOKEN, Committed, Field, LogitsIndices, PagedBatc
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.draft.network import TargetOutput
 from specbatch.engine.acceptance import Acceptance, Decision
 from specbatch.models.decoder import Decoder
 
@@ -186,7 +185,7 @@ class Round:
         else:
             last_B = torch.arange(0, batch * width, width, device=tokens_T.device) + num_path_B - 1
         hidden = verified.hidden_TE[accept_index_T] if self._reads_hidden else verified.hidden_TE
-        features = net.features(TargetOutput([], hidden, [c[accept_index_T] for c in verified.aux_hidden_states]))
+        features = net.features(hidden, [one[accept_index_T] for one in verified.aux_hidden_states])
         if self.fixed_shapes and batch * width <= _FREE_ROWS:
             hidden = net.forward(tokens_T, features, layout)[last_B]
         else:
@@ -236,7 +235,7 @@ class Round:
         assert chunk.draft_layout is not None
         assert chunk.draft_selected is not None
         tokens = chunk.draft_tokens_T.index_copy(0, chunk.draft_selected.index_R, first_R)
-        features = net.features(TargetOutput([], hidden_TE, aux_hidden_states))
+        features = net.features(hidden_TE, aux_hidden_states)
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
 

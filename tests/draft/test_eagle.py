@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from specbatch.cache.pages import PagePool
-from specbatch.draft.network import EagleDraft
+from specbatch.draft.network import EagleNet
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import build_decoder
 from specbatch.engine.sequence import Sequence
@@ -103,7 +103,7 @@ def test_drafts_are_those_of_the_reference(
     decoder = build_decoder(target.config, target.tensors, 300, torch.float64, CPU)
     model = EagleHead(head, WeightLoader(source, torch.float64, CPU), decoder, attention_of(head.decoder), 300)
     pool = PagePool(64, 4)
-    net = EagleDraft(model, model.new_cache(256, torch.float64))
+    net = EagleNet(model, model.new_cache(256, torch.float64))
     proposer = NeuralProposer(net, shape, VOCAB, 4, CPU)
     engine = OracleEngine(
         decoder,
@@ -167,7 +167,7 @@ def test_sampled_chains_are_drawn_from_the_heads_distribution(target: Checkpoint
     reference = Reference("eagle3", tensors, target)
     decoder = build_decoder(target.config, target.tensors, 100, torch.float64, CPU)
     model = EagleHead(head, WeightLoader(source, torch.float64, CPU), decoder, attention_of(head.decoder), 100)
-    proposer = NeuralProposer(EagleDraft(model, model.new_cache(64, torch.float64)), DraftShape(1, 1, 2), VOCAB, 8, CPU)
+    proposer = NeuralProposer(EagleNet(model, model.new_cache(64, torch.float64)), DraftShape(1, 1, 2), VOCAB, 8, CPU)
     cache = decoder.new_cache(64, torch.float64)
     options = {"max_length": 60, "max_batch_size": 1, "prefill_chunk_tokens": 64, "prefix_cache": False}
     engine = OracleEngine(decoder, proposer, cache, PagePool(8, 8), **options, eos_token_ids=())  # type: ignore[arg-type]

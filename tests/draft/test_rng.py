@@ -10,8 +10,9 @@ import torch
 from scipy.stats import chi2
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specbatch.draft.rng import Draw, philox4x32, uniform
+from specbatch.draft.rng import Draw
 from specbatch.types import RngKey, SamplingParams
+from tests.oracle.rng import philox4x32, uniform
 from tests.oracle.sampling import distribution, draw, token_logprob
 
 ONES = 0xFFFFFFFF
@@ -45,7 +46,7 @@ def test_every_part_of_the_key_counts() -> None:
 
 
 def test_the_largest_number_is_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.draft.rng.philox4x32", lambda counter, key: (ONES,) * 4)
+    monkeypatch.setattr("tests.oracle.rng.philox4x32", lambda counter, key: (ONES,) * 4)
     assert uniform(RngKey(0, 0, 0), 0, Draw.SAMPLE) == 1.0 - 2.0**-53
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import NUM_FIELDS, Candidates, Committed, Field
-from specbatch.draft.rng import Draw, uniform
+from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels import torch as reference
@@ -22,6 +22,7 @@ from specbatch.types import Request, RngKey, SamplingParams
 from tests.marks import slow_on_cpu
 from tests.oracle import sampling
 from tests.oracle.ngram import NgramProposer
+from tests.oracle.rng import uniform
 from tests.oracle.tree import DraftTree, select_nodes
 from tests.oracle.verify import verify
 

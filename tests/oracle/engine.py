@@ -13,7 +13,6 @@ from torch import Tensor
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache, PagePool
 from specbatch.cache.prefix import PrefixIndex
-from specbatch.draft.network import TargetOutput
 from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase
 from specbatch.engine.cpu_threads import ThreadGovernor
@@ -22,7 +21,7 @@ from specbatch.engine.sequence import Sequence
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.decoder import Decoder
 from specbatch.types import Completion, FinishReason
-from tests.oracle.proposer import Proposer
+from tests.oracle.proposer import Proposer, TargetOutput
 from tests.oracle.sampling import token_logprob
 from tests.oracle.spans import Span, batch_of
 from tests.oracle.tree import DraftTree

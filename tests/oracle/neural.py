@@ -12,12 +12,14 @@ from torch import Tensor
 
 from specbatch.batch import Candidates
 from specbatch.cache.pages import KVCache
-from specbatch.draft.network import DraftNet, TargetOutput
-from specbatch.draft.rng import Draw, uniform
+from specbatch.draft.network import DraftNet
+from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.torch.sampling import argmax
 from specbatch.kernels.torch.tree import unbroken_drafts
+from tests.oracle.proposer import TargetOutput
+from tests.oracle.rng import uniform
 from tests.oracle.sampling import distribution, draw, is_broken
 from tests.oracle.spans import Span, batch_of
 from tests.oracle.tree import DraftTree, select_nodes
@@ -82,7 +84,8 @@ class NeuralProposer:
                 ready.append(state)
                 last_rows.append(row - 1)
         layout = batch_of(spans, self._page_size, self._device)
-        hidden = self._net.forward(torch.tensor(tokens, device=self._device), self._net.features(output), layout)
+        features = self._net.features(output.hidden_TE, output.aux_hidden_states)
+        hidden = self._net.forward(torch.tensor(tokens, device=self._device), features, layout)
         if ready:
             # Draft logits of the selected rows only: the vocabulary is the expensive part.
             logits_indices = hidden[last_rows]

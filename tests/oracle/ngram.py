@@ -5,8 +5,8 @@ sequence's last few tokens, in the prompt or in the generated text.
 from __future__ import annotations
 
 from specbatch.cache.pages import KVCache
-from specbatch.draft.network import TargetOutput
 from specbatch.engine.sequence import Sequence
+from tests.oracle.proposer import TargetOutput
 from tests.oracle.tree import DraftTree
 
 

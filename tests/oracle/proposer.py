@@ -4,12 +4,26 @@ target computed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from specbatch.cache.pages import KVCache
-from specbatch.draft.network import TargetOutput
 from specbatch.engine.sequence import Sequence
 from tests.oracle.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """What the target computed for new committed tokens, sequence after sequence.
+
+    Sequence b committed tokens [starts[b], sequences[b].num_computed_tokens).
+    """
+
+    starts: list[int]
+    hidden_TE: Tensor  # after the final norm
+    aux_hidden_states: list[Tensor]  # (T, E) inputs of the layers `Proposer.aux_layers`
 
 
 class Proposer(Protocol):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specbatch.cache.pages import KVCache
-from specbatch.draft.network import TargetOutput
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from tests.oracle.ngram import NoProposer
-from tests.oracle.proposer import Proposer
+from tests.oracle.proposer import Proposer, TargetOutput
 from tests.oracle.tree import DraftTree
 
 

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import NO_TOKEN
-from specbatch.draft.rng import Draw, uniform
+from specbatch.draft.rng import Draw
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.torch.sampling import argmax
+from tests.oracle.rng import uniform
 from tests.oracle.sampling import distribution, draw, is_broken
 from tests.oracle.tree import DraftTree
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specbatch.cache.pages import PagePool
 from specbatch.config import Config, DataSection
 from specbatch.config_load import load_config
-from specbatch.draft.network import EagleDraft
+from specbatch.draft.network import EagleNet
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import build_decoder
@@ -574,7 +574,7 @@ def test_training_pays_in_the_engine_as_validation_says(tmp_path: Path) -> None:
     model, decoder = inference_head(training._head, target, tmp_path / "head")
 
     def proposer(pool: PagePool) -> Proposer:
-        net = EagleDraft(model, model.new_cache(256, torch.float64))
+        net = EagleNet(model, model.new_cache(256, torch.float64))
         return NeuralProposer(net, DraftShape(3, 1, 4), VOCAB, 4, CPU)
 
     drafted, engine = tiny_run(proposer, decoder, prompts[:4])
