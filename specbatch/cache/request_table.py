@@ -46,8 +46,6 @@ class RequestTable:
         # All tokens, for n-gram drafts on the device only.
         self.tokens_SL = torch.zeros(rows, max_length if keeps_tokens else 0, dtype=torch.int32, device=device)
         self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
-        # Nodes of the largest of these trees in the next round; None: the draft shape's, whatever the trees are.
-        self.num_host_nodes: int | None = None
 
     @property
     def padding(self) -> int:

@@ -84,12 +84,12 @@ class HostDraftMethod(DraftMethod):
         """The trees that were uploaded (`pack`)."""
         lines_BZ = table.host_trees_SZ[view.req_idx_B, : self.num_host_columns]
         num_nodes_B = lines_BZ[:, 0].long().clamp(min=1)  # 0: padding, which has no tree
-        nodes = lines_BZ[:, 1:].reshape(-1, self.num_nodes, self._num_columns)[:, : table.num_host_nodes]
+        nodes = lines_BZ[:, 1:].reshape(-1, self.num_nodes, self._num_columns)
         tokens_BN = nodes[:, :, 0].long()
         tokens_BN[:, 0] = view.field(Field.ROOT)
         if self._is_chain:
             return DraftTrees(tokens_BN, num_nodes_B)
-        is_node = torch.arange(nodes.shape[1], device=nodes.device) < num_nodes_B[:, None]
+        is_node = torch.arange(self.num_nodes, device=nodes.device) < num_nodes_B[:, None]
         parents_BN = torch.where(is_node, nodes[:, :, 1].long(), -2)
         return DraftTrees(tokens_BN, num_nodes_B, parents_BN, nodes[:, :, 2].long(), nodes[:, :, 3:].contiguous())
 

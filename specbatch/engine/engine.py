@@ -190,7 +190,7 @@ class Engine(EngineBase):
         wants_logprobs = any(p.logprobs is not None for p in params)
         method = self.executor.rounds.at(len(rows)).method
         if isinstance(method, HostDraftMethod):
-            self._upload_drafts(method, rows)
+            self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         launched = self.executor.run(
             [seq.req_idx for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs
         )
@@ -201,12 +201,6 @@ class Engine(EngineBase):
             seq.rounds_in_flight += 1
         self._reports.append(_Report(rows, report, logprobs, max_path))
         self._stats.rounds += 1
-
-    def _upload_drafts(self, method: HostDraftMethod, rows: list[Sequence]) -> None:
-        trees = method.host_draft(rows)
-        # A CPU computes no more nodes than there are; on a GPU rounds have fixed shapes.
-        num_nodes = int(trees.num_nodes_B.max()) if self.device.type == "cpu" else None
-        self._rows.upload_host_trees(rows, method.pack(trees), num_nodes)
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
         self._rows.upload_started()

@@ -141,7 +141,7 @@ class Round:
             view.req_idx_B,
             self._page_size,
             self._eos,
-            min(self.method.max_path, trees.tokens_BN.shape[1]),  # trees of the host may be smaller
+            self.method.max_path,
             trees.tokens_BN,
             decision.choice_BN,
             parents_BN=trees.parents_BN,

@@ -73,13 +73,11 @@ class TableWriter:
         for seq in grown:  # not before: an upload may run out of memory
             self._num_pages_of[seq.req_idx] = len(seq.pages)
 
-    def upload_host_trees(self, sequences: Seq[Sequence], packed_BZ: np.ndarray, num_nodes: int | None) -> None:
-        """What `HostDraftMethod.pack` made of the next round's trees, which have at most `num_nodes` nodes; None: as
-        many as the draft shape, which graphs are captured for."""
+    def upload_host_trees(self, sequences: Seq[Sequence], packed_BZ: np.ndarray) -> None:
+        """What `HostDraftMethod.pack` made of the next round's trees."""
         req_idx = self._transfers.upload(np.array([seq.req_idx for seq in sequences], dtype=np.int64))
         table_SZ = self._state.host_trees_SZ[:, : packed_BZ.shape[1]]
         table_SZ.index_copy_(0, req_idx, self._transfers.upload(packed_BZ))
-        self._state.num_host_nodes = num_nodes
 
 
 def _signed64(value: int) -> int:

@@ -13,14 +13,13 @@ from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.config import SpeculationSection
 from specbatch.draft import METHODS, DraftParts, MethodEntry
 from specbatch.draft.host import HostSequence, HostTrees
-from specbatch.draft.method import DraftTrees
 from specbatch.draft.ngram import HostNgramDraft, NgramDraft, NgramIndex
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence as EngineSequence
 from specbatch.types import Completion, SamplingParams
 from tests.draft.suffix_automaton import SUFFIX, SuffixAutomaton, SuffixDraft
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(4, 1, 5), DraftShape(3, 2, 8)
 SHAPES: dict[str, DraftShape | Schedule] = {
@@ -69,7 +68,7 @@ def texts(completions: list[Completion]) -> list[tuple[list[int], str]]:
 def test_a_new_method_is_lossless(
     shape: str, scheduling: str, sampled: bool, prompts: list[list[int]], plain: dict[bool, list[Completion]]
 ) -> None:
-    engine = tiny_device_engine("suffix", SHAPES[shape], **{"num_pages": 256, **SCHEDULING[scheduling]})  # type: ignore[arg-type]
+    engine = tiny_engine("suffix", SHAPES[shape], **{"num_pages": 256, **SCHEDULING[scheduling]})
     completions = run(engine, prompts, SAMPLED if sampled else GREEDY)
     assert texts(completions) == texts(plain[sampled])
     assert sum(c.speculation.accepted for c in completions) > 3, "hardly a draft was right: this proves little"
@@ -91,14 +90,14 @@ def test_the_schedule_drafts_trees_chains_and_nothing(prompts: list[list[int]]) 
 
     METHODS["suffix"] = MethodEntry(lambda shape, parts: Noted(shape))  # of this test: the fixture puts it back
     for batch in (8, 2, 1):
-        run(tiny_device_engine("suffix", SHAPES["schedule"], num_pages=256, max_batch_size=batch), prompts, GREEDY)
+        run(tiny_engine("suffix", SHAPES["schedule"], num_pages=256, max_batch_size=batch), prompts, GREEDY)
     assert chains == {1, 2}
     assert {8} < trees <= {4, 5, 6, 7, 8}
 
 
 def test_trees_are_better_than_chains_here(prompts: list[list[int]]) -> None:
     """Branches are verified, not only carried along: some second child is accepted."""
-    runs = [run(tiny_device_engine("suffix", shape, num_pages=256), prompts, GREEDY) for shape in (CHAIN, TREE)]
+    runs = [run(tiny_engine("suffix", shape, num_pages=256), prompts, GREEDY) for shape in (CHAIN, TREE)]
     depth2 = [sum(c.speculation.accepted_at[0] for c in completions) for completions in runs]
     rounds = [sum(c.speculation.rounds for c in completions) for completions in runs]
     assert depth2[1] / rounds[1] > depth2[0] / rounds[0]
@@ -124,20 +123,12 @@ def test_the_host_drafts_from_all_tokens(shape: DraftShape, prompts: list[list[i
     assert seen > 50
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
-def test_padded_trees_are_verified_alike(shape: DraftShape, prompts: list[list[int]]) -> None:
-    """As on a GPU, where every tree takes the draft shape's number of nodes."""
-
-    class Padded(SuffixDraft):
-        def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
-            table.num_host_nodes = None
-            trees = super().draft(view, table, sampled)
-            assert trees.tokens_BN.shape[1] == shape.num_draft_tokens
-            return trees
-
-    expected = run(tiny_device_engine("suffix", shape, num_pages=256), prompts, SAMPLED)
-    METHODS["suffix"] = MethodEntry(lambda shape, parts: Padded(shape))
-    found = run(tiny_device_engine("suffix", shape, num_pages=256), prompts, SAMPLED)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_padded_trees_are_verified_alike(shape: str, params: SamplingParams, prompts: list[list[int]]) -> None:
+    """With fixed shapes, as on a GPU: every tree takes the draft shape's number of nodes."""
+    exact, padded = (make("suffix", SHAPES[shape], num_pages=256) for make in (tiny_engine, tiny_device_engine))
+    expected, found = run(exact, prompts, params), run(padded, prompts, params)
     assert texts(found) == texts(expected)
     assert [c.speculation for c in found] == [c.speculation for c in expected]
 
@@ -172,8 +163,8 @@ def test_ngrams_of_host_and_device_are_the_oracles(
         return NgramDraft(shape, *parts.ngram_match, parts.ops)
 
     monkeypatch.setitem(METHODS, "device ngram", MethodEntry(on_device))
-    for method in ("ngram", "device ngram"):
-        engine = tiny_device_engine(method, CHAIN, num_pages=num_pages)
+    for method, make in (("ngram", tiny_engine), ("device ngram", tiny_device_engine)):
+        engine = make(method, CHAIN, num_pages=num_pages)
         found = run(engine, prompts, params)
         assert texts(found) == texts(oracle), method
         assert [c.speculation for c in found] == [c.speculation for c in oracle], method
@@ -190,7 +181,7 @@ def test_a_preempted_sequence_keeps_its_index(prompts: list[list[int]], monkeypa
             made.append(self)
 
     monkeypatch.setattr("specbatch.draft.ngram.NgramIndex", Counted)
-    engine = tiny_device_engine("ngram", CHAIN, num_pages=24)
+    engine = tiny_engine("ngram", CHAIN, num_pages=24)
     run(engine, prompts, GREEDY)
     assert engine.stats.preemptions > 0
     assert len(made) == len(prompts)
@@ -267,7 +258,7 @@ def test_ngram_on_a_cpu_is_a_host_draft() -> None:
 def test_a_new_method_is_lossless_on_a_gpu(shape: str, graphs: Any, prompts: list[list[int]]) -> None:
     """In float64, in which a GPU writes the texts that a CPU does; under graphs the trees are input."""
     for params in (GREEDY, SAMPLED):
-        expected = run(tiny_device_engine("suffix", SHAPES[shape], num_pages=256), prompts, params)
+        expected = run(tiny_engine("suffix", SHAPES[shape], num_pages=256), prompts, params)
         engine = tiny_device_engine("suffix", SHAPES[shape], num_pages=256, device=torch.device("cuda"), graphs=graphs)
         found = run(engine, prompts, params)
         assert texts(found) == texts(expected)
