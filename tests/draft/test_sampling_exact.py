@@ -145,7 +145,7 @@ def test_chain_with_special_drafts(case: str) -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_chain_with_drafts_that_are_nan(first: bool) -> None:
-    """From the first draft on, or behind some first drafts: these are rejected, and the target draws alone."""
+    """From the first draft on, or after some first drafts: these are rejected, and the target draws alone."""
     params = SamplingParams(temperature=1.3, top_p=0.95)
     target, draft = RandomModel(4, 0), RandomModel(4, 100)
 

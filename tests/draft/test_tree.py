@@ -1,4 +1,4 @@
-"""Draft shapes, the choice of nodes to verify, masks, and n-gram lookup, each against a brute force."""
+"""Draft shapes, the choice of nodes to verify, masks, and n-gram drafts, each against a brute force."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specbatch.draft.ngram import HostNgramDraft, NgramIndex
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import ConfigError
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.oracle.ngram import NgramIndex, NgramProposer
+from tests.oracle.ngram import NgramIndex as OracleIndex
+from tests.oracle.ngram import NgramProposer
 from tests.oracle.tree import DraftTree, select_nodes
 
 
@@ -82,9 +84,9 @@ def test_select_nodes(case: tuple[list[float], list[int], int]) -> None:
     assert tree.num_nodes == [keep + 1] * 2
     assert not tree.is_chain
     assert tree.tokens_BN.tolist() == [[7, *(100 + i for i in expected)], [8, *(100 + i for i in range(keep))]]
-    place = {candidate: node for node, candidate in enumerate(expected, start=1)} | {-1: 0}
-    assert all(parents[i] in place for i in expected), "the parent of a kept candidate was dropped"
-    assert tree.parents_BN[0].tolist() == [-1, *(place[parents[i]] for i in expected)]
+    node_of = {candidate: node for node, candidate in enumerate(expected, start=1)} | {-1: 0}
+    assert all(parents[i] in node_of for i in expected), "the parent of a kept candidate was dropped"
+    assert tree.parents_BN[0].tolist() == [-1, *(node_of[parents[i]] for i in expected)]
     assert tree.parents_BN[1].tolist() == [-1] + [0] * keep
 
     ancestors: list[set[int]] = [{0}]
@@ -105,7 +107,7 @@ def test_chains() -> None:
 
 
 def brute_force(tokens: list[int], low: int, high: int) -> int | None:
-    """The token behind the latest earlier occurrence of the longest suffix."""
+    """The token after the latest earlier occurrence of the longest suffix."""
     for size in range(high, low - 1, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if size < len(tokens) and tokens[end - size : end] == tokens[-size:]:
@@ -122,12 +124,14 @@ def brute_force(tokens: list[int], low: int, high: int) -> int | None:
 @settings(max_examples=400, deadline=None)
 def test_ngram_index(tokens: list[int], pieces: list[int], low: int, extra: int) -> None:
     """However the text grows, the index finds what a search of the whole text finds."""
-    index = NgramIndex(low, low + extra)
+    indexes = NgramIndex(low, low + extra), OracleIndex(low, low + extra)
     length = 1
     for piece in [0, *pieces, len(tokens)]:
         length = min(len(tokens), length + piece)
-        index.update(tokens[:length])
-        assert index.lookup(tokens[:length]) == brute_force(tokens[:length], low, low + extra)
+        expected = brute_force(tokens[:length], low, low + extra)
+        for index in indexes:
+            index.update(tokens[:length])
+            assert index.find(tokens[:length]) == expected
 
 
 def propose(tokens: list[int], num_draft_tokens: int, low: int, high: int, room: int = 100) -> list[int]:
@@ -138,7 +142,12 @@ def propose(tokens: list[int], num_draft_tokens: int, low: int, high: int, room:
     assert tree.is_chain
     assert tree.draft_probs == [None]
     assert tree.tokens_BN[0, 0] == tokens[-1]
-    return tree.tokens_BN[0, 1 : tree.num_nodes[0]].tolist()
+    drafts: list[int] = tree.tokens_BN[0, 1 : tree.num_nodes[0]].tolist()
+    seq.draft_state = None
+    method = HostNgramDraft(DraftShape(num_draft_tokens - 1, 1, num_draft_tokens), low, high)
+    trees = method.host_draft([seq])
+    assert trees.tokens_BN[0, 1 : trees.num_nodes_B[0]].tolist() == drafts
+    return drafts
 
 
 @pytest.mark.parametrize(

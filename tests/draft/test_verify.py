@@ -100,18 +100,18 @@ def engines(eos: tuple[int, ...] = ()) -> dict[str, OracleEngine]:
     }
 
 
-def first_place(plain: list[int], low: int) -> int:
+def first_index(plain: list[int], low: int) -> int:
     """An index of at least `low` at which a token comes for the first time."""
     return next(i for i in range(low, LENGTH) if plain[i] not in plain[:i])
 
 
 def test_stop_tokens_at_every_place_of_a_draft(plain: list[int]) -> None:
     """End-of-sequence and stop tokens end the text wherever in a draft they are; they are kept as its last token."""
-    places = [i for i, token in enumerate(plain[:14]) if token not in plain[:i]]
-    assert len(places) > 6
-    for place in places:
-        token, expected = plain[place], plain[: place + 1]
-        some = engines(eos=(token,)) if place in places[::5] else {"perfect": perfect_engine(SHAPE, eos=(token,))}
+    indices = [i for i, token in enumerate(plain[:14]) if token not in plain[:i]]
+    assert len(indices) > 6
+    for index in indices:
+        token, expected = plain[index], plain[: index + 1]
+        some = engines(eos=(token,)) if index in indices[::5] else {"perfect": perfect_engine(SHAPE, eos=(token,))}
         for name, engine in some.items():
             done = complete(engine, SamplingParams(max_tokens=LENGTH))
             assert (done.token_ids, done.finish_reason) == (expected, FinishReason.STOP), name
@@ -119,12 +119,12 @@ def test_stop_tokens_at_every_place_of_a_draft(plain: list[int]) -> None:
             assert (going_on.token_ids, going_on.finish_reason) == (plain, FinishReason.LENGTH), name
             check_counts(done)
     engine = perfect_engine(SHAPE)
-    for place in places:
+    for index in indices:
         # ignore_eos does not lift stop tokens that the request named itself
         for ignore in (False, True):
-            params = SamplingParams(max_tokens=LENGTH, stop_token_ids=(60, plain[place]), ignore_eos=ignore)
+            params = SamplingParams(max_tokens=LENGTH, stop_token_ids=(60, plain[index]), ignore_eos=ignore)
             done = complete(engine, params)
-            assert (done.token_ids, done.finish_reason) == (plain[: place + 1], FinishReason.STOP)
+            assert (done.token_ids, done.finish_reason) == (plain[: index + 1], FinishReason.STOP)
 
 
 @pytest.mark.parametrize("length", range(1, 16))
@@ -140,16 +140,16 @@ def test_max_tokens_at_every_place_of_a_draft(length: int, plain: list[int]) -> 
 
 
 def test_a_stop_at_the_last_token_counts_as_a_stop(plain: list[int]) -> None:
-    place = first_place(plain, 5)
-    for name, engine in engines(eos=(plain[place],)).items():
-        done = complete(engine, SamplingParams(max_tokens=place + 1))
-        assert (len(done.token_ids), done.finish_reason) == (place + 1, FinishReason.STOP), name
-        done = complete(engine, SamplingParams(max_tokens=place))
-        assert (len(done.token_ids), done.finish_reason) == (place, FinishReason.LENGTH), name
+    index = first_index(plain, 5)
+    for name, engine in engines(eos=(plain[index],)).items():
+        done = complete(engine, SamplingParams(max_tokens=index + 1))
+        assert (len(done.token_ids), done.finish_reason) == (index + 1, FinishReason.STOP), name
+        done = complete(engine, SamplingParams(max_tokens=index))
+        assert (len(done.token_ids), done.finish_reason) == (index, FinishReason.LENGTH), name
 
 
 class StopAt:
-    """Stops once `keep` tokens are there, and insists on being told the truth about what is new."""
+    """Stops once `keep` tokens are there, and checks what it is given as new."""
 
     def __init__(self, keep: int) -> None:
         self._keep, self._seen = keep, 0
@@ -173,13 +173,13 @@ def test_stop_strings_cut_within_a_draft(keep: int, plain: list[int]) -> None:
 
 def test_stop_string_before_the_end_of_sequence(plain: list[int]) -> None:
     """A stop string comes first in the text, so it decides where the text ends; later it is not asked."""
-    place = first_place(plain, 8)
-    engine = perfect_engine(DraftShape(7, 1, 8), eos=(plain[place],))
-    done = complete(engine, SamplingParams(max_tokens=LENGTH), check=StopAt(place - 1))
-    assert (done.token_ids, done.finish_reason) == (plain[: place - 1], FinishReason.STOP)
-    done = complete(engine, SamplingParams(max_tokens=LENGTH), check=StopAt(place + 3))
-    assert (done.token_ids, done.finish_reason) == (plain[: place + 1], FinishReason.STOP)
-    done = complete(engine, SamplingParams(max_tokens=place - 1), check=StopAt(place - 1))
+    index = first_index(plain, 8)
+    engine = perfect_engine(DraftShape(7, 1, 8), eos=(plain[index],))
+    done = complete(engine, SamplingParams(max_tokens=LENGTH), check=StopAt(index - 1))
+    assert (done.token_ids, done.finish_reason) == (plain[: index - 1], FinishReason.STOP)
+    done = complete(engine, SamplingParams(max_tokens=LENGTH), check=StopAt(index + 3))
+    assert (done.token_ids, done.finish_reason) == (plain[: index + 1], FinishReason.STOP)
+    done = complete(engine, SamplingParams(max_tokens=index - 1), check=StopAt(index - 1))
     assert done.finish_reason == FinishReason.STOP, "a stop string in the last token counts as a stop"
 
 
@@ -252,7 +252,7 @@ def check_counts(done: Completion) -> None:
     assert c.accepted == sum(a * rounds for a, rounds in enumerate(c.histogram))
     assert c.committed == len(done.token_ids) - 1, "one token comes from the prefill, the others from rounds"
     assert c.rounds <= c.committed <= c.accepted + c.rounds
-    assert c.accepted <= min(c.drafted, c.committed), "drafts behind the cut are not kept"
+    assert c.accepted <= min(c.drafted, c.committed), "drafts after the cut are not kept"
     assert sum(c.accepted_at) == c.accepted
     assert c.accepted_at == [sum(c.histogram[i + 1 :]) for i in range(len(c.accepted_at))]
     assert len(c.accepted_at) <= len(c.proposed_at)

@@ -33,19 +33,19 @@ class NgramIndex:
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self._sizes = range(min_match, max_match + 1)
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token behind its last occurrence
-        self._indexed = 0  # n-grams that end in front of this token are indexed
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
+        self._indexed = 0  # n-grams that end before this token are indexed
 
     def update(self, tokens: list[int]) -> None:
-        """Index every n-gram that has a token behind it."""
+        """Index every n-gram that has a token after it."""
         for end in range(max(1, self._indexed), len(tokens)):
             for size in self._sizes:
                 if size <= end:
                     self._after[tuple(tokens[end - size : end])] = end
         self._indexed = len(tokens)
 
-    def lookup(self, tokens: list[int]) -> int | None:
-        """Index of the token behind the last earlier occurrence of the longest indexed suffix of `tokens`."""
+    def find(self, tokens: list[int]) -> int | None:
+        """Index of the token after the last earlier occurrence of the longest indexed suffix of `tokens`."""
         for size in reversed(self._sizes):
             if size < len(tokens):
                 found = self._after.get(tuple(tokens[-size:]))
@@ -87,7 +87,7 @@ class NgramProposer:
     def _continue(self, seq: Sequence) -> list[int]:
         index: NgramIndex = seq.draft_state
         index.update(seq.tokens)
-        start = index.lookup(seq.tokens)
+        start = index.find(seq.tokens)
         if start is None:
             return []
         count = min(self._num_draft_tokens - 1, seq.max_length - len(seq.tokens))

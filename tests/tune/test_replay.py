@@ -228,7 +228,7 @@ def test_ngrams_equal_the_projects_lookup(min_match: int, max_match: int) -> Non
         for p in range(row.num_output):
             known = text[: row.num_prompt + p + 1]
             index.update(known)
-            start, drafted = index.lookup(known), []
+            start, drafted = index.find(known), []
             if start is not None:
                 for i in range(start, start + 8):
                     drafted.append(known[i] if i < len(known) else drafted[i - len(known)])
