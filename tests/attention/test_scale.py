@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from specbatch.oracle.spans import Span, batch_of
 from torch import Tensor
 
 from specbatch.attention.cpu import TorchAttention
@@ -19,6 +18,7 @@ from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.weight_loader import WeightLoader
 from tests import fake_flashinfer
+from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, VOCAB, RandomTensors, tiny_config
 
 F64 = torch.float64
