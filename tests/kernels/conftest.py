@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import pytest
+
+from tests.kernels.operations import Ops, make_ops
 
 
 @pytest.fixture(params=["torch", "triton"])
-def ops(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    return importlib.import_module(f"specbatch.kernels.{request.param}")
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return make_ops(request.param)
+
+
+@pytest.fixture
+def triton_ops() -> Ops:
+    return make_ops("triton")

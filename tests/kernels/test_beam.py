@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from types import ModuleType
 
 import pytest
 
 from specbatch.batch import Beam
 from tests.kernels.batches import CUDA
+from tests.kernels.operations import Ops
 from tests.kernels.test_steps import on_device
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 
 @pytest.mark.parametrize(("k", "num_steps"), [(1, 1), (3, 4), (4, 5), (10, 7)])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_beam(ops: ModuleType, k: int, num_steps: int, mapped: bool) -> None:
+def test_beam(ops: Ops, k: int, num_steps: int, mapped: bool) -> None:
     batch, vocab = 3, 40
     rng = random.Random(k)
     target_ids = on_device(rng.sample(range(100), vocab)) if mapped else None
@@ -31,7 +31,7 @@ def test_beam(ops: ModuleType, k: int, num_steps: int, mapped: bool) -> None:
         return token if target_ids is None else int(target_ids[token])
 
     scores, ids = step_of(1)
-    candidates, beam = ops.beam_start(
+    candidates, beam = ops.raw.beam_start(
         on_device([s[0] for s in scores]), on_device([i[0] for i in ids]), target_ids, num_candidates, words
     )
     # Of each sequence (token, score, parent); and its branches, as indices of these, with what they see.
@@ -40,7 +40,7 @@ def test_beam(ops: ModuleType, k: int, num_steps: int, mapped: bool) -> None:
     for step in range(1, num_steps):
         check_beam(beam, nodes, branches)
         scores, ids = step_of(k)
-        beam = ops.beam_expand(candidates, beam, on_device(scores), on_device(ids), target_ids, step)
+        beam = ops.raw.beam_expand(candidates, beam, on_device(scores), on_device(ids), target_ids, step)
         for b in range(batch):
             first = len(nodes[b])
             for i, (index, _) in enumerate(branches[b]):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.batches import CUDA, DEVICE
+from tests.kernels.operations import Ops
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
 
@@ -33,14 +32,14 @@ MASKS = [(1, 1, [0, 7, 64], 0), (4, 1, [0, 13, 50], 0), (8, 2, [3, 31, 40], 3), 
 
 
 @pytest.mark.parametrize(("num_queries", "num_words", "starts", "draft_kv_offset"), MASKS)
-def test_mask_bits(ops: ModuleType, num_queries: int, num_words: int, starts: list[int], draft_kv_offset: int) -> None:
+def test_mask_bits(ops: Ops, num_queries: int, num_words: int, starts: list[int], draft_kv_offset: int) -> None:
     """`draft_kv_offset`: new tokens lie this many slots after the mask's start, as in later steps of a draft tree."""
     generator = torch.Generator().manual_seed(num_queries)
     low, high = -(2**31), 2**31
     words = torch.randint(low, high, (len(starts) * num_queries, num_words), generator=generator, dtype=torch.int64)
     mask_starts = [start - draft_kv_offset for start in starts]
     max_keys = max(starts) + num_queries + 9
-    mask = ops.tree_mask_bits(
+    mask = ops.raw.tree_mask_bits(
         words.int().to(DEVICE),
         torch.tensor(mask_starts, dtype=torch.int32, device=DEVICE),
         torch.tensor(starts, dtype=torch.int32, device=DEVICE),

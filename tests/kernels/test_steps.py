@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from specbatch.batch import NO_TOKEN, NUM_FIELDS, Committed, Field
 from tests.kernels.batches import CUDA, DEVICE
+from tests.kernels.operations import Ops
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
 PAGE = 4
@@ -27,7 +27,7 @@ def slot_table(num_slots: int, num_pages: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("case", ["chain", "tree", "draft step", "extend", "plain"])
-def test_span_layout(ops: ModuleType, case: str) -> None:
+def test_span_layout(ops: Ops, case: str) -> None:
     """The arguments that a round gives it, against the same in plain Python."""
     lengths, ends = [0, 3, 17, 30, 5], [0, 0, 1, 0, 0]  # the fourth ends where its pages do
     ints = torch.zeros(5, NUM_FIELDS, dtype=torch.int64, device=DEVICE)
@@ -43,7 +43,7 @@ def test_span_layout(ops: ModuleType, case: str) -> None:
         "extend": (3, {"start": 1, "position": 1, "num_written_B": on_device(counts)}),
     }
     num_queries, options = arguments[case]
-    found = ops.span_layout(table, PAGE, length, done, num_queries, **options)
+    found = ops.raw.span_layout(table, PAGE, length, done, num_queries, **options)
     start, position = options.get("start", 0), options.get("position", 0)
     slots, positions = [], []
     for b in range(5):
@@ -124,7 +124,7 @@ def random_trees(batch: int, num_nodes: int, depth: int, rng: random.Random) -> 
 
 @pytest.mark.parametrize("keeps_tokens", [False, True])
 @pytest.mark.parametrize("case", ["root alone", "chain", "short chains", "drawn", "tree", "given path"])
-def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
+def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
     lengths, failed = set(), set()
     for seed in range(3):
         rng = random.Random(seed)
@@ -162,7 +162,7 @@ def test_commit_round(ops: ModuleType, case: str, keeps_tokens: bool) -> None:
             options["path_BN"] = on_device([path + [7] * (num_nodes - len(path)) for path in paths])
         if case == "drawn":
             options |= {"next_token_B": on_device(drawn), "num_broken_B": on_device(broken)}
-        found: Committed = ops.commit_round(
+        found: Committed = ops.raw.commit_round(
             state.ints_SF,
             state.tokens_SL,
             state.table,
