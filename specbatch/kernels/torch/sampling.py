@@ -1,11 +1,11 @@
-"""The operations of a speculative round on a batch, in plain torch: the twins of the Triton kernels in
-`round_sampling`, `round_tree` and `round_ngram`, and what runs where Triton does not.
+"""Random numbers, sampling and draws, in plain torch.
 
 On CUDA every function has fixed output shapes and reads nothing back to the host, so a whole round can be captured in
 one CUDA graph. On a CPU, what a row does not need is left out.
 
-Shape suffixes: R rows, V vocabulary, W draft vocabulary (of probabilities) or words (of masks), B sequences, N tree
-nodes, D = N - 1 drafts of a chain, K = topk, C candidates, S cache slots, L longest token list.
+Shape suffixes, here and in `acceptance`, `tree` and `ngram`: R rows of logits, V vocabulary, W draft vocabulary (of
+probabilities) or words (of masks), B sequences, N tree nodes, D = N - 1 drafts of a chain, K = topk, C candidates, S
+request indices, L longest token list.
 """
 
 from __future__ import annotations
