@@ -1,6 +1,6 @@
 """Draft methods: one file each, with one protocol (`method.py`, and `host.py` for drafts that the host makes).
 
-A new method is a file here, an entry of `METHODS` and its name in `config.MethodName`.
+A new method is a file here, an entry of `METHODS`, and its name in `config.SpeculationSection.method`.
 """
 
 from __future__ import annotations

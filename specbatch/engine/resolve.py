@@ -115,7 +115,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         _check_flashinfer(target.config, kv_dtype)
         if draft is not None:
             _check_flashinfer(draft.config.decoder if isinstance(draft, EagleCheckpoint) else draft.config, kv_dtype)
-    if on_cuda and speculation.has_network:
+    if on_cuda:
         for shape in shapes:
             check_device_shape(shape)
     lookahead = speculation.num_lookahead
@@ -133,7 +133,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     measured = (num_nodes, engine.prefill_chunk_tokens) if on_cuda else None
     cache = resolve_cache(CacheRequest(models, rows, dtype, device, given, engine.memory_fraction, measured), notes)
     max_length = cache.capacity
-    if engine.attention == "flashinfer" and speculation.has_network:
+    if engine.attention == "flashinfer":
         for shape in shapes:
             check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
     resolved = replace(

@@ -199,12 +199,11 @@ def check_simulation(speculation: Speculation, on_cuda: bool) -> None:
 
 
 def check_device_shape(shape: DraftShape) -> None:
-    """The kernels of the device engine are built for trees of some size."""
+    """The kernels for a GPU are built for trees of some size."""
     if shape.topk > MAX_TOPK or (shape.topk > 1 and shape.num_draft_tokens > MAX_TREE_TOKENS):
         raise ConfigError(
-            f"the device engine drafts trees of at most topk {MAX_TOPK} and {MAX_TREE_TOKENS} num_draft_tokens, "
-            f"not {shape}",
-            hint="lower speculation.topk and num_draft_tokens, or use engine.attention: torch",
+            f"on a GPU draft trees have at most topk {MAX_TOPK} and {MAX_TREE_TOKENS} num_draft_tokens, not {shape}",
+            hint="lower speculation.topk and num_draft_tokens",
         )
 
 

@@ -119,7 +119,7 @@ def _score_dict(score: RowScore) -> dict[str, Any]:
     details = [each.detail for each in score.scores]
     line: dict[str, Any] = {
         "value": score.values[0] if one else score.values,
-        "correct": score.correct == 1 if one else round(score.correct, 4),
+        "correct": score.correct == 1 if one and score.correct in (0, 1) else round(score.correct, 4),
     }
     if any(details):
         line["detail"] = details[0] if one else details

@@ -16,6 +16,7 @@ from rich.console import Console
 from specbatch.config import Config, ScheduleSection
 from specbatch.engine.build import Built
 from specbatch.engine.resolve import ResolvedRun
+from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 from specbatch.job.fingerprint import ModelFiles, job_fingerprint
 from specbatch.job.stats import device_name, versions
@@ -186,11 +187,17 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     speculation = replace(config.speculation, schedule=None, num_steps=None, topk=1, num_draft_tokens=None)
     engine = replace(config.engine, prefix_cache=False)
     first = resolve(replace(config, speculation=speculation, engine=engine))
+    method = first.config.speculation.method
+    if not first.speculation.has_network and method != "ngram":
+        raise ConfigError(
+            f"tune does not support speculation.method {method}: it tunes ngram and methods with a draft network",
+            hint="measure draft shapes of this method with generate",
+        )
     on_cuda = first.on_cuda
     # What is measured is for batches of these sizes: they are not to be lowered where memory is short.
     batch, chunk = first.engine.max_batch_size, first.engine.prefill_chunk_tokens
     engine = replace(engine, max_batch_size=batch, prefill_chunk_tokens=chunk)
-    limits = SearchLimits.of(first.config.speculation.method, on_cuda)
+    limits = SearchLimits.of(method, on_cuda)
     schedule = tuple(ScheduleSection(*entry) for entry in limits.schedule(batch))
     engine = replace(engine, cuda_graphs="none") if on_cuda else engine  # the session captures its own
     if on_cuda and engine.kv_cache_tokens is None:  # room for graphs that are captured later

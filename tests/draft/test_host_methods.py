@@ -40,7 +40,7 @@ SCHEDULING = {
 
 @pytest.fixture(autouse=True)
 def _suffix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "suffix", SUFFIX)
+    monkeypatch.setitem(METHODS, "toy", SUFFIX)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def texts(completions: list[Completion]) -> list[tuple[list[int], str]]:
 def test_a_new_method_is_lossless(
     shape: str, scheduling: str, sampled: bool, prompts: list[list[int]], plain: dict[bool, list[Completion]]
 ) -> None:
-    engine = tiny_engine("suffix", SHAPES[shape], **{"num_pages": 256, **SCHEDULING[scheduling]})
+    engine = tiny_engine("toy", SHAPES[shape], **{"num_pages": 256, **SCHEDULING[scheduling]})
     completions = run(engine, prompts, SAMPLED if sampled else GREEDY)
     assert texts(completions) == texts(plain[sampled])
     assert sum(c.speculation.accepted for c in completions) > 3, "hardly a draft was right: this proves little"
@@ -88,16 +88,16 @@ def test_the_schedule_drafts_trees_chains_and_nothing(prompts: list[list[int]]) 
             (chains if self._topk == 1 else trees).add(len(sequences))
             return super().host_draft(sequences)
 
-    METHODS["suffix"] = MethodEntry(lambda shape, parts: Noted(shape))  # of this test: the fixture puts it back
+    METHODS["toy"] = MethodEntry(lambda shape, parts: Noted(shape))  # of this test: the fixture puts it back
     for batch in (8, 2, 1):
-        run(tiny_engine("suffix", SHAPES["schedule"], num_pages=256, max_batch_size=batch), prompts, GREEDY)
+        run(tiny_engine("toy", SHAPES["schedule"], num_pages=256, max_batch_size=batch), prompts, GREEDY)
     assert chains == {1, 2}
     assert {8} < trees <= {4, 5, 6, 7, 8}
 
 
 def test_trees_are_better_than_chains_here(prompts: list[list[int]]) -> None:
     """Branches are verified, not only carried along: some second child is accepted."""
-    runs = [run(tiny_engine("suffix", shape, num_pages=256), prompts, GREEDY) for shape in (CHAIN, TREE)]
+    runs = [run(tiny_engine("toy", shape, num_pages=256), prompts, GREEDY) for shape in (CHAIN, TREE)]
     depth2 = [sum(c.speculation.accepted_at[0] for c in completions) for completions in runs]
     rounds = [sum(c.speculation.rounds for c in completions) for completions in runs]
     assert depth2[1] / rounds[1] > depth2[0] / rounds[0]
@@ -118,8 +118,8 @@ def test_the_host_drafts_from_all_tokens(shape: DraftShape, prompts: list[list[i
                 seen += 1
             return super().host_draft(sequences)
 
-    METHODS["suffix"] = MethodEntry(lambda shape, parts: Checked(shape))
-    run(tiny_device_engine("suffix", shape, num_pages=256), prompts, GREEDY)
+    METHODS["toy"] = MethodEntry(lambda shape, parts: Checked(shape))
+    run(tiny_device_engine("toy", shape, num_pages=256), prompts, GREEDY)
     assert seen > 50
 
 
@@ -127,7 +127,7 @@ def test_the_host_drafts_from_all_tokens(shape: DraftShape, prompts: list[list[i
 @pytest.mark.parametrize("shape", SHAPES)
 def test_padded_trees_are_verified_alike(shape: str, params: SamplingParams, prompts: list[list[int]]) -> None:
     """With fixed shapes, as on a GPU: every tree takes the draft shape's number of nodes."""
-    exact, padded = (make("suffix", SHAPES[shape], num_pages=256) for make in (tiny_engine, tiny_device_engine))
+    exact, padded = (make("toy", SHAPES[shape], num_pages=256) for make in (tiny_engine, tiny_device_engine))
     expected, found = run(exact, prompts, params), run(padded, prompts, params)
     assert texts(found) == texts(expected)
     assert [c.speculation for c in found] == [c.speculation for c in expected]
@@ -244,7 +244,7 @@ def test_masks_of_more_than_32_nodes() -> None:
 def test_the_configuration_names_the_methods() -> None:
     """A new entry of METHODS is a legal value, and only such are."""
     legal = set(get_args(get_type_hints(SpeculationSection)["method"]))
-    assert legal - {"auto"} == set(METHODS) - {"suffix"}
+    assert legal - {"auto"} == set(METHODS) - {"toy"}
 
 
 def test_ngram_on_a_cpu_is_a_host_draft() -> None:
@@ -258,8 +258,8 @@ def test_ngram_on_a_cpu_is_a_host_draft() -> None:
 def test_a_new_method_is_lossless_on_a_gpu(shape: str, graphs: Any, prompts: list[list[int]]) -> None:
     """In float64, in which a GPU writes the texts that a CPU does; under graphs the trees are input."""
     for params in (GREEDY, SAMPLED):
-        expected = run(tiny_engine("suffix", SHAPES[shape], num_pages=256), prompts, params)
-        engine = tiny_device_engine("suffix", SHAPES[shape], num_pages=256, device=torch.device("cuda"), graphs=graphs)
+        expected = run(tiny_engine("toy", SHAPES[shape], num_pages=256), prompts, params)
+        engine = tiny_device_engine("toy", SHAPES[shape], num_pages=256, device=torch.device("cuda"), graphs=graphs)
         found = run(engine, prompts, params)
         assert texts(found) == texts(expected)
         assert [c.speculation for c in found] == [c.speculation for c in expected]
