@@ -17,7 +17,7 @@ _TEXT_TAGS = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")  # dates
 
 
 class YamlProblem(Exception):
-    """What is wrong with a text, in one line."""
+    """An error in a YAML text, in one line."""
 
 
 def load_yaml(text: str) -> Any:
@@ -74,7 +74,7 @@ def _num_nodes(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        # "<<" takes over the keys of another mapping; it is no key itself.
+        # "<<" copies the keys of another mapping; it is not a key.
         key = "<<" if key_node.tag == _MERGE else loader.construct_object(key_node, deep=True)
         if not isinstance(key, Hashable):
             raise _problem(f"{shown(key)} cannot be a key", key_node)
@@ -95,7 +95,7 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 def _problem(what: str, where: Any) -> yaml.MarkedYAMLError:
-    # Without the line itself, which may be long: its number is enough.
+    # Without the line, which can be long: its number is enough.
     mark = where.start_mark
     return yaml.MarkedYAMLError(problem=f"{what} (line {mark.line + 1}, column {mark.column + 1})")
 
