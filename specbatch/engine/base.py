@@ -1,4 +1,4 @@
-"""What both engines share: the queue in front of the scheduler, the counters, and how a request ends."""
+"""What engines share: the queue before the scheduler, the counters, and how a request ends."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class Engine(EngineBase):
         for s in spans:
             self._count_prefill(s)
             s.seq.num_computed_tokens = s.end
-            # Whoever is given these pages reads them behind this chunk.
+            # The next owner of these pages reads them after this chunk.
             self._scheduler.share(s.seq)
         first_tokens: list[Sequence | None] = []
         for seq in ready:
@@ -302,7 +302,7 @@ class Engine(EngineBase):
 
     def _start(self, seq: Sequence) -> None:
         """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
-        launched for the new request comes behind that round."""
+        launched for the new request comes after that round."""
         self._rows.start(seq, self._scheduler.running)
         seq.num_draft_computed = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
@@ -371,7 +371,7 @@ def _async_depth(rounds: Seq[Round]) -> int:
 
 
 def _surely_ends(seq: Sequence) -> bool:
-    """Every round under way commits a token at least: with so many the request is at its end."""
+    """Each round in flight commits at least one token; with these the request is at its end."""
     return len(seq.tokens) + seq.rounds_in_flight >= seq.max_length or not seq.prefill_done
 
 

@@ -70,7 +70,7 @@ class RoundExecutor:
         self.mode: GraphMode = mode if device.type == "cuda" else "none"
         self._transfers = Transfers(device)
         self._padding = rounds.items[0].state.padding
-        self._rows_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
+        self._req_idx_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
         self._uncaptured: set[tuple[int, int, bool]] = set()  # for want of memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
@@ -104,7 +104,7 @@ class RoundExecutor:
         assert self.runner is not None
         key, saved = (size, i, sampled), self._uploaded
         self._uploaded = []
-        self._rows_B[:size].fill_(self._padding)
+        self._req_idx_B[:size].fill_(self._padding)
         try:
             self._capture_round(self.runner, *key)
         except Exception as error:
@@ -117,7 +117,7 @@ class RoundExecutor:
             self._upload(saved)
 
     def _capture_round(self, runner: GraphRunner, size: int, i: int, sampled: bool) -> None:
-        req_idx_B, round_, key = self._rows_B[:size], self.rounds.items[i], (size, i, sampled)
+        req_idx_B, round_, key = self._req_idx_B[:size], self.rounds.items[i], (size, i, sampled)
         if self.mode == "round":
             # The report alone: what else a round leaves is memory that other sizes can use.
             runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, sampled)))
@@ -130,14 +130,14 @@ class RoundExecutor:
 
     def _upload(self, padded: list[int]) -> None:
         if padded != self._uploaded:
-            self._rows_B[: len(padded)].copy_(self._transfers.upload(np.array(padded, dtype=np.int64)))
+            self._req_idx_B[: len(padded)].copy_(self._transfers.upload(np.array(padded, dtype=np.int64)))
             self._uploaded = padded
 
     def run(self, slots: list[int], sampled: bool, logprobs: bool) -> Launched:
         """Launch a round of these slots."""
         size, i = self.padded_size(len(slots)), self.rounds.index(len(slots))
         self._upload(slots + [self._padding] * (size - len(slots)))
-        req_idx_B = self._rows_B[:size]
+        req_idx_B = self._req_idx_B[:size]
         round_, key = self.rounds.items[i], (size, i, sampled)
         if self.runner is None or logprobs:
             return self._eager(round_, req_idx_B, sampled, logprobs)

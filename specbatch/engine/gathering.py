@@ -26,7 +26,7 @@ _MEAN_OVER = 256  # rows that have ended
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
-    """Of a chunk of short prompts, beside what computing them takes."""
+    """Of a chunk of short prompts, in addition to computing them."""
 
     rounds: float  # that take as long
     tokens: int  # of prompts, whose computing takes as long: with more the GPU does not idle

@@ -25,13 +25,13 @@ from specbatch.models.decoder import Decoder
 
 MAX_TOP_LOGPROBS = 20
 _LOGPROB_ROWS = 32  # rows of a batch whose log-probabilities are computed at once
-# Up to so many rows a draft-extend only streams weights, and computing the hidden states of all of them costs nothing.
+# Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the tokens of a report: each token's own, and the most likely ones behind it."""
+    """Of the tokens of a report: each token's own, and the most likely ones at its position."""
 
     chosen: Tensor  # (B, M) float32
     top_values: Tensor  # (B, M, 20) float32
@@ -212,11 +212,11 @@ class Round:
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
         chosen = self._acceptance.choose(rows, roots, logits, index, sampled)[:, 0]
-        told = torch.where(chunk.roots_R < 0, chosen, chunk.roots_R)  # recomputed requests have theirs already
-        tokens = told.clamp(min=0)
+        reported = torch.where(chunk.roots_R < 0, chosen, chunk.roots_R)  # recomputed requests have theirs already
+        tokens = reported.clamp(min=0)
         limit = rows.field(Field.LIMIT)
         done = self._ends(rows, tokens[:, None], (chunk.roots_R < 0)[:, None]) | (chunk.lengths_R + 1 >= limit)
-        done |= told == NO_TOKEN
+        done |= reported == NO_TOKEN
         ints = rows.ints_BF.clone()
         ints[:, Field.LENGTH], ints[:, Field.ROOT], ints[:, Field.DONE] = chunk.lengths_R, tokens, done.long()
         self.state.ints_SF.index_copy_(0, chunk.ready_R, ints)
@@ -224,7 +224,7 @@ class Round:
             everything = torch.ones_like(tokens, dtype=torch.bool)[:, None]
             self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
         self._extend_prompt(chunk, tokens, hidden, aux_hidden_states)
-        return told[:, None].int(), logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None
+        return reported[:, None].int(), logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None
 
     def _extend_prompt(
         self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, aux_hidden_states: list[Tensor]

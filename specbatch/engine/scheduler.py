@@ -35,7 +35,7 @@ class PrefillSpan:
 class Scheduler:
     """Owns the page lists of all sequences. `running` is in order of admission.
 
-    `num_lookahead`: slots past the committed ones that a round may write. `on_start` is told of each admission: the
+    `num_lookahead`: slots past the committed ones that a round may write. `on_start` is called for each admission: the
     sequence's first `num_computed_tokens` tokens came from the prefix cache. Short prompts are held until
     `min_free_requests` request indices are free, or until those that find room have `min_prefill_tokens`: see
     `gathering`.
@@ -64,7 +64,7 @@ class Scheduler:
         self._chunk_tokens = prefill_chunk_tokens
         assert 1 <= min_free_requests <= max_batch_size, f"{min_free_requests} request indices are never free"
         self.min_free_requests = min_free_requests
-        self._worthwhile_tokens = min_prefill_tokens
+        self._min_prefill_tokens = min_prefill_tokens
         # The last chunk passed requests over that can share its pages: the places gathered for them are not gathered
         # again. Whom the next one passes over waits as everybody does.
         self._resume_deferred = False
@@ -122,7 +122,7 @@ class Scheduler:
         if free >= min(self.min_free_requests, len(self.waiting)):
             return True
         tokens = sum(self._num_uncached(seq) for seq in islice(self.waiting, free))
-        return free > 0 and tokens >= self._worthwhile_tokens
+        return free > 0 and tokens >= self._min_prefill_tokens
 
     def _num_uncached(self, seq: Sequence) -> int:
         """Tokens of a waiting request that a chunk would compute; looked up once, for it is asked in every round."""
@@ -147,8 +147,8 @@ class Scheduler:
         return [hashes[n] for n in range(first, len(hashes)) if self._prefix.key(seq.tokens, n) is not None]
 
     def _page_hashes(self, tokens: list[int], num_pages: int) -> list[int]:
-        """Of each of the first pages, a hash over the tokens up to its end. Two that collide make somebody wait for a
-        step in vain, nothing more."""
+        """Of each of the first pages, a hash over the tokens up to its end. If two collide, a request
+        waits for one step more."""
         size, hashes, last = self._pool.page_size, [], 0
         for number in range(num_pages):
             last = hash((last, *tokens[number * size : (number + 1) * size]))
@@ -156,7 +156,7 @@ class Scheduler:
         return hashes
 
     def _shares_pending_page(self, seq: Sequence, computing: set[int]) -> bool:
-        """Whether a page in front of the sequence's last prompt token is being computed."""
+        """Whether a page before the sequence's last prompt token is being computed."""
         if not computing:
             return False
         num_pages = (seq.num_prefill_tokens - 1) // self._pool.page_size
@@ -240,7 +240,7 @@ class Scheduler:
             self._put_back(span.seq)
         half = sum(span.end - span.start for span in spans) // 2
         self._chunk_tokens = min(self._chunk_tokens, max(least, half))
-        self._worthwhile_tokens = min(self._worthwhile_tokens, self._chunk_tokens)
+        self._min_prefill_tokens = min(self._min_prefill_tokens, self._chunk_tokens)
 
     def lower_batch(self, size: int) -> None:
         """From now on at most that many requests run: the youngest others wait again."""

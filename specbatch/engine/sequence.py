@@ -58,5 +58,5 @@ class Sequence:
 
     @property
     def is_prefilled(self) -> bool:
-        """A root is there and everything in front of it is committed."""
+        """There is a root, and everything before it is committed."""
         return self.num_computed_tokens == len(self.tokens) - 1 >= self.num_prompt

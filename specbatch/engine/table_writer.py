@@ -1,6 +1,6 @@
 """What the device knows of each running request: its slot's row of integers and floats, its tokens, its page table.
 
-Requests are given a slot on the host, and told to the device with the next prompt chunk; page tables are uploaded
+Requests are given a slot on the host, and written to the device with the next prompt chunk; page tables are uploaded
 where they have grown.
 """
 
@@ -25,7 +25,7 @@ class TableWriter:
         self._transfers = transfers
         self._page_table = np.zeros(state.page_table_SP.shape, dtype=np.int32)
         self._num_pages_of = [0] * num_slots  # of each slot, in the table
-        self._started: list[Sequence] = []  # not yet told to the device
+        self._started: list[Sequence] = []  # not yet on the device
 
     def start(self, seq: Sequence, running: Iterable[Sequence]) -> None:
         """Give a request a slot that none of `running` has."""

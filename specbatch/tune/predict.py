@@ -1,7 +1,7 @@
 """Wall time of a whole file under a schedule: the engine's scheduler, with a clock that the cost model moves.
 
-Requests have predicted lengths and advance by the tokens per round of the traced row that each stands for. Who is
-admitted, in which prompt chunk, and who is preempted is decided by `engine.scheduler.Scheduler` itself. Between two
+Requests have predicted lengths and advance by the tokens per round of the traced row that models each. The engine's
+`Scheduler` decides which requests are admitted, in which prompt chunk, and which are preempted. Between two
 events (a request ends, the cache is full) nothing changes but the requests' lengths, so those rounds are taken at once.
 
 Of a large file a few thousand rows are simulated: the time between two admissions in the middle of them, when as many

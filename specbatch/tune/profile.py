@@ -20,9 +20,9 @@ from specbatch.tune.trace import Trace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileProfile:
-    """The file's lengths. Row i of it has prompt i, counted round and round where only a sample was measured, and
-    stands for a traced row: each of them comes as often as any other, in an order drawn anew for each pass. `in_order`:
-    row i stands for traced row i, round and round, as where the traced rows themselves are run."""
+    """The file's lengths. Row i of it has prompt i, in a cycle if only a sample was measured. Each row is
+    modelled by a traced row. All traced rows are used equally often, in a new random order for each pass.
+    `in_order`: row i is modelled by traced row i, in a cycle, as in a run of the traced rows."""
 
     prompt_tokens: NDArray[np.int64]  # of the file's first rows, or of all of them
     output_tokens_R: NDArray[np.int64]  # of the traced rows
@@ -61,7 +61,7 @@ class Limits:
     page_size: int = 1  # slots
     draft_kv_offset: int | None = None  # of the draft network; None: there is none
     max_verify_tokens: int | None = None  # requests x nodes of a round; None: no limit
-    async_depth: int = 0  # rounds for which a request that has ended keeps its index: the host reads that much later
+    async_depth: int = 0  # rounds for which a request that has ended keeps its place: the host reads that much later
     chunk_cost: ChunkCost | None = None  # for which short prompts are held; None: they are not
 
     def lookahead(self, schedule: Schedule) -> int:

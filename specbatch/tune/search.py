@@ -278,9 +278,9 @@ class _Group:
 
 
 def _weights(tokens_by_batch: Floats, ladder: Sequence[int]) -> tuple[Floats, list[int]]:
-    """Of each size of the ladder, which stands for those up from the one below it: tokens that each request makes
-    there, and the size at which they are made on average. A size at which nothing is made counts a little, so that the
-    best of the chosen shapes is taken there, too."""
+    """Of each size of the ladder, which covers the sizes above the one before it: the tokens that each request gets
+    there, and their mean size. A size without tokens counts a little, so that it gets the best of the chosen shapes,
+    too."""
     batches = np.arange(len(tokens_by_batch))
     index_B = np.minimum(np.searchsorted(np.array(ladder), batches), len(ladder) - 1)
     totals_B = np.bincount(index_B, weights=tokens_by_batch, minlength=len(ladder))

@@ -190,8 +190,8 @@ class TracingDraft(DraftMethod):
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         candidates = self._tree.candidates(view, table)
         chains = self._chain.draft(view, table, sampled=False).tokens_BN
-        goes_on = view.field(Field.DONE) == 0  # neither padding nor a request that ended in the round before
-        parts = (goes_on, view.field(Field.STREAM), view.length_B, chains[:, 1:], *candidates)
+        is_running = view.field(Field.DONE) == 0  # neither padding nor a request that ended in the round before
+        parts = (is_running, view.field(Field.STREAM), view.length_B, chains[:, 1:], *candidates)
         if self._last is None:  # where graphs of all sizes write
             self._last = [part.new_zeros(len(table.ints_SF), *part.shape[1:]) for part in parts]
         self._last[0].zero_()
@@ -202,10 +202,10 @@ class TracingDraft(DraftMethod):
     def read(self) -> Record | None:
         """Of the round that was launched last; waits for it. None: no request went on."""
         assert self._last is not None, "no round was launched"
-        goes_on = self._last[0].cpu()
-        if not goes_on.any():
+        is_running = self._last[0].cpu()
+        if not is_running.any():
             return None
-        parts = [part.cpu()[goes_on].numpy() for part in self._last[1:]]
+        parts = [part.cpu()[is_running].numpy() for part in self._last[1:]]
         return Record(*(part.astype(dtype) for part, dtype in zip(parts, _RECORD_DTYPES, strict=True)))
 
 

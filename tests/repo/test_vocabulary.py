@@ -1,0 +1,137 @@
+"""One meaning for each word: retired names are not used, nor the words that CONTRIBUTING.md replaces."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import specbatch
+
+ROOT = Path(specbatch.__file__).resolve().parent.parent
+CODE = sorted(path for folder in ("specbatch", "scripts") for path in (ROOT / folder).rglob("*.py"))
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs" / "bench").glob("*.md"),
+        *(ROOT / "specbatch").rglob("*.md"),
+    ]
+)
+LIST = "| do not write | write |"
+# Retired identifiers, and what they are called now.
+RETIRED = {
+    "DeviceEngine": "Engine",
+    "NoiseKey": "RngKey",
+    "Purpose": "Draw",
+    "SlotState": "RequestTable",
+    "SlotColumns": "batch.Field",
+    "rows_B": "req_idx_B",
+    "picked_T": "logits_indices",
+    "capture_layers": "aux_layers",
+    "is_computed": "prefill_done",
+    "prefill_end": "prefill_done",
+    "worthwhile_tokens": "min_prefill_tokens",
+    "goes_on": "resume_deferred",
+    "awaits": "shares_pending_page",
+    "lead": "draft_kv_offset",
+    "redraft": "set_drafters",
+    "abandon": "abort_all",
+    "stand": "start_dummy_batch",
+    "told": "log",
+    "tell": "log",
+    "wave": "traced batch",
+    "spell": "timing window",
+    "kept_folder": "TuneCache",
+    "Kept": "TuneCache",
+    "Widest": "SearchLimits",
+    "Candidate": "DraftShape",
+    "Chosen": "Plan",
+    "Point": "Plan",
+    "linear_config": "GemmTile",
+    "tuned_products": "nothing: the option is gone",
+    "twin": "reference",
+    "behind": "offset, after",
+}
+# Limits are max_x and min_x.
+RETIRED_PREFIXES = ("MOST_", "LEAST_", "FEW_")
+
+
+def refused_words() -> list[str]:
+    """The first column of the list in CONTRIBUTING.md."""
+    _, _, table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition(LIST)
+    rows = table.split("\n\n")[0].splitlines()[2:]
+    return [word.strip() for row in rows for word in row.split("|")[1].split(",")]
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    """Every name that a module defines or uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield node.arg or ""
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield from (*node.name.split("."), node.asname or "")
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """The comments and texts of a module, each with its line; a comment over several lines is one text."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):
+            yield token.start[0], " ".join(token.string.split())
+
+
+def retired(name: str) -> bool:
+    bare = name.lstrip("_")
+    return name in RETIRED or bare in RETIRED or bare.startswith(RETIRED_PREFIXES)
+
+
+@pytest.fixture(scope="module")
+def refused() -> re.Pattern[str]:
+    if not (ROOT / "CONTRIBUTING.md").is_file():
+        pytest.skip("no checkout")
+    words = refused_words()
+    assert len(words) > 10
+    return re.compile(rf"\b({'|'.join(re.escape(word) for word in words)})\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("file", CODE, ids=[str(f.relative_to(ROOT)) for f in CODE])
+def test_retired_names_are_not_used(file: Path) -> None:
+    names = {file.stem, *identifiers(ast.parse(file.read_text(encoding="utf-8")))}
+    used = sorted(filter(retired, names))
+    assert not used, {name: RETIRED.get(name.lstrip("_"), "max_x, min_x") for name in used}
+
+
+@pytest.mark.parametrize("file", CODE, ids=[str(f.relative_to(ROOT)) for f in CODE])
+def test_texts_and_comments_have_plain_words(file: Path, refused: re.Pattern[str]) -> None:
+    found = [(n, m.group()) for n, text in prose(file.read_text(encoding="utf-8")) if (m := refused.search(text))]
+    assert not found, "CONTRIBUTING.md says what to write"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_pages_have_plain_words(page: Path, refused: re.Pattern[str]) -> None:
+    before, _, after = page.read_text(encoding="utf-8").partition(LIST)
+    text = " ".join((before + after.partition("\n\n")[2]).split())
+    assert not [m.group() for m in refused.finditer(text)], "CONTRIBUTING.md says what to write"
+
+
+def test_what_is_refused_is_seen() -> None:
+    """The parsers see names, comments and texts of every kind."""
+    code = "def redraft(x):\n    # is told\n    'stands'\n    return f'so many {x}', x.Kept\n"
+    assert {"redraft", "x", "Kept"} <= set(identifiers(ast.parse(code)))
+    texts = [text for _, text in prose(code)]
+    assert any("told" in t for t in texts)
+    assert any("stands" in t for t in texts)
+    assert any("so many" in t for t in texts)
+    assert retired("_MOST_ROWS")
+    assert not retired("most_common")
