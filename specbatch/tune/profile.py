@@ -61,7 +61,7 @@ class Limits:
     page_size: int = 1  # slots
     draft_kv_offset: int | None = None  # of the draft network; None: there is none
     max_verify_tokens: int | None = None  # requests x nodes of a round; None: no limit
-    async_depth: int = 0  # rounds for which a request that has ended keeps its place: the host reads that much later
+    async_depth: int = 0  # rounds for which a request that has ended keeps its index: the host reads that much later
     chunk_cost: ChunkCost | None = None  # for which short prompts are held; None: they are not
 
     def lookahead(self, schedule: Schedule) -> int:
