@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
+from tests.kernels.batches import CUDA
+from tests.kernels.interpreter import speed_up
 from tests.kernels.operations import Ops, make_ops
+
+if not CUDA and find_spec("triton"):
+    speed_up()
 
 
 @pytest.fixture(params=["torch", "triton"])

@@ -74,7 +74,7 @@ def test_distribution_and_sample(ops: Ops, ties: bool) -> None:
         assert torch.equal(found, expected)
     assert torch.equal(found > 0, expected.float() > 0)
     assert torch.allclose(found.float(), expected.float(), rtol=2e-5, atol=0)
-    for u in [0.0, 0.1, 0.5, 0.9, 1 - 2.0**-53]:
+    for u in [0.0, 0.5, 1 - 2.0**-53] if ops.is_slow else [0.0, 0.1, 0.5, 0.9, 1 - 2.0**-53]:
         tokens = ops.sample(logits, *filter_tensors(params), torch.full((len(params),), u, dtype=torch.float64))
         assert tokens.tolist() == [sampling.draw(p, u) for p in rows]
 
@@ -117,8 +117,9 @@ def test_sample_realises_the_distribution(ops: Ops, name: str) -> None:
 
 
 def large_logits(dtype: torch.dtype, ties: bool = False) -> Tensor:
-    """(5, 9001), rows apart, and a row each of equal logits, of -inf but for a few, and of a peak with zeros."""
-    logits = random_logits(5, 9008, 3, ties)
+    """(4, 9001), rows apart, in three blocks, which the kernels round up to four: noise, equal logits, -inf but for a
+    few, and a peak with zeros."""
+    logits = random_logits(4, 9008, 3, ties)
     logits[1] = -0.5
     logits[2, :] = -math.inf
     logits[2, [5, 4095, 4096, 9000]] = torch.tensor([1.0, 2.0, 2.0, -3.0])
@@ -141,9 +142,9 @@ def test_large_argmax_and_topk(triton_ops: Ops, dtype: torch.dtype) -> None:
         assert torch.allclose(scores, expected_scores, atol=1e-5)
 
 
-LARGE = [(name, torch.float32) for name in FILTERS] + [("plain", torch.bfloat16), ("all", torch.bfloat16)]
+LARGE = [(name, torch.float32) for name in FILTERS] + [("plain", torch.bfloat16)]
 # Of another type only what is loaded differs, whatever the filters.
-LARGE += [slow_on_cpu(name, torch.bfloat16) for name in FILTERS if name not in ("plain", "all")]
+LARGE += [slow_on_cpu(name, torch.bfloat16) for name in FILTERS if name != "plain"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), LARGE, ids=str)

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from specbatch.engine.gathering import ChunkCost
+from specbatch.tune import live
 from specbatch.tune.predict import predict
 from specbatch.tune.profile import Limits
 from specbatch.tune.search import neural_space, ngram_space
@@ -56,6 +57,13 @@ def test_a_grid_of_shapes() -> None:
     assert not grid(([9], [1], [10]), known)
 
 
+@pytest.fixture
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two live runs of each schedule, and not as many as the budget allows."""
+    monkeypatch.setattr(live, "MAX_TRIALS", 2)
+
+
+@pytest.mark.usefixtures("few_trials")
 @pytest.mark.parametrize("limit", [[], ["--time-limit", "0"]], ids=["all", "cut short"])
 def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import check_tune
@@ -108,6 +116,7 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     assert all(run["predicted_seconds"] > 0 for run in report["whole_file"])
 
 
+@pytest.mark.usefixtures("few_trials")
 def test_a_check_of_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from check_tune import main
 
