@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 NO_TOKEN = -1  # what a target chooses where its logits are not finite
+LOWEST_LOGIT = -1e38  # below are -inf and the lowest finite numbers: masks write either for "never"
 MAX_STOP_IDS = 6  # that the device looks for; if a request has more, the host finds the others a round later
 
 

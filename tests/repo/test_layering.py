@@ -1,4 +1,4 @@
-"""Imports run downward only, configuration is read in few places, and modules hold no state."""
+"""Imports run downward only and in no circle, configuration is read in few places, and modules hold no state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ROOT = Path(specbatch.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["job", "evals", "tune"],
+    ["evals", "tune"],
+    ["job"],
     ["engine"],
     ["config_load"],
     ["config"],
@@ -50,19 +51,58 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(file: Path) -> Iterator[str]:
-    """Modules of the package that a file imports, anywhere in it, without the package's own name in front."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def imports(file: Path, within_functions: bool = True) -> Iterator[str]:
+    """Modules of the package that a file imports, without the package's own name. `within_functions` False: only what
+    is imported when the file is, without what type checkers alone read."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if within_functions else at_import(tree):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             names = [node.module or ""]
-            if names == ["specbatch"]:  # from specbatch import x: a submodule or the version
-                names = [f"specbatch.{a.name}" if (ROOT / a.name).exists() else "specbatch" for a in node.names]
+            if (folder := ROOT.parent / names[0].replace(".", "/")).is_dir():  # names in it are modules, or its own
+                parts = [
+                    (folder / a.name).with_suffix(".py").exists() or (folder / a.name).is_dir() for a in node.names
+                ]
+                names = [f"{names[0]}.{a.name}" if p else names[0] for a, p in zip(node.names, parts, strict=True)]
         elif isinstance(node, ast.Import):
             names = [a.name for a in node.names]
         else:
             continue
         yield from (n.removeprefix("specbatch").removeprefix(".") for n in names if n.split(".")[0] == "specbatch")
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        yield child
+        yield from at_import(child)
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Nodes of a circle, the first once more at the end, or nothing."""
+    finished: set[str] = set()
+
+    def search(path: list[str]) -> list[str]:
+        for successor in sorted(graph.get(path[-1], ())):
+            if successor in path:
+                return [*path[path.index(successor) :], successor]
+            if successor not in finished and (found := search([*path, successor])):
+                return found
+        finished.add(path[-1])
+        return []
+
+    return next((found for name in sorted(graph) if name not in finished and (found := search([name]))), [])
+
+
+def test_no_circle_between_modules() -> None:
+    graph = {module_name(f): set(imports(f, within_functions=False)) - {module_name(f)} for f in FILES}
+    assert sum(map(len, graph.values())) > 200, "the parser found nothing"
+    assert circle(graph) == []
+    assert circle(graph | {"errors": {"job.results"}}), "a circle was missed"
 
 
 @pytest.mark.parametrize("file", FILES, ids=[module_name(f) or "specbatch" for f in FILES])
@@ -73,7 +113,9 @@ def test_imports_run_downward(file: Path) -> None:
     for imported in imports(file):
         lower = imported.split(".")[0]
         assert RANK[top] <= RANK[lower], f"{name} imports {imported}, which is above it"
-        assert (top, lower) != ("job", "evals"), "evals use job, not the other way round"
+        assert {top, lower} != {"evals", "tune"}, "neither uses the other"
+        folders = {part.split(".")[1] for part in (name, imported) if part.startswith("kernels.")}
+        assert folders != {"torch", "triton"}, f"{name} imports {imported}: each is written without the other"
         if lower in ("config", "config_load"):
             assert name.startswith(CONFIG_READERS), f"{name} reads the configuration"
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN
+from specbatch.batch import LOWEST_LOGIT, NO_TOKEN
 from specbatch.kernels.torch.filters import filtered
 
 _MASK32 = 0xFFFFFFFF
-LOWEST_LOGIT = -1e38  # below are -inf and the lowest finite numbers: masks write either for "never"
 
 
 def finite_peak(peak_R: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.torch.sampling import LOWEST_LOGIT
+from specbatch.batch import LOWEST_LOGIT
 
 _MAX_PASSES = tl.constexpr(128)  # each leaves a quarter of the interval: about 10 suffice, unless logits are contrived
 NO_ID = tl.constexpr(0x7FFFFFFF)
