@@ -15,7 +15,8 @@ from specbatch.config_load import default_config_text, option_paths
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "specbatch").rglob("*.md")])
+FOLDERS = ("docs", "configs", "specbatch", "tests")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 LOG_WIDTH = 120
 
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="no checkout")

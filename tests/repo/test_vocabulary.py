@@ -15,11 +15,11 @@ import specbatch
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
 CODE = sorted(path for folder in ("specbatch", "scripts") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("docs", "docs/bench", "configs", "tests")  # not docs/log: it has the words of its day
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
-        *(ROOT / "docs" / "bench").glob("*.md"),
+        *(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md")),
         *(ROOT / "specbatch").rglob("*.md"),
     ]
 )
