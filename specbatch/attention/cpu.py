@@ -1,4 +1,4 @@
-"""The oracle backend: plain torch operations, any device, and *bitwise invariant* on CPU in float32.
+"""Attention in plain torch operations, for any device, and *bitwise invariant* on CPU in float32.
 
 A token's output has the same bits however the batch, the prompt chunks, a prefix hit or a draft tree cut the sequences.
 That is what makes speculative output equal plain output exactly, and a resumed file equal an uninterrupted one:

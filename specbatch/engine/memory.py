@@ -140,7 +140,7 @@ def first_that_fits(
 
 
 def estimated_working_bytes(model: ModelConfig, batch: int, num_nodes: int, chunk: int, itemsize: int) -> int:
-    """Roughly what rounds and prompts of the device engine need, graphs included, before it can be measured:
+    """Roughly what rounds and prompts on a GPU need, graphs included, before it can be measured:
     activations of a prompt chunk, and of a round with its logits, once run eagerly and once as a graph. `num_nodes`:
     of a row in a round."""
     activations = (3 * model.intermediate_size + 6 * model.hidden_size) * itemsize

@@ -31,8 +31,8 @@ class CacheRequest:
     device: torch.device
     given_tokens: int | None  # engine.kv_cache_tokens, where it is set
     memory_fraction: float
-    # Of the device engine, which measures when it is built: (nodes of a row in a round, tokens of a prompt chunk).
-    # None: the host's engine, whose cache has the size that is decided here.
+    # On a GPU, whose memory is measured when the engine is built: (nodes of a request in a round, tokens of a prompt
+    # chunk). None: on a CPU, where the size is decided here.
     measured: tuple[int, int] | None
 
     @property
@@ -41,7 +41,7 @@ class CacheRequest:
 
 
 def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
-    """The cache's size; for the device engine an upper bound, and an estimate in `notes`.
+    """The cache's size; on a GPU an upper bound, and an estimate in `notes`.
 
     Raises ConfigError where it does not fit into memory, or does not hold one request.
     """

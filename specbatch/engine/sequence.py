@@ -23,7 +23,7 @@ class Sequence:
     # own engine.
     num_in_flight: int = 0
     rounds_in_flight: int = 0
-    req_idx: int = -1  # the device engine's row of buffers, while running
+    req_idx: int = -1  # its line in the request table, while running
     was_admitted: bool = False  # before a preemption, perhaps
     num_cached: int = 0  # slots whose entries others had computed, all before its own
     num_uncached: int | None = None  # while waiting: tokens to compute, by the prefix cache when that was asked

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch.draft.shape import DraftShape
@@ -18,7 +19,7 @@ from specbatch.engine.round import Round
 from specbatch.errors import MemoryShortage
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.types import Completion, Request, RngKey, SamplingParams
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
+from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 4, 8)
 CASES = [("ngram", CHAIN), ("draft_model", CHAIN), ("draft_model", TREE), ("eagle3", TREE)]
@@ -70,13 +71,17 @@ def compare(done: dict[int, Completion], expected: list[Completion]) -> None:
         assert mine == pytest.approx([one.logprob for one in theirs.logprobs or []], abs=1e-6)
 
 
-def check_shortages(method: str, shape: DraftShape | None, params: SamplingParams, runs: int, padded: bool) -> None:
+def check_shortages(
+    method: str, shape: DraftShape | None, params: SamplingParams, runs: int, padded: bool, cpu: bool = False
+) -> None:
     """Chunks of prompts, in pieces too, and rounds: each run with a shortage at some operation, and with others soon
     after it."""
     prompts = random_prompts(4, shared=9, longest=30)
     settings: dict[str, Any] = {"num_pages": 128, "eos": (5,), "prefill_chunk_tokens": 24}
 
     def made() -> Engine:
+        if cpu:
+            return tiny_engine(method, shape, **settings)
         return tiny_device_engine(method, shape, **settings, graph_tokens=128 if padded else 0)
 
     expected = run(tiny_oracle(method, shape, **settings), prompts, params)
@@ -97,6 +102,7 @@ def check_shortages(method: str, shape: DraftShape | None, params: SamplingParam
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_operations_run_out(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
     check_shortages(method, shape, params, runs=2, padded=params is GREEDY)
+    check_shortages(method, shape, params, runs=1, padded=False, cpu=True)
 
 
 @pytest.mark.slow
@@ -247,7 +253,7 @@ def test_graphs_go_before_the_job_does() -> None:
         return launch(slots, sampled, logprobs)
 
     def give_back() -> bool:
-        unread.append(len(engine._reports))
+        unread.append(len(engine._in_flight))
         return release()
 
     executor.run, executor.release_graphs = short, give_back  # type: ignore[method-assign]
@@ -312,17 +318,21 @@ def _broken_capture() -> None:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
-def test_the_hosts_engine_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that finished before are the caller's already; the engine's state is not to be trusted any more."""
-    engine = tiny_oracle("draft_model", CHAIN, num_pages=256)
-    for i, prompt in enumerate(random_prompts(3)):
-        engine.submit(Request(i, prompt, GREEDY, RngKey(0, i, 0)))
-    while engine.num_waiting or not engine.is_prefilled:
-        engine.step()
+def test_a_cpu_goes_on_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that does not fit is tried again with fewer requests; where none fits, the job ends with an error."""
+    prompts, limit = random_prompts(4), [2]
+    call = Round.__call__
 
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: 8 bytes")
+    def short(round_: Round, req_idx_B: Tensor, *args: Any) -> Any:
+        if len(req_idx_B) > limit[0]:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: 8")
+        return call(round_, req_idx_B, *args)
 
-    monkeypatch.setattr(Engine, "_verify_forward", full)
-    with pytest.raises(MemoryShortage, match="the machine's memory ran out while 3 rows ran"):
-        engine.step()
+    expected = run(tiny_oracle("draft_model", CHAIN, num_pages=256), prompts, GREEDY)
+    monkeypatch.setattr(Round, "__call__", short)
+    engine = tiny_engine("draft_model", CHAIN, num_pages=256)
+    compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
+    assert engine.stats.memory_shortages == 1
+    limit[0] = 0
+    with pytest.raises(MemoryShortage, match="the machine's memory ran out while 1 rows ran"):
+        run(engine, prompts, GREEDY)
