@@ -253,7 +253,7 @@ def test_graphs_go_before_the_job_does() -> None:
         return launch(slots, sampled, logprobs)
 
     def give_back() -> bool:
-        unread.append(len(engine._in_flight))
+        unread.append(len(engine._reports))
         return release()
 
     executor.run, executor.release_graphs = short, give_back  # type: ignore[method-assign]
