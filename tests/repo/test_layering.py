@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,15 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def syntax(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imports(file: Path, within_functions: bool = True) -> Iterator[str]:
     """Modules of the package that a file imports, without the package's own name. `within_functions` False: only what
     is imported when the file is, without what type checkers alone read."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree) if within_functions else at_import(tree):
+    for node in ast.walk(syntax(file)) if within_functions else at_import(syntax(file)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             names = [node.module or ""]
@@ -130,7 +135,7 @@ def test_the_rule_is_checked_on_something() -> None:
 
 @pytest.mark.parametrize("layer", ["types", "errors", "engine/scheduler", "cache/prefix", "config"])
 def test_these_need_no_torch(layer: str) -> None:
-    tree = ast.parse((ROOT / f"{layer}.py").read_text(encoding="utf-8"))
+    tree = syntax(ROOT / f"{layer}.py")
     named = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     named |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     assert not any(n.split(".")[0] in ("torch", "transformers") for n in named)
@@ -139,7 +144,7 @@ def test_these_need_no_torch(layer: str) -> None:
 @pytest.mark.parametrize("file", FILES, ids=[module_name(f) or "specbatch" for f in FILES])
 def test_no_global_state(file: Path) -> None:
     """No `global`, and what a module holds in a mutable container is a constant by its name."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = syntax(file)
     assert not any(isinstance(n, ast.Global) for n in ast.walk(tree)), "a module with changing globals"
     for node in tree.body:
         targets = (
