@@ -22,6 +22,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.round import Round
 from specbatch.engine.round_parts import RoundParts
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
@@ -291,6 +292,11 @@ def tiny_device_engine(
 def tiny_engine(method: str = "none", shape: DraftShape | Schedule | None = None, **settings: Any) -> Engine:
     """The engine as it runs on a CPU, with the oracle's weights. `settings`: as of `tiny_device_engine`."""
     return tiny_device_engine(method, shape, backend=_torch_attention, fixed_shapes=False, **settings)
+
+
+def round_of(engine: Engine) -> Round:
+    """The engine's round for the smallest batch, which computes prompts, too."""
+    return engine.executor.rounds.items[0]
 
 
 def _torch_attention(

@@ -22,7 +22,7 @@ from specbatch.errors import ConfigError
 from specbatch.kernels import torch as reference
 from specbatch.types import SamplingParams
 from tests.marks import slow_on_cpu
-from tests.tiny_models import CPU, random_prompts, run, tiny_config, tiny_device_engine
+from tests.tiny_models import CPU, random_prompts, round_of, run, tiny_config, tiny_device_engine
 
 FP8 = torch.float8_e4m3fn
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 4, 8)
@@ -64,15 +64,15 @@ def plain_greedy(method: str) -> list[list[int]]:
 
 
 def cache_of(engine: Engine) -> KVCache:
-    return engine._round._cache
+    return round_of(engine)._cache
 
 
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_speculation_equals_plain(method: str, shape: DraftShape) -> None:
     engine, actual = tokens_of(method, shape, GREEDY)
     assert cache_of(engine).all_layers.dtype == FP8
-    if engine._round.method.net is not None:
-        assert engine._round.method.net.cache.all_layers.dtype == FP8
+    if round_of(engine).method.net is not None:
+        assert round_of(engine).method.net.cache.all_layers.dtype == FP8
     assert actual == plain_greedy(method)
     assert engine.stats.speculation.acceptance_length > 1, "nothing was ever accepted: this proves little"
 

@@ -16,7 +16,7 @@ from specbatch.engine.engine import Engine
 from specbatch.engine.trial import trial_prompt, trial_round
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.marks import slow_on_cpu
-from tests.tiny_models import VOCAB, random_prompts, run, tiny_device_engine, tiny_oracle
+from tests.tiny_models import VOCAB, random_prompts, round_of, run, tiny_device_engine, tiny_oracle
 
 CHAIN, SHORT, TREE, WIDE = DraftShape(3, 1, 4), DraftShape(1, 1, 2), DraftShape(5, 4, 8), DraftShape(7, 10, 60)
 CASES = [
@@ -193,11 +193,12 @@ def test_vocabulary_is_checked() -> None:
 )
 def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) -> None:
     """What measures memory and compiles kernels before the cache has its size; fewer tokens than slots, too."""
-    state = (engine := tiny_device_engine(method, shape, num_pages=64, max_batch_size=8))._state
+    engine = tiny_device_engine(method, shape, num_pages=64, max_batch_size=8)
+    state = round_of(engine).state
     before = state.ints_SF.clone()
     for num_tokens in (4, 32, 64):
-        trial_prompt(engine._round, state, num_tokens, 4, torch.device("cpu"))
-    trial_round(engine._round, torch.full((8,), state.padding), logprobs=True)
+        trial_prompt(round_of(engine), state, num_tokens, 4, torch.device("cpu"))
+    trial_round(round_of(engine), torch.full((8,), state.padding), logprobs=True)
     assert torch.equal(state.ints_SF, before)
     prompts = random_prompts(3)
     assert_same(run(engine, prompts, GREEDY), run(tiny_oracle(method, shape, num_pages=64), prompts, GREEDY))
@@ -217,7 +218,7 @@ def test_what_the_caller_does_between_steps_is_not_the_engines_time() -> None:
 def test_launching_a_chunk_is_time_of_prompts() -> None:
     """On the CPU a launch is the whole computation: all of it but what reading takes."""
     engine = tiny_device_engine("none", None, num_pages=256)
-    slow, spent = engine._round.prefill, []
+    slow, spent = round_of(engine).prefill, []
 
     def prefill(*args: object) -> object:
         began = time.perf_counter()
@@ -226,7 +227,7 @@ def test_launching_a_chunk_is_time_of_prompts() -> None:
         spent.append(time.perf_counter() - began)
         return found
 
-    engine._round.prefill = prefill  # type: ignore[method-assign, assignment]
+    round_of(engine).prefill = prefill  # type: ignore[method-assign, assignment]
     began = time.perf_counter()
     run(engine, random_prompts(7), GREEDY)
     stats = engine.stats

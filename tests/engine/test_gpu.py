@@ -12,7 +12,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.test_nonfinite import all_nan, nan_embedding
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
+from tests.tiny_models import random_prompts, round_of, run, tiny_device_engine, tiny_oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -168,7 +168,7 @@ def test_padding_writes_nothing() -> None:
         "eagle3", DraftShape(5, 4, 8), num_pages=128, dtype=torch.float32, device=CUDA, graphs="round"
     )
     run(engine, random_prompts(4), GREEDY)  # fills the caches with something
-    caches = [engine._round._cache, engine._round.method.net.cache]
+    caches = [round_of(engine)._cache, round_of(engine).method.net.cache]
     for i, prompt in enumerate(random_prompts(3, seed=1)):
         engine.submit(Request(i, prompt, SamplingParams(max_tokens=100), RngKey(0, i, 0)))
     engine.step()

@@ -10,7 +10,7 @@ import torch
 from specbatch.draft.shape import DraftShape
 from specbatch.types import SamplingParams
 from tests.marks import slow_on_cpu
-from tests.tiny_models import random_prompts, run, tiny_config, tiny_decoder, tiny_engine, tiny_oracle
+from tests.tiny_models import random_prompts, round_of, run, tiny_config, tiny_decoder, tiny_engine, tiny_oracle
 
 SHAPES = {
     "chain-3": DraftShape(3, 1, 4),
@@ -141,8 +141,8 @@ def test_a_perfect_draft_is_accepted(shape: DraftShape, prompts: list[list[int]]
     """The target drafting for itself, so draft caches, positions and draft-extend are right: a chain is accepted
     whole, and so is one branch of a tree that verifies every candidate (unless the best path fell out of the beam)."""
     engine = tiny_engine("draft_model", shape, num_pages=256)
-    net: Any = engine._round.method.net
-    net._model = engine._round._target
+    net: Any = round_of(engine).method.net
+    net._model = round_of(engine)._target
     net.cache = net._model.new_cache(257 * 4, torch.float64)
     counts = [c.speculation for c in run(engine, prompts, GREEDY)]
     if shape.is_chain:
@@ -169,7 +169,7 @@ def test_requests_of_one_token_leave_a_whole_prefix_behind(method: str) -> None:
 def test_a_draft_model_with_a_smaller_embedding() -> None:
     """Embeddings of one family are padded to different sizes: a token past the draft's must not abort the run."""
     engine = tiny_engine("draft_model", SHAPES["chain-3"])
-    net: Any = engine._round.method.net
+    net: Any = round_of(engine).method.net
     net._model, net._width = tiny_decoder(tiny_config(2, vocab=50), torch.float64), 50
     prompts = [[1, 2, 55, 3]]
     assert texts(run(engine, prompts, GREEDY)) == texts(run(tiny_oracle("none"), prompts, GREEDY))

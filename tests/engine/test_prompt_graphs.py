@@ -23,7 +23,7 @@ from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.tiny_models import CPU, random_prompts, run, tiny_device_engine, tiny_oracle
+from tests.tiny_models import CPU, random_prompts, round_of, run, tiny_device_engine, tiny_oracle
 
 CASES = [
     ("none", None),
@@ -75,7 +75,7 @@ def test_texts_are_the_same(
     assert None in used, "a piece of a prompt is not padded"
     assert engine.stats.cached_prompt_tokens > 0
     assert {one.num_sequences for one in padded} <= {1, 4, 8}
-    state = engine._state
+    state = round_of(engine).state
     assert bool(state.ints_SF[state.padding, 3]), "padding is done"
 
 
@@ -111,7 +111,8 @@ def test_a_chunk_of_nothing_touches_padding_alone(method: str) -> None:
         engine.submit(Request(i, prompt, GREEDY, RngKey(0, i, 0)))
     for _ in range(4):
         engine.step()
-    round_, state = engine._round, engine._state
+    round_ = round_of(engine)
+    state = round_.state
     kept = [state.ints_SF, state.features_SE, state.tokens_SL, state.page_table_SP]
     caches = [round_._cache, *([round_.method.net.cache] if round_.method.net is not None else [])]
     spare = caches[0].all_layers.shape[3] - 1  # of no page
@@ -191,7 +192,8 @@ class StandIn:
 
 def live(engine: Engine) -> list[Tensor]:
     """What belongs to requests: not padding's slot, nor the spare slot of the caches."""
-    state, round_ = engine._state, engine._round
+    round_ = round_of(engine)
+    state = round_.state
     caches = [round_._cache, *([round_.method.net.cache] if round_.method.net is not None else [])]
     parts = [state.ints_SF, state.features_SE, state.tokens_SL, state.page_table_SP]
     return [*(part[:-1] for part in parts), *(cache.all_layers[..., :-1, :] for cache in caches)]
@@ -246,7 +248,7 @@ def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShap
     prompts, params = random_prompts(5), SamplingParams(max_tokens=6)
     expected = run(tiny_oracle(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(method, shape, **settings, graph_tokens=128)
-    method = engine._round.method
+    method = round_of(engine).method
     runner = StandIn(engine)
     for drafts in (False, True, False, True):
         engine.set_methods(ByBatch.always(method if drafts else NoDraft()), "none")

@@ -21,7 +21,7 @@ from specbatch.tune.session import OutOfTime, Session
 from specbatch.tune.trace import Trace
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.test_out_of_memory import Replays
-from tests.tiny_models import CPU, random_prompts, tiny_device_engine, tiny_engine
+from tests.tiny_models import CPU, random_prompts, round_of, tiny_device_engine, tiny_engine
 
 TOPK, DEPTH = 3, 3
 OPS = ops_for(CPU, torch.float64)
@@ -45,7 +45,7 @@ def session(method: str, on_device: bool, num_pages: int = 512) -> Session:
 
 
 def net_of(engine: Engine) -> DraftNet | None:
-    return engine.executor.rounds.items[0].method.net
+    return round_of(engine).method.net
 
 
 def requests(temperature: float = 0.0) -> list[Request]:
