@@ -90,11 +90,11 @@ def test_what_flashinfer_needs(
     assert hint in str(error.value.hint)
 
 
-def test_flashinfer_is_a_device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_runs_under_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolving.importlib.util, "find_spec", has_packages("triton", "flashinfer"))
     device, notes = torch.device("cuda"), []
     settings = resolving._resolve_engine(EngineSection(attention="flashinfer"), device, torch.float16, notes)
-    assert (settings.attention, settings.graphs, settings.on_device) == ("flashinfer", "round", True)
+    assert (settings.attention, settings.graphs) == ("flashinfer", "round")
     assert resolving._resolve_engine(EngineSection(), device, torch.float16, notes).attention == "triton"
 
 
