@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specbatch.job.paths import partial_path
 
-ROWS, KILLS = 24, 2
+ROWS, KILLS = 32, 3
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 

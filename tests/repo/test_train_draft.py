@@ -445,8 +445,7 @@ def test_prompts_that_the_target_makes_up(
     (tmp_path / "t.jinja").write_text(template)
     (tmp_path / "p.jsonl").write_text('{"prompt": "Say it."}\n')
     command = [str(target), "--invent", "24", "-o", "out", "--max-tokens", "4", "--stage", "answers"]
-    command += ["--set", "engine.kv_cache_tokens=8192", "--set", "engine.max_batch_size=24"]  # all tries at once
-    command += ["--set", "data.chat_template=t.jinja", "--temperatures", "0"]
+    command += ["--set", "engine.kv_cache_tokens=8192", "--set", "data.chat_template=t.jinja", "--temperatures", "0"]
     assert train_draft.main([*command, "--data", "p.jsonl"]) == 0
     training = tmp_path / "out" / "training"
     tries = [json.loads(line) for line in (training / "invented.jsonl").read_text().splitlines()]
