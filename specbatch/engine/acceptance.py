@@ -46,12 +46,12 @@ class Acceptance:
         view: BatchView,
         trees: DraftTrees,
         logits_TV: Tensor,
-        index_BN: Tensor,
+        index_BN: Tensor | None,
         target_ids: Tensor | None,
         sampled: bool,
     ) -> Decision:
-        """`index_BN`: of the computed token of each node. `target_ids`: of the draft vocabulary; None: it is the
-        target's. `sampled`: some request may have a positive temperature."""
+        """`index_BN`: of the computed token of each node; None: all nodes are computed. `target_ids`: of the draft
+        vocabulary; None: it is the target's. `sampled`: some request may have a positive temperature."""
         if sampled and trees.probs_BDW is not None:
             found = self._accept_drawn(view, trees, logits_TV, target_ids)
         else:
@@ -61,20 +61,24 @@ class Acceptance:
         path_BN, num_path_B = self._simulated(view, trees, self.simulate)
         return Decision(found.choice_BN, path_BN, num_path_B, found.next_token_B, found.num_broken_B)
 
-    def choose(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor, sampled: bool) -> Tensor:
+    def choose(
+        self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor | None, sampled: bool
+    ) -> Tensor:
         """(B, N) the target's own token after each node; NO_TOKEN where its logits are not finite."""
         if not sampled:
             best_T: Tensor = self.ops.argmax(logits_TV, NO_TOKEN)
-            return best_T[index_BN]
+            return best_T.view(trees.tokens_BN.shape) if index_BN is None else best_T[index_BN]
         num_nodes = trees.tokens_BN.shape[1]
         depth = torch.arange(num_nodes, device=logits_TV.device) if trees.depths_BN is None else trees.depths_BN
         position_BN = view.length_B[:, None] + depth + 1
         u_BN = self.ops.uniform(*(values[:, None] for values in view.rng), position_BN, Draw.SAMPLE)
         if self.lazy:
+            if index_BN is None:
+                index_BN = torch.arange(trees.tokens_BN.numel()).view(trees.tokens_BN.shape)
             return self._choose_on_path(view, trees, logits_TV, index_BN, u_BN)
         params = (values.repeat_interleave(num_nodes) for values in view.sampling)
         chosen_T: Tensor = self.ops.sample(logits_TV, *params, u_BN.reshape(-1))
-        return chosen_T.view(index_BN.shape)
+        return chosen_T.view(trees.tokens_BN.shape)
 
     def _choose_on_path(
         self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor, u_BN: Tensor

@@ -110,18 +110,18 @@ class Round:
         mask = None if trees.mask_BNW is None else trees.mask_BNW.view(batch * num_nodes, -1)
         layout = view.layout(num_nodes, depths_BQ=trees.depths_BN, mask_TW=mask)
         tokens_T = trees.tokens_BN.reshape(-1)
-        index_T = torch.arange(len(tokens_T), device=tokens_T.device)
+        index_T = None  # of the computed token of each node; None: all nodes are computed
         if not self.fixed_shapes and trees.num_nodes_B is not None:
             layout, node_T = layout.part(torch.zeros_like(trees.num_nodes_B), trees.num_nodes_B)
+            index_T = torch.zeros_like(tokens_T).index_copy_(0, node_T, torch.arange(len(node_T), device=node_T.device))
             tokens_T = tokens_T[node_T]
-            index_T = torch.zeros_like(index_T).index_copy_(0, node_T, index_T[: len(node_T)])
         hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
         logits = self._target.raw_logits(hidden)
         target_ids = None if self.method.net is None else self.method.net.target_ids
-        index_BN = index_T.view(batch, num_nodes)
+        index_BN = None if index_T is None else index_T.view(batch, num_nodes)
         decision = self._acceptance.decide(view, trees, logits, index_BN, target_ids, sampled)
         committed = self._commit(view, trees, decision)
-        accept_index_T = index_T[committed.accept_index_T]
+        accept_index_T = committed.accept_index_T if index_T is None else index_T[committed.accept_index_T]
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self._ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
@@ -208,10 +208,10 @@ class Round:
             return chunk.ready_R[:, None].int(), None
         rows = BatchView.gather(self.state, chunk.ready_R, self._page_size, self._ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
-        roots, index = DraftTrees(chunk.roots_R[:, None]), torch.arange(len(logits), device=logits.device)[:, None]
+        roots = DraftTrees(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
-        chosen = self._acceptance.choose(rows, roots, logits, index, sampled)[:, 0]
+        chosen = self._acceptance.choose(rows, roots, logits, None, sampled)[:, 0]
         reported = torch.where(chunk.roots_R < 0, chosen, chunk.roots_R)  # recomputed requests have theirs already
         tokens = reported.clamp(min=0)
         limit = rows.field(Field.LIMIT)
