@@ -94,7 +94,7 @@ def plot_throughput(
     for shape in dict.fromkeys(shapes):
         per_token = 1e3 * xs / np.array([costs.round_ms(int(b), shape) for b in xs])
         replay = by_shape[shape]
-        low, high = replay.interval()
+        low, high = replay.interval
         (line,) = axes.plot(xs, per_token * replay.tokens_per_round, marker="o", markersize=3, label=str(shape))
         axes.fill_between(xs, per_token * low, per_token * high, color=line.get_color(), alpha=0.15, linewidth=0)
     plain = [1e3 * b / costs.plain_ms(b) for b in batches]

@@ -15,22 +15,23 @@ Shape suffixes: R rows, P positions of all rows, S draft steps, Q draft shapes, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.draft.ngram import NgramIndex
 from specbatch.draft.shape import DraftShape
-from specbatch.errors import TuningError
 from specbatch.tune.subtrees import Ranks, WideTrees
 from specbatch.tune.trace import Positions, Trace, leading, stacked, true_tokens
 
 MAX_NGRAM_DRAFTS = 127  # of a round
+_NUM_SAMPLES = 1000  # of a bootstrap
 _CHUNK = 64  # shapes walked at once, which bounds the memory
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Replay:
     """A draft shape on the traced rows."""
 
@@ -81,26 +82,16 @@ class Replay:
         has = self.rounds_R > 0
         return np.where(has, self.tokens_R / np.where(has, self.rounds_R, 1.0), self.tokens_per_round)
 
-    def interval(self, level: float = 0.9, num_samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-        """Bootstrap interval of `tokens_per_round`: percentiles over samples of the rows, drawn with replacement
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """90% bootstrap interval of `tokens_per_round`: percentiles over samples of the rows, drawn with replacement
         (Efron 1979)."""
         rows = self.rounds_R > 0
         count = int(rows.sum())
-        draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=num_samples)
+        draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_NUM_SAMPLES)
         ratios = (draws @ self.tokens_R[rows]) / (draws @ self.rounds_R[rows])
-        low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
+        low, high = np.quantile(ratios, [0.05, 0.95])
         return float(low), float(high)
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """What shapes share, made for the first that needs it."""
-
-    chain_P: NDArray[np.int16] | None = None
-    no_chain_P: NDArray[np.bool_] | None = None
-    trees: WideTrees | None = None
-    ranks: dict[int, Ranks] = field(default_factory=dict)
-    ngrams: NgramMatches | None = None
 
 
 class Replayer:
@@ -111,14 +102,27 @@ class Replayer:
         self._trace = trace
         self._positions = Positions.of(trace)
         self._true_PS = true_tokens(trace, self._positions, trace.depth)
-        self._prepared = _Prepared()
+        self._ranks: dict[int, Ranks] = {}  # by topk
+
+    @cached_property
+    def _chains(self) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+        """(P,) how many drafts of the longest chain are right, and whether none was drafted."""
+        chain_PS = stacked(self._trace, "chain_PS", self._trace.depth)
+        return leading(chain_PS == self._true_PS), np.asarray(chain_PS[:, 0] == -1)
+
+    @cached_property
+    def _trees(self) -> WideTrees:
+        return WideTrees(self._trace, self._true_PS)
+
+    @cached_property
+    def _ngrams(self) -> NgramMatches:
+        return NgramMatches(self._trace, self._positions)
 
     def replay(self, shape: DraftShape) -> Replay:
-        """Raises ConfigError for an illegal shape, TuningError for one that is wider or deeper than the trace."""
         return self.replay_all([shape])[0]
 
     def replay_all(self, shapes: Sequence[DraftShape]) -> list[Replay]:
-        """`replay` for each of many, faster."""
+        """Each of these shapes, which the trace is deep and wide enough for; many at once are faster."""
         replays: list[Replay] = []
         for begin in range(0, len(shapes), _CHUNK):
             part = shapes[begin : begin + _CHUNK]
@@ -128,78 +132,32 @@ class Replayer:
         return replays
 
     def rank_shares(self) -> NDArray[np.float64] | None:
-        """(S, topk + 1): how often the true token of a step is the draft's first, second ... choice after the true
-        ones, and in the last column none of its choices; None for a trace without drafts. Of a trace of chains, which
-        know first choices only, the two columns are right and wrong."""
-        if self._trace.topk > 1:
-            return self._wide_trees().rank_shares(self._true_PS)
-        if self._trace.topk == 0 or self._trace.depth == 0:
-            return None
-        right_P, no_chain_P = self._chain(self._trace.depth)
-        shares_SK = np.zeros((self._trace.depth, 2))
-        for step in range(self._trace.depth):
-            asked_P = (self._true_PS[:, step] >= 0) & ~no_chain_P & (right_P >= step)
-            right = float((right_P[asked_P] > step).mean()) if asked_P.any() else 0.0
-            shares_SK[step] = right, (1.0 - right) if asked_P.any() else 0.0
-        return shares_SK
-
-    def _check(self, shape: DraftShape) -> None:
-        shape.check()
-        trace = self._trace
-        if shape.ngram_match is not None:
-            if shape.num_draft_tokens > MAX_NGRAM_DRAFTS + 1:
-                raise TuningError(
-                    f"num_draft_tokens is {shape.num_draft_tokens}: at most {MAX_NGRAM_DRAFTS + 1} are replayed"
-                )
-        elif shape.num_steps > trace.depth or shape.topk > trace.topk:
-            raise TuningError(
-                f"{shape} is deeper or wider than the trace of {trace.depth} steps and topk {trace.topk}",
-                hint="trace deeper and wider",
-            )
+        """See `WideTrees.rank_shares`; None for a trace without drafts."""
+        return self._trees.rank_shares(self._true_PS) if self._trace.topk else None
 
     def _accepted(self, shape: DraftShape) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
         """(P,) drafts that a round at each position accepts, and whether that is not certain."""
-        self._check(shape)
+        shape.check()
         if shape.ngram_match is not None:
-            right_P, _ = self._ngrams(shape.ngram_match)
+            assert shape.num_steps <= MAX_NGRAM_DRAFTS, shape
+            right_P, _ = self._ngrams.accepted(*shape.ngram_match)
             return np.minimum(right_P, np.int16(shape.num_steps)), np.zeros(len(right_P), dtype=np.bool_)
+        assert shape.num_steps <= self._trace.depth, f"{shape} is deeper than the trace"
+        assert shape.topk <= self._trace.topk, f"{shape} is wider than the trace"
         if shape.is_chain:
-            return self._chain(shape.num_steps)
-        ranks, size = self._ranks(shape.topk), (shape.num_steps, shape.num_draft_tokens)
+            right_P, none_P = self._chains
+            return np.minimum(right_P, np.int16(shape.num_steps)), none_P
+        if shape.topk not in self._ranks:
+            self._ranks[shape.topk] = self._trees.ranks(shape.topk)
+        ranks, size = self._ranks[shape.topk], (shape.num_steps, shape.num_draft_tokens)
         return ranks.accepted(*size), ranks.unknown(*size)
-
-    def _ngrams(self, match: tuple[int, int]) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-        if self._prepared.ngrams is None:
-            self._prepared.ngrams = NgramMatches(self._trace, self._positions)
-        return self._prepared.ngrams.accepted(*match)
-
-    def _chain(self, steps: int) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-        if self._prepared.chain_P is None:
-            chain_PS = stacked(self._trace, "chain_PS", self._trace.depth)
-            if chain_PS is None:
-                raise TuningError("the trace has no chains of drafts")
-            self._prepared.chain_P = leading(chain_PS == self._true_PS)
-            self._prepared.no_chain_P = chain_PS[:, 0] == -1
-        assert self._prepared.no_chain_P is not None
-        return np.minimum(self._prepared.chain_P, np.int16(steps)), self._prepared.no_chain_P
-
-    def _wide_trees(self) -> WideTrees:
-        if self._prepared.trees is None:
-            self._prepared.trees = WideTrees(self._trace, self._true_PS)
-        return self._prepared.trees
-
-    def _ranks(self, topk: int) -> Ranks:
-        trees = self._wide_trees()
-        if topk not in self._prepared.ranks:
-            self._prepared.ranks[topk] = trees.ranks(topk)
-        return self._prepared.ranks[topk]
 
     def _walk(self, accepted_QP: NDArray[np.int16]) -> NDArray[np.bool_]:
         """(Q, P) the positions at which rounds begin, all rows of all shapes at once."""
         visited_QP = np.zeros(accepted_QP.shape, dtype=np.bool_)
-        here = np.broadcast_to(self._positions.first_R, (len(accepted_QP), len(self._positions.first_R))).ravel()
-        last = np.broadcast_to(self._positions.last_R, (len(accepted_QP), len(self._positions.first_R))).ravel()
-        queue = np.repeat(np.arange(len(accepted_QP)), len(self._positions.first_R))
+        count = len(accepted_QP)
+        here, last = np.tile(self._positions.first_R, count), np.tile(self._positions.last_R, count)
+        queue = np.repeat(np.arange(count), len(self._positions.first_R))
         while True:
             going = here < last
             if not going.all():
@@ -220,7 +178,7 @@ class Replayer:
         at_least = depths[::-1].cumsum()[::-1]
         idle_R = None
         if shape.ngram_match is not None:
-            _, drafts_P = self._ngrams(shape.ngram_match)
+            _, drafts_P = self._ngrams.accepted(*shape.ngram_match)
             idle_R = self._by_row(visits_P & ~drafts_P)
         return Replay(
             shape,
@@ -290,8 +248,3 @@ class NgramMatches:
             count_P[going] += 1
             going = going[self._left_P[going] > step + 1]
         return count_P
-
-
-def replay(trace: Trace, shape: DraftShape) -> Replay:
-    """One shape of a trace; see `Replayer.replay`."""
-    return Replayer(trace).replay(shape)

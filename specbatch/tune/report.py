@@ -178,7 +178,7 @@ def _speed(speed: ShapeSpeed) -> dict[str, Any]:
 
 
 def _replay(replay: Replay) -> dict[str, Any]:
-    low, high = replay.interval()
+    low, high = replay.interval
     return {
         "candidate": _shape(replay.shape),
         "rounds": replay.rounds,

@@ -323,7 +323,7 @@ class _Speeds:
 
     def at(self, c: int, b: int) -> ShapeSpeed:
         if c not in self._intervals:
-            self._intervals[c] = self._replays[c].interval()
+            self._intervals[c] = self._replays[c].interval
         ms, tokens = float(self._table.round_CB[c, b]), float(self._table.tokens_C[c])
         return ShapeSpeed(self._table.shapes[c], self._table.ladder[b], ms, tokens, *self._intervals[c])
 

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.draft.shape import DraftShape
-from specbatch.errors import TuningError
 from specbatch.tune.trace import Trace, stacked
 
 _NOWHERE = np.iinfo(np.uint16).max  # rank of a node that is not among the candidates
@@ -31,13 +30,10 @@ class WideTrees:
     """The wide trees of all positions, and where the true tokens lie in them."""
 
     def __init__(self, trace: Trace, true_PS: NDArray[np.int32]) -> None:
-        """Raises TuningError for a trace without trees."""
         self.topk, self.depth = trace.topk, trace.depth
         self._first = [0, *(self._columns(step) for step in range(1, self.depth))]
         columns = self._columns(self.depth)
         tokens_PC, scores_PC, parents_PC = (stacked(trace, f"{name}_PC", columns) for name in _ARRAYS)
-        if tokens_PC is None or scores_PC is None or parents_PC is None:
-            raise TuningError("the trace has no trees of drafts")
         self._tokens_PC, self._scores_PC = tokens_PC, scores_PC
         self.not_drafted_P: NDArray[np.bool_] = np.asarray(tokens_PC[:, 0] == -1)
         # Which rank in the beam a candidate had when the wide pass branched from it; -1: it did not.

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -22,21 +21,14 @@ from numpy.typing import NDArray
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import TuningError
 
-_VERSION = 1
+_VERSION = 2  # of the file
 # After the last token of a continuation: no draft is equal to it, not even one that was not made (-1).
 PAST_END = -2
-# Arrays of a row that are stored end to end, and the type of each.
-_DRAFTS: dict[str, type[np.generic]] = {
-    "chain_PS": np.int32,
-    "tokens_PC": np.int32,
-    "scores_PC": np.float32,
-    "parents_PC": np.int16,
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTrace:
-    """One traced row. The arrays of drafts are None where the method or the width has none of them."""
+    """One traced row. The arrays of drafts are None where nothing was drafted: all of them or none."""
 
     num_prompt: int
     tokens: NDArray[np.int32]  # the prompt's, then the P of the target's continuation
@@ -50,11 +42,9 @@ class RowTrace:
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1, self.tokens.shape
         assert 1 <= self.num_prompt <= len(self.tokens), (self.num_prompt, len(self.tokens))
-        for name in _DRAFTS:
-            array = getattr(self, name)
-            assert array is None or (array.ndim == 2 and len(array) == self.num_output), (name, self.num_output)
-        trees = {array is None for array in (self.tokens_PC, self.scores_PC, self.parents_PC)}
-        assert len(trees) == 1, "a tree has tokens, scores and parents"
+        drafts = (self.chain_PS, self.tokens_PC, self.scores_PC, self.parents_PC)
+        lengths = {None if array is None else len(array) for array in drafts}
+        assert lengths in ({None}, {self.num_output}), (lengths, self.num_output)
 
     @property
     def num_output(self) -> int:
@@ -66,8 +56,8 @@ class RowTrace:
 class Trace:
     """Traced rows. All of them were drafted with the same width and depth.
 
-    `topk` 0: no drafts were recorded, which is all that n-grams need; 1: chains only. `sampled`: the continuations were
-    drawn at a positive temperature.
+    `topk` 0: no drafts were recorded, which is all that n-grams need. `sampled`: the continuations were drawn at a
+    positive temperature.
     """
 
     rows: tuple[RowTrace, ...] = ()
@@ -76,28 +66,20 @@ class Trace:
     sampled: bool = False
 
     def __post_init__(self) -> None:
+        num_candidates = DraftShape(self.depth, self.topk, 2).num_candidates
         for row in self.rows:
-            self._check(row)
-
-    def _check(self, row: RowTrace) -> None:
-        if row.chain_PS is not None:
-            assert row.chain_PS.shape[1] == self.depth, row.chain_PS.shape
-        if row.tokens_PC is not None:
-            assert row.tokens_PC.shape[1] == DraftShape(self.depth, self.topk, 2).num_candidates, row.tokens_PC.shape
+            if row.chain_PS is not None and row.tokens_PC is not None:
+                columns = row.chain_PS.shape[1], row.tokens_PC.shape[1]
+                assert columns == (self.depth, num_candidates), (columns, self.depth, num_candidates)
 
     def save(self, path: Path) -> None:
         """Write one .npz, whole or not at all: a trace that is saved after every few rows loses only those after the
         last save."""
-        arrays: dict[str, NDArray[np.generic]] = {
-            "header": np.array([_VERSION, self.topk, self.depth, self.sampled, len(self.rows)], dtype=np.int64),
-            "num_prompt": np.array([row.num_prompt for row in self.rows], dtype=np.int64),
-            "num_tokens": np.array([len(row.tokens) for row in self.rows], dtype=np.int64),
-            "tokens": _joined([row.tokens for row in self.rows], np.int32),
-        }
-        for name, dtype in _DRAFTS.items():
-            present = [getattr(row, name) for row in self.rows]
-            arrays[f"has_{name}"] = np.array([array is not None for array in present], dtype=np.bool_)
-            arrays[name] = _joined([array.reshape(-1) for array in present if array is not None], dtype)
+        header = [_VERSION, self.topk, self.depth, self.sampled, len(self.rows)]
+        arrays = {"header": np.array(header, dtype=np.int64)}
+        for i, row in enumerate(self.rows):
+            values = {field.name: getattr(row, field.name) for field in fields(row)}
+            arrays |= {f"{name}_{i}": np.asarray(value) for name, value in values.items() if value is not None}
         unfinished = path.with_name(path.name + ".part")
         try:
             with unfinished.open("wb") as file:
@@ -113,42 +95,18 @@ class Trace:
         """Raises TuningError for a file that `save` did not write."""
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                return _from_arrays({name: arrays[name] for name in arrays.files})
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, AssertionError) as error:
+                version, topk, depth, sampled, num_rows = arrays["header"].tolist()
+                if version != _VERSION:
+                    raise ValueError(f"it is of version {version}, not {_VERSION}")
+                names, rows = [field.name for field in fields(RowTrace)], []
+                for i in range(num_rows):
+                    row = {name: arrays[f"{name}_{i}"] for name in names if f"{name}_{i}" in arrays}
+                    rows.append(RowTrace(int(row.pop("num_prompt")), **row))
+                return Trace(tuple(rows), topk, depth, bool(sampled))
+        except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, AssertionError) as error:
             raise TuningError(
                 f"cannot read the trace {path}: {error or type(error).__name__}", hint="delete it and tune again"
             ) from error
-
-
-def _joined(parts: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
-
-
-def _from_arrays(arrays: dict[str, NDArray[np.generic]]) -> Trace:
-    version, topk, depth, sampled, num_rows = (int(value) for value in arrays["header"])  # type: ignore[call-overload]
-    if version != _VERSION:
-        raise ValueError(f"it is of version {version}, not {_VERSION}")
-    columns = {name: DraftShape(depth, topk, 2).num_candidates if name.endswith("_PC") else depth for name in _DRAFTS}
-    taken = dict.fromkeys(("tokens", *_DRAFTS), 0)
-    rows = []
-
-    def take(name: str, size: int) -> NDArray[np.generic]:
-        first = taken[name]
-        taken[name] += size
-        assert taken[name] <= len(arrays[name]), f"{name} is cut short"
-        return arrays[name][first : first + size]
-
-    for i in range(num_rows):
-        num_prompt, num_tokens = int(arrays["num_prompt"][i]), int(arrays["num_tokens"][i])  # type: ignore[call-overload]
-        tokens = take("tokens", num_tokens)
-        num_output = num_tokens - num_prompt
-        drafts = {
-            name: take(name, num_output * columns[name]).reshape(num_output, columns[name])
-            for name in _DRAFTS
-            if arrays[f"has_{name}"][i]
-        }
-        rows.append(RowTrace(num_prompt, tokens, **drafts))  # type: ignore[arg-type]
-    return Trace(tuple(rows), topk, depth, bool(sampled))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,13 +160,11 @@ def leading(right_PS: NDArray[np.bool_]) -> NDArray[np.int16]:
     return np.where(wrong_PS.any(axis=1), first, right_PS.shape[1]).astype(np.int16)
 
 
-def stacked(trace: Trace, name: str, num_columns: int) -> NDArray[np.generic] | None:
-    """(P, num_columns) the arrays `name` of all rows; -1 for a row without one, as one that ended with its first token
-    may be. None where no row has one."""
+def stacked(trace: Trace, name: str, num_columns: int) -> NDArray[np.generic]:
+    """(P, num_columns) the arrays `name` of all rows, of which one has drafts; -1 for a row without, as one that ended
+    with its first token may be."""
     parts = [getattr(row, name) for row in trace.rows]
-    dtype = next((part.dtype for part in parts if part is not None), None)
-    if dtype is None:
-        return None
+    dtype = next(part.dtype for part in parts if part is not None)
     return np.concatenate(
         [
             np.full((row.num_output, num_columns), -1, dtype) if part is None else part

@@ -19,7 +19,7 @@ from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel, Measurement
 from specbatch.tune.predict import Forecast, Simulation, predict
 from specbatch.tune.profile import FileProfile, Limits, Prediction
-from specbatch.tune.replay import Replay, Replayer, replay
+from specbatch.tune.replay import Replay, Replayer
 from specbatch.tune.trace import RowTrace, Trace
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
@@ -330,7 +330,7 @@ def test_rows_of_a_forecast(shape: DraftShape | None) -> None:
 
     def forecast(*rows: RowTrace) -> Forecast:
         trace = Trace(rows, 0, 0, False)
-        return Forecast(trace, {NGRAM: replay(trace, NGRAM)}, costs, limits, 128)
+        return Forecast(trace, {NGRAM: Replayer(trace).replay(NGRAM)}, costs, limits, 128)
 
     schedule = ByBatch.always(shape)
     alone = [forecast(row).seconds(schedule, 1) for row in rows]

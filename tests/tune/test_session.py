@@ -16,7 +16,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.kernels import ops_for
-from specbatch.tune.replay import replay
+from specbatch.tune.replay import Replayer
 from specbatch.tune.session import OutOfTime, Session
 from specbatch.tune.trace import Trace
 from specbatch.types import Request, RngKey, SamplingParams
@@ -150,7 +150,7 @@ def test_replay_is_what_a_run_does(method: str, on_device: bool) -> None:
         candidate: Any = shape
         if method == "ngram":
             candidate = DraftShape.ngram(shape.num_draft_tokens, 1, 3)
-        replayed = replay(trace, candidate)
+        replayed = Replayer(trace).replay(candidate)
         assert replayed.rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
         assert replayed.tokens_R.tolist() == [c.speculation.committed for c in live.completions]
 
@@ -166,7 +166,7 @@ def test_plain_again_and_sampled_trees() -> None:
     tuned.use(ByBatch.always(SHAPES[-1]))
     live = tuned.run(requests(0.9))
     assert [c.token_ids for c in live.completions] == expected
-    assert replay(trace, SHAPES[-1]).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
+    assert Replayer(trace).replay(SHAPES[-1]).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
 
 
 def test_what_ran_before_does_not_change_what_is_gathered() -> None:

@@ -14,7 +14,7 @@ from specbatch.errors import ModelError
 from specbatch.tune import measure
 from specbatch.tune.costs import CostModel, Measurement
 from specbatch.tune.measure import probes, time_batch, time_plain, time_prompts
-from specbatch.tune.replay import replay
+from specbatch.tune.replay import Replayer
 from specbatch.tune.session import Finished, Session
 from specbatch.tune.timing import dummy_batch, time_methods, time_steps
 from specbatch.types import Request, SpeculationCounts
@@ -259,7 +259,7 @@ def test_on_a_gpu(method: str) -> None:
         tuned.use(ByBatch.always(shape))
         live = tuned.run(requests())
         candidate: Any = DraftShape.ngram(shape.num_draft_tokens, 1, 3) if method == "ngram" else shape
-        assert replay(trace, candidate).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
+        assert Replayer(trace).replay(candidate).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
         assert model.round_ms(2, candidate) > 0
 
 
