@@ -1,3 +1,1 @@
-"""The arithmetic of `specbatch tune`: replay of traced drafts, a cost model, prediction of a file's time, search. numpy
-only: tracing, measuring and confirming on the real engine are its callers'.
-"""
+"""`specbatch tune`: traces drafts, replays them, models costs, predicts, searches, and confirms with live runs."""

@@ -22,9 +22,7 @@ from specbatch.job.fingerprint import ModelFiles, job_fingerprint
 from specbatch.job.stats import device_name, versions
 from specbatch.job.terminal import print_notes
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.tune.cache import TuneCache
 from specbatch.tune.costs import KINDS, CostModel
-from specbatch.tune.files import cache_folder
 from specbatch.tune.live import Live, drift, file_seconds, plans_to_run, run_plans, winner
 from specbatch.tune.predict import Forecast
 from specbatch.tune.profile import FileProfile, Limits, Prediction
@@ -33,8 +31,8 @@ from specbatch.tune.report import duration
 from specbatch.tune.sample import sample_rows
 from specbatch.tune.search import Plan, SearchResult, neural_space, ngram_space, search
 from specbatch.tune.session import Session
-from specbatch.tune.start import TuneInput, TuneOptions, rows_to_trace
-from specbatch.tune.tuner import SearchLimits, Tuner
+from specbatch.tune.start import TuneInput, TuneOptions, cache_folder, rows_to_trace
+from specbatch.tune.tuner import SearchLimits, TuneCache, Tuner
 from specbatch.types import Request
 
 # Shares of the time that is left when a part begins.

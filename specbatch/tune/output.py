@@ -18,7 +18,6 @@ from specbatch.job.files import write_whole
 from specbatch.job.stats import device_name
 from specbatch.job.terminal import print_table
 from specbatch.tune.command import Tuned
-from specbatch.tune.files import MARK, plot_paths, report_path
 from specbatch.tune.live import speedups
 from specbatch.tune.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tune.report import (
@@ -33,6 +32,7 @@ from specbatch.tune.report import (
     rankings_table,
     tuned_yaml,
 )
+from specbatch.tune.start import MARK, plot_paths, report_path
 
 _PLOTTED = 5  # shapes in the plot over batch sizes
 

@@ -1,27 +1,38 @@
-"""The command line of `specbatch tune`, and what it checks before it loads a model. It needs no torch, whose import
-takes seconds."""
+"""The command line of `specbatch tune`, the files that it reads and writes, and what it checks before it loads a model.
+It needs no torch, whose import takes seconds."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from specbatch.config import Config
 from specbatch.errors import ConfigError, InputError
-from specbatch.job.paths import check_can_write, check_input_name, check_written, files_read, output_file
+from specbatch.job.paths import (
+    Written,
+    check_can_write,
+    check_input_name,
+    check_written,
+    files_read,
+    output_file,
+    unless,
+)
 from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.sources import Source, open_source
 from specbatch.job.tokenizer import with_chat_template_text
-from specbatch.tune.files import tuned_files
 from specbatch.tune.sample import check_enough
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-EXAMPLES = "examples.jsonl"
 ROWS, _MAX_ROWS, _BATCHES = 64, 256, 8
+MARK = "Written by `specbatch tune`."  # the first line of the configuration, in a comment
+PLOTS = ("acceptance", "throughput", "predicted")
+IDENTITY, TRACE, COSTS = "identity.json", "trace.npz", "costs.json"  # in the folder of measurements
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ def seconds_of(text: str) -> float:
 
 def example_rows(console: Console) -> str:
     """The packaged rows, with a line that says so."""
-    path = str(resources.files("specbatch.tune").joinpath(EXAMPLES))
+    path = str(resources.files("specbatch.tune").joinpath("examples.jsonl"))
     console.print("no data given: tuning on packaged examples; your own rows may need other drafts", markup=False)
     return path
 
@@ -95,3 +106,47 @@ def _checked_output(options: TuneOptions, config: Config) -> Path:
     check_written(files, files_read(config, options.config_file, input=Path(options.data)))
     check_can_write(file for file in files if file.path.parent.is_dir())
     return output
+
+
+def report_path(output: Path) -> Path:
+    return output.with_suffix(".report.json")
+
+
+def plot_paths(output: Path) -> list[Path]:
+    return [output.with_suffix(f".{name}.png") for name in PLOTS]
+
+
+def cache_folder(output: Path) -> Path:
+    """tuned.yaml -> tuned.measured"""
+    return output.with_suffix(".measured")
+
+
+def tuned_files(output: Path) -> list[Written]:
+    """All that a tuning writes."""
+    report, folder = report_path(output), cache_folder(output)
+    # A plot or a measurement does not name its job: other files of the same folder do.
+    has_report = unless(lambda path: _keys(report) >= {"verdict", "made_by"})
+    has_identity = unless(lambda path: _keys(folder / IDENTITY) >= {"kinds", "widest"})
+    return [
+        Written("the tuned configuration", output, unless(_is_tuned)),
+        Written("the report", report, has_report),
+        *(Written("a plot", path, has_report) for path in plot_paths(output)),
+        *(Written("what is measured", folder / n, has_identity) for n in (IDENTITY, TRACE, COSTS)),
+    ]
+
+
+def _is_tuned(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(1 << 10)
+    return not head or head.startswith(f"# {MARK}".encode())
+
+
+def _keys(path: Path) -> set[str]:
+    """Of the JSON object in a file; none where there is no such thing."""
+    if not path.is_file():
+        return set()
+    try:
+        found: Any = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return set()
+    return set(found) if isinstance(found, dict) else set()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import TuningError
-from specbatch.tune.cache import TuneCache
+from specbatch.job.files import write_whole
 from specbatch.tune.costs import Measurement
-from specbatch.tune.measure import time_batch, time_plain, time_prompts
 from specbatch.tune.report import duration
 from specbatch.tune.sample import MIN_ROWS, Sample
 from specbatch.tune.session import OutOfTime, Session
+from specbatch.tune.start import COSTS, IDENTITY, TRACE
+from specbatch.tune.timing import time_batch, time_plain, time_prompts
 from specbatch.tune.trace import RowTrace, Trace
 
 _TRACED_AT_ONCE = 64  # rows, at most
@@ -53,6 +57,50 @@ class SearchLimits:
             return [wide]
         narrow = max(2, min(nodes, self.verify_tokens // max_batch_size))
         return [wide, (max_batch_size, self.depth, self.topk, narrow)]
+
+
+class TuneCache:
+    """The folder of one tuning's traces and timings, next to its output: an interrupted run resumes from them, and so
+    does another budget. Those of another model, other rows or another device are deleted: `is_stale`.
+
+    Raises TuningError for a folder that cannot be written to.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self._folder = folder
+        text = json.dumps(identity, indent=1, sort_keys=True, default=str)
+        try:
+            folder.mkdir(exist_ok=True)
+            known = folder / IDENTITY
+            has_other = known.is_file() and known.read_text(encoding="utf-8") != text
+            self.is_stale = has_other and any((folder / name).exists() for name in (TRACE, COSTS))
+            if has_other or not known.is_file():
+                for name in (TRACE, COSTS):
+                    (folder / name).unlink(missing_ok=True)
+                known.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise TuningError(
+                f"cannot write to {folder}: {error.strerror or error}", hint="-o names another"
+            ) from error
+
+    def load_trace(self) -> Trace | None:
+        path = self._folder / TRACE
+        return Trace.load(path) if path.is_file() else None
+
+    def save_trace(self, trace: Trace) -> None:
+        trace.save(self._folder / TRACE)
+
+    def load_costs(self) -> list[Measurement]:
+        path = self._folder / COSTS
+        if not path.is_file():
+            return []
+        try:
+            return [Measurement(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError) as error:
+            raise TuningError(f"cannot read {path}: {error}", hint="delete it and tune again") from error
+
+    def save_costs(self, measurements: Sequence[Measurement]) -> None:
+        write_whole(self._folder / COSTS, json.dumps([asdict(m) for m in measurements], indent=0).encode())
 
 
 class Tuner:

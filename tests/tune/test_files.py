@@ -9,8 +9,16 @@ import pytest
 
 from specbatch.config import Config
 from specbatch.errors import InputError
-from specbatch.tune.files import COSTS, IDENTITY, cache_folder, plot_paths, report_path, tuned_files
-from specbatch.tune.start import TuneOptions, open_input
+from specbatch.tune.start import (
+    COSTS,
+    IDENTITY,
+    TuneOptions,
+    cache_folder,
+    open_input,
+    plot_paths,
+    report_path,
+    tuned_files,
+)
 
 TUNED = "# Written by `specbatch tune`.\nmodel: {}\n"
 REPORT = '{"verdict": "", "made_by": {}}'

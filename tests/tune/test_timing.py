@@ -11,12 +11,11 @@ from specbatch.draft import DraftMethod, DraftParts, NoDraft, make_method
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ModelError
-from specbatch.tune import measure
+from specbatch.tune import timing
 from specbatch.tune.costs import CostModel, Measurement
-from specbatch.tune.measure import probes, time_batch, time_plain, time_prompts
 from specbatch.tune.replay import Replayer
 from specbatch.tune.session import Finished, Session
-from specbatch.tune.timing import dummy_batch, time_methods, time_steps
+from specbatch.tune.timing import dummy_batch, probes, time_batch, time_methods, time_plain, time_prompts, time_steps
 from specbatch.types import Request, SpeculationCounts
 from tests.engine.test_nonfinite import all_nan
 from tests.tiny_models import CPU, tiny_device_engine, tiny_engine
@@ -118,7 +117,7 @@ def test_what_a_later_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         drafts = [1.0 + 0.25 * (method.max_path - 2) for method in methods]
         return [{"draft": draft, "verify": 2.0, "extend": 1.0, "round": 3.0 + draft} for draft in drafts]
 
-    monkeypatch.setattr(measure, "time_methods", time_methods)
+    monkeypatch.setattr(timing, "time_methods", time_methods)
     found = time_batch(tuned, 2, 20, 6, TOPK, 512)
     assert {m.width for m in found if m.kind == "verify"} == set(range(2, 8))
     assert {m.milliseconds for m in found if m.kind == "draft_start"} == {1.0}
@@ -135,7 +134,7 @@ def test_later_steps_that_take_no_time_are_noise(monkeypatch: pytest.MonkeyPatch
     def time_methods(engine: Any, methods: list[DraftMethod]) -> list[dict[str, float]]:
         return [{"draft": 1.0, "verify": 2.0, "extend": 1.0, "round": 4.0} for _ in methods]
 
-    monkeypatch.setattr(measure, "time_methods", time_methods)
+    monkeypatch.setattr(timing, "time_methods", time_methods)
     steps = [m for m in time_batch(tuned, 2, 20, 2, 1, 512) if m.kind == "draft_step"]
     assert [(m.milliseconds, m.noise) for m in steps] == [(0.0, math.inf)]
 
@@ -174,8 +173,8 @@ def test_what_is_timed_on_a_device(
     def time_methods(engine: Any, methods: list[Any]) -> list[dict[str, float]]:
         return [parts | {"round": 1.0} for _ in methods]
 
-    monkeypatch.setattr(measure, "time_methods", time_methods)
-    monkeypatch.setattr(measure, "time_steps", lambda engine, steps: (whole, host))
+    monkeypatch.setattr(timing, "time_methods", time_methods)
+    monkeypatch.setattr(timing, "time_steps", lambda engine, steps: (whole, host))
     found = time_plain(tuned, 2, 20) + time_batch(tuned, 2, 20, DEPTH, TOPK, 512)
     one = {(m.kind, m.width): m.milliseconds for m in found}
     assert {m.batch for m in found} == {2}
@@ -199,8 +198,8 @@ def test_what_a_plain_round_is_timed_of(method: str, monkeypatch: pytest.MonkeyP
         assert plain.net is None
         return 3.0, 0.5
 
-    monkeypatch.setattr(measure, "time_methods", time_methods)
-    monkeypatch.setattr(measure, "time_steps", time_steps)
+    monkeypatch.setattr(timing, "time_methods", time_methods)
+    monkeypatch.setattr(timing, "time_steps", time_steps)
     tuned.use(ByBatch.always(SHAPES[0]))
     kinds = ["plain", "host", "copies", *(["extend"] if method != "ngram" else [])]
     assert [m.kind for m in time_plain(tuned, 2, 20)] == kinds

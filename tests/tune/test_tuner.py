@@ -15,11 +15,10 @@ import pytest
 from specbatch.draft.schedule import ByBatch
 from specbatch.errors import TuningError
 from specbatch.tune import tuner as tuner_module
-from specbatch.tune.cache import TuneCache
 from specbatch.tune.costs import Measurement
 from specbatch.tune.session import OutOfTime
 from specbatch.tune.trace import RowTrace, Trace
-from specbatch.tune.tuner import SearchLimits, Tuner, spread_out
+from specbatch.tune.tuner import SearchLimits, TuneCache, Tuner, spread_out
 
 
 class Clock:
