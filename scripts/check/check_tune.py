@@ -113,7 +113,7 @@ def main() -> None:
         "best": str(tuned.result.best.schedule),
         "winner": None if tuned.winner is None else str(tuned.winner.schedule),
         "traced_rows": len(tuned.requests),
-        "live_runs": [{"what": one.name, "seconds": one.seconds, "tokens": one.tokens} for one in tuned.live],
+        "live_runs": [{"what": one.schedule.name, "seconds": one.seconds, "tokens": one.tokens} for one in tuned.live],
         "live": [asdict(comparison) for comparison in live_comparisons(tuned)],
         "costs": [asdict(residual) for residual in tuned.forecast.costs.residuals],
         "cells": [],

@@ -33,11 +33,12 @@ class Live:
     schedule: Schedule
     seconds: tuple[float, ...]
     tokens: tuple[int, ...]  # that each of them wrote: sampled chains may end elsewhere
-    tokens_per_round: float
+    tokens_per_round: float  # of the last run
 
-    @property
-    def name(self) -> str:
-        return self.schedule.name
+    @staticmethod
+    def of(schedule: Schedule, runs: Sequence[Finished]) -> Live:
+        seconds, tokens = tuple(one.seconds for one in runs), tuple(one.num_tokens for one in runs)
+        return Live(schedule, seconds, tokens, runs[-1].counts.acceptance_length or 1.0)
 
     @property
     def tokens_per_second(self) -> float:
@@ -91,43 +92,45 @@ def repeated(
     return made
 
 
-def run_trials(
+def run_plans(
     session: Session,
-    schedules: Sequence[Schedule],
-    make_requests: Callable[[], list[Request]],
-    out_of_time: Callable[[int], bool],
-    warm_up_whole: bool,
-    until: float = math.inf,
+    plans: Sequence[Plan],
+    requests: Sequence[Request],
+    count: int,
+    texts: TextProcessor,
+    seconds: float,
+    num_warm_up: int,
 ) -> list[Live]:
-    """Each schedule once in a trial, in changing order; as many trials as there is time for, at least one.
-    `out_of_time`, called after each trial with the number of trials so far, ends them. A trial after the first that is
-    not finished when the clock shows `until` is dropped.
+    """Each plan once in a trial, in changing order, over `count` of these requests. There are as many trials as there
+    is time for, and two in any case: one does not show the noise. A trial after the first that is not finished a tenth
+    of the time after its end is dropped.
 
-    What is compiled or loaded first is not timed. `warm_up_whole`: all requests run before, not a few tokens of two of
-    them. Prompts on a GPU have graphs by how many requests start together, and the first schedule to meet a number
-    would pay for it."""
-    seconds: list[list[float]] = [[] for _ in schedules]
-    tokens: list[list[int]] = [[] for _ in schedules]
-    tokens_per_round = [1.0] * len(schedules)
+    What is compiled or loaded first is not timed. `num_warm_up` trials run before, or where that is 0, a few tokens of
+    two requests. Prompts on a GPU have graphs by how many requests start together, and the first schedule to meet a
+    number would pay for it."""
+    began = time.perf_counter()
+    schedules = [plan.schedule for plan in plans]
+    runs: list[list[Finished]] = [[] for _ in schedules]
     for schedule in schedules:
         session.use(schedule)
-        session.run(make_requests() if warm_up_whole else [_shortened(one) for one in make_requests()[:2]])
+        made = repeated(requests, count, texts.stop_check)
+        session.run(made if num_warm_up else [_shortened(one) for one in made[:2]])
     for trial in range(MAX_TRIALS):
+        until = began + 1.1 * seconds if trial else math.inf
         order = range(len(schedules)) if trial % 2 == 0 else reversed(range(len(schedules)))
-        runs: dict[int, Finished] = {}
+        finished: dict[int, Finished] = {}
         try:
             for i in order:
                 session.use(schedules[i])
-                runs[i] = session.run(make_requests(), until=until if trial else math.inf)
+                finished[i] = session.run(repeated(requests, count, texts.stop_check), until=until)
         except OutOfTime:
             break
-        for i, finished in runs.items():
-            seconds[i].append(finished.seconds)
-            tokens_per_round[i] = finished.counts.acceptance_length or 1.0
-            tokens[i].append(finished.num_tokens)
-        if out_of_time(trial + 1):
+        for i, one in finished.items():
+            runs[i].append(one)
+        spent = time.perf_counter() - began
+        if trial and spent + spent / (trial + 1 + num_warm_up) > seconds:
             break
-    return [Live(one, tuple(seconds[i]), tuple(tokens[i]), tokens_per_round[i]) for i, one in enumerate(schedules)]
+    return [Live.of(schedule, own) for schedule, own in zip(schedules, runs, strict=True)]
 
 
 def plans_to_run(
@@ -158,29 +161,6 @@ def plans_to_run(
         while len(plans) > 2 and (num_warm_up + 2.5) * trial_seconds() > seconds:
             del plans[-2]  # plain decoding is the last
     return plans, count
-
-
-def run_plans(
-    session: Session,
-    plans: list[Plan],
-    requests: list[Request],
-    count: int,
-    texts: TextProcessor,
-    seconds: float,
-    num_warm_up: int,
-) -> list[Live]:
-    """Each of them over the first `count` of these requests, alternating, as often as there is time for."""
-    began = time.perf_counter()
-    until = began + seconds
-    return run_trials(
-        session,
-        [plan.schedule for plan in plans],
-        lambda: repeated(requests, count, texts.stop_check),
-        # One trial does not show the noise.
-        lambda trials: trials > 1 and (now := time.perf_counter()) + (now - began) / (trials + num_warm_up) > until,
-        warm_up_whole=num_warm_up > 0,
-        until=until + 0.1 * seconds,
-    )
 
 
 def file_seconds(plans: list[Plan], live: list[Live], predicted: list[Prediction]) -> list[float]:

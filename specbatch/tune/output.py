@@ -72,7 +72,7 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
     report = json_report(tuned.result, tuned.forecast.costs, list(tuned.forecast.replays.values()), comparisons)
     report |= {"verdict": verdict, "winner": None if schedule is None else str(schedule), "made_by": made_by}
     names = ("seconds", "tokens", "tokens_per_round")
-    runs = [{"what": o.name} | {n: getattr(o, n) for n in names} for o in tuned.live]
+    runs = [{"what": o.schedule.name} | {n: getattr(o, n) for n in names} for o in tuned.live]
     files = zip(runs, tuned.file_seconds, strict=True)
     report["live_runs"] = jsonable([run | {"file_seconds": seconds} for run, seconds in files])
     report_file = report_path(output)
@@ -88,14 +88,16 @@ def live_comparisons(tuned: Tuned) -> list[Comparison]:
     found = []
     for one, predicted in zip(tuned.live, tuned.predicted_live, strict=True):
         speeds = predicted.tokens_per_second, one.tokens_per_second
-        found.append(Comparison(one.name, None, *speeds, min(one.rates), max(one.rates)))
+        found.append(Comparison(one.schedule.name, None, *speeds, min(one.rates), max(one.rates)))
     return found
 
 
 def _verdict(tuned: Tuned) -> str:
     if tuned.winner is None:
         pairs = zip(tuned.live, speedups(tuned.live), strict=False)
-        found = "; ".join(f"{one.name}: {gain:.2f}x, {_interval(low, high)}" for one, (gain, low, high) in pairs)
+        found = "; ".join(
+            f"{one.schedule.name}: {gain:.2f}x, {_interval(low, high)}" for one, (gain, low, high) in pairs
+        )
         return (
             f"Undecided: nothing was clearly faster or slower than plain decoding ({found}). Your settings are kept. "
             "A longer --budget or a quiet machine may decide it."
@@ -114,7 +116,7 @@ def _interval(low: float, high: float) -> str:
 def _live_lines(tuned: Tuned) -> list[str]:
     """With the seconds of the whole file, by which the schedule was chosen."""
     return [
-        f"Live, {len(one.seconds)} runs: {one.name}: {one.tokens_per_second:,.1f} tok/s,"
+        f"Live, {len(one.seconds)} runs: {one.schedule.name}: {one.tokens_per_second:,.1f} tok/s,"
         f" {one.tokens_per_round:.2f} tokens a round; the whole file by that: {duration(seconds)}."
         for one, seconds in zip(tuned.live, tuned.file_seconds, strict=True)
     ]

@@ -32,7 +32,7 @@ from specbatch.tune.replay import Replay
 from specbatch.tune.trace import Trace
 from specbatch.types import Request, RngKey, SamplingParams
 
-MIN_SIMULATED = 2000  # rows
+_MIN_SIMULATED = 2000  # rows
 _TURNOVERS = 8  # full batches that are simulated, where that is more rows
 
 
@@ -64,15 +64,13 @@ def predict(
     costs: CostModel,
     replays: Mapping[DraftShape, Replay],
     schedule: Schedule,
-    *,
-    seed: int = 0,
-    min_simulated: int = MIN_SIMULATED,
+    min_simulated: int = _MIN_SIMULATED,
 ) -> Prediction:
     """`replays` holds every shape of `schedule`, over the traced rows of `profile`.
 
     Raises TuningError for a row that does not fit the cache, and for a part of a round that was not measured.
     """
-    simulation = Simulation(profile, limits, costs, replays, schedule, seed, min_simulated)
+    simulation = Simulation(profile, limits, costs, replays, schedule, min_simulated)
     simulation.run()
     return simulation.prediction()
 
@@ -111,7 +109,6 @@ class Simulation:
         costs: CostModel,
         replays: Mapping[DraftShape, Replay],
         schedule: Schedule,
-        seed: int,
         min_simulated: int,
     ) -> None:
         self._profile, self._limits, self._costs, self._schedule = profile, limits, costs, schedule
@@ -120,7 +117,7 @@ class Simulation:
         assert all(len(rates) == kinds for rates in self._rates_of.values()), "other rows were replayed"
         self._is_followed = any(shape is not None and shape.ngram_match is None for shape in schedule.items)
         self._count = count = min(profile.num_rows, max(min_simulated, _TURNOVERS * limits.max_running))
-        rng, passes = np.random.default_rng(seed), -(-count // kinds)
+        rng, passes = np.random.default_rng(0), -(-count // kinds)
         order = [np.arange(kinds) if profile.in_order else rng.permutation(kinds) for _ in range(passes)]
         self._kind_N = np.concatenate(order)[:count]
         self._prompt_N = profile.prompt_tokens[np.arange(count) % len(profile.prompt_tokens)] - profile.shared_prefix

@@ -21,12 +21,13 @@ from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel
-from specbatch.tune.predict import MIN_SIMULATED, predict
+from specbatch.tune.predict import predict
 from specbatch.tune.profile import FileProfile, Limits, Prediction
 from specbatch.tune.replay import Replay
 
 Floats = NDArray[np.float64]
 _FIXED_SIMULATED = 6  # single shapes that are simulated
+_NUM_RANKED = 5  # shapes of a batch size that are reported
 _GROUPS_SIMULATED = 3  # schedules of different match lengths
 MAX_NODES = 64  # of a tree
 NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
@@ -135,9 +136,6 @@ def search(
     *,
     batches: Sequence[int] = (),
     max_shapes: int = 4,
-    seed: int = 0,
-    min_simulated: int = MIN_SIMULATED,
-    num_ranked: int = 5,
 ) -> SearchResult:
     """`batches`: sizes to choose for, ascending, the largest of which is limits.max_running; (): those of captured
     graphs, or a ladder. `max_shapes`: most different entries of the schedule, plain decoding counted.
@@ -152,8 +150,7 @@ def search(
     by_shape = {replay.shape: replay for replay in kept}
 
     def plan(schedule: Schedule) -> Plan:
-        found = predict(profile, limits, costs, by_shape, schedule, seed=seed, min_simulated=min_simulated)
-        return Plan(schedule, found)
+        return Plan(schedule, predict(profile, limits, costs, by_shape, schedule))
 
     plain = plan(ByBatch.always(None, ladder[-1]))
     # Where the tokens are made depends a little on how fast, so: with the best of each size.
@@ -163,7 +160,7 @@ def search(
     singles: list[tuple[float, Schedule]] = []
     for group in _Table.of(kept, costs, limits, ladder, typical_B).groups():
         total, chosen_B = _choose(group.cost_CB * weights_B, max_shapes)
-        schedules.append((total, group.schedule(chosen_B)))
+        schedules.append((total, _schedule(ladder, group.shapes, chosen_B)))
         totals_C = (group.cost_CB[:-1] * weights_B).sum(axis=1).tolist()
         whole = zip(totals_C, group.shapes, strict=False)
         singles += [(total, ByBatch.always(shape, ladder[-1])) for total, shape in whole if total < np.inf]
@@ -173,10 +170,8 @@ def search(
     # Of equals the simplest: plain, a single shape, a schedule.
     plans[1:1] = fixed[:1]
     best = min(plans, key=lambda one: one.prediction.seconds)
-    speeds = _Speeds(kept, table)
-    entries = [speeds.at(table.shapes.index(shape), ladder.index(batch)) for batch, shape in best.schedule.entries]
-    rankings = speeds.rankings(num_ranked)
-    return SearchResult(rankings, best, tuple(entries), tuple(fixed), plain, tuple(dropped), len(table.shapes))
+    entries = [table.speed(table.shapes.index(shape), ladder.index(batch)) for batch, shape in best.schedule.entries]
+    return SearchResult(table.rankings(), best, tuple(entries), tuple(fixed), plain, tuple(dropped), len(table.shapes))
 
 
 def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) -> tuple[list[Replay], list[Dropped]]:
@@ -214,7 +209,8 @@ def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    shapes: tuple[DraftShape | None, ...]  # the last is None
+    replays: Sequence[Replay]
+    shapes: tuple[DraftShape | None, ...]  # of the replays, then None
     ladder: tuple[int, ...]
     round_CB: Floats  # milliseconds of a round; infinite where that is not legal
     tokens_C: Floats  # tokens per round and request
@@ -245,12 +241,26 @@ class _Table:
         neural = any(shape is not None and shape.ngram_match is None for shape in shapes)
         follow_B = [costs.plain_ms(b, followed=neural) - costs.plain_ms(b) for _, b in sizes]
         tokens_C = np.array([*(replay.tokens_per_round for replay in replays), 1.0])
-        return _Table(shapes, tuple(ladder), round_CB, tokens_C, np.array(follow_B))
+        return _Table(replays, shapes, tuple(ladder), round_CB, tokens_C, np.array(follow_B))
 
     def best_of_each_size(self) -> Schedule:
         """Of all shapes, whether one schedule may mix them or not."""
         best_B = (self.round_CB / self.tokens_C[:, None]).argmin(axis=0)
-        return _Group(self.shapes, self.ladder, self.round_CB).schedule(best_B)
+        return _schedule(self.ladder, self.shapes, best_B)
+
+    def speed(self, c: int, b: int) -> ShapeSpeed:
+        low, high = self.replays[c].interval if c < len(self.replays) else (1.0, 1.0)  # plain decoding is certain
+        ms, tokens = float(self.round_CB[c, b]), float(self.tokens_C[c])
+        return ShapeSpeed(self.shapes[c], self.ladder[b], ms, tokens, low, high)
+
+    def rankings(self) -> tuple[BatchRanking, ...]:
+        found = []
+        for b, batch in enumerate(self.ladder):
+            ms_C = self.round_CB[:, b]
+            order = np.argsort(ms_C / self.tokens_C, kind="stable")[:_NUM_RANKED].tolist()
+            ranked = tuple(self.speed(c, b) for c in order if np.isfinite(ms_C[c]))
+            found.append(BatchRanking(batch, ranked, self.speed(len(self.replays), b)))
+        return tuple(found)
 
     def groups(self) -> list[_Group]:
         """Shapes that one schedule may mix, each group with plain decoding at its end."""
@@ -263,18 +273,18 @@ class _Table:
             group = [*group, len(self.shapes) - 1]
             cost_CB = self.round_CB[group] / self.tokens_C[group, None]
             cost_CB[-1] += self.follow_B
-            groups.append(_Group(tuple(self.shapes[i] for i in group), self.ladder, cost_CB))
+            groups.append(_Group(tuple(self.shapes[i] for i in group), cost_CB))
         return groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
     shapes: tuple[DraftShape | None, ...]
-    ladder: tuple[int, ...]
     cost_CB: Floats  # milliseconds for a token of each request
 
-    def schedule(self, chosen_B: NDArray[np.intp]) -> Schedule:
-        return ByBatch(self.ladder, tuple(self.shapes[c] for c in chosen_B.tolist())).merged()
+
+def _schedule(ladder: Sequence[int], shapes: Sequence[DraftShape | None], chosen_B: NDArray[np.intp]) -> Schedule:
+    return ByBatch(tuple(ladder), tuple(shapes[c] for c in chosen_B.tolist())).merged()
 
 
 def _weights(tokens_by_batch: Floats, ladder: Sequence[int]) -> tuple[Floats, list[int]]:
@@ -312,26 +322,3 @@ def _choose(time_CB: Floats, max_shapes: int) -> tuple[float, NDArray[np.intp]]:
         shapes, total = [*others[int(out)], int(into)], times[into, out]
     chosen: NDArray[np.intp] = np.array(shapes, dtype=np.intp)[time_CB[shapes].argmin(axis=0)]
     return float(total), chosen
-
-
-class _Speeds:
-    """Of the table's shapes, with intervals, which are computed for those that are looked at only."""
-
-    def __init__(self, replays: Sequence[Replay], table: _Table) -> None:
-        self._replays, self._table = replays, table
-        self._intervals: dict[int, tuple[float, float]] = {len(replays): (1.0, 1.0)}  # plain decoding is certain
-
-    def at(self, c: int, b: int) -> ShapeSpeed:
-        if c not in self._intervals:
-            self._intervals[c] = self._replays[c].interval
-        ms, tokens = float(self._table.round_CB[c, b]), float(self._table.tokens_C[c])
-        return ShapeSpeed(self._table.shapes[c], self._table.ladder[b], ms, tokens, *self._intervals[c])
-
-    def rankings(self, num_ranked: int) -> tuple[BatchRanking, ...]:
-        found = []
-        for b, batch in enumerate(self._table.ladder):
-            ms_C = self._table.round_CB[:, b]
-            order = np.argsort(ms_C / self._table.tokens_C, kind="stable")[:num_ranked].tolist()
-            ranked = tuple(self.at(c, b) for c in order if np.isfinite(ms_C[c]))
-            found.append(BatchRanking(batch, ranked, self.at(len(self._replays), b)))
-        return tuple(found)

@@ -270,7 +270,7 @@ def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> 
     lengths = zip((len(prompt) for prompt in prompts), (done[i] for i in range(len(prompts))), strict=True)
     profile = FileProfile(*(np.array(part) for part in zip(*lengths, strict=True)), 200, longest, in_order=True)
     limits = Limits(32, 4 * pages, 512, 4, async_depth=1, chunk_cost=cost)
-    simulation = Simulation(profile, limits, costs(), {}, ByBatch.always(None), 0, 200)
+    simulation = Simulation(profile, limits, costs(), {}, ByBatch.always(None), 200)
     simulation.run()
     found = simulation.prediction()
     assert found.output_tokens == engine.stats.generated_tokens
@@ -283,7 +283,7 @@ def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> 
 
 def ungathered(profile: FileProfile, limits: Limits) -> Simulation:
     simulation = Simulation(
-        profile, replace(limits, chunk_cost=None), costs(), {}, ByBatch.always(None), 0, profile.num_rows
+        profile, replace(limits, chunk_cost=None), costs(), {}, ByBatch.always(None), profile.num_rows
     )
     simulation.run()
     return simulation

@@ -34,7 +34,6 @@ from specbatch.tune.live import (
     plans_to_run,
     repeated,
     run_plans,
-    run_trials,
     speedups,
     winner,
 )
@@ -313,7 +312,7 @@ def test_rows_of_a_live_run(num_rows: int, seconds: float, num_warm_up: int, cou
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_what_comes_first_is_not_timed(on_device: bool) -> None:
+def test_what_comes_first_is_not_timed(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run of so many rows takes longer, whichever option's it is: on a GPU their prompts become graphs. On
     a CPU only what any rows have in common."""
     known: set[int] = set()
@@ -328,7 +327,9 @@ def test_what_comes_first_is_not_timed(on_device: bool) -> None:
     session: Any = SimpleNamespace(use=Mock(), run=Mock(side_effect=run))
     options = (*SHAPES, ByBatch.always(None))
     requests = [Request(i, [1, 2], SamplingParams(max_tokens=100), RngKey(0, i, 0)) for i in range(20)]
-    found = run_trials(session, options, lambda: requests, lambda trials: trials == 3, warm_up_whole=on_device)
+    monkeypatch.setattr(live_module, "MAX_TRIALS", 3)
+    plans: Any = [SimpleNamespace(schedule=schedule) for schedule in options]
+    found = run_plans(session, plans, requests, 20, Mock(), math.inf, int(on_device))
     assert [one.seconds for one in found] == [(20.0,) * 3] * 4
     assert [len(call.args[0]) for call in session.run.call_args_list] == [20 if on_device else 2] * 4 + [20] * 12
     lengths = [call.args[0][0].params.max_tokens for call in session.run.call_args_list]
@@ -376,8 +377,10 @@ def test_a_trial_that_goes_past_the_budget_is_dropped() -> None:
         return SimpleNamespace(seconds=1.0, num_tokens=10, counts=SimpleNamespace(acceptance_length=2.0))
 
     session: Any = SimpleNamespace(use=Mock(), run=run)
-    live = run_trials(session, [SHAPES[0], ByBatch.always(None)], list, lambda trials: False, True, until=7.0)
-    assert runs == [math.inf] * 4 + [7.0] * 3
+    began = time.perf_counter()
+    options: Any = [SimpleNamespace(schedule=SHAPES[0]), SimpleNamespace(schedule=ByBatch.always(None))]
+    live = run_plans(session, options, [Request(0, [1], SamplingParams(), RngKey(0, 0, 0))], 1, Mock(), 100.0, 1)
+    assert runs == [math.inf] * 4 + [pytest.approx(began + 110, abs=5)] * 3
     assert [one.seconds for one in live] == [(1.0, 1.0)] * 2, "the third trial is not whole"
 
 
