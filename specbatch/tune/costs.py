@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,25 +124,23 @@ class CostModel:
     def fit(measurements: Sequence[Measurement], graph_sizes: Sequence[int] = ()) -> CostModel:
         """Repeated measurements of one point are averaged. Raises TuningError for a kind that is not in KINDS, and for
         values that are no times."""
-        points: dict[str, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-        noise: dict[tuple[str, int, int], float] = defaultdict(float)
+        repeated: dict[str, dict[tuple[int, int], list[Measurement]]] = defaultdict(lambda: defaultdict(list))
         for m in measurements:
             if m.kind not in KINDS:
                 raise TuningError(f"{m.kind!r} is no kind of measurement", hint=f"the kinds are {', '.join(KINDS)}")
-            if m.batch < 1 or m.width < 1 or not 0 <= m.milliseconds < float("inf"):
+            if m.batch < 1 or m.width < 1 or not 0 <= m.milliseconds < math.inf:
                 raise TuningError(f"not a measurement: {m}")
-            points[m.kind][m.batch, m.width].append(m.milliseconds)
-            key = m.kind, m.batch, m.width
-            noise[key] = max(noise[key], m.noise)
+            repeated[m.kind][m.batch, m.width].append(m)
+        points = {kind: {place: _Point.of(found) for place, found in of.items()} for kind, of in repeated.items()}
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
         for kind, values in points.items():
-            plain = _of_one_token(points.get(_PLAIN.get(kind, ""), {}))
-            noise_of = {(batch, width): noise[kind, batch, width] for batch, width in values}
-            surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain), noise_of)
-            for (batch, width), repeated in sorted(values.items()):
-                mean = float(np.mean(repeated))
-                residuals.append(Residual(kind, batch, width, mean, surface.at(batch, width)))
+            alone = points.get(_PLAIN.get(kind, ""), {})
+            plain = {batch: point.ms for (batch, width), point in alone.items() if width == 1}
+            surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain))
+            residuals += [
+                Residual(kind, *place, point.ms, surface.at(*place)) for place, point in sorted(values.items())
+            ]
         return CostModel(surfaces, tuple(residuals), tuple(sorted(graph_sizes)))
 
     def round_ms(self, batch: int, shape: DraftShape | None) -> float:
@@ -192,21 +191,26 @@ class CostModel:
         return next((size for size in self.graph_sizes if size >= batch), batch)
 
 
-def _of_one_token(values: Mapping[tuple[int, int], Sequence[float]]) -> dict[int, float]:
-    """By batch size."""
-    return {batch: float(np.mean(repeated)) for (batch, width), repeated in values.items() if width == 1}
+class _Point(NamedTuple):
+    """What was measured of a batch size and width."""
+
+    ms: float  # mean
+    weight: float  # number of measurements
+    noise: float  # relative
+
+    @staticmethod
+    def of(found: Sequence[Measurement]) -> _Point:
+        return _Point(float(np.mean([m.milliseconds for m in found])), len(found), max(m.noise for m in found))
 
 
-def _beyond_plain(
-    values: Mapping[tuple[int, int], Sequence[float]], plain: Mapping[int, float]
-) -> dict[tuple[int, int], float]:
+def _beyond_plain(values: Mapping[tuple[int, int], _Point], plain: Mapping[int, float]) -> dict[tuple[int, int], float]:
     """A part at batch sizes at which only plain rounds were measured: what it takes longer than those, which show where
     rounds rise by leaps. Between two measured sizes that stays what it is while the weights are read anyway, then rises
     with the rows (a roofline, Williams et al. 2009), and is on no account more than on the line between them."""
     found: dict[tuple[int, int], float] = {}
     for width in {width for _, width in values}:
         known = sorted(batch for batch, w in values if w == width and batch in plain)
-        more = {batch: float(np.mean(values[batch, width])) - plain[batch] for batch in known}
+        more = {batch: values[batch, width].ms - plain[batch] for batch in known}
         for low, high in itertools.pairwise(known):
             for batch in plain:
                 if low < batch < high:
@@ -215,26 +219,21 @@ def _beyond_plain(
     return found
 
 
-def _fit(
-    values: Mapping[tuple[int, int], Sequence[float]],
-    between: Mapping[tuple[int, int], float],
-    noise: Mapping[tuple[int, int], float],
-) -> Surface:
+def _fit(values: Mapping[tuple[int, int], _Point], between: Mapping[tuple[int, int], float]) -> Surface:
     """`between`: cells that were not measured, but are known better than by filling them in."""
     batches = sorted({batch for batch, _ in (*values, *between)})
     widths = sorted({width for _, width in values})
+    cells = {place: (batches.index(place[0]), widths.index(place[1])) for place in (*values, *between)}
     means_BW = np.full((len(batches), len(widths)), np.nan)
     weights_BW = np.full(means_BW.shape, _FILLED_WEIGHT)
-    for (batch, width), guess in between.items():
-        means_BW[batches.index(batch), widths.index(width)] = guess
-    for (batch, width), repeated in values.items():
-        cell = batches.index(batch), widths.index(width)
-        means_BW[cell], weights_BW[cell] = float(np.mean(repeated)), len(repeated)
+    for place, guess in between.items():
+        means_BW[cells[place]] = guess
+    for place, point in values.items():
+        means_BW[cells[place]], weights_BW[cells[place]] = point.ms, point.weight
     fitted_BW = monotone_grid(filled(means_BW, batches, widths), weights_BW)
-    for (batch, width), share in noise.items():
-        cell = batches.index(batch), widths.index(width)
-        if math.isfinite(share) and abs(fitted_BW[cell] - means_BW[cell]) > share * means_BW[cell]:
-            fitted_BW[cell] = means_BW[cell]
+    for place, point in values.items():
+        if math.isfinite(point.noise) and abs(fitted_BW[cells[place]] - point.ms) > point.noise * point.ms:
+            fitted_BW[cells[place]] = point.ms
     return Surface(tuple(batches), tuple(widths), fitted_BW)
 
 

@@ -145,13 +145,19 @@ def json_report(
         ],
         "dropped": [{"candidate": _shape(d.shape), "reason": d.reason} for d in result.dropped],
         "num_candidates": result.num_shapes,
-        "costs": [{**dataclasses.asdict(r), "percent": r.percent} for r in costs.residuals],
+        "costs": [_fields(r, "percent") for r in costs.residuals],
         "graph_sizes": costs.graph_sizes,
         "replays": [_replay(replay) for replay in replays],
-        "live": [{**dataclasses.asdict(c), "percent": c.percent} for c in comparisons],
+        "live": [_fields(c, "percent") for c in comparisons],
     }
     plain: dict[str, Any] = jsonable(report)
     return plain
+
+
+def _fields(value: Any, *properties: str, without: str = "") -> dict[str, Any]:
+    """Of a dataclass, and some of its properties."""
+    names = [field.name for field in dataclasses.fields(value) if field.name != without]
+    return {name: getattr(value, name) for name in (*names, *properties)}
 
 
 def _shape(shape: DraftShape | None) -> dict[str, Any] | None:
@@ -162,39 +168,29 @@ def _shape(shape: DraftShape | None) -> dict[str, Any] | None:
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    p = plan.prediction
     return {
         "schedule": [{"max_batch": bound, "candidate": _shape(shape)} for bound, shape in plan.schedule.entries],
-        "seconds": p.seconds,
-        "tokens_per_second": p.tokens_per_second,
-        "mean_batch": p.mean_batch,
-        **{f.name: getattr(p, f.name) for f in dataclasses.fields(p) if f.name != "tokens_by_batch"},
+        **_fields(plan.prediction, "seconds", "tokens_per_second", "mean_batch", without="tokens_by_batch"),
     }
 
 
 def _speed(speed: ShapeSpeed) -> dict[str, Any]:
-    names = [f.name for f in dataclasses.fields(speed) if f.name != "shape"]
-    return {"candidate": _shape(speed.shape), **{name: getattr(speed, name) for name in (*names, "tokens_per_second")}}
+    return {"candidate": _shape(speed.shape), **_fields(speed, "tokens_per_second", without="shape")}
 
 
 def _replay(replay: Replay) -> dict[str, Any]:
     low, high = replay.interval
     return {
         "candidate": _shape(replay.shape),
-        "rounds": replay.rounds,
         "tokens": int(replay.tokens_R.sum()),
-        "tokens_per_round": replay.tokens_per_round,
         "low": low,
         "high": high,
-        "accepted_at": replay.accepted_at,
-        "unknown_share": replay.unknown_share,
+        **{name: getattr(replay, name) for name in ("rounds", "tokens_per_round", "accepted_at", "unknown_share")},
     }
 
 
 def jsonable(value: Any) -> Any:
-    """Dataclasses, arrays and tuples as JSON has them; what is no finite number as null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    """Arrays and tuples as JSON has them; what is no finite number as null."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):

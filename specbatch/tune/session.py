@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -45,17 +44,8 @@ class Finished:
     num_tokens: int
 
 
-class Record(NamedTuple):
-    """What a round drafted, of each request that goes on."""
-
-    streams_B: np.ndarray  # int64, the requests' `rng.stream`
-    roots_B: np.ndarray  # int64, the index of each root in its request's tokens
-    chain_BS: np.ndarray  # int32, tokens of the target's vocabulary
-    tokens_BC: np.ndarray  # int32
-    scores_BC: np.ndarray  # float32, log probabilities of whole paths
-    parents_BC: np.ndarray  # int16, -1: the root
-
-
+# What is recorded of a round, of each request that goes on: its `rng.stream`, the index of the root in its tokens, the
+# chain, and the tree's tokens, scores and parents, as in `RowTrace`.
 _RECORD_DTYPES = (np.int64, np.int64, np.int32, np.int32, np.float32, np.int16)
 
 
@@ -147,25 +137,19 @@ class Session:
         index_of = {request.rng.stream: i for i, request in enumerate(requests)}
         assert len(index_of) == len(requests), "two requests share a stream of random numbers"
         rounds: list[dict[int, Sequence[np.ndarray]]] = [{} for _ in requests]
-
-        tracing = self._trace_from_now(DraftShape(depth, topk, 2 if topk > 1 else depth + 1))
+        wide = DraftShape(depth, topk, 2 if topk > 1 else depth + 1)
+        tracing = self._in_use
+        if not isinstance(tracing, TracingDraft) or tracing.wide != wide:  # else with the graphs of the last trace
+            tracing = TracingDraft(wide, self.parts)
+            # A graph of each size that comes up: few do, and they are large.
+            self._set(ByBatch.always(tracing), ahead=False)
+            self._in_use = tracing
 
         def record() -> None:
-            if (found := tracing.read()) is not None:
-                for stream, root, *drafts in zip(*found, strict=True):
-                    rounds[index_of[int(stream)]][int(root)] = drafts
+            for stream, root, *drafts in zip(*tracing.read(), strict=True):
+                rounds[index_of[int(stream)]][int(root)] = drafts
 
         return self.run(requests, record, until).completions, rounds
-
-    def _trace_from_now(self, wide: DraftShape) -> TracingDraft:
-        """With the graphs of the last trace if it was of the same shape."""
-        draft = self._in_use
-        if not isinstance(draft, TracingDraft) or draft.wide != wide:
-            draft = TracingDraft(wide, self.parts)
-            # A graph of each size that comes up: few do, and they are large.
-            self._set(ByBatch.always(draft), ahead=False)
-            self._in_use = draft
-        return draft
 
 
 class TracingDraft(DraftMethod):
@@ -183,7 +167,7 @@ class TracingDraft(DraftMethod):
         assert parts.net is not None, "without a draft network nothing is traced"
         self.wide = wide
         self._tree, self._chain = TreeDraft(parts.net, wide, parts.ops), ChainDraft(parts.net, wide, parts.ops)
-        self._last: list[Tensor] | None = None  # whether each request goes on, then as `Record`
+        self._last: list[Tensor] | None = None  # whether each request goes on, then the record
         self.net = parts.net
         self.num_lookahead = self._tree.num_lookahead
 
@@ -199,14 +183,11 @@ class TracingDraft(DraftMethod):
             buffer[: len(part)] = part
         return DraftTrees(view.field(Field.ROOT)[:, None])
 
-    def read(self) -> Record | None:
-        """Of the round that was launched last; waits for it. None: no request went on."""
+    def read(self) -> list[np.ndarray]:
+        """The record of the round that was launched last, of the requests that go on; waits for it."""
         assert self._last is not None, "no round was launched"
-        is_running = self._last[0].cpu()
-        if not is_running.any():
-            return None
-        parts = [part.cpu()[is_running].numpy() for part in self._last[1:]]
-        return Record(*(part.astype(dtype) for part, dtype in zip(parts, _RECORD_DTYPES, strict=True)))
+        is_running, *parts = [part.cpu() for part in self._last]
+        return [part[is_running].numpy().astype(d) for part, d in zip(parts, _RECORD_DTYPES, strict=True)]
 
 
 def _row(request: Request, completion: Completion, rounds: dict[int, Sequence[np.ndarray]]) -> RowTrace:
