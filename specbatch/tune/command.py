@@ -87,8 +87,7 @@ def tune_file(
 
     config, source = opened.config, opened.source
     run, search_limits = _resolve_widest(config, resolve)
-    for note in run.notes:
-        log(note)
+    print_notes(run.notes, console)
     texts = TextProcessor(run.tokenizer, run.config.data)
     with console.status("loading the models") as status:
         built = build(run, lambda doing: status.update(f"loading: {doing}"))

@@ -132,7 +132,7 @@ def _plots(tuned: Tuned, comparisons: list[Comparison], output: Path, console: C
     try:
         plot_acceptance(replays, tuned.rank_shares, caption, paths[0])
         plot_throughput(replays, tuned.forecast.costs, batches, plotted, caption, paths[1])
-        plot_comparisons(comparisons, "tokens per second", caption, paths[2])
+        plot_comparisons(comparisons, caption, paths[2])
     except TuningError as error:
         console.print(f"no plots: {error.message} ({error.hint})", markup=False)
         return []

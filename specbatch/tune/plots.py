@@ -114,20 +114,19 @@ def plot_throughput(
     _save(figure, path)
 
 
-def plot_comparisons(comparisons: Sequence[Comparison], unit: str, caption: Caption, path: Path) -> None:
-    """Predicted against measured, `unit` being that of both. Raises TuningError where matplotlib is missing."""
+def plot_comparisons(comparisons: Sequence[Comparison], caption: Caption, path: Path) -> None:
+    """Predicted against measured tokens per second. Raises TuningError where matplotlib is missing."""
     figure = _figure(6)
     axes = figure.subplots()
     for c in comparisons:
         error = [[c.measured - (c.low or c.measured)], [(c.high or c.measured) - c.measured]]
         name = c.what if c.batch is None else f"{c.what}, batch {c.batch}"
         axes.errorbar(c.measured, c.predicted, xerr=np.maximum(error, 0.0), fmt="o", markersize=4, label=name)
-    if comparisons:
-        values = [v for c in comparisons for v in (c.predicted, c.measured)]
-        ends = [0.9 * min(values), 1.1 * max(values)]
-        axes.plot(ends, ends, color="0.5", linewidth=1, zorder=0)
-        axes.legend(fontsize="x-small")  # a schedule's name is long
-    axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+    values = [v for c in comparisons for v in (c.predicted, c.measured)]
+    ends = [0.9 * min(values), 1.1 * max(values)]
+    axes.plot(ends, ends, color="0.5", linewidth=1, zorder=0)
+    axes.legend(fontsize="x-small")  # a schedule's name is long
+    axes.set(xlabel="measured, tokens per second", ylabel="predicted, tokens per second")
     axes.grid(alpha=0.3)
     caption.draw(figure, "Predicted and measured speed", shapes=any("/" in c.what for c in comparisons))
     _save(figure, path)

@@ -70,9 +70,7 @@ def predict(
 
     Raises TuningError for a row that does not fit the cache, and for a part of a round that was not measured.
     """
-    simulation = Simulation(profile, limits, costs, replays, schedule, min_simulated)
-    simulation.run()
-    return simulation.prediction()
+    return Simulation(profile, limits, costs, replays, schedule, min_simulated).run()
 
 
 class _PageCount(PagePool):
@@ -162,7 +160,7 @@ class Simulation:
         """See `Scheduler`, as it is now."""
         return self._scheduler.min_free_requests
 
-    def run(self) -> None:
+    def run(self) -> Prediction:
         scheduler = self._scheduler
         while scheduler.waiting or scheduler.running:
             spans = scheduler.plan_prefill() if scheduler.waiting or self._has_part else []
@@ -170,6 +168,7 @@ class Simulation:
                 self._compute(spans)
             else:
                 self._run_rounds()
+        return self._prediction()
 
     def _compute(self, spans: list[PrefillSpan]) -> None:
         self._prefill(sum(span.end - span.start for span in spans))
@@ -264,8 +263,8 @@ class Simulation:
                 self._round_ms[batch] = self._costs.round_ms(batch, shape)
         return self._round_ms[batch]
 
-    def prediction(self) -> Prediction:
-        """Of the whole file, once `run` has returned."""
+    def _prediction(self) -> Prediction:
+        """Of the whole file, when all simulated rows have ended."""
         _, last, _ = self._marks[-1]
         more, preemptions = np.zeros_like(last), float(self._scheduler.num_preemptions)
         if extra := self._profile.num_rows - self._count:

@@ -174,12 +174,10 @@ class Replayer:
         visits_P: NDArray[np.bool_],
     ) -> Replay:
         accepted_P, unknown_P = accepted
-        depths = np.bincount(accepted_P, weights=visits_P, minlength=shape.max_path)
-        at_least = depths[::-1].cumsum()[::-1]
+        at_least = np.bincount(accepted_P, weights=visits_P, minlength=shape.max_path)[::-1].cumsum()[::-1]
         idle_R = None
         if shape.ngram_match is not None:
-            _, drafts_P = self._ngrams.accepted(*shape.ngram_match)
-            idle_R = self._by_row(visits_P & ~drafts_P)
+            idle_R = self._by_row(visits_P & ~self._ngrams.accepted(*shape.ngram_match)[1])
         return Replay(
             shape,
             self._by_row(visits_P),

@@ -30,7 +30,7 @@ _FIXED_SIMULATED = 6  # single shapes that are simulated
 _NUM_RANKED = 5  # shapes of a batch size that are reported
 _GROUPS_SIMULATED = 3  # schedules of different match lengths
 MAX_NODES = 64  # of a tree
-NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128)
+NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 NGRAM_NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 NGRAM_MATCHES = ((1, 3), (1, 5), (2, 3), (2, 5), (2, 8), (3, 5), (3, 8), (4, 8))  # shortest and longest
 
@@ -187,23 +187,24 @@ def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) ->
         )
     longest = prompt + min(profile.max_tokens, int(profile.output_tokens_R.max()))
     room -= longest - 1  # the last token is never written to the cache
-    kept, dropped = [], []
+    kept, dropped, most = [], [], limits.max_verify_tokens
     for replay in replays:
         shape, nodes = replay.shape, replay.shape.num_draft_tokens
         ahead = num_lookahead(shape, limits.draft_kv_offset)
+        max_batch = limits.max_running if most is None else most // nodes
+        reason = None
         if ahead > room:
             reason = (
                 f"a row of {longest} tokens and {ahead} slots ahead do not fit a cache of {limits.kv_tokens} tokens"
             )
+        elif not max_batch:
+            reason = f"{nodes} nodes are more than the {most} tokens that a round may verify"
+        elif max_batch < limits.max_running:
+            reason = f"above {max_batch} rows: {most} tokens to verify"
+        if reason is not None:
             dropped.append(Dropped(shape, reason))
-        elif limits.max_verify_tokens is not None and nodes > limits.max_verify_tokens:
-            reason = f"{nodes} nodes are more than the {limits.max_verify_tokens} tokens that a round may verify"
-            dropped.append(Dropped(shape, reason))
-        else:
+        if ahead <= room and max_batch:
             kept.append(replay)
-            if limits.max_verify_tokens is not None and nodes * limits.max_running > limits.max_verify_tokens:
-                most = limits.max_verify_tokens // nodes
-                dropped.append(Dropped(shape, f"above {most} rows: {limits.max_verify_tokens} tokens to verify"))
     return kept, dropped
 
 

@@ -77,23 +77,17 @@ def time_phases(engine: Engine, batch_size: int, context: int = 1000) -> dict[st
 
 
 @torch.inference_mode()
-def time_methods(engine: Engine, methods: Sequence[DraftMethod], repeats: int | None = None) -> list[dict[str, float]]:
+def time_methods(engine: Engine, methods: Sequence[DraftMethod]) -> list[dict[str, float]]:
     """Median milliseconds of draft, verify, extend and the whole round of a dummy batch, with each of the draft
-    methods. The batch is left as it was. `repeats` None: 20 on CUDA, 3 elsewhere."""
+    methods. The batch is left as it was."""
     check_finite(engine.drain())
     running = engine.prepare_round()
-    round_, on_cuda = engine.executor.rounds.items[0], engine.device.type == "cuda"
+    round_ = engine.executor.rounds.items[0]
     padding = [round_.state.padding] * (engine.executor.padded_size(len(running)) - len(running))
     req_idx_B = torch.tensor(running + padding, device=engine.device)
     restore = round_.state.saved()
-    times = []
-    for method in methods:
-        one = round_.drafting(method)
-        if on_cuda:
-            times.append(_time_graph(one, req_idx_B, restore, repeats or _CUDA_REPEATS))
-        else:
-            times.append(_time_calls(one, req_idx_B, restore, repeats or _CPU_REPEATS))
-    return times
+    time_one = _time_graph if engine.device.type == "cuda" else _time_calls
+    return [time_one(round_.drafting(method), req_idx_B, restore) for method in methods]
 
 
 def time_steps(engine: Engine, steps: int) -> tuple[float, float]:
@@ -111,7 +105,7 @@ def time_steps(engine: Engine, steps: int) -> tuple[float, float]:
     return statistics.median(whole[_WARM_STEPS:]), statistics.median(host[_WARM_STEPS:])
 
 
-def _time_graph(round_: Round, req_idx_B: Tensor, restore: Callable[[], None], repeats: int) -> dict[str, float]:
+def _time_graph(round_: Round, req_idx_B: Tensor, restore: Callable[[], None]) -> dict[str, float]:
     runner, found = GraphRunner(req_idx_B.device), list[list[float]]()
     events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(PHASES) + 1)]
     # A capture runs the round, too: it must write nothing and advance no request.
@@ -119,7 +113,7 @@ def _time_graph(round_: Round, req_idx_B: Tensor, restore: Callable[[], None], r
     try:
         runner.capture(("round",), lambda: _run(round_, req_idx_B, lambda i: events[i].record()))
         warm = time.perf_counter() + _WARM_SECONDS
-        while len(found) < repeats:
+        while len(found) < _CUDA_REPEATS:
             restore()
             runner.replay(("round",))
             torch.cuda.synchronize()
@@ -130,13 +124,13 @@ def _time_graph(round_: Round, req_idx_B: Tensor, restore: Callable[[], None], r
     return _medians(found)
 
 
-def _time_calls(round_: Round, req_idx_B: Tensor, restore: Callable[[], None], repeats: int) -> dict[str, float]:
+def _time_calls(round_: Round, req_idx_B: Tensor, restore: Callable[[], None]) -> dict[str, float]:
     found, marks = list[list[float]](), [0.0] * (len(PHASES) + 1)
 
     def mark(i: int) -> None:
         marks[i] = 1e3 * time.perf_counter()
 
-    for _ in range(1 + repeats):
+    for _ in range(1 + _CPU_REPEATS):
         try:
             _run(round_, req_idx_B, mark)
         finally:

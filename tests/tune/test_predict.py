@@ -271,8 +271,7 @@ def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> 
     profile = FileProfile(*(np.array(part) for part in zip(*lengths, strict=True)), 200, longest, in_order=True)
     limits = Limits(32, 4 * pages, 512, 4, async_depth=1, chunk_cost=cost)
     simulation = Simulation(profile, limits, costs(), {}, ByBatch.always(None), 200)
-    simulation.run()
-    found = simulation.prediction()
+    found = simulation.run()
     assert found.output_tokens == engine.stats.generated_tokens
     assert found.rounds == pytest.approx(engine.stats.rounds, rel=0.03, abs=1)
     assert (found.preemptions > 0) == (engine.stats.preemptions > 0) == (pages < 1024)
@@ -310,7 +309,7 @@ def test_gathering_follows_the_rounds_of_full_batches() -> None:
     )
 
     def gathered(schedule: Schedule) -> int:
-        simulation = Simulation(profile, limits, costs(), replays, schedule, 0, many)
+        simulation = Simulation(profile, limits, costs(), replays, schedule, many)
         assert simulation.min_free_requests == 4, "before any has ended"
         simulation.run()
         return simulation.min_free_requests

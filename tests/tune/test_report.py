@@ -146,8 +146,7 @@ def test_plots(tmp_path: Path) -> None:
         Replayer(trace).replay_all([DraftShape.ngram(n, 1, 3) for n in (2, 4)]), None, CAPTION, tmp_path / "ngram.png"
     )
     plot_throughput(replays(), costs(), LADDER, SPACE[:2], CAPTION, tmp_path / "throughput.png")
-    plot_comparisons(LIVE, "tok/s", CAPTION, tmp_path / "comparisons.png")
-    plot_comparisons([], "s", CAPTION, tmp_path / "nothing.png")
+    plot_comparisons(LIVE, CAPTION, tmp_path / "comparisons.png")
     for file in tmp_path.iterdir():
         assert file.read_bytes().startswith(b"\x89PNG"), file.name
 
@@ -173,7 +172,7 @@ def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TuningError, match="matplotlib") as caught:
-        plot_comparisons(LIVE, "s", CAPTION, tmp_path / "plot.png")
+        plot_comparisons(LIVE, CAPTION, tmp_path / "plot.png")
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("pip install")
     assert not list(tmp_path.iterdir())

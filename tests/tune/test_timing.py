@@ -35,7 +35,7 @@ def test_parts_of_a_round_add_up(method: str) -> None:
     shape = DraftShape(3, 1, 4)
     methods = [NoDraft(), make_method(method, shape, tuned.parts)]
     with dummy_batch(tuned.engine, 2, 20):
-        plain, drafting = time_methods(tuned.engine, methods, repeats=5)
+        plain, drafting = time_methods(tuned.engine, methods)
     for times in (plain, drafting):
         assert sum(times[part] for part in ("draft", "verify", "extend")) == pytest.approx(times["round"], rel=0.2)
     assert plain["extend"] < plain["verify"], "nothing follows"
