@@ -103,24 +103,16 @@ class TuneCache:
         write_whole(self._folder / COSTS, json.dumps([asdict(m) for m in measurements], indent=0).encode())
 
 
+@dataclass(frozen=True)
 class Tuner:
     """Runs the parts within the budget. Measurements are cached, for an interrupted tuning to resume from."""
 
-    def __init__(
-        self,
-        session: Session,
-        run: ResolvedRun,
-        limits: SearchLimits,
-        sample: Sample,
-        cache: TuneCache,
-        log: Callable[[str], None],
-    ) -> None:
-        self._session = session
-        self._run = run
-        self._limits = limits
-        self._sample = sample
-        self._cache = cache
-        self._log = log
+    session: Session
+    run: ResolvedRun
+    limits: SearchLimits
+    sample: Sample
+    cache: TuneCache
+    log: Callable[[str], None]
 
     def trace(self, seconds: float, until: float = math.inf) -> Trace:
         """Batch after batch of rows until the time is over; in the order drawn, so that the first ones are a sample
@@ -129,24 +121,24 @@ class Tuner:
         A batch that is not finished when the clock shows `until` is dropped. Raises TuningError if it was the first.
         """
         began = last_saved = time.perf_counter()
-        requests, trace = self._sample.to_trace, self._cache.load_trace()
+        requests, trace = self.sample.to_trace, self.cache.load_trace()
         rows: list[RowTrace] = [] if trace is None else list(trace.rows)
         before = num_saved = len(rows)
         if trace is not None:
-            self._log(f"{before} rows were traced before")
-        most = min(_TRACED_AT_ONCE, self._run.engine.max_batch_size)
+            self.log(f"{before} rows were traced before")
+        most = min(_TRACED_AT_ONCE, self.run.engine.max_batch_size)
         try:
             while len(rows) < len(requests):
                 # How long rows become is known when they end: no more at once than have, or than may all be long.
-                size = min(most, max(len(rows), MIN_ROWS, _MAX_POSITIONS // self._sample.max_tokens))
-                if not rows and seconds < _LITTLE_TIME and not self._session.on_cuda:
+                size = min(most, max(len(rows), MIN_ROWS, _MAX_POSITIONS // self.sample.max_tokens))
+                if not rows and seconds < _LITTLE_TIME and not self.session.on_cuda:
                     size = min(size, MIN_ROWS)  # the speed of this machine is not known yet
                 if why := _is_enough(rows, len(rows) - before, size, time.perf_counter() - began, seconds):
-                    self._log(f"traced {len(rows)} of {len(requests)} rows: {why}")
+                    self.log(f"traced {len(rows)} of {len(requests)} rows: {why}")
                     break
                 batch = requests[len(rows) : len(rows) + size]
                 try:
-                    found = self._session.trace(batch, self._limits.topk, self._limits.depth, until)
+                    found = self.session.trace(batch, self.limits.topk, self.limits.depth, until)
                 except OutOfTime as error:
                     if len(rows) < MIN_ROWS:
                         spent = duration(time.perf_counter() - began)
@@ -154,17 +146,17 @@ class Tuner:
                             f"the budget is too small: {len(batch)} rows were not finished after {spent}",
                             hint="give a larger --budget, or rows with a smaller max_tokens",
                         ) from error
-                    self._log(f"traced {len(rows)} of {len(requests)} rows: the next would exceed the budget")
+                    self.log(f"traced {len(rows)} of {len(requests)} rows: the next would exceed the budget")
                     break
                 rows += found.rows
                 sampled = found.sampled or (trace is not None and trace.sampled)
                 trace = replace(found, rows=tuple(rows), sampled=sampled)
                 if time.perf_counter() - last_saved > _SAVED_EVERY:
-                    self._cache.save_trace(trace)
+                    self.cache.save_trace(trace)
                     last_saved, num_saved = time.perf_counter(), len(rows)
         finally:
             if trace is not None and len(rows) > num_saved:
-                self._cache.save_trace(trace)
+                self.cache.save_trace(trace)
         assert trace is not None, "a sample has rows"
         return trace
 
@@ -172,12 +164,12 @@ class Tuner:
         """Batch size after batch size, without those that were measured before, until the time is over; in any case one
         request, and the largest of the sizes that the cache holds."""
         began = time.perf_counter()
-        session, engine, limits, found = self._session, self._run.engine, self._limits, self._cache.load_costs()
+        session, engine, limits, found = self.session, self.run.engine, self.limits, self.cache.load_costs()
         if found:
-            self._log(f"{len(found)} parts of rounds were timed before")
+            self.log(f"{len(found)} parts of rounds were timed before")
         else:
             found = time_prompts(session, engine.prefill_chunk_tokens)
-            self._cache.save_costs(found)
+            self.cache.save_costs(found)
         widths = limits.depth, limits.topk, limits.verify_tokens
         if session.on_cuda:  # a graph or two for each: of all sizes, before what takes longer
             if not any(m.kind == "plain" for m in found):
@@ -193,7 +185,7 @@ class Tuner:
                 hint="raise engine.kv_cache_tokens or engine.memory_fraction, or lower sampling.max_tokens",
             )
         if largest < engine.max_batch_size:
-            self._log(f"timed batches of up to {largest} requests: larger ones are extrapolated")
+            self.log(f"timed batches of up to {largest} requests: larger ones are extrapolated")
         return found
 
     def _time(
@@ -201,7 +193,7 @@ class Tuner:
     ) -> list[Measurement]:
         """`found`, and what `time_one` finds of the batch sizes that have no measurement of `kind`."""
         timed = {m.batch for m in found if m.kind == kind}
-        sizes = deque(spread_out(self._run.engine.max_batch_size))
+        sizes = deque(spread_out(self.run.engine.max_batch_size))
         while sizes:
             batch = sizes.popleft()
             if batch in timed:
@@ -210,7 +202,7 @@ class Tuner:
                 break
             if parts := time_one(batch):
                 found = [*found, *parts]
-                self._cache.save_costs(found)
+                self.cache.save_costs(found)
                 timed.add(batch)
             elif batch == 1:
                 break

@@ -95,8 +95,8 @@ def test_a_cpu_with_little_time_begins_with_few_rows(tmp_path: Path, monkeypatch
 
     for seconds, on_cuda, first in ((30.0, False, 4), (30.0, True, 16), (300.0, False, 16)):
         tuner = tracing_tuner(tmp_path / f"{seconds}{on_cuda}", 40, trace_one, places=16, on_cuda=on_cuda)
-        trace = Mock(side_effect=tuner._session.trace)
-        monkeypatch.setattr(tuner._session, "trace", trace)
+        trace = Mock(side_effect=tuner.session.trace)
+        monkeypatch.setattr(tuner.session, "trace", trace)
         tuner.trace(seconds)
         batches.append(len(trace.call_args_list[0].args[0]))
         assert batches[-1] == first
@@ -149,8 +149,8 @@ def test_the_first_batch_is_as_small_as_rows_may_be_long(tmp_path: Path, monkeyp
     assert len(found.rows) == 4, "the fewest that log something"
     # They might have been long: 4, and then as many at once as have ended.
     tuner = tracing_tuner(tmp_path / "short", 64, lambda row: traced(1, row), places=64, max_tokens=1000)
-    trace = Mock(side_effect=tuner._session.trace)
-    monkeypatch.setattr(tuner._session, "trace", trace)
+    trace = Mock(side_effect=tuner.session.trace)
+    monkeypatch.setattr(tuner.session, "trace", trace)
     assert len(tuner.trace(1e9).rows) == 64
     assert [len(call.args[0]) for call in trace.call_args_list] == [4, 4, 8, 16, 32]
 
@@ -167,7 +167,7 @@ def test_short_rows_before_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_one_sampled_batch_of_two(tmp_path: Path) -> None:
     tuner = tracing_tuner(tmp_path, 8, lambda row: traced(1, row))
     batches = [replace(traced(1, row), sampled=row == 0) for row in range(2)]
-    tuner._session.trace = Mock(side_effect=[replace(w, rows=w.rows * 4) for w in batches])  # type: ignore[method-assign]
+    tuner.session.trace = Mock(side_effect=[replace(w, rows=w.rows * 4) for w in batches])  # type: ignore[method-assign]
     assert tuner.trace(1e9).sampled
 
 
