@@ -98,9 +98,9 @@ class Trace:
                 version, topk, depth, sampled, num_rows = arrays["header"].tolist()
                 if version != _VERSION:
                     raise ValueError(f"it is of version {version}, not {_VERSION}")
-                names, rows = [field.name for field in fields(RowTrace)], []
+                names, stored, rows = [field.name for field in fields(RowTrace)], set(arrays.files), []
                 for i in range(num_rows):
-                    row = {name: arrays[f"{name}_{i}"] for name in names if f"{name}_{i}" in arrays}
+                    row = {name: arrays[f"{name}_{i}"] for name in names if f"{name}_{i}" in stored}
                     rows.append(RowTrace(int(row.pop("num_prompt")), **row))
                 return Trace(tuple(rows), topk, depth, bool(sampled))
         except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, AssertionError) as error:
