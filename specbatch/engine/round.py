@@ -176,7 +176,7 @@ class Round:
         batch, width = committed.path_BM.shape
         offset, num_path_B = net.draft_kv_offset, committed.num_path_B
         layout = view.layout(width, start=offset, position=offset, num_written_B=num_path_B)
-        last_starts_B = layout.starts_B + num_path_B - 1
+        starts_B = layout.starts_B
         tokens_T = committed.tokens_BM.reshape(-1)
         if not self.fixed_shapes:
             layout, part_T = layout.part((num_path_B - 1).clamp(max=self.method.num_reusable), num_path_B)
@@ -189,7 +189,7 @@ class Round:
         if self.fixed_shapes and batch * width <= _FREE_ROWS:
             hidden = net.forward(tokens_T, features, layout)[last_B]
         else:
-            logits_indices = LogitsIndices.of(layout, last_B, last_starts_B, view.page_table_BP)
+            logits_indices = LogitsIndices.of(layout, last_B, starts_B + num_path_B - 1, view.page_table_BP)
             hidden = net.forward(tokens_T, features, layout, logits_indices)
         self.state.features_SE.index_copy_(0, view.req_idx_B, hidden)
 
