@@ -122,8 +122,8 @@ class CostModel:
 
     @staticmethod
     def fit(measurements: Sequence[Measurement], graph_sizes: Sequence[int] = ()) -> CostModel:
-        """Repeated measurements of one point are averaged. Raises TuningError for a kind that is not in KINDS, and for
-        values that are no times."""
+        """Repeated measurements of one batch size and width are averaged. Raises TuningError for a kind that is not in
+        KINDS, and for values that are no times."""
         repeated: dict[str, dict[tuple[int, int], list[Measurement]]] = defaultdict(lambda: defaultdict(list))
         for m in measurements:
             if m.kind not in KINDS:
@@ -131,16 +131,14 @@ class CostModel:
             if m.batch < 1 or m.width < 1 or not 0 <= m.milliseconds < math.inf:
                 raise TuningError(f"not a measurement: {m}")
             repeated[m.kind][m.batch, m.width].append(m)
-        points = {kind: {place: _Point.of(found) for place, found in of.items()} for kind, of in repeated.items()}
+        measured = {kind: {place: _Cell.of(found) for place, found in of.items()} for kind, of in repeated.items()}
         surfaces: dict[str, Surface] = {}
         residuals: list[Residual] = []
-        for kind, values in points.items():
-            alone = points.get(_PLAIN.get(kind, ""), {})
-            plain = {batch: point.ms for (batch, width), point in alone.items() if width == 1}
+        for kind, values in measured.items():
+            alone = measured.get(_PLAIN.get(kind, ""), {})
+            plain = {batch: cell.ms for (batch, width), cell in alone.items() if width == 1}
             surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain))
-            residuals += [
-                Residual(kind, *place, point.ms, surface.at(*place)) for place, point in sorted(values.items())
-            ]
+            residuals += [Residual(kind, *place, cell.ms, surface.at(*place)) for place, cell in sorted(values.items())]
         return CostModel(surfaces, tuple(residuals), tuple(sorted(graph_sizes)))
 
     def round_ms(self, batch: int, shape: DraftShape | None) -> float:
@@ -191,7 +189,7 @@ class CostModel:
         return next((size for size in self.graph_sizes if size >= batch), batch)
 
 
-class _Point(NamedTuple):
+class _Cell(NamedTuple):
     """What was measured of a batch size and width."""
 
     ms: float  # mean
@@ -199,11 +197,11 @@ class _Point(NamedTuple):
     noise: float  # relative
 
     @staticmethod
-    def of(found: Sequence[Measurement]) -> _Point:
-        return _Point(float(np.mean([m.milliseconds for m in found])), len(found), max(m.noise for m in found))
+    def of(found: Sequence[Measurement]) -> _Cell:
+        return _Cell(float(np.mean([m.milliseconds for m in found])), len(found), max(m.noise for m in found))
 
 
-def _beyond_plain(values: Mapping[tuple[int, int], _Point], plain: Mapping[int, float]) -> dict[tuple[int, int], float]:
+def _beyond_plain(values: Mapping[tuple[int, int], _Cell], plain: Mapping[int, float]) -> dict[tuple[int, int], float]:
     """A part at batch sizes at which only plain rounds were measured: what it takes longer than those, which show where
     rounds rise by leaps. Between two measured sizes that stays what it is while the weights are read anyway, then rises
     with the rows (a roofline, Williams et al. 2009), and is on no account more than on the line between them."""
@@ -219,7 +217,7 @@ def _beyond_plain(values: Mapping[tuple[int, int], _Point], plain: Mapping[int, 
     return found
 
 
-def _fit(values: Mapping[tuple[int, int], _Point], between: Mapping[tuple[int, int], float]) -> Surface:
+def _fit(values: Mapping[tuple[int, int], _Cell], between: Mapping[tuple[int, int], float]) -> Surface:
     """`between`: cells that were not measured, but are known better than by filling them in."""
     batches = sorted({batch for batch, _ in (*values, *between)})
     widths = sorted({width for _, width in values})
@@ -228,12 +226,12 @@ def _fit(values: Mapping[tuple[int, int], _Point], between: Mapping[tuple[int, i
     weights_BW = np.full(means_BW.shape, _FILLED_WEIGHT)
     for place, guess in between.items():
         means_BW[cells[place]] = guess
-    for place, point in values.items():
-        means_BW[cells[place]], weights_BW[cells[place]] = point.ms, point.weight
+    for place, cell in values.items():
+        means_BW[cells[place]], weights_BW[cells[place]] = cell.ms, cell.weight
     fitted_BW = monotone_grid(filled(means_BW, batches, widths), weights_BW)
-    for place, point in values.items():
-        if math.isfinite(point.noise) and abs(fitted_BW[cells[place]] - point.ms) > point.noise * point.ms:
-            fitted_BW[cells[place]] = point.ms
+    for place, cell in values.items():
+        if math.isfinite(cell.noise) and abs(fitted_BW[cells[place]] - cell.ms) > cell.noise * cell.ms:
+            fitted_BW[cells[place]] = cell.ms
     return Surface(tuple(batches), tuple(widths), fitted_BW)
 
 
