@@ -59,7 +59,7 @@ def test_rows_and_tasks_that_are_read(run: Eval, name: str) -> None:
     data = run.output / name
     content = (run.folder / "rows.jsonl").read_bytes()
     data.write_bytes(content)
-    with pytest.raises(InputError, match=r"is the data, and|was not written by specbatch"):
+    with pytest.raises(InputError, match=r"is the data, so|was not written by specbatch"):
         run(task_files=(task,), data=data)
     assert data.read_bytes() == content
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,9 @@ class Way:
         options: dict[str, Any] = {"method": self.name, "topk": 1} | dict.fromkeys(unset, "null")
         if self.shape is not None:
             method, draft = ("eagle3", head.resolve()) if self.model is None else ("draft_model", self.model)
-            options |= {"method": method, "draft": draft} | asdict(self.shape)
+            options |= {"method": method, "draft": draft} | {
+                name: getattr(self.shape, name) for name in ("num_steps", "topk", "num_draft_tokens")
+            }
         return [f"speculation.{key}={value}" for key, value in options.items()]
 
 
