@@ -35,8 +35,8 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
 from specbatch.engine import build
 original = build.build_engine
-def build_engine(run):
-    engine = original(run)
+def build_engine(*arguments):
+    engine = original(*arguments)
     Path(sys.argv[1]).touch()
     return engine
 build.build_engine = build_engine
