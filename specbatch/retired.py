@@ -19,11 +19,12 @@ class Retired:
 
     successor: str | None = None  # the new name; None: there is none
     hint: str | None = None  # what to do
+    default: Any = None  # of an option: the value that all jobs have now
 
 
 # By full path; a retired value as path=value. [] is any element of a list.
 OPTIONS: Mapping[str, Retired] = {
-    "engine.tuned_products": Retired(hint="leave it out: it saved 1% of a job's time"),
+    "engine.tuned_products": Retired(hint="leave it out: it saved 1% of a job's time", default=False),
 }
 TASK_OPTIONS: Mapping[str, Retired] = {}
 # Of stats.json and results.json, by full path. The value of an old name is read under the new one.

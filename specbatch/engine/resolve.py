@@ -317,7 +317,8 @@ def _resolve_kv_dtype(
 
 
 def _check_topk(topk: int, draft: Checkpoint | EagleCheckpoint | None) -> None:
-    assert draft is not None
+    if draft is None:  # a host method: its trees have tokens of the target's vocabulary
+        return
     width = draft.config.draft_vocab_size if isinstance(draft, EagleCheckpoint) else draft.config.vocab_size
     if topk > width:
         raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")

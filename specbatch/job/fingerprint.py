@@ -61,8 +61,9 @@ def job_fingerprint(
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: `sampling.temperature: 0.0 -> 0.7`."""
     keys = list(old) + [k for k in new if k not in old]
-    # A file of an earlier version can have options that no longer exist.
-    new = {**{k: "removed since" for k in old if k in retired.OPTIONS}, **new}
+    # A file of an earlier version can have options that no longer exist. Their defaults are what every job does now.
+    gone = {k: entry.default for k, entry in retired.OPTIONS.items() if k in old}
+    new = {**{k: old[k] if old[k] == default else "removed since" for k, default in gone.items()}, **new}
     return [f"{k}: {_short(old.get(k))} -> {_short(new.get(k))}" for k in keys if old.get(k) != new.get(k)]
 
 

@@ -24,11 +24,13 @@ ROW = RawRow(0, b"{}")
 
 
 def test_differences_name_options_that_were_removed() -> None:
-    old = {"engine.tuned_products": False, "engine.seed": 0, "limit": None}
+    old = {"engine.tuned_products": True, "engine.seed": 0, "limit": None}
     assert differences(old, {"engine.seed": 0, "limit": 3}) == [
-        "engine.tuned_products: False -> removed since",
+        "engine.tuned_products: True -> removed since",
         "limit: none -> 3",
     ]
+    unset = {**old, "engine.tuned_products": False}  # the default of that version: the job is the same
+    assert differences(unset, {"engine.seed": 0, "limit": None}) == []
 
 
 @pytest.fixture
