@@ -1,10 +1,10 @@
-"""The round on the device: draft -> verify -> accept -> commit -> draft-extend, for a batch of slots.
+"""The round: draft -> verify -> accept -> commit -> compact -> extend, for a batch of requests.
 
-Tensors in, tensors out, with fixed shapes; nothing is read by the host, so all of it can be one CUDA graph. The rules
-are those of `engine.Engine`, the oracle.
+Tensors in, tensors out. On a GPU shapes are fixed and the host reads nothing, so all of it can be one CUDA graph. On a
+CPU only the tokens that exist are computed. The tests compare both with an oracle that decides one sequence at a time.
 
-Shape suffixes: B rows, N tree nodes, M longest path (root counted), T packed tokens, E hidden size, V vocabulary, W
-words of a mask or draft vocabulary, R selected rows, Z report columns.
+Shape suffixes: B requests, N tree nodes, M longest path (root included), T packed tokens, E hidden size, V vocabulary,
+W words of a mask or draft vocabulary, R selected tokens, Z columns of the round output.
 """
 
 from __future__ import annotations
