@@ -67,7 +67,7 @@ class PagedBatch:
     max_queries: int  # bound of the new tokens of one sequence
     mask_TW: Tensor | None = None  # int32 words
     mask_starts_B: Tensor | None = None  # int32
-    # `query_starts` on the host, of prompts. None: each sequence has `max_queries` new tokens, or it is a `part`, on a CPU.
+    # `query_starts` on the host, of prompts. None: each sequence has `max_queries` new tokens, or it is a `part`.
     host_query_starts: np.ndarray | None = None
 
     def part(self, first_B: Tensor, end_B: Tensor) -> tuple[PagedBatch, Tensor]:
