@@ -7,16 +7,20 @@ values.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from specbatch.option import AT_LEAST_1, SEED, Range, option, required
+from specbatch.errors import FieldError, shown
+from specbatch.option import AT_LEAST_0, AT_LEAST_1, SEED, Range, option, required
 from specbatch.retired import OPTIONS
-from specbatch.strict import Reader, options_of
+from specbatch.strict import Reader, described, join, options_of
 from specbatch.types import SamplingParams
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64", "fp8_e4m3"]
+ABOVE_0 = Range("> 0", lambda v: v > 0)
 _STEPS = Range(">= 0 (0 = plain decoding)", lambda v: v >= 0)
 
 
@@ -170,6 +174,52 @@ class DataSection:
     )
 
 
+def _amounts(reader: Reader, value: Any, path: str) -> Mapping[str, float]:
+    if not isinstance(value, dict):
+        raise FieldError("invalid_type", f"{path} must be a mapping of names to amounts, not {described(value)}")
+    for name, amount in value.items():
+        if not isinstance(amount, int | float) or isinstance(amount, bool) or not 0 < amount < math.inf:
+            raise FieldError("invalid_value", f"{join(path, str(name))} must be a number > 0, not {shown(amount)}")
+    return {str(name): float(amount) for name, amount in value.items()}
+
+
+@dataclass(frozen=True)
+class ClusterSection:
+    """How many workers share a job, and where they run. It changes the speed, not the output."""
+
+    workers: int | None = option(
+        None,
+        "Number of processes with an engine each, run by Ray (`pip install 'specbatch[ray]'`). null: this process runs "
+        "the only engine, without Ray.",
+        AT_LEAST_1,
+    )
+    address: str | None = option(
+        None,
+        "The Ray cluster: `auto` (the one that this host is part of), `HOST:PORT`, or `ray://HOST:PORT`. null: the "
+        "workers run on this host, and nothing listens to the network.",
+    )
+    gpus_per_worker: float | None = option(
+        None,
+        "GPUs of a worker; 0.5: two workers share one. null: 1 if there are GPUs and `engine.device` allows them, "
+        "else 0.",
+        Range(">= 0", lambda v: v >= 0),
+    )
+    cpus_per_worker: int | None = option(
+        None,
+        "CPU cores that Ray reserves for a worker, and its number of threads. null: the workers of a host share its "
+        "cores.",
+        AT_LEAST_1,
+    )
+    slice_seconds: float = option(
+        0.25, "How long a worker computes before it returns finished rows and takes new ones.", ABOVE_0
+    )
+    max_deaths: int = option(5, "How often a worker is replaced after its process or its host has died.", AT_LEAST_0)
+    stuck_seconds: float = option(300.0, "A worker that has not answered for this time is ended and replaced.", ABOVE_0)
+    resources: Mapping[str, float] | None = option(
+        None, "Other resources of the Ray cluster that a worker needs, such as {a100: 1}.", read=_amounts
+    )
+
+
 @dataclass(frozen=True)
 class Config:
     model: ModelSection = field(default_factory=ModelSection)
@@ -177,6 +227,7 @@ class Config:
     engine: EngineSection = field(default_factory=EngineSection)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     data: DataSection = field(default_factory=DataSection)
+    cluster: ClusterSection = field(default_factory=ClusterSection)
 
 
 def sampling_value(name: str, value: Any, path: str | None = None) -> Any:

@@ -22,7 +22,13 @@ from specbatch.errors import ConfigError, FieldError, cut, shown
 from specbatch.retired import Retired, retired_error
 from specbatch.strict_yaml import YamlProblem, load_yaml
 
-_KINDS: Mapping[Any, str] = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
+_KINDS: Mapping[Any, str] = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    Mapping: "a mapping",
+}
 _LISTS: Mapping[Any, str] = {str: "text or a list of texts", int: "a list of integers"}
 
 
@@ -42,8 +48,9 @@ class Option:
         """The type in words."""
         if self.is_list:
             return _LISTS.get(self.kind, "a list of mappings")
+        kind = _KINDS[typing.get_origin(self.kind) or self.kind]
         limits = getattr(self.legal, "words", "")
-        return f"{_KINDS[self.kind]}{' ' if limits else ''}{limits}{' or null' if self.nullable else ''}"
+        return f"{kind}{' ' if limits else ''}{limits}{' or null' if self.nullable else ''}"
 
 
 @functools.cache

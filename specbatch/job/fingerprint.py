@@ -21,8 +21,8 @@ from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
 from specbatch.job.files import chunks
 
-# Capacity and scheduling: results do not depend on them. `job_fingerprint` records kv_cache_tokens if it limits the
-# length of a row.
+# Capacity, scheduling and workers: results do not depend on them. `job_fingerprint` records kv_cache_tokens if it
+# limits the length of a row. A name with a dot at its end is a whole section.
 _NOT_IN_RESULTS = (
     "engine.cuda_graphs",
     "engine.max_batch_size",
@@ -31,6 +31,7 @@ _NOT_IN_RESULTS = (
     "engine.memory_fraction",
     "engine.prefix_cache",
     "engine.prefill_chunk_tokens",
+    "cluster.",
 )
 INPUT_FACTS = "input."  # prefix of the names that identify the input
 
@@ -48,7 +49,7 @@ def job_fingerprint(
     the first run allowed.) `models`: the digests of the models by option."""
     job: dict[str, Any] = {"specbatch": __version__, "limit": limit}
     for path, value in _flat(config_to_dict(config)):
-        if path not in _NOT_IN_RESULTS:
+        if not path.startswith(_NOT_IN_RESULTS):
             job[path] = value
     if row_tokens is not None:
         job["engine.kv_cache_tokens"] = row_tokens

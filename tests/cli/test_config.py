@@ -75,6 +75,15 @@ def test_set_values(item: str, path: str, value: object) -> None:
     assert type(found) is type(value)
 
 
+def test_resources_are_names_with_amounts() -> None:
+    cluster = load_config(None, ["cluster.resources={a100: 1, rack: 0.5}"]).cluster
+    assert cluster.resources == {"a100": 1.0, "rack": 0.5}
+    with pytest.raises(ConfigError, match=r"cluster\.resources\.a100 must be a number > 0, not 0"):
+        load_config(None, ["cluster.resources={a100: 0}"])
+    with pytest.raises(ConfigError, match=r"cluster\.resources must be a mapping of names to amounts, not 'a100'"):
+        load_config(None, ["cluster.resources=a100"])
+
+
 def test_set_of_text_options_is_taken_unchanged() -> None:
     assert load_config(None, ["data.prompt_template=Q: {question}"]).data.prompt_template == "Q: {question}"
     assert load_config(None, ["data.prompt_template={q}"]).data.prompt_template == "{q}"

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from specbatch.config_load import load_config
 from specbatch.errors import InputError
-from specbatch.job.fingerprint import ModelFiles, differences
+from specbatch.job.fingerprint import ModelFiles, differences, job_fingerprint
 from specbatch.job.paths import partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
@@ -31,6 +32,11 @@ def test_differences_name_options_that_were_removed() -> None:
     ]
     unset = {**old, "engine.tuned_products": False}  # the default of that version: the job is the same
     assert differences(unset, {"engine.seed": 0, "limit": None}) == []
+
+
+def test_workers_are_no_part_of_a_job() -> None:
+    many = load_config(None, ["cluster.workers=8", "cluster.resources={a100: 1}", "cluster.slice_seconds=1"])
+    assert job_fingerprint(many, {}, None) == job_fingerprint(load_config(), {}, None)
 
 
 @pytest.fixture
