@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import accumulate
 from typing import Protocol
@@ -197,6 +197,13 @@ class EngineStats:
     memory_shortages: int = 0  # launches that ran out of memory and were made smaller
     broken_drafts: int = 0  # sampled drafts whose probabilities were not finite: rejected
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    def add(self, other: EngineStats) -> None:
+        """Sum with another engine's. Seconds of engines that ran together add up to more than the wall time."""
+        for item in fields(self):
+            if item.name != "speculation":
+                setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        self.speculation.add(other.speculation)
 
 
 class BatchEngine(Protocol):

@@ -24,7 +24,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.config import Config
-from specbatch.job.command import GenerateOptions, Runtime, generate_file
+from specbatch.job.command import GenerateOptions, run_file_job
+from specbatch.job.pool import LocalPool
+from specbatch.job.worker import Runtime, Worker
 from specbatch.types import Completion
 from tests.stub_engine import StubEngine, StubRun, resolve
 
@@ -83,7 +85,8 @@ def main() -> int:
 
         began = time.perf_counter()
         options = GenerateOptions(str(folder / "data.jsonl"))
-        code = generate_file(options, Config(), Runtime(resolve, build, lambda _: {}), Console(quiet=True), began=began)
+        pool = LocalPool(Worker(Runtime(resolve, build, lambda _: {})))
+        code = run_file_job(options, Config(), pool, Console(quiet=True), began=began).exit_code
         seconds = time.perf_counter() - began
         watch.look()
         output = folder / "data.results.jsonl"

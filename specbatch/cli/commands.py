@@ -107,12 +107,13 @@ def generate(
     with user_errors() as console:
         if input is None:
             raise InputError("no input is given", _FIRST_RUN)
-        from specbatch.job.command import GenerateOptions, generate_file
+        from specbatch.job.command import GenerateOptions, run_file_job
 
         config = given.load()
         prepare_libraries()
         options = GenerateOptions(input, output, limit, overwrite, given.config)
-        raise typer.Exit(generate_file(options, config, startup.runtime(console), console, began=began))
+        pool = startup.local_pool(console)
+        raise typer.Exit(run_file_job(options, config, pool, console, began=began).exit_code)
 
 
 @app.command(

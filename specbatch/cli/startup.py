@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from specbatch.config import Config
     from specbatch.engine.resolve import ResolvedRun
-    from specbatch.job.command import Runtime
+    from specbatch.job.pool import LocalPool
+    from specbatch.job.worker import Runtime
     from specbatch.types import BatchEngine
 
 _MIN_OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model of many files need more
@@ -50,7 +51,7 @@ def _allow_open_files() -> None:
 def runtime(console: Console) -> Runtime:
     """What jobs need of the engine. Torch is imported on first use: it takes seconds, and mistakes in the command line,
     the input and the output are found before."""
-    from specbatch.job.command import Runtime
+    from specbatch.job.worker import Runtime
 
     def build(run: ResolvedRun, on_progress: Callable[[str], None]) -> BatchEngine:
         from specbatch.engine.build import build_engine
@@ -58,6 +59,15 @@ def runtime(console: Console) -> Runtime:
         return build_engine(run, on_progress)
 
     return Runtime(resolving(console), build, model_paths)
+
+
+def local_pool(console: Console) -> LocalPool:
+    """This process as the only worker."""
+    from specbatch.job.pool import LocalPool
+    from specbatch.job.terminal import print_notes
+    from specbatch.job.worker import Worker
+
+    return LocalPool(Worker(runtime(console), lambda line: print_notes([line], console)))
 
 
 def resolving(console: Console) -> Callable[[Config], ResolvedRun]:

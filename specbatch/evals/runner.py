@@ -21,12 +21,14 @@ from specbatch.evals.files import answers_path, differing_paths, prompts_path, r
 from specbatch.evals.plan import Plan, plan_config, prompt_lines, stop_tokens
 from specbatch.evals.report import Measured
 from specbatch.evals.score import read_results, score
-from specbatch.job.command import GenerateOptions, Runtime, generate_file
+from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.files import disk_errors, write_whole
 from specbatch.job.paths import stats_path_of
+from specbatch.job.pool import LocalPool
 from specbatch.job.templates import ChatTemplate
 from specbatch.job.terminal import print_notes
 from specbatch.job.tokenizer import TextProcessor
+from specbatch.job.worker import Runtime, Worker
 from specbatch.retired import current_statistics
 from specbatch.signals import INTERRUPTED
 from specbatch.types import BatchEngine, EngineStats, SpeculationCounts
@@ -109,8 +111,9 @@ class Runner:
         options = GenerateOptions(str(prompts), answers, overwrite=overwrite or self._overwrite)
         began = time.perf_counter() if self._began is None else self._began
         self._began = None
-        code = generate_file(options, config, self._shared.runtime, self._console, began=began, summary=False)
-        if code == INTERRUPTED:
+        pool = LocalPool(Worker(self._shared.runtime, lambda line: print_notes([line], self._console)))
+        outcome = run_file_job(options, config, pool, self._console, began=began, summary=False)
+        if outcome.exit_code == INTERRUPTED:
             raise Interrupted
 
 

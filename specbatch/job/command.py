@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,7 +18,7 @@ from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
 from specbatch.job.files import file_facts
-from specbatch.job.fingerprint import ModelFiles, differences, job_fingerprint
+from specbatch.job.fingerprint import ModelRecord, differences
 from specbatch.job.generate import FileJob
 from specbatch.job.jsonl import encode_line
 from specbatch.job.paths import (
@@ -36,6 +35,7 @@ from specbatch.job.paths import (
     stats_path_of,
     usable,
 )
+from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks, draft_remarks
 from specbatch.job.results import ResultFile
@@ -43,24 +43,12 @@ from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.sources import Source, input_stem, open_source
 from specbatch.job.stats import build_report, write_report
 from specbatch.job.terminal import closing_table, print_notes, print_table
-from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.job.tokenizer import with_chat_template_text
+from specbatch.job.worker import Description
 from specbatch.signals import INTERRUPTED
-from specbatch.types import BatchEngine
-
-if TYPE_CHECKING:
-    from specbatch.engine.resolve import ResolvedRun
 
 OK, SOME_FAILED = 0, 1  # exit codes
 _OR_OVERWRITE = f"--overwrite replaces it; {ELSEWHERE}"
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """The parts that need models: `engine.build` in the tool, stubs in tests."""
-
-    resolve: Callable[[Config], Any]  # -> ResolvedRun
-    build_engine: Callable[[Any, Callable[[str], None]], BatchEngine]  # (run, on_progress)
-    model_paths: Callable[[Config], Mapping[str, Path]]  # by option, of a resolved config
 
 
 @dataclass(frozen=True)
@@ -74,57 +62,60 @@ class GenerateOptions:
     config_file: Path | None = None  # that `config` was read from; None: ./specbatch.yaml, if it exists
 
 
-def generate_file(
-    options: GenerateOptions, config: Config, runtime: Runtime, console: Console, *, began: float, summary: bool = True
-) -> int:
-    """Run or resume a job; returns the exit code. `began`: when the command did (time.perf_counter). `summary`: print
-    the closing table.
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    exit_code: int
+    output: Path
+    report: dict[str, Any] | None = None  # the statistics, if the output is complete
+
+
+def run_file_job(
+    options: GenerateOptions, config: Config, pool: WorkerPool, console: Console, *, began: float, summary: bool = True
+) -> Outcome:
+    """Run or resume a job. `began`: when the command did (time.perf_counter). `summary`: print the closing table.
 
     Raises SpecbatchError for every problem that is not the fault of one row.
     """
+    with closing(pool):
+        return _run(options, config, pool, console, began, summary)
+
+
+def _run(
+    options: GenerateOptions, config: Config, pool: WorkerPool, console: Console, began: float, summary: bool
+) -> Outcome:
     output = _checked_output(options, config, console)
     config = with_chat_template_text(config)
     parser = RowParser(config.sampling, config.data)
     source = with_checked_fields(open_source(options.input, config.data), parser)
-    run: ResolvedRun = runtime.resolve(config)
+    what = pool.describe(config)
+    notes = list(what.notes)
     start_seconds = time.perf_counter() - began  # with the import of the libraries: a part of loading
-    texts = TextProcessor(run.tokenizer, run.config.data)
-    models = ModelFiles(runtime.model_paths(run.config), lambda line: print_notes([line], console))
-    job = job_fingerprint(run.config, source.identity, options.limit, row_tokens=run.row_tokens, models=models.digests)
-    if texts.prints_today:
-        job["date (printed by the chat template)"] = datetime.date.today().isoformat()
+    job = what.fingerprint(source.identity, options.limit)
     if not options.overwrite and output.exists() and not partial_path(output).exists():
-        return _already_finished(output, job, models, source, console)
+        return _already_finished(output, job, pool.models, source, console)
 
-    with closing(ResultFile(output, job, models, overwrite=options.overwrite)) as results, closing(models):
-        print_notes([*results.notes(), *run.notes], console)
-        remarks = Remarks(run.config.model.target, columns=parser.makes_prompts)
+    with closing(ResultFile(output, job, pool.models, overwrite=options.overwrite)) as results:
+        print_notes([*results.notes(), *notes], console)
+        remarks = Remarks(what.config.model.target, columns=parser.makes_prompts)
 
         def warn(warning: str) -> None:
-            run.notes.append(warning)
+            notes.append(warning)
             print_notes([warning], console)
 
+        def load() -> None:
+            notes.extend(_load(what, pool, results, console))
+
         with closing(JobProgress(console)) as progress:
-            file_job = FileJob(
-                source,
-                parser,
-                texts,
-                results,
-                lambda: _load_engine(run, runtime, models, results, console),
-                remarks,
-                progress,
-                run.config,
-                options.limit,
-                run.low_acceptance,
-                warn,
-            )
+            file_job = FileJob(source, results, pool, load, remarks, progress, options.limit, what.low_acceptance, warn)
             completed = file_job.run()
         session = file_job.session
         remarked = [*remarks.lines(), *draft_remarks(session.engine)]
         if not completed:
             results.close()
             print_notes([*remarked, *_interrupted_notes(results, file_job.total)], console)
-            return INTERRUPTED
+            return Outcome(INTERRUPTED, output)
         sorting = time.perf_counter()
         written = results.finish()
         if results.stale_rows:
@@ -140,43 +131,46 @@ def generate_file(
             results.totals,
             results.resumed_rows - results.stale_rows,
             session,
-            config=config_to_dict(run.config),
-            models=run.description,
-            notes=[*run.notes, *remarked],
+            config=config_to_dict(what.config),
+            models=what.models,
+            made_by=what.made_by,
+            notes=[*notes, *remarked],
         )
-        report |= {"output_file": written, "weights": models.record()}
+        report |= {"output_file": written, "weights": pool.models.record()}
         write_report(stats_path_of(output), report)
         results.discard_partial()
     if summary:
         print_table(closing_table(report), console)
     print_notes(remarked, console)
-    return _verdict(report, console)
+    return Outcome(_verdict(report, console), output, report)
 
 
-def _load_engine(
-    run: ResolvedRun, runtime: Runtime, models: ModelFiles, results: ResultFile, console: Console
-) -> BatchEngine:
-    known = len(run.notes)
-    loading = f"loading {escape(run.config.model.target)}"
+def _load(what: Description, pool: WorkerPool, results: ResultFile, console: Console) -> list[str]:
+    """Make the pool ready; returns what was decided then."""
+    first = results.longest_row
+
+    def settle(here: int) -> int:
+        # A resumed job keeps the row length that its first run allowed: which rows are errors depends on it.
+        if first is not None:
+            if first != here:
+                print_notes([f"longest row: {first} tokens, as in the first run of this job (not {here})"], console)
+            return first
+        if results.resumed_rows:
+            lost = f"longest row: {here} tokens from now on (the limit of this job's first run is lost)"
+            print_notes([lost], console)
+        results.settle_longest_row(here)
+        return here
+
+    loading = f"loading {escape(what.config.model.target)}"
     with console.status(loading) if console.is_terminal else nullcontext() as status:
 
         def on_progress(step: str) -> None:
             if status is not None:
                 status.update(f"{loading}: {escape(step)}")
 
-        engine = runtime.build_engine(run, on_progress)
-    models.check_loaded()
-    models.hash_later()
-    print_notes(run.notes[known:], console)  # what was decided after the model was loaded
-    # A resumed job keeps the row length that its first run allowed: which rows are errors depends on it.
-    here, first = engine.limit_length(None), results.longest_row
-    results.settle_longest_row(engine.limit_length(first))
-    if first is None and results.resumed_rows:
-        lost = f"longest row: {here} tokens from now on (the limit of this job's first run is lost)"
-        print_notes([lost], console)
-    elif first is not None and first != here:
-        print_notes([f"longest row: {first} tokens, as in the first run of this job (not {here})"], console)
-    return engine
+        notes = list(pool.load(settle, on_progress))
+    print_notes(notes, console)
+    return notes
 
 
 def _checked_output(options: GenerateOptions, config: Config, console: Console) -> Path:
@@ -231,7 +225,9 @@ def _output_path(options: GenerateOptions) -> Path:
     return folder / f"{input_stem(options.input)}.results.jsonl"
 
 
-def _already_finished(output: Path, job: dict[str, Any], models: ModelFiles, source: Source, console: Console) -> int:
+def _already_finished(
+    output: Path, job: dict[str, Any], models: ModelRecord, source: Source, console: Console
+) -> Outcome:
     report = _report_of(output)
     changed = differences(report["job"], json.loads(encode_line(job)))
     if changed := changed or models.differences(report.get("weights", {})):
@@ -248,7 +244,7 @@ def _already_finished(output: Path, job: dict[str, Any], models: ModelFiles, sou
             f"--overwrite computes it again; {ELSEWHERE}",
         )
     print_notes([f"{output} is finished already: nothing to do (--overwrite runs it again)"], console)
-    return _verdict(report, console)
+    return Outcome(_verdict(report, console), output, report)
 
 
 def _verdict(report: Mapping[str, Any], console: Console) -> int:

@@ -13,7 +13,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from specbatch import __version__, retired
 from specbatch.config import Config
@@ -87,6 +87,14 @@ _PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.json", "*.model", "*.jinja",
 _BLOCK, _NUM_BLOCKS = 64 << 10, 128  # of each file; a shorter file is hashed whole
 _HEADER, _MAX_HEADER = 1 << 20, 100 << 20
 _HASH_AFTER_SECONDS = 60.0  # a shorter job loses little if it has to start again
+
+
+class ModelRecord(Protocol):
+    """What a result file keeps of the models' files. See `ModelFiles`, which may be in another process."""
+
+    def record(self) -> dict[str, Any]: ...
+
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]: ...
 
 
 class ModelFiles:

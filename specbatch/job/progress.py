@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Column
 
 from specbatch.job.eta import Forecast, Work
+from specbatch.job.stats import WorkerLine
 
 _LIVE_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0
@@ -30,6 +31,7 @@ class Snapshot:
     running: int
     waiting: int
     work: Work
+    workers: Sequence[WorkerLine] = ()  # of a pool
 
 
 class JobProgress:

@@ -5,13 +5,16 @@ Only rows of this session are counted. Memory is bounded: 200 distinct names, an
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Container, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from specbatch.errors import NOT_FINITE_HINT
+from specbatch.job.jsonl import encode_line
 from specbatch.job.parameters import KNOWN_NAMES, MAX_NAME_CHARS, SAMPLING_NAMES, meant_by, shown_name
 from specbatch.job.results_format import RowInfo
 from specbatch.types import EngineStats, SpeculationCounts
@@ -21,6 +24,23 @@ _MAX_SHOWN = 12
 _MAX_IDS = 1 << 24  # rows whose ids are compared: 128 MiB
 _MIN_ROUNDS = 200  # with drafts, before the acceptance length is judged
 _MIN_LENGTH = 1.2  # an acceptance length below this costs more than it saves
+
+
+class Remark(NamedTuple):
+    """What is counted of one row."""
+
+    unread_fields: tuple[str, ...] = ()
+    model: str | None = None  # that the row names
+    id_hash: int = 0  # the same in every process; 0: the row has no id
+
+
+def remark_on(row: RowInfo) -> Remark:
+    names = tuple(name[:MAX_NAME_CHARS] for name in row.unread_fields)
+    id_hash = 0
+    if row.id is not None:
+        digest = hashlib.blake2b(encode_line({"id": row.id}), digest_size=8).digest()
+        id_hash = int.from_bytes(digest, "big", signed=True) or 1
+    return Remark(names, None if row.model is None else str(row.model), id_hash)
 
 
 class Remarks:
@@ -34,15 +54,15 @@ class Remarks:
         self._models = _Tally()
         self._ids = array("q")  # [row index] = hash of its id; 0: none
 
-    def add(self, row: RowInfo) -> None:
-        """Count a row, whether it runs or not."""
-        for name in row.unread_fields:
+    def add(self, index: int, remark: Remark) -> None:
+        """Count the row of this index, whether it ran or not."""
+        for name in remark.unread_fields:
             self._fields.add(name)
-        if row.model is not None and _bare(str(row.model)) != _bare(self._model):
-            self._models.add(str(row.model))
-        if row.id is not None and row.index < _MAX_IDS:
-            self._ids.frombytes(bytes(8 * max(0, row.index + 1 - len(self._ids))))
-            self._ids[row.index] = hash((row.id,)) or 1  # not hash(0), which is 0 itself
+        if remark.model is not None and _bare(remark.model) != _bare(self._model):
+            self._models.add(remark.model)
+        if remark.id_hash and index < _MAX_IDS:
+            self._ids.frombytes(bytes(8 * max(0, index + 1 - len(self._ids))))
+            self._ids[index] = remark.id_hash
 
     def lines(self) -> list[str]:
         """The remarks, a line each."""
@@ -115,7 +135,8 @@ class _Tally:
         return list(self._counts)
 
     def add(self, name: str) -> None:
-        name = name[:MAX_NAME_CHARS]  # the memory is bounded
+        # The memory is bounded.
+        name = name[:MAX_NAME_CHARS]
         if name in self._counts or len(self._counts) < _MAX_NAMES:
             self._counts[name] += 1
         else:

@@ -22,11 +22,12 @@ from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
 from specbatch.job.files import FileFacts, disk_errors, replace_durably
-from specbatch.job.fingerprint import INPUT_FACTS, ModelFiles, differences
+from specbatch.job.fingerprint import INPUT_FACTS, ModelFiles, ModelRecord, differences
 from specbatch.job.jsonl import encode_line
 from specbatch.job.partial import Entry, PartialLines, RowIndex, header_line, read_header
 from specbatch.job.paths import ELSEWHERE, partial_path, sorted_path
 from specbatch.job.results_format import index_of
+from specbatch.job.runner import Finished
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
 
@@ -46,7 +47,7 @@ class ResultFile:
     """
 
     def __init__(
-        self, output: Path, job: Mapping[str, Any], models: ModelFiles | None = None, *, overwrite: bool
+        self, output: Path, job: Mapping[str, Any], models: ModelRecord | None = None, *, overwrite: bool
     ) -> None:
         self.output = output
         self.totals = RowTotals()
@@ -104,15 +105,16 @@ class ResultFile:
         self._rows.confirm(row.index)
         return True
 
-    def append(self, index: int, digest: int, result: dict[str, Any]) -> None:
-        """Write the result of an input row that is not done yet. Raises InputError for errors of the disk."""
-        assert self._rows.get(index) is None, index
-        line = self._lines.row(digest, encode_line(result))
-        self._has_rows = True
-        self._write(line)
-        self.totals.add(result)
-        self._rows.put(index, Entry(self._end, len(line), digest), confirmed=True)
-        self._end += len(line)
+    def append(self, finished: Finished) -> None:
+        """Write results of input rows that are not done yet. Raises InputError for errors of the disk."""
+        lines = [self._lines.row(row.digest, row.line) for row in finished.rows]
+        self._has_rows |= bool(lines)
+        self._write(b"".join(lines))
+        for row, line in zip(finished.rows, lines, strict=True):
+            assert self._rows.get(row.index) is None, row.index
+            self._rows.put(row.index, Entry(self._end, len(line), row.digest), confirmed=True)
+            self._end += len(line)
+        self.totals.merge(finished.totals)
         if time.monotonic() - self._synced_at > _SYNC_SECONDS:
             self.sync()
 

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,12 +66,40 @@ class RowTotals:
         self.completion_tokens += times * completion
         self.speculation.add(rounds, times)
 
+    def merge(self, other: RowTotals) -> None:
+        """Add the sums over other rows."""
+        self.ok += other.ok
+        self.failed += other.failed
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.speculation.add(other.speculation)
+        for kind, rows in other.errors.items():
+            _count(self.errors, kind, rows)
+        for reason, rows in other.finish_reasons.items():
+            _count(self.finish_reasons, reason, rows)
+        for length, rows in other.lengths.items():
+            _count(self.lengths, length, rows)
+
 
 def _count(counts: dict[K, int], kind: K, times: int) -> None:
     """A kind without rows is left out."""
     counts[kind] = counts.get(kind, 0) + times
     if not counts[kind]:
         del counts[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLine:
+    """One worker, for the display and for stats.json."""
+
+    node: str
+    device: str
+    state: str  # such as "loading", "running" or "lost"
+    rows: int
+    running: int  # requests
+    tokens: int  # generated
+    deaths: int
+    seconds: float  # since it was loaded
 
 
 @dataclass(slots=True)
@@ -81,8 +109,10 @@ class Session:
     rows: int = 0
     load_seconds: float = 0.0
     io_seconds: float = 0.0  # reading, tokenizing, detokenizing, writing and the final sort
+    run_seconds: float = 0.0  # from the first row to the last
     total_seconds: float = 0.0  # since the command began
     engine: EngineStats = field(default_factory=EngineStats)
+    workers: Sequence[WorkerLine] = ()  # of a pool
 
 
 def build_report(
@@ -95,12 +125,15 @@ def build_report(
     *,
     config: Mapping[str, Any],
     models: Mapping[str, str],
+    made_by: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """`rows`, `tokens` and `speculation` cover the whole file; `session` this process only. `config`: the resolved one;
-    `models`: what they are, by option."""
+    `models`: what they are, by option; `made_by`: versions, commit and device."""
     engine = session.engine
-    busy = engine.prefill_seconds + engine.decode_seconds
+    # Workers run at the same time: their seconds are means, and the speed is that of the wall time.
+    num_workers = len(session.workers) or 1
+    busy = session.run_seconds if session.workers else engine.prefill_seconds + engine.decode_seconds
     whole, here = totals.speculation, engine.speculation
     refs = (config["model"]["target"], config["speculation"]["draft"])
     return {
@@ -131,8 +164,8 @@ def build_report(
             "seconds": {
                 "total": round(session.total_seconds, 3),
                 "load": round(session.load_seconds, 3),
-                "prefill": round(engine.prefill_seconds, 3),
-                "decode": round(engine.decode_seconds, 3),
+                "prefill": round(engine.prefill_seconds / num_workers, 3),
+                "decode": round(engine.decode_seconds / num_workers, 3),
                 "io": round(session.io_seconds, 3),
             },
             "output_tokens": engine.generated_tokens,
@@ -151,10 +184,9 @@ def build_report(
             ],
             # [i] = share of the rounds that had a draft at depth i + 1
             "draft_rate_by_position": [_ratio(proposed, here.rounds) for proposed in here.proposed_at],
+            **({"workers": [asdict(line) for line in session.workers]} if session.workers else {}),
         },
-        "versions": versions(),
-        "commit": commit(),
-        "device": device_name(config["engine"]["device"]),
+        **made_by,
         "models": dict(models),
         "notes": list(notes),
         "config": dict(config),

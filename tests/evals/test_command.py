@@ -22,8 +22,8 @@ from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, SpecbatchError
 from specbatch.evals.command import EvalOptions, evaluate
 from specbatch.evals.sandbox import Verdict
-from specbatch.job.command import Runtime
 from specbatch.job.stats import commit as stats_commit
+from specbatch.job.worker import Runtime
 from specbatch.types import (
     BatchEngine,
     Completion,

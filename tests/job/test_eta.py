@@ -17,12 +17,12 @@ from rich.console import Console
 from specbatch.config import Config, DataSection, EngineSection
 from specbatch.job.eta import Forecast, Work
 from specbatch.job.generate import FileJob
+from specbatch.job.pool import LocalPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks
 from specbatch.job.results import ResultFile
-from specbatch.job.rows import RowParser
 from specbatch.job.sources import open_source
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.job.worker import Runtime, Worker
 from specbatch.types import (
     BatchEngine,
     Completion,
@@ -34,7 +34,7 @@ from specbatch.types import (
     SamplingParams,
     SpeculationCounts,
 )
-from tests.stub_engine import StubTokenizer
+from tests.stub_engine import resolve
 from tests.tiny_models import random_prompts, tiny_device_engine, tiny_engine
 
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
@@ -81,6 +81,9 @@ class SimulatedEngine:
 
     def tokens_so_far(self) -> dict[int, int]:
         return {request.request_id: int(w) for request, w in zip(self._running, self._written, strict=True)}
+
+    def limit_length(self, tokens: int | None) -> int:
+        return self.limits.max_prompt_tokens + 1
 
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
@@ -151,16 +154,12 @@ class Simulation:
                     job.interrupted = True
 
         etas = self.etas = []
-        job = FileJob(
-            source,
-            RowParser(SamplingParams(max_tokens=self.most), DataSection()),
-            TextProcessor(StubTokenizer(), DataSection()),
-            results,
-            lambda: engine,
-            Remarks("stub", columns=False),
-            Watched(Console(file=log, width=200), clock=lambda: engine.now),
-            replace(Config(), engine=EngineSection(max_batch_size=self.batch)),
-        )
+        config = Config(engine=EngineSection(max_batch_size=self.batch), sampling=SamplingParams(max_tokens=self.most))
+        pool = LocalPool(Worker(Runtime(resolve, lambda run, show: engine, lambda _: {})))
+        pool.describe(config)
+        pool.load(lambda tokens: tokens, lambda step: None)
+        watched = Watched(Console(file=log, width=200), clock=lambda: engine.now)
+        job = FileJob(source, results, pool, lambda: None, Remarks("stub", columns=False), watched)
         job.run()
         results.close()
         return engine.now

@@ -16,6 +16,7 @@ from specbatch.job.fingerprint import ModelFiles, differences, job_fingerprint
 from specbatch.job.paths import partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
+from tests.job.finished import finished
 from tests.job.test_generate import Run
 from tests.stub_engine import StubEngine
 
@@ -132,7 +133,7 @@ def test_weights_with_another_time(
         thread = models.hash_later(after_seconds=0)
         assert thread is not None
         thread.join()
-    results.append(0, ROW.digest(), {"index": 0, "error": {"type": "x"}})
+    results.append(finished(0, ROW.digest(), {"index": 0, "error": {"type": "x"}}))
     results.close()
     session()[0].close()  # an unchanged model is read no further
     assert not logged
@@ -162,7 +163,7 @@ def test_weights_are_known_of_a_job_that_was_killed_at_once(tmp_path: Path, mode
         return ResultFile(tmp_path / "o.jsonl", dict(models.digests), models, overwrite=False)
 
     results = session()
-    results.append(0, ROW.digest(), {"index": 0, "error": {"type": "x"}})
+    results.append(finished(0, ROW.digest(), {"index": 0, "error": {"type": "x"}}))
     results._file.close()  # as the end of a process does
     edit(model / "model.safetensors")
     with pytest.raises(InputError, match="written"):

@@ -20,9 +20,11 @@ from rich.console import Console
 
 from specbatch.config import Config, DataSection, EngineSection, SpeculationSection
 from specbatch.errors import InputError, ModelError
-from specbatch.job.command import GenerateOptions, Runtime, generate_file
+from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.paths import partial_path
+from specbatch.job.pool import LocalPool
 from specbatch.job.results import ResultFile
+from specbatch.job.worker import Runtime, Worker
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
 from tests.job.test_jsonl import BAD_LINES, BAD_ROWS
 from tests.job.test_openai_batch import BAD_REQUESTS
@@ -56,8 +58,8 @@ class Run:
         console = Console(file=io.StringIO(), width=200)
         try:
             arguments = GenerateOptions(**{"input": str(self.input), **options})
-            runtime = Runtime(resolve, build, lambda _: self.models)
-            return generate_file(arguments, config, runtime, console, began=time.perf_counter())
+            pool = LocalPool(Worker(Runtime(resolve, build, lambda _: self.models), console.print))
+            return run_file_job(arguments, config, pool, console, began=time.perf_counter()).exit_code
         finally:
             self.log = console.file.getvalue()  # type: ignore[attr-defined]
 

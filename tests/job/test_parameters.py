@@ -10,7 +10,7 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import RowError
 from specbatch.job.parameters import KNOWN_NAMES, SAMPLING_NAMES, UNSUPPORTED, meant_by
-from specbatch.job.remarks import Remarks
+from specbatch.job.remarks import Remarks, remark_on
 from specbatch.job.results_format import RowInfo
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
@@ -164,7 +164,7 @@ def remarks_of(rows: list[dict[str, Any]], data: DataSection | None = None) -> l
     parser = RowParser(SamplingParams(), data or DataSection())
     remarks = Remarks("org/Model-1B", columns=parser.makes_prompts)
     for index, row in enumerate(rows):
-        remarks.add(parse(row, index, parser)[0])
+        remarks.add(index, remark_on(parse(row, index, parser)[0]))
     return remarks.lines()
 
 

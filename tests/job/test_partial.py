@@ -21,6 +21,7 @@ from specbatch.job.paths import partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
+from tests.job.finished import finished
 from tests.job.test_generate import Run
 from tests.stub_engine import StubEngine
 
@@ -57,7 +58,7 @@ class Job:
     def begin(self) -> None:
         results = ResultFile(self.output, JOB, overwrite=True)
         for index in (4, 1, 0, 8, 5):
-            results.append(index, ROWS[index].digest(), result_of(ROWS[index]))
+            results.append(finished(index, ROWS[index].digest(), result_of(ROWS[index])))
         results.close()
 
     def resume(self, content: bytes, job: dict[str, Any] | None = None) -> tuple[int, ResultFile]:
@@ -67,7 +68,7 @@ class Job:
         computed = 0
         for row in ROWS:
             if not results.is_done(row):
-                results.append(row.index, row.digest(), result_of(row))
+                results.append(finished(row.index, row.digest(), result_of(row)))
                 computed += 1
         results.finish()
         assert self.output.read_bytes() == WHOLE
@@ -160,7 +161,7 @@ def test_kills_at_any_disk_operation(tmp_path: Path, seed: int) -> None:
                 results = ResultFile(output, JOB, overwrite=False)
                 for row in rng.sample(ROWS, len(ROWS)):
                     if not results.is_done(row):
-                        results.append(row.index, row.digest(), result_of(row))
+                        results.append(finished(row.index, row.digest(), result_of(row)))
                 results.finish()
                 results.discard_partial()
             break
@@ -267,7 +268,7 @@ def test_damage_while_the_job_runs_is_found_before_the_output_is_written(job: Jo
     job.output.unlink(missing_ok=True)
     results = ResultFile(job.output, JOB, overwrite=True)
     for row in ROWS:
-        results.append(row.index, row.digest(), result_of(row))
+        results.append(finished(row.index, row.digest(), result_of(row)))
     whole = job.partial.read_bytes()
     job.partial.write_bytes(whole.replace(b'"text": "t"', b'"text": "u"', 1))
     with pytest.raises(InputError, match="damaged while the job was running"):
@@ -285,7 +286,9 @@ def test_the_merge_reads_each_byte_once(tmp_path: Path) -> None:
     random.Random(0).shuffle(order)
     results = ResultFile(tmp_path / "o.jsonl", {}, overwrite=False)
     for index in order:
-        results.append(index, index, {"index": index, "error": {"type": "x"}, "metadata": "y" * (index % 700)})
+        results.append(
+            finished(index, index, {"index": index, "error": {"type": "x"}, "metadata": "y" * (index % 700)})
+        )
     size = partial_path(results.output).stat().st_size
     before = read_so_far()
     results.finish()

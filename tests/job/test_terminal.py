@@ -64,5 +64,5 @@ def test_acceptance_goes_with_the_accepted_drafts(rounds: dict[str, int], text: 
         "engine": {"device": "cpu"},
     }
     session = Session(engine=EngineStats(speculation=speculation))
-    report = build_report({}, "d", Path("o"), totals, 0, session, config=config, models={})
+    report = build_report({}, "d", Path("o"), totals, 0, session, config=config, models={}, made_by={})
     assert acceptance_text(report["speculation"], report["session"]["draft_rate_by_position"]) == text

@@ -16,8 +16,10 @@ from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.errors import InputError
-from specbatch.job.command import GenerateOptions, Runtime, generate_file
+from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.paths import stats_path_of
+from specbatch.job.pool import LocalPool
+from specbatch.job.worker import Runtime, Worker
 
 INTERRUPTED = 130
 
@@ -29,9 +31,10 @@ def run_rows(rows: Path, output: Path, sets: Sequence[str], config: Path | None,
     Raises SpecbatchError for mistakes, KeyboardInterrupt where a signal ended it (finished rows are kept).
     """
     console = Console(stderr=True, highlight=False)
-    runtime = Runtime(resolve, build_engine, model_paths)
+    pool = LocalPool(Worker(Runtime(resolve, build_engine, model_paths)))
     options = GenerateOptions(str(rows), output, overwrite=overwrite)
-    code = generate_file(options, load_config(config, sets), runtime, console, began=time.perf_counter())
+    code = run_file_job(options, load_config(config, sets), pool, console, began=time.perf_counter()).exit_code
+    del pool  # with its engine
     # The next engine, or the training, needs the device's memory.
     gc.collect()
     if torch.cuda.is_available():

@@ -1,0 +1,120 @@
+"""Where a job's rows run: in this process, or on workers elsewhere. The file job is the same for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from specbatch.config import Config
+from specbatch.job.fingerprint import ModelRecord
+from specbatch.job.runner import Finished, Load, RowRunner
+from specbatch.job.sources import RawRow
+from specbatch.job.stats import WorkerLine
+from specbatch.job.worker import Description, Worker
+from specbatch.types import EngineStats
+
+
+@dataclass(slots=True)
+class PoolState:
+    """Sums over workers."""
+
+    load: Load = field(default_factory=Load)
+    num_workers: int = 1  # that run rows
+    workers: Sequence[WorkerLine] = ()  # empty: the job's own process
+
+
+class WorkerPool(Protocol):
+    """Call describe first, then load, then the others. All raise SpecbatchError for what the user can mend."""
+
+    models: ModelRecord  # of the job's models, after `describe`
+
+    def describe(self, config: Config) -> Description:
+        """What the job is."""
+        ...
+
+    def load(self, settle: Callable[[int], int], on_progress: Callable[[str], None]) -> Sequence[str]:
+        """Build engines; returns notes. `settle`: the tokens of a row that memory allows -> those that the job does."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `submit` should be called now."""
+        ...
+
+    def submit(self, row: RawRow) -> None: ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether each row that was submitted has been returned."""
+        ...
+
+    def collect(self, last: bool) -> Finished:
+        """Run for a moment, and return the rows that finished, each once. `last`: no more rows will be submitted."""
+        ...
+
+    def drain(self) -> Finished:
+        """The rows that have finished, when a job ends early."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """Sums over the engines."""
+        ...
+
+    def state(self) -> PoolState: ...
+
+    def close(self) -> None: ...
+
+
+class LocalPool:
+    """The worker in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._runner: RowRunner | None = None
+
+    def describe(self, config: Config) -> Description:
+        described = self._worker.describe(config)
+        self.models: ModelRecord = self._worker.models
+        return described
+
+    def load(self, settle: Callable[[int], int], on_progress: Callable[[str], None]) -> Sequence[str]:
+        loaded = self._worker.load(on_progress)
+        self._worker.limit_length(settle(loaded.longest_row))
+        self._runner = self._worker.runner
+        return loaded.notes
+
+    @property
+    def has_room(self) -> bool:
+        return self._loaded.has_room
+
+    def submit(self, row: RawRow) -> None:
+        self._loaded.start(row)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._loaded.is_empty
+
+    def collect(self, last: bool) -> Finished:
+        if self._loaded.is_busy:
+            self._loaded.step()
+        return self._loaded.take()
+
+    def drain(self) -> Finished:
+        return self._loaded.take()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._runner.engine.stats if self._runner is not None else EngineStats()
+
+    def state(self) -> PoolState:
+        return PoolState(self._loaded.load())
+
+    def close(self) -> None:
+        self._worker.close()
+
+    @property
+    def _loaded(self) -> RowRunner:
+        assert self._runner is not None, "load() comes first"
+        return self._runner

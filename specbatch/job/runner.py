@@ -1,0 +1,193 @@
+"""Rows in, result lines out: everything that one engine does for a row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specbatch.config import Config
+from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
+from specbatch.job.jsonl import encode_line
+from specbatch.job.remarks import Remark, remark_on
+from specbatch.job.results_format import Choice, RowInfo, error_line, result_line
+from specbatch.job.rows import Prompt, RowParser
+from specbatch.job.sources import RawRow
+from specbatch.job.stats import RowTotals
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.types import BatchEngine, Completion, EngineStats, FinishReason, Request, RngKey, SpeculationCounts
+
+_WAITING_BATCHES = 2  # of requests that wait in the engine; then no more rows are started
+_MAX_UNREAD = 256  # rows that failed at once and were not taken yet; then no more rows are started
+_MAX_MESSAGE_CHARS = 500  # error messages quote the row: its mistake must not make a line of the output long
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    index: int
+    digest: int  # RawRow.digest
+    line: bytes  # the result, with a newline
+    remark: Remark
+
+
+@dataclass(slots=True)
+class Finished:
+    """Rows that finished, and sums over their lines."""
+
+    rows: list[FinishedRow] = field(default_factory=list)
+    totals: RowTotals = field(default_factory=RowTotals)
+
+    def add(self, index: int, digest: int, line: dict[str, Any], remark: Remark | None = None) -> None:
+        self.rows.append(FinishedRow(index, digest, encode_line(line), remark or Remark()))
+        self.totals.add(line)
+
+
+@dataclass(slots=True)
+class Load:
+    """What an engine has done since it was built, and what it has to do. Numbers are of requests."""
+
+    stats: EngineStats = field(default_factory=EngineStats)
+    num_submitted: int = 0
+    num_admitted: int = 0
+    running: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, limit) of those that have started
+    waiting: list[int] = field(default_factory=list)  # limits of the others
+
+
+@dataclass(slots=True)
+class _RowInFlight:
+    digest: int
+    row: RowInfo
+    prompt: Prompt
+    prompt_tokens: int
+    completions: list[Completion | None] = field(default_factory=list)
+
+
+class RowRunner:
+    """Runs rows on one engine. `config`: the resolved one, which decides what a row's line is."""
+
+    def __init__(self, engine: BatchEngine, texts: TextProcessor, config: Config) -> None:
+        batch = config.engine.max_batch_size
+        assert batch is not None, "resolve() decides it"
+        self.engine = engine
+        self._texts = texts
+        self._config = config
+        self._parser = RowParser(config.sampling, config.data)
+        self._max_waiting = _WAITING_BATCHES * batch
+        self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, index of the completion)
+        self._num_submitted = 0
+        self._finished = Finished()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `start` should be called. Enough requests wait in the engine to fill its batch at once; more would
+        only take memory."""
+        return self.engine.num_waiting < self._max_waiting and len(self._finished.rows) < _MAX_UNREAD
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._in_flight)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether `take` has returned each row that was started."""
+        return not self._in_flight and not self._finished.rows
+
+    def start(self, raw: RawRow) -> None:
+        digest = raw.digest()
+        row, prompt = self._parser.parse(raw)
+        try:
+            if isinstance(prompt, RowError):
+                raise prompt
+            token_ids = self._texts.encode(prompt, self.engine.limits)
+        except RowError as exc:
+            self._fail(row, digest, exc)
+            return
+        params = prompt.params
+        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), [None] * prompt.num_requests)
+        for sample in range(prompt.num_requests):
+            # A row's own seed gives the same text wherever the row is. Any other seed is combined with the row's index.
+            if prompt.own_seed and params.seed is not None:
+                rng = RngKey(params.seed, 0, sample)
+            else:
+                seed = self._config.engine.seed if params.seed is None else params.seed
+                rng = RngKey(seed, row.index, sample)
+            request_id = self._num_submitted
+            self._num_submitted += 1
+            self._in_flight[request_id] = (in_flight, sample)
+            self.engine.submit(Request(request_id, token_ids, params, rng, self._texts.stop_check(params)))
+
+    def step(self) -> None:
+        """One step of the engine."""
+        for completion in self.engine.step():
+            self._complete(completion)
+
+    def take(self) -> Finished:
+        """The rows that finished since the last call."""
+        taken, self._finished = self._finished, Finished()
+        return taken
+
+    def load(self) -> Load:
+        so_far = self.engine.tokens_so_far()
+        limits = {
+            request_id: min(row.prompt.params.max_tokens, self.engine.limits.max_prompt_tokens + 1 - row.prompt_tokens)
+            for request_id, (row, _) in self._in_flight.items()
+        }
+        return Load(
+            self.engine.stats,
+            self._num_submitted,
+            num_admitted=self._num_submitted - len(limits) + len(so_far),
+            running=[(tokens, limits[request_id]) for request_id, tokens in so_far.items()],
+            waiting=[limit for request_id, limit in limits.items() if request_id not in so_far],
+        )
+
+    def started_rows(self) -> Collection[int]:
+        """The indices of the rows that the engine has begun to compute."""
+        return {self._in_flight[request_id][0].row.index for request_id in self.engine.tokens_so_far()}
+
+    def _complete(self, completion: Completion) -> None:
+        in_flight, sample = self._in_flight.pop(completion.request_id)
+        in_flight.completions[sample] = completion
+        done = [c for c in in_flight.completions if c is not None]
+        if len(done) < len(in_flight.completions):
+            return
+        row, params = in_flight.row, in_flight.prompt.params
+        if any(c.finish_reason is FinishReason.ERROR for c in done):
+            self._fail(row, in_flight.digest, _not_finite(done))
+            return
+        choices = [
+            Choice(self._texts.final_text(c, params), c.token_ids, c.finish_reason, c.logprobs, c.speculation)
+            for c in done
+        ]
+        # The others are copies. They took no rounds, so that sums over choices are what was computed.
+        copy = replace(choices[0], speculation=SpeculationCounts())
+        choices += [copy] * (params.n - len(choices))
+        line = result_line(
+            row,
+            in_flight.prompt_tokens,
+            choices,
+            self._texts.token_text,
+            model=self._config.model.target,
+            simulated=self._config.speculation.simulate_acceptance is not None,
+        )
+        self._add(row, in_flight.digest, line)
+
+    def _fail(self, row: RowInfo, digest: int, error: RowError) -> None:
+        self._add(row, digest, failed_line(row, error))
+
+    def _add(self, row: RowInfo, digest: int, line: dict[str, Any]) -> None:
+        self._finished.add(row.index, digest, line, remark_on(row))
+
+
+def failed_line(row: RowInfo, error: RowError) -> dict[str, Any]:
+    """The result line of a row that failed, with a message of bounded length."""
+    if len(error.message) > _MAX_MESSAGE_CHARS:
+        error = RowError(error.type, error.message[: _MAX_MESSAGE_CHARS - 3] + "...")
+    return error_line(row, error)
+
+
+def _not_finite(completions: Sequence[Completion]) -> RowError:
+    """One completion without an end makes the row an error: the other completions are not returned."""
+    number, first = next((i, c) for i, c in enumerate(completions, 1) if c.finish_reason is FinishReason.ERROR)
+    of = f" of completion {number} of {len(completions)}" if len(completions) > 1 else ""
+    return RowError("non_finite", f"{NOT_FINITE} at token {len(first.token_ids) + 1}{of}: {NOT_FINITE_HINT}")

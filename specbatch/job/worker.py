@@ -1,0 +1,140 @@
+"""A worker: one process with one engine that runs rows. A job has one in its own process, or several in a pool."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbatch.config import Config
+from specbatch.job.fingerprint import ModelFiles, job_fingerprint
+from specbatch.job.runner import Finished, Load, RowRunner
+from specbatch.job.sources import RawRow
+from specbatch.job.stats import commit, device_name, versions
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.types import BatchEngine
+
+if TYPE_CHECKING:
+    from specbatch.engine.resolve import ResolvedRun
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The parts that need models: `engine.build` in the tool, stubs in tests."""
+
+    resolve: Callable[[Config], Any]  # -> ResolvedRun
+    build_engine: Callable[[Any, Callable[[str], None]], BatchEngine]  # (run, on_progress)
+    model_paths: Callable[[Config], Mapping[str, Path]]  # by option, of a resolved config
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a job is, as it is decided where the job runs. Without tokenizer and weights, so that it can be sent."""
+
+    config: Config  # resolved
+    row_tokens: int | None  # see `job_fingerprint`
+    digests: Mapping[str, str]  # of the models' files, by option
+    models: Mapping[str, str]  # what the models are, by option
+    notes: Sequence[str]  # what was decided
+    low_acceptance: str | None  # likely causes, if hardly any draft is accepted; None: no warning
+    node: str
+    made_by: Mapping[str, Any]  # versions, commit, device
+    date: str | None  # that the chat template prints; None: it prints none
+
+    def fingerprint(self, source: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
+        """The job's identity. `source`: of the input."""
+        job = job_fingerprint(self.config, source, limit, row_tokens=self.row_tokens, models=self.digests)
+        if self.date is not None:
+            job["date (printed by the chat template)"] = self.date
+        return job
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was decided when the engine was built."""
+
+    longest_row: int  # tokens of a row, prompt and output, that memory allows
+    notes: Sequence[str]
+
+
+@dataclass(slots=True)
+class Slice:
+    """What a worker did in one exchange, and its state after it."""
+
+    finished: Finished
+    load: Load
+    started: Sequence[int] = ()  # indices of the rows that the engine computes: one of them, if the process dies
+    models: Mapping[str, Any] = field(default_factory=dict)  # ModelFiles.record()
+
+
+class Worker:
+    """The methods are called in this order: describe, load, limit_length, exchange ...
+
+    All raise SpecbatchError for what the user can mend.
+    """
+
+    def __init__(self, runtime: Runtime, log: Callable[[str], None] = lambda line: None) -> None:
+        self._runtime = runtime
+        self._log = log
+        self._unstarted: deque[RawRow] = deque()
+
+    def describe(self, config: Config) -> Description:
+        """Decide every `auto`, and read what the models are. It downloads models that are not on this machine."""
+        run: ResolvedRun = self._runtime.resolve(config)
+        self._run = run
+        self._texts = TextProcessor(run.tokenizer, run.config.data)
+        self.models = ModelFiles(self._runtime.model_paths(run.config), self._log)
+        return Description(
+            run.config,
+            run.row_tokens,
+            dict(self.models.digests),
+            dict(run.description),
+            list(run.notes),
+            run.low_acceptance,
+            platform.node(),
+            {"versions": versions(), "commit": commit(), "device": device_name(run.config.engine.device)},
+            datetime.date.today().isoformat() if self._texts.prints_today else None,
+        )
+
+    def model_differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        return self.models.differences(recorded)
+
+    def load(self, on_progress: Callable[[str], None] = lambda step: None) -> Loaded:
+        """Build the engine."""
+        known = len(self._run.notes)
+        engine = self._runtime.build_engine(self._run, on_progress)
+        self.models.check_loaded()
+        self.models.hash_later()
+        self.runner = RowRunner(engine, self._texts, self._run.config)
+        return Loaded(engine.limit_length(None), list(self._run.notes[known:]))
+
+    def limit_length(self, tokens: int) -> int:
+        """See `BatchEngine.limit_length`."""
+        return self.runner.engine.limit_length(tokens)
+
+    def exchange(self, rows: Sequence[RawRow], drop: Sequence[int], seconds: float) -> Slice:
+        """Take `rows`, and run until `seconds` have passed or nothing is left. Rows with an index in `drop` are left
+        out if they have not begun."""
+        end = time.perf_counter() + seconds
+        if drop:
+            dropped = set(drop)
+            self._unstarted = deque(row for row in self._unstarted if row.index not in dropped)
+        self._unstarted.extend(rows)
+        runner = self.runner
+        while True:
+            while self._unstarted and runner.has_room:
+                runner.start(self._unstarted.popleft())
+            if not runner.is_busy or time.perf_counter() >= end:
+                break
+            runner.step()
+        return Slice(runner.take(), runner.load(), list(runner.started_rows()), self.models.record())
+
+    def close(self) -> None:
+        """Stop what runs in the background. Weights stay until the object is gone."""
+        if hasattr(self, "models"):
+            self.models.close()
