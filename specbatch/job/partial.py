@@ -7,6 +7,7 @@ JSON lines, each with a checksum of its rest:
     {"check":"<16 hex digits>","specbatch_longest_row":N}                   maximum tokens of a row, in all sessions
     {"check":"<16 hex digits>","specbatch_input":{...}}                     the job's input from here on; null: any
     {"check":"<16 hex digits>","specbatch_weights":{...}}                   long files of models, see `fingerprint`
+    {"check":"<16 hex digits>","specbatch_deaths":{"<row>":[...],...}}      `RowDeaths` that have changed
 
 The checksums of all lines but the first are keyed by the first, so that lines of another job's file are found.
 """
@@ -39,6 +40,7 @@ class PartialLines:
 
     def __init__(self, header: bytes) -> None:
         self._key = blake2b(header, digest_size=32).digest()
+        self.job_id = self._key.hex()[:16]
 
     def row(self, digest: int, result: bytes) -> bytes:
         """The line with a result line; `digest`: of the input row."""
@@ -116,6 +118,14 @@ class Entry(NamedTuple):
     offset: int
     length: int
     digest: int
+
+
+class RowDeaths(NamedTuple):
+    """How often the process that ran a row died, the digest of the input row, and how it died the last time."""
+
+    times: int
+    digest: int
+    cause: str
 
 
 class RowIndex:

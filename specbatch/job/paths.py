@@ -26,6 +26,7 @@ ELSEWHERE = "-o PATH writes elsewhere"
 _MAX_BYTES = 64 << 20  # of a result line and of statistics
 # The beginnings of partial files, of this version and older ones.
 _PARTIAL_MARKS = (b'{"check":"', b'{"specbatch_job":')
+_RUNNING_MARK = b'{"specbatch_running":'
 _RESULT_MARK = b'{"id": '
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _FORMATS = (
@@ -51,6 +52,10 @@ def partial_path(output: Path) -> Path:
     return output.with_name(output.name + ".partial")
 
 
+def running_path(output: Path) -> Path:
+    return output.with_name(output.name + ".partial.running")
+
+
 def sorted_path(output: Path) -> Path:
     return output.with_name(output.name + ".sorted")
 
@@ -74,6 +79,7 @@ def job_files(output: Path) -> list[Written]:
     return [
         Written("the output", output, lambda path: None),  # the user named it; --overwrite decides
         Written("the unfinished results", partial_path(output), unless(is_partial)),
+        Written("the table of running rows", running_path(output), unless(is_running_table)),
         Written("the sorted results", sorted_path(output), unless(holds_results)),
         Written("the statistics", stats_path_of(output), lambda path: _other_statistics(output, path)),
     ]
@@ -208,8 +214,17 @@ def check_can_write(files: Iterable[Written]) -> None:
 
 def is_partial(path: Path) -> bool:
     """Whether it is the file of an unfinished job, also if its first line is torn."""
-    begin = _first_bytes(path, max(map(len, _PARTIAL_MARKS)))
-    return any(begin.startswith(mark) or mark.startswith(begin) for mark in _PARTIAL_MARKS)
+    return _begins_with(path, _PARTIAL_MARKS)
+
+
+def is_running_table(path: Path) -> bool:
+    """Whether it is the file of `crashes.RunningRows`, also if its first line is torn."""
+    return _begins_with(path, (_RUNNING_MARK,))
+
+
+def _begins_with(path: Path, marks: Sequence[bytes]) -> bool:
+    begin = _first_bytes(path, max(map(len, marks)))
+    return any(begin.startswith(mark) or mark.startswith(begin) for mark in marks)
 
 
 def holds_results(path: Path) -> bool:

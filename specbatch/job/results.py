@@ -24,8 +24,8 @@ from specbatch.errors import InputError
 from specbatch.job.files import FileFacts, disk_errors, replace_durably
 from specbatch.job.fingerprint import INPUT_FACTS, ModelFiles, ModelRecord, differences
 from specbatch.job.jsonl import encode_line
-from specbatch.job.partial import Entry, PartialLines, RowIndex, header_line, read_header
-from specbatch.job.paths import ELSEWHERE, partial_path, sorted_path
+from specbatch.job.partial import Entry, PartialLines, RowDeaths, RowIndex, header_line, read_header
+from specbatch.job.paths import ELSEWHERE, partial_path, running_path, sorted_path
 from specbatch.job.results_format import index_of
 from specbatch.job.runner import Finished
 from specbatch.job.sources import RawRow
@@ -37,6 +37,7 @@ _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 _INPUT_NOW = "specbatch_input"  # the record of an input that is not that of the first line
 _LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
 _MODELS = "specbatch_weights"  # the record of the models' large files, see `fingerprint`
+_DEATHS = "specbatch_deaths"  # the record of rows whose process died
 _START_AGAIN = f"--overwrite drops it and starts again; {ELSEWHERE}"
 
 
@@ -60,6 +61,7 @@ class ResultFile:
         self._input_released = False  # earlier sessions allow another input
         self._models = models or ModelFiles({})
         self._recorded_models: dict[str, Any] = {}  # their record in the file
+        self._deaths: dict[int, RowDeaths] = {}
         self._has_rows = False  # or damaged lines
         self._path = partial_path(output)
         self._rows = RowIndex()
@@ -69,6 +71,7 @@ class ResultFile:
         try:
             if overwrite:
                 self._file.truncate(0)
+                running_path(output).unlink(missing_ok=True)
             self._load(dict(job))
         except BaseException:
             self._file.close()
@@ -118,9 +121,33 @@ class ResultFile:
         if time.monotonic() - self._synced_at > _SYNC_SECONDS:
             self.sync()
 
+    @property
+    def job_id(self) -> str:
+        """All sessions of this job have the same."""
+        return self._lines.job_id
+
+    def deaths_of(self, row: RawRow) -> RowDeaths | None:
+        """How often the process that ran this row died; None: never. Deaths of another row with the same index are
+        forgotten."""
+        deaths = self._deaths.get(row.index)
+        if deaths is not None and deaths.digest != row.digest():
+            del self._deaths[row.index]
+            return None
+        return deaths
+
+    def add_deaths(self, rows: Mapping[int, int], cause: str) -> None:
+        """Count one more death for rows that a process ran when it died. `rows`: index -> RawRow.digest. All later
+        sessions have the counts."""
+        for index, digest in rows.items():
+            before = self._deaths.get(index)
+            times = before.times if before is not None and before.digest == digest else 0
+            self._deaths[index] = RowDeaths(times + 1, digest, cause)
+        if rows:
+            self._append({_DEATHS: {str(index): self._deaths[index] for index in rows}})
+
     def release_input(self) -> None:
         """Allow the next session another input."""
-        if self._has_rows:
+        if self._is_worth_keeping:
             self._append({_INPUT_NOW: None})
             self.sync()
 
@@ -163,15 +190,19 @@ class ResultFile:
         self._file.close()
 
     def close(self) -> None:
-        """Leave a job that can be resumed. A partial file without rows is removed."""
+        """Leave a job that can be resumed. A partial file without rows and deaths is removed."""
         if self._file.closed:
             return
-        if not self._has_rows:
+        if not self._is_worth_keeping:
             self._path.unlink(missing_ok=True)
         else:
             with contextlib.suppress(InputError):
                 self.sync()
         self._file.close()
+
+    @property
+    def _is_worth_keeping(self) -> bool:
+        return self._has_rows or bool(self._deaths)
 
     def _open_locked(self) -> BinaryIO:
         while True:
@@ -214,6 +245,8 @@ class ResultFile:
                 if not self._add_finished(line, end):
                     record = self._lines.open_record(line)
                     self.damaged_lines += record is None
+                    for index, deaths in (record or {}).pop(_DEATHS, {}).items():
+                        self._deaths[int(index)] = RowDeaths(*deaths)
                     records |= record or {}
                 end += len(line)
         if old is None and not self.totals.rows:

@@ -24,6 +24,7 @@ from specbatch.job.paths import (
     output_file,
     partial_path,
     read_stats,
+    running_path,
     sorted_path,
     stats_path_of,
     unless,
@@ -102,7 +103,7 @@ def test_a_link_is_followed_once(tmp_path: Path) -> None:
     check(tmp_path / "out.jsonl")
 
 
-DERIVED = [partial_path, sorted_path, stats_path_of]
+DERIVED = [partial_path, running_path, sorted_path, stats_path_of]
 
 
 @pytest.mark.parametrize("derive", DERIVED)
@@ -148,6 +149,9 @@ def test_our_own_files_are_known(tmp_path: Path) -> None:
     ):
         partial_path(output).write_bytes(content)
         assert is_partial(partial_path(output)), content
+        check(output)
+    for content in (b"", b'{"specbatch_r', b'{"specbatch_running": {}}\n'):
+        running_path(output).write_bytes(content)
         check(output)
     for content in (b"", b'{"i', RESULT[:20], RESULT, RESULT * 3, BATCH):
         sorted_path(output).write_bytes(content)

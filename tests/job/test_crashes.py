@@ -1,0 +1,193 @@
+"""Rows that crash the process: they are found, run alone, and are left out only by a decision of the user."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specbatch.job.crashes import Crash, RunningRows, last_crash
+from specbatch.job.paths import is_running_table, partial_path
+from specbatch.job.results import ResultFile
+from specbatch.job.sources import RawRow
+
+# A process that runs three of four rows, and then ends as argument 2 says.
+ENDING = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from specbatch.job.crashes import RunningRows
+
+def a_kernel(): ctypes.string_at(0)
+running = RunningRows(Path(sys.argv[1]), "job")
+for row in (7, 8, 9, 0): running.start(row, 2**64 - 1 - row)
+running.finish(8)
+with running.watch(): exec(sys.argv[2])
+running.close()
+"""
+
+
+def end(path: Path, how: str) -> int:
+    """The exit code of that process. `path`: its table."""
+    return subprocess.run([sys.executable, "-c", ENDING, path, how], capture_output=True, check=False).returncode
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "o.jsonl.partial.running"
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("a_kernel()", "segmentation fault in string_at, __init__.py line "),
+        ("os.abort()", "aborted in <module>, <string> line 1"),
+        *(
+            (f"os.kill(os.getpid(), signal.{name})", cause)
+            for name, cause in {"SIGBUS": "bus error", "SIGFPE": "floating", "SIGILL": "illegal"}.items()
+        ),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_crash_is_found_with_its_rows(path: Path, how: str, cause: str) -> None:
+    assert end(path, how) != 0
+    assert is_running_table(path)
+    crash = last_crash(path, "job")
+    assert crash is not None
+    assert crash.cause.startswith(cause)
+    assert crash.rows == {row: 2**64 - 1 - row for row in (7, 9, 0)}
+    assert last_crash(path, "another job") is None
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(130)", "raise MemoryError"])
+def test_other_ends_are_no_crash_of_a_row(path: Path, how: str) -> None:
+    assert end(path, how) != 0
+    assert last_crash(path, "job") is None
+
+
+def test_nothing_is_left_after_a_job(path: Path) -> None:
+    assert end(path, "pass") == 0
+    assert not path.exists()
+
+
+class System:
+    """/proc and /sys of a machine with control groups of version 2 or 1."""
+
+    def __init__(self, folder: Path, version: int, visible: bool = True) -> None:
+        self.root = folder
+        base, name, line = {
+            2: ("sys/fs/cgroup", "memory.events", "0::/jobs/mine"),
+            1: ("sys/fs/cgroup/memory", "memory.oom_control", "4:cpu,memory:/jobs/mine"),
+        }[version]
+        self.group = folder / base / ("jobs/mine" if visible else "")
+        self.kills = self.group / name
+        self.boot = folder / "proc/sys/kernel/random/boot_id"
+        for file in (self.kills, self.boot, folder / "proc/self/cgroup"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        (folder / "proc/self/cgroup").write_text(f"12:cpuset:/\n{line}\n")
+        self.boot.write_text("first\n")
+        self.set_kills(2)
+
+    def set_kills(self, count: int) -> None:
+        self.kills.write_text(f"low 0\noom 9\noom_kill {count}\noom_group_kill 0\n")
+
+
+@pytest.mark.parametrize("system", [(2,), (1,), (2, False), (1, False)], indirect=True)
+@pytest.mark.parametrize("change", [None, "no kill", "boot", "group", "nothing to read"])
+def test_a_kill_for_memory_counts(path: Path, system: System, change: str | None) -> None:
+    """If the same control group had one more of them in the same boot."""
+    running = RunningRows(path, "job", system.root)
+    running.start(4, 5)
+    left = path.read_bytes()
+    running.close()
+    path.write_bytes(left)
+    system.set_kills(3)
+    if change == "no kill":
+        system.set_kills(2)
+    elif change == "boot":
+        system.boot.write_text("second\n")
+    elif change == "group":  # another one of the same name
+        system.group.rename(system.group.with_name("old"))
+        system.group.mkdir()
+        system.set_kills(3)
+    elif change == "nothing to read":
+        system.kills.unlink()
+    crash = last_crash(path, "job", system.root)
+    expected = Crash("killed by the system: memory ran out", {4: 5})
+    assert crash == (expected if change is None else None)
+
+
+@pytest.fixture
+def system(tmp_path: Path, request: pytest.FixtureRequest) -> System:
+    return System(tmp_path / "system", *request.param)
+
+
+def test_a_torn_or_foreign_table_blames_no_row(path: Path) -> None:
+    end(path, "a_kernel()")
+    whole = path.read_bytes()
+    for length in (0, 1, 20, 60, 8192, 9000):
+        path.write_bytes(whole[:length])
+        assert is_running_table(path)
+        crash = last_crash(path, "job")
+        assert crash is None or not crash.rows
+    path.write_bytes(whole[:-8])
+    assert len(last_crash(path, "job").rows) == 2  # type: ignore[union-attr]
+    path.write_bytes(b"[]")
+    assert not is_running_table(path)
+    assert last_crash(path, "job") is None
+
+
+def test_entries_are_used_again(path: Path) -> None:
+    running = RunningRows(path, "job")
+    for row in range(1000):
+        running.start(row, row)
+        if row >= 3:
+            running.finish(row - 3)
+    size = path.stat().st_size
+    with pytest.raises(RuntimeError), running.watch():
+        raise RuntimeError
+    running.close()
+    assert size == (1 << 16) + 4 * 16
+    assert sorted(last_crash(path, "job").rows) == [997, 998, 999]  # type: ignore[union-attr]
+
+
+def test_the_handler_of_others_is_on_again(path: Path) -> None:
+    code = """
+import faulthandler, sys
+from pathlib import Path
+from specbatch.job.crashes import RunningRows
+if sys.argv[2] == "on": faulthandler.enable()
+running = RunningRows(Path(sys.argv[1]), "job")
+assert faulthandler.is_enabled()
+running.close()
+assert faulthandler.is_enabled() == (sys.argv[2] == "on")
+"""
+    for state in ("on", "off"):
+        subprocess.run([sys.executable, "-c", code, path, state], check=True)
+
+
+JOB = {"limit": None, "input.sha256": "0"}
+ROWS = [RawRow(index, b'{"prompt": "p%d"}' % index) for index in range(4)]
+
+
+def test_deaths_are_counted_over_sessions(tmp_path: Path) -> None:
+    output = tmp_path / "o.jsonl"
+    for session in range(3):
+        results = ResultFile(output, JOB, overwrite=False)
+        assert results.deaths_of(ROWS[0]) is None
+        count = 0 if session == 0 else results.deaths_of(ROWS[1]).times  # type: ignore[union-attr]
+        assert count == session
+        results.add_deaths({row.index: row.digest() for row in ROWS[1 : 4 - session]}, f"signal {session}")
+        results.close()
+        assert partial_path(output).exists(), "the counts are kept without any result"
+    results = ResultFile(output, JOB, overwrite=False)
+    counts = [(row.index, found[0], found[2]) for row in ROWS if (found := results.deaths_of(row)) is not None]
+    assert counts == [(1, 3, "signal 2"), (2, 2, "signal 1"), (3, 1, "signal 0")]
+    changed = RawRow(1, b'{"prompt": "new"}')
+    assert results.deaths_of(changed) is None
+    results.add_deaths({1: changed.digest()}, "abort")
+    assert results.deaths_of(changed).times == 1  # type: ignore[union-attr]
+    results.close()
+    ResultFile(output, JOB, overwrite=True).close()
+    assert not partial_path(output).exists()
