@@ -13,12 +13,19 @@ import pytest
 import torch
 
 import specbatch
+from tests.tiny_checkpoint import write_checkpoint
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers on disk: a whole run with it takes a quarter of the time that `random:tiny` takes."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=2048)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 
 from specbatch.engine.gathering import ChunkCost
 from specbatch.tune import live
+from specbatch.tune.command import Tuned, tune_file
 from specbatch.tune.predict import predict
 from specbatch.tune.profile import Limits
 from specbatch.tune.search import neural_space, ngram_space
@@ -64,31 +65,40 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_trials")
-@pytest.mark.parametrize("limit", [[], ["--time-limit", "0"]], ids=["all", "cut short"])
-def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_check(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import check_tune
 
+    tuned: list[Tuned] = []
+
+    def tune_once(*args: Any) -> Tuned:
+        return tuned[0] if tuned else tuned.append(tune_file(*args)) or tuned[0]
+
+    monkeypatch.setattr(check_tune, "tune_file", tune_once)
     said = Mock(side_effect=predict)
     monkeypatch.setattr(check_tune, "predict", said)
 
-    rows = [{"prompt": f"Row {i}: " + "ab " * i, "max_tokens": 6 + i, "temperature": 0.8 * (i % 2)} for i in range(5)]
+    rows = [{"prompt": f"Row {i}: " + "ab " * i, "max_tokens": 4 + i, "temperature": 0.8 * (i % 2)} for i in range(5)]
     rows = [{**row, "prompt": "What all rows begin with, longer than a page. " + row["prompt"]} for row in rows]
     data, output = tmp_path / "rows.jsonl", tmp_path / "check.json"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = [
-        "model.target=random:tiny",
+        f"model.target={tiny_model}",
         "engine.device=cpu",
         "engine.max_batch_size=4",
         "engine.prefill_chunk_tokens=64",
     ]
     args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--rows", "5"]
     args += ["--budget", "60s", "--batches", "1,4", "--candidates", "2", "--cell-rows", "3,8", "--commit", "none"]
-    args += ["--finals", "1", "--whole-file", "1", "--turns", "2", *limit]
-    monkeypatch.setattr(sys, "argv", ["check_tune.py", *args])
-    check_tune.main()
-    report = json.loads(output.read_text())
-    assert report.get("cut_short", False) == bool(limit)
-    assert len(report["cells"]) == (2 if limit else 6)
+
+    def check(*more: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["check_tune.py", *args, *more])
+        check_tune.main()
+        report: dict[str, Any] = json.loads(output.read_text())
+        return report
+
+    report = check("--finals", "1", "--whole-file", "1", "--turns", "2")
+    assert "cut_short" not in report
+    assert len(report["cells"]) == 6
     for cell in report["cells"]:
         assert cell["live"]["tokens"] == cell["predicted"]["tokens"], "in float32 texts are the traced ones"
         for part in (cell["live"], cell["predicted"]):
@@ -114,15 +124,18 @@ def test_a_whole_check(limit: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     assert report["winner"] in (None, str(schedules[0])), "undecided: what was predicted to be the fastest"
     assert not any(call.args[0].shared_prefix for call in said.call_args_list)
     assert all(run["predicted_seconds"] > 0 for run in report["whole_file"])
+    short = check("--time-limit", "0")
+    assert short["cut_short"]
+    assert [(cell["what"], cell["batch"]) for cell in short["cells"]] == [("plain", 1), ("plain", 4)]
 
 
 @pytest.mark.usefixtures("few_trials")
-def test_a_check_of_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_of_a_grid(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from check_tune import main
 
     data, output = tmp_path / "rows.jsonl", tmp_path / "check.json"
-    data.write_text("".join(json.dumps({"prompt": f"Row {i}", "max_tokens": 6}) + "\n" for i in range(4)))
-    sets = ["model.target=random:tiny", "speculation.method=draft_model", "speculation.draft=random:tiny"]
+    data.write_text("".join(json.dumps({"prompt": f"Row {i}", "max_tokens": 4}) + "\n" for i in range(4)))
+    sets = [f"model.target={tiny_model}", "speculation.method=draft_model", f"speculation.draft={tiny_model}"]
     sets += ["engine.device=cpu", "engine.max_batch_size=1"]
     args = [str(data), "-o", str(output), *(part for each in sets for part in ("--set", each)), "--budget", "60s"]
     args += ["--batches", "1", "--candidates", "0", "--grid", "1,2/1,2/3", "--commit", "none"]

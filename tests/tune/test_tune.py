@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
@@ -43,14 +45,11 @@ from specbatch.tune.sample import Sample, sample_rows
 from specbatch.tune.search import Plan
 from specbatch.tune.session import OutOfTime, Session
 from specbatch.tune.start import rows_to_trace
-from specbatch.tune.tuner import SearchLimits
+from specbatch.tune.tuner import SearchLimits, Tuner
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import tiny_device_engine, tiny_engine
 
-TINY = ["--set", "model.target=random:tiny", "--set", "engine.device=cpu", "--set", "engine.max_batch_size=4"]
-TINY += ["--set", "engine.prefill_chunk_tokens=64"]
-DRAFT = ["--set", "speculation.method=draft_model", "--set", "speculation.draft=random:tiny"]
-DRAFT += ["--set", "engine.prefix_cache=false"]
+CPU = ["engine.device=cpu", "engine.max_batch_size=4", "engine.prefill_chunk_tokens=64"]
 BEFORE = "were traced before"
 
 
@@ -65,29 +64,49 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def tune(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, ["tune", *map(str, args)])
+def tune(*args: str | Path, target: str | Path = "random:tiny", sets: Sequence[str] = ()) -> Result:
+    """On a CPU, in small batches."""
+    options = [part for one in (f"model.target={target}", *CPU, *sets) for part in ("--set", one)]
+    return CliRunner().invoke(app, ["tune", *map(str, args), *options])
 
 
-@pytest.mark.parametrize("method", [[], DRAFT], ids=["ngram", "draft_model"])
+def drafting_with(model: Path) -> list[str]:
+    return ["speculation.method=draft_model", f"speculation.draft={model}", "engine.prefix_cache=false"]
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take as long as all the rest."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
+@pytest.fixture
+def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is timed, searched or run."""
+    monkeypatch.setattr(Tuner, "measure", Mock(side_effect=SpecbatchError("enough")))
+
+
+@pytest.mark.parametrize("has_draft", [False, True], ids=["ngram", "draft_model"])
 def test_writes_a_configuration_that_runs(
-    rows: Path, tmp_path: Path, method: list[str], monkeypatch: pytest.MonkeyPatch
+    rows: Path, tmp_path: Path, tiny_model: Path, has_draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "tuned.yaml"
+    sets = drafting_with(tiny_model) if has_draft else []
     profile_of, repeating = Mock(side_effect=FileProfile.of), Mock(side_effect=repeated)
     monkeypatch.setattr(FileProfile, "of", profile_of)
     monkeypatch.setattr(live_module, "repeated", repeating)
     monkeypatch.setattr(live_module, "MAX_TRIALS", 2)
-    found = tune(rows, "-o", output, "--rows", "4", "--budget", "60s", *TINY, *method)
+    found = tune(rows, "-o", output, "--rows", "4", "--budget", "60s", target=tiny_model, sets=sets)
     assert found.exit_code == 0, found.output
     assert "1 of the 7 rows that were drawn fail and are left out" in found.output
     alike = "6 completions, 4 sampled; the prompts begin with the same 32 tokens"
-    assert (alike in found.output) == (method != DRAFT), "which is of no account without a prefix cache"
-    assert profile_of.call_args_list[0].args[-1] == 32 * (method != DRAFT), "the file's; live runs cache nothing"
+    assert (alike in found.output) == (not has_draft), "which is of no account without a prefix cache"
+    assert profile_of.call_args_list[0].args[-1] == 32 * (not has_draft), "the file's; live runs cache nothing"
     drawn, count, _ = repeating.call_args.args
     assert len({tuple(row.prompt_token_ids) for row in drawn}) == count == 6, "four traced, and the two that were not"
     assert [row.request_id for row in drawn] == [*range(6)], "those traced first"
     assert all(row.check_stop is None for row in drawn)
+    assert "the minimum of each part took more" not in found.output
     text = output.read_text()
     assert text.startswith("# Written by `specbatch tune`.")
     config = load_config(output)
@@ -100,7 +119,7 @@ def test_writes_a_configuration_that_runs(
     assert report["verdict"] in text
     assert {"plain", "best", "by_batch", "costs", "replays", "live", "made_by"} <= set(report)
     assert all(len(run["seconds"]) >= 2 for run in report["live_runs"])
-    # What was chosen by is told.
+    # What the schedule was chosen by is in the text.
     assert text.count("the whole file by that: ") == len(report["live_runs"])
     plain, off = report["live_runs"][-1], report["live"][-1]
     corrected = report["plain"]["seconds"] * off["predicted"] / off["measured"]
@@ -109,36 +128,35 @@ def test_writes_a_configuration_that_runs(
     assert generated.exit_code == 1, generated.output  # the broken row
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 7
     # Again: what was measured is still there.
-    again = tune(rows, "-o", output, "--rows", "4", "--budget", "60s", *TINY, *method)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    again = tune(rows, "-o", output, "--rows", "4", "--budget", "60s", target=tiny_model, sets=sets)
     assert again.exit_code == 0, again.output
     assert BEFORE in again.output
     assert "were timed before" in again.output
-    assert {m["batch"] for m in costs(tmp_path) if m["kind"] == "plain"} == {1, 2, 4}, "the rest was timed then"
+    assert "no plots: matplotlib is not installed" in again.output
+    costs = json.loads((tmp_path / "tuned.measured" / "costs.json").read_text())
+    assert {m["batch"] for m in costs if m["kind"] == "plain"} == {1, 2, 4}, "the rest was timed then"
 
 
-def test_measurements_of_other_rows_are_not_used(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MAX_TRIALS", 1)
-    """Those of the same rows are: see the first test."""
-    for num_rows in ("4", "5"):
-        found = tune(rows, "-o", tmp_path / "tuned.yaml", "--rows", num_rows, "--budget", "60s", *TINY)
-        assert found.exit_code == 0, found.output
-        assert BEFORE not in found.output, found.output
+@pytest.mark.usefixtures("trace_only")
+def test_measurements_of_other_rows_are_not_used(rows: Path, tmp_path: Path, tiny_model: Path) -> None:
+    found = [tune(rows, "-o", tmp_path / "t.yaml", "--rows", n, target=tiny_model).output for n in ("4", "5", "5")]
+    assert [BEFORE in output for output in found] == [False, False, True]
+    assert ["of another job: measured again" in output for output in found] == [False, True, False]
 
 
-def costs(folder: Path) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = json.loads((folder / "tuned.measured" / "costs.json").read_text())
-    return found
-
-
-def test_one_sampled_row_among_those_that_run_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("trace_only")
+def test_one_sampled_row_among_those_that_run_live(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their rounds have graphs of their own, whether that row is traced or not."""
-    monkeypatch.setattr(live_module, "MAX_TRIALS", 1)
     path, session = tmp_path / "rows.jsonl", Mock(side_effect=Session)
     rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7 * (i == 5)} for i in range(30)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(command_module, "Session", session)
-    found = tune(path, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", *TINY)
-    assert found.exit_code == 0, found.output
+    sets = drafting_with(tiny_model)
+    found = tune(path, "-o", tmp_path / "t.yaml", "--rows", "4", target=tiny_model, sets=sets)
+    assert "enough" in found.output
     assert "the rows are sampled" not in found.output, "none of those that were traced"
     assert session.call_args.args[4]
 
@@ -154,19 +172,22 @@ def test_rows_are_counted_where_nobody_says(tmp_path: Path, monkeypatch: pytest.
     path, asked = tmp_path / "rows.jsonl", Mock(side_effect=SpecbatchError("enough"))
     path.write_text('{"prompt": "a"}\n' * 5)
     monkeypatch.setattr(command_module, "sample_rows", asked)
-    assert tune(path, "-o", tmp_path / "t.yaml", *TINY).exit_code == 2
+    assert tune(path, "-o", tmp_path / "t.yaml").exit_code == 2
     assert asked.call_args.args[4] == 64
 
 
-def test_packaged_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MAX_TRIALS", 1)
-    found = tune("-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", "--set", "sampling.max_tokens=8", *TINY)
-    assert found.exit_code == 0, found.output
+@pytest.mark.usefixtures("trace_only")
+def test_packaged_examples(tmp_path: Path, tiny_model: Path) -> None:
+    found = tune("-o", tmp_path / "t.yaml", "--rows", "4", target=tiny_model, sets=["sampling.max_tokens=8"])
     assert "packaged examples" in found.output
-    assert "the minimum of each part took more" not in found.output
+    assert "traced 4 rows, 32 tokens" in found.output
+    assert "enough" in found.output
 
 
-def test_a_budget_that_was_not_kept_is_named(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_plots")
+def test_a_budget_that_was_not_kept_is_named(
+    rows: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_module, "MAX_TRIALS", 1)
     late = [0.0]
 
@@ -177,7 +198,7 @@ def test_a_budget_that_was_not_kept_is_named(rows: Path, tmp_path: Path, monkeyp
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0], time=time.time)
     monkeypatch.setattr(command_module, "time", clock)
     monkeypatch.setattr(command_module, "run_plans", slow)
-    found = tune(rows, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", *TINY)
+    found = tune(rows, "-o", tmp_path / "t.yaml", "--rows", "4", "--budget", "60s", target=tiny_model)
     assert found.exit_code == 0, found.output
     assert "--budget was 60.0 s, and the minimum of each part took more: start " in found.output
     assert "live runs 1 min 4" in found.output
@@ -199,7 +220,7 @@ def test_a_budget_that_was_not_kept_is_named(rows: Path, tmp_path: Path, monkeyp
 )
 def test_mistakes(rows: Path, tmp_path: Path, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = tune(rows, *TINY, *args)
+    found = tune(rows, *args)
     assert found.exit_code == 2, found.output
     assert message in " ".join(found.output.split())
 
@@ -419,7 +440,7 @@ def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
 
 def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a target of which a head comes along."""
-    sets = [*TINY[1::2], "model.target=random:smollm2-135m", "speculation.method=auto"]
+    sets = [*CPU, "model.target=random:smollm2-135m", "speculation.method=auto"]
     run, widest = _resolve_widest(load_config(None, sets), resolve)
     assert (run.config.speculation.method, widest.depth) == ("ngram", 0)
     head = "builtin:smollm2-135m-instruct-eagle3"
@@ -432,13 +453,13 @@ def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPa
 def test_too_few_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n{"prompt": "c"}\n')
-    found = tune(path, "-o", tmp_path / "t.yaml", *TINY)
+    found = tune(path, "-o", tmp_path / "t.yaml")
     assert found.exit_code == 2
     assert "3 rows to tune on, and 4 are needed (1 of 4 rows fail)" in " ".join(found.output.split())
     assert "shows the errors of rows that fail" in found.output
     # As many as there are may not be enough: told before a model is looked for.
     path.write_text('{"prompt": "a"}\n' * 3)
-    found = tune(path, "-o", tmp_path / "t.yaml", "--set", "model.target=missing.gguf")
+    found = tune(path, "-o", tmp_path / "t.yaml", target="missing.gguf")
     assert found.exit_code == 2
     assert "3 rows to tune on, and 4 are needed\nhint: give more rows" in found.output
 
