@@ -25,16 +25,18 @@ RAW: dict[str, Any] = {
 }
 
 
-def random_state() -> dict[str, torch.Tensor]:
+def random_state(raw: dict[str, Any] = RAW) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = expected_tensors(parse_hf_config(RAW))
-    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    shapes = expected_tensors(parse_hf_config(raw))
+    rng = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    return {name: 1.0 + tensor if "norm" in name else tensor for name, tensor in rng.items()}
 
 
 def write_checkpoint(folder: Path, **changes: Any) -> Path:
-    """`changes` are keys of config.json that do not change a tensor's shape."""
+    """`changes`: keys of config.json."""
+    raw = {**RAW, **changes}
     folder.mkdir(parents=True, exist_ok=True)
-    byte_tokenizer(RAW["vocab_size"], (0,)).save_pretrained(folder)
-    save_file(random_state(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**RAW, **changes}))
+    byte_tokenizer(raw["vocab_size"], (raw["eos_token_id"],)).save_pretrained(folder)
+    save_file(random_state(raw), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
     return folder

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from specbatch.cache.pages import PagePool
 from specbatch.config import Config, DataSection
@@ -43,6 +43,7 @@ from tests.oracle.neural import NeuralProposer
 from tests.oracle.ngram import NoProposer
 from tests.oracle.proposer import Proposer
 from tests.oracle.spans import Span, batch_of
+from tests.tiny_checkpoint import write_checkpoint
 from tests.tiny_models import CPU, VOCAB, RandomTensors, attention_of, random_prompts, run, tiny_config
 
 LAYERS, WIDTH = 8, 41  # of the target, and of the draft vocabulary
@@ -440,7 +441,7 @@ def test_prompts_that_the_target_makes_up(
     """A template whose user speaks up to the first `e`: the target's own text up to there is the prompt."""
     import train_draft
 
-    target = tiny_model(tmp_path / "target")
+    target = tiny_model(tmp_path / "target", longest=128)
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\ne\n{% endfor %}[assistant] "
     (tmp_path / "t.jinja").write_text(template)
     (tmp_path / "p.jsonl").write_text('{"prompt": "Say it."}\n')
@@ -656,25 +657,10 @@ def test_checkpoints_have_the_public_names(tmp_path: Path) -> None:
     assert opened.decoder.rope == target.rope
 
 
-def tiny_model(folder: Path, layers: int = LAYERS) -> Path:
+def tiny_model(folder: Path, layers: int = 7, longest: int = 512) -> Path:
     """A target with files: random weights, bytes as tokens, a chat template."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=256,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer(260, [256]).save_pretrained(folder)
-    return folder
+    sizes = {"vocab_size": 260, "eos_token_id": 256}
+    return write_checkpoint(folder, num_hidden_layers=layers, max_position_embeddings=longest, **sizes)
 
 
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -684,7 +670,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     target = tiny_model(tmp_path / "target")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(12)))
     (tmp_path / "q.jsonl").write_text("".join(json.dumps({"question": f"And {i}?"}) + "\n" for i in range(3)))
-    command = [str(target), "--data", "p.jsonl", "-o", "out", "--max-tokens", "20", "--draft-vocab", "200"]
+    command = [str(target), "--data", "p.jsonl", "-o", "out", "--max-tokens", "16", "--draft-vocab", "200"]
     command += ["--unroll", "3", "--epochs", "4", "--batch-tokens", "256", "--set", "engine.kv_cache_tokens=4096"]
     command += [
         "--lr",
