@@ -56,26 +56,29 @@ def test_every_option_is_described(generator: ModuleType) -> None:
         assert description.strip().rstrip(".") not in ("", "None"), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\((.*?)\)", prose(page)):
-        if link.startswith("https://"):
-            continue
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        assert target.exists(), link
-        if anchor:
-            assert anchor in anchors(target), link
+def test_links_lead_somewhere() -> None:
+    links = [(page, link) for page in PAGES for link in re.findall(r"\]\((.*?)\)", prose(page))]
+    inside = [(page, link) for page, link in links if not link.startswith("https://")]
+    assert len(inside) > 50
+    broken = [f"{page.relative_to(ROOT)}: {link}" for page, link in inside if not leads_somewhere(page, link)]
+    assert not broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
-def test_scripts_and_evidence_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    if page.parent.name != "log":  # the log has the names of its day
-        for name in re.findall(r"python (scripts/[\w/]+\.py)", text):
-            assert (ROOT / name).is_file(), name
-    for name in re.findall(r"bench/([\w.-]+\.json)", text):
-        assert name == "NAME.json" or (DOCS / "bench" / name).is_file(), name
+def leads_somewhere(page: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+def test_scripts_and_evidence_exist() -> None:
+    missing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if page.parent.name != "log":  # the log has the names of its day
+            missing += [n for n in re.findall(r"python (scripts/[\w/]+\.py)", text) if not (ROOT / n).is_file()]
+        evidence = set(re.findall(r"bench/([\w.-]+\.json)", text)) - {"NAME.json"}
+        missing += [name for name in evidence if not (DOCS / "bench" / name).is_file()]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/jobs.md"])
