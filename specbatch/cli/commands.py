@@ -23,7 +23,7 @@ from specbatch.cli.options import (
     named_path,
     with_config_options,
 )
-from specbatch.cli.startup import download_bar, import_engine, prepare_libraries, resolving
+from specbatch.cli.startup import allow_open_files, download_bar, import_engine, prepare_libraries, resolving
 from specbatch.cli.streams import guard_streams, print_data
 from specbatch.errors import InputError, SpecbatchError
 
@@ -77,6 +77,7 @@ def _root(
         "specbatch generate data.jsonl",
         "specbatch generate data.jsonl --model org/name -o answers.jsonl",
         "specbatch generate data.jsonl -c llama-3.1-8b-eagle3",
+        "specbatch generate data.jsonl --shard 3/16",
     )
 )
 @with_config_options
@@ -100,6 +101,14 @@ def generate(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Run only the first N rows.")] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Run part I of N, counted from 0: every N-th row, from row I on. Default output for 3/16: "
+            "data.results.03-of-16.jsonl. `specbatch merge` joins the results.",
+        ),
+    ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Run every row of INPUT through the model. The same command again resumes an unfinished job."""
@@ -108,12 +117,46 @@ def generate(
         if input is None:
             raise InputError("no input is given", _FIRST_RUN)
         from specbatch.job.command import GenerateOptions, run_file_job
+        from specbatch.job.shard import Shard
 
+        part = None if shard is None else Shard.parse(shard)
         config = given.load()
         prepare_libraries()
-        options = GenerateOptions(input, output, limit, overwrite, given.config)
+        options = GenerateOptions(input, output, limit, overwrite, given.config, part)
         pool = startup.local_pool(console)
         raise typer.Exit(run_file_job(options, config, pool, console, began=began).exit_code)
+
+
+@app.command(
+    epilog=examples("specbatch merge data.results.*.jsonl", "specbatch merge a/*.jsonl b/*.jsonl -o all.jsonl")
+)
+def merge(
+    shards: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SHARD...",
+            parser=named_path,
+            help="The results of all shards, with their statistics in the same folder.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            parser=named_path,
+            help="The merged results. Default for data.results.03-of-16.jsonl: data.results.jsonl.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier merged file.")] = False,
+) -> None:
+    """Join the results of `generate --shard` to the file that one process would have written."""
+    with user_errors() as console:
+        from specbatch.job.merge import MergeOptions, merge_files
+
+        allow_open_files(len(shards))
+        raise typer.Exit(merge_files(MergeOptions(shards, output, overwrite), console))
 
 
 @app.command(

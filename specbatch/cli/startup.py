@@ -31,20 +31,23 @@ def import_engine() -> None:
 
     Raises SpecbatchError if the limit of open files is too low for these imports.
     """
-    _allow_open_files()
+    allow_open_files()
     with on_signals(end_at_once):
         import specbatch.engine.build
         import specbatch.engine.resolve  # noqa: F401
 
 
-def _allow_open_files() -> None:
+def allow_open_files(more: int = 0) -> None:
+    """Raise the soft limit of open files to what a job needs, and `more`. Raises SpecbatchError if that is not
+    allowed."""
+    needed = _MIN_OPEN_FILES + more
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _MIN_OPEN_FILES:  # -1: no limit
-        most = _MIN_OPEN_FILES if hard < 0 else min(hard, _MIN_OPEN_FILES)
+    if 0 <= soft < needed:  # -1: no limit
+        most = needed if hard < 0 else min(hard, needed)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        if most < _MIN_OPEN_FILES:
+        if most < needed:
             raise SpecbatchError(
-                f"at most {most} files can be open at once, and {_MIN_OPEN_FILES} are needed", "ulimit -n 1024"
+                f"at most {most} files can be open at once, and {needed} are needed", f"ulimit -n {max(needed, 1024)}"
             )
 
 

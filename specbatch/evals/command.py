@@ -32,9 +32,9 @@ from specbatch.evals.report import (
 from specbatch.evals.runner import Interrupted, Runner
 from specbatch.evals.schema import Task
 from specbatch.evals.score import read_results, sample_line
-from specbatch.job.command import OK, SOME_FAILED
 from specbatch.job.files import write_whole
 from specbatch.job.jsonl import encode_line
+from specbatch.job.output import OK, SOME_FAILED
 from specbatch.job.paths import files_read
 from specbatch.job.stats import write_report
 from specbatch.job.terminal import print_notes, print_table

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,38 +15,21 @@ from rich.markup import escape
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
-from specbatch.job.files import file_facts
-from specbatch.job.fingerprint import ModelRecord, differences
 from specbatch.job.generate import FileJob
-from specbatch.job.jsonl import encode_line
-from specbatch.job.paths import (
-    ELSEWHERE,
-    check_can_write,
-    check_input_name,
-    check_written,
-    files_read,
-    holds_results,
-    job_files,
-    output_file,
-    partial_path,
-    read_stats,
-    stats_path_of,
-    usable,
-)
+from specbatch.job.output import already_finished, checked_output, is_finished, verdict
+from specbatch.job.paths import check_input_name, files_read, partial_path, stats_path_of
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks, draft_remarks
 from specbatch.job.results import ResultFile
 from specbatch.job.rows import RowParser, with_checked_fields
-from specbatch.job.sources import Source, input_stem, open_source
+from specbatch.job.shard import Shard, part_of
+from specbatch.job.sources import input_stem, open_source
 from specbatch.job.stats import build_report, write_report
 from specbatch.job.terminal import closing_table, print_notes, print_table
 from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.job.worker import Description
 from specbatch.signals import INTERRUPTED
-
-OK, SOME_FAILED = 0, 1  # exit codes
-_OR_OVERWRITE = f"--overwrite replaces it; {ELSEWHERE}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +41,7 @@ class GenerateOptions:
     limit: int | None = None
     overwrite: bool = False
     config_file: Path | None = None  # that `config` was read from; None: ./specbatch.yaml, if it exists
+    shard: Shard | None = None  # None: the whole input
 
 
 @dataclass(frozen=True)
@@ -89,12 +71,14 @@ def _run(
     config = with_chat_template_text(config)
     parser = RowParser(config.sampling, config.data)
     source = with_checked_fields(open_source(options.input, config.data), parser)
+    source = part_of(source, options.limit, options.shard)
     what = pool.describe(config)
     notes = list(what.notes)
     start_seconds = time.perf_counter() - began  # with the import of the libraries: a part of loading
-    job = what.fingerprint(source.identity, options.limit)
-    if not options.overwrite and output.exists() and not partial_path(output).exists():
-        return _already_finished(output, job, pool.models, source, console)
+    job = what.fingerprint(source.identity, options.limit, options.shard)
+    if not options.overwrite and is_finished(output):
+        report = already_finished(output, job, pool.models, console, verifiable=source.verifiable)
+        return Outcome(verdict(report, console), output, report)
 
     with closing(ResultFile(output, job, pool.models, overwrite=options.overwrite)) as results:
         print_notes([*results.notes(), *notes], console)
@@ -108,13 +92,13 @@ def _run(
             notes.extend(_load(what, pool, results, console))
 
         with closing(JobProgress(console)) as progress:
-            file_job = FileJob(source, results, pool, load, remarks, progress, options.limit, what.low_acceptance, warn)
+            file_job = FileJob(source, results, pool, load, remarks, progress, what.low_acceptance, warn)
             completed = file_job.run()
         session = file_job.session
         remarked = [*remarks.lines(), *draft_remarks(session.engine)]
         if not completed:
             results.close()
-            print_notes([*remarked, *_interrupted_notes(results, file_job.total)], console)
+            print_notes([*remarked, *_interrupted_notes(results, source.total)], console)
             return Outcome(INTERRUPTED, output)
         sorting = time.perf_counter()
         written = results.finish()
@@ -136,13 +120,13 @@ def _run(
             made_by=what.made_by,
             notes=[*notes, *remarked],
         )
-        report |= {"output_file": written, "weights": pool.models.record()}
+        report |= {"output_file": written, "weights": pool.models.record(), "longest_row": results.longest_row}
         write_report(stats_path_of(output), report)
         results.discard_partial()
     if summary:
         print_table(closing_table(report), console)
     print_notes(remarked, console)
-    return Outcome(_verdict(report, console), output, report)
+    return Outcome(verdict(report, console), output, report)
 
 
 def _load(what: Description, pool: WorkerPool, results: ResultFile, console: Console) -> list[str]:
@@ -174,44 +158,10 @@ def _load(what: Description, pool: WorkerPool, results: ResultFile, console: Con
 
 
 def _checked_output(options: GenerateOptions, config: Config, console: Console) -> Path:
-    """Where the results go. Raises InputError if the job would overwrite something else, or cannot write."""
     check_input_name(options.input)
-    named = _output_path(options)
-    output = output_file(named)
-    files = job_files(output)
     source = None if options.input == "-" else Path(options.input)
-    check_written(files, files_read(config, options.config_file, input=source))
-    unfinished = partial_path(output).exists()
-    if not options.overwrite and output.exists():
-        _check_existing(output, unfinished)
-    if options.overwrite or not output.exists() or unfinished:
-        check_can_write(files)
-    if output != named:
-        print_notes([f"{named} is a link: the results go to {output}"], console)
-    return output
-
-
-def _check_existing(output: Path, unfinished: bool) -> None:
-    """Check that an output that exists was written by specbatch. Raises InputError."""
-    with usable(output, "the output"):
-        if not unfinished:
-            _report_of(output)
-        elif not holds_results(output):  # --overwrite would drop the finished rows, too
-            raise InputError(
-                f"{output} was not written by specbatch, so the output cannot be written there",
-                "move it away, and run the same command again: finished rows are kept",
-            )
-
-
-def _report_of(output: Path) -> dict[str, Any]:
-    """The statistics of an output that exists. Raises InputError if there are none."""
-    stats_path = stats_path_of(output)
-    if (report := read_stats(stats_path)) is None:
-        raise InputError(
-            f"{output} exists without {stats_path.name}, so the job that wrote it is not known",
-            _OR_OVERWRITE if holds_results(output) else ELSEWHERE,
-        )
-    return report
+    reads = files_read(config, options.config_file, input=source)
+    return checked_output(_output_path(options), reads, console, overwrite=options.overwrite)
 
 
 def _output_path(options: GenerateOptions) -> Path:
@@ -222,38 +172,8 @@ def _output_path(options: GenerateOptions) -> Path:
     path = Path(options.input)
     # A hub data set writes into the current directory: org/name is not a folder here.
     folder = path.parent if os.path.exists(path) else Path()
-    return folder / f"{input_stem(options.input)}.results.jsonl"
-
-
-def _already_finished(
-    output: Path, job: dict[str, Any], models: ModelRecord, source: Source, console: Console
-) -> Outcome:
-    report = _report_of(output)
-    changed = differences(report["job"], json.loads(encode_line(job)))
-    if changed := changed or models.differences(report.get("weights", {})):
-        raise InputError(f"{output} is the result of a different job: {'; '.join(changed)}", _OR_OVERWRITE)
-    if not source.verifiable:
-        raise InputError(
-            f"{output} is finished, but standard input is too long to check that it is the same", _OR_OVERWRITE
-        )
-    written = report.get("output_file") or {"rows": report["rows"]["total"]}  # older versions only counted
-    now = file_facts(output).of_results()
-    if changed := differences(written, {name: now[name] for name in written}):
-        raise InputError(
-            f"{output} was changed after it was finished: {'; '.join(changed)}",
-            f"--overwrite computes it again; {ELSEWHERE}",
-        )
-    print_notes([f"{output} is finished already: nothing to do (--overwrite runs it again)"], console)
-    return Outcome(_verdict(report, console), output, report)
-
-
-def _verdict(report: Mapping[str, Any], console: Console) -> int:
-    failed = report["rows"]["failed"]
-    if not failed:
-        return OK
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in report["rows"]["errors"].items())
-    print_notes([f"{failed:,} of {report['rows']['total']:,} rows failed: {kinds}"], console)
-    return SOME_FAILED
+    whole = folder / f"{input_stem(options.input)}.results.jsonl"
+    return whole if options.shard is None else options.shard.path(whole)
 
 
 def _interrupted_notes(results: ResultFile, total: int | None) -> list[str]:

@@ -20,6 +20,7 @@ from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
 from specbatch.job.files import chunks
+from specbatch.job.shard import Shard
 
 # Capacity, scheduling and workers: results do not depend on them. `job_fingerprint` records kv_cache_tokens if it
 # limits the length of a row. A name with a dot at its end is a whole section.
@@ -33,6 +34,7 @@ _NOT_IN_RESULTS = (
     "engine.prefill_chunk_tokens",
     "cluster.",
 )
+SHARD = "shard"  # the name of the shard; a job that runs the whole input has none
 INPUT_FACTS = "input."  # prefix of the names that identify the input
 
 
@@ -41,6 +43,7 @@ def job_fingerprint(
     source: Mapping[str, Any],
     limit: int | None,
     *,
+    shard: Shard | None = None,
     row_tokens: int | None = None,
     models: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -48,6 +51,8 @@ def job_fingerprint(
     fits, if the user's kv_cache_tokens limits it, and not the model. (If memory limits it, the result file keeps what
     the first run allowed.) `models`: the digests of the models by option."""
     job: dict[str, Any] = {"specbatch": __version__, "limit": limit}
+    if shard is not None:
+        job[SHARD] = str(shard)
     for path, value in _flat(config_to_dict(config)):
         if not path.startswith(_NOT_IN_RESULTS):
             job[path] = value

@@ -37,7 +37,6 @@ class FileJob:
     load: Callable[[], None]
     remarks: Remarks
     progress: JobProgress
-    limit: int | None = None
     low_acceptance: str | None = None  # likely causes, if hardly any draft is accepted; None: no warning
     warn: Callable[[str], None] = lambda warning: None
     session: Session = field(default_factory=Session, init=False)
@@ -47,12 +46,6 @@ class FileJob:
         self._rows_seen = self._lines_seen = 0  # of the input; blank lines are lines, not rows
         self._rows_started = 0  # of the rows seen, those that were not finished before
         self._exhausted = False
-
-    @property
-    def total(self) -> int | None:
-        """Rows to run, those of earlier sessions included; None: unknown."""
-        total = self.source.total
-        return total if self.limit is None or total is None else min(total, self.limit)
 
     def run(self) -> bool:
         """Run all rows that are not finished; False if a signal ended it early. What is finished is always written.
@@ -91,9 +84,9 @@ class FileJob:
 
     def _unfinished_rows(self, source: Source) -> Iterator[RawRow]:
         try:
-            for row in itertools.islice(source.rows(), self.limit):
+            for row in source.rows():
                 self._rows_seen += 1
-                self._lines_seen = row.index + 1
+                self._lines_seen = row.index // source.stride + 1
                 if not self.results.is_done(row):
                     yield row
         except InputError as exc:
@@ -152,7 +145,7 @@ class FileJob:
         totals, state = self.results.totals, self.pool.state()
         load, stats = state.load, state.load.stats
         rows_in_flight = self._rows_started - self.session.rows
-        total = self.total
+        total = self.source.total
         unread = None
         if self._exhausted:
             total, unread = totals.rows + rows_in_flight, 0.0

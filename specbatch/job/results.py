@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -170,19 +170,7 @@ class ResultFile:
         for index in self._rows.unconfirmed():
             self._drop(index)
             self.stale_rows += 1
-        path = sorted_path(self.output)
-        facts = FileFacts()
-        with disk_errors(self.output):
-            path.unlink(missing_ok=True)  # of a session that was killed here
-            with path.open("xb", _COPY_BUFFER) as out:  # "x" follows no link
-                for entry in self._rows.in_order():
-                    line = self._read(entry)
-                    out.write(line)
-                    facts.add(line)
-                out.flush()
-                os.fsync(out.fileno())
-            replace_durably(path, self.output)
-        return facts.of_results()
+        return write_in_order(self.output, (self._read(entry) for entry in self._rows.in_order()))
 
     def discard_partial(self) -> None:
         """To be called when output and statistics are in place."""
@@ -335,3 +323,23 @@ def _input_of(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_input(job: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in job.items() if not name.startswith(INPUT_FACTS)}
+
+
+def write_in_order(output: Path, lines: Iterable[bytes]) -> dict[str, Any]:
+    """Write the lines of a finished job and replace `output` atomically; returns what identifies the file. The caller
+    has the lock of the output's partial file."""
+    path = sorted_path(output)
+    facts = FileFacts()
+    with disk_errors(output):
+        path.unlink(missing_ok=True)  # of a session that was killed here
+        try:
+            with path.open("xb", _COPY_BUFFER) as out:  # "x" follows no link
+                for line in lines:
+                    out.write(line)
+                    facts.add(line)
+                out.flush()
+                os.fsync(out.fileno())
+            replace_durably(path, output)
+        finally:
+            path.unlink(missing_ok=True)
+    return facts.of_results()

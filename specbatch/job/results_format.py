@@ -15,6 +15,8 @@ that a resumed job writes the same bytes. `body.speculation` is an addition.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -116,6 +118,20 @@ def index_of(line: dict[str, Any]) -> int:
     if type(index) is not int or index < 0:
         raise TypeError(index)
     return index
+
+
+# The first keys of a line, if its id is not an object or a list.
+_BEGIN = re.compile(
+    rb'''\{"id": (?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\w.+-]++), "index": ([0-9]++), "'''
+    rb"""|\{"id": "batch_req_([0-9]++)", "custom_id": """
+)
+
+
+def line_index(line: bytes) -> int:
+    """`index_of` an encoded line. It reads the beginning only, if that is enough. Raises LookupError, ValueError,
+    TypeError, AttributeError or RecursionError for other lines."""
+    found = _BEGIN.match(line)
+    return index_of(json.loads(line)) if found is None else int(found[1] or found[2])
 
 
 def _speculation(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:

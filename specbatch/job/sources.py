@@ -60,6 +60,7 @@ class Source:
     rows: Callable[[], Iterator[RawRow]]
     touched: Callable[[], bool] = lambda: False  # whether its files were written or replaced since it was opened
     reopen: Callable[[], Source] | None = None  # as it is now; None: it cannot change or cannot be read again
+    stride: int = 1  # of the indices of its rows; above 1 for a shard
 
 
 def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> Source:

@@ -35,6 +35,43 @@ class RowTotals:
     # (tokens of a completion, or the mean of several; whether it ended before its limit) -> rows
     lengths: dict[tuple[int, bool], int] = field(default_factory=dict)
 
+    @classmethod
+    def of_report(cls, report: Mapping[str, Any]) -> RowTotals:
+        """Those of a finished job, without `lengths`. Raises LookupError or TypeError for other files."""
+        rows, tokens, counts = report["rows"], report["tokens"], report["speculation"]
+        rounds = SpeculationCounts(
+            counts["rounds"],
+            counts["drafted"],
+            counts["accepted"],
+            counts["committed"],
+            list(counts["accept_histogram"]),
+        )
+        errors, reasons = dict(rows["errors"]), dict(rows["finish_reasons"])
+        return cls(rows["ok"], rows["failed"], errors, reasons, tokens["prompt"], tokens["completion"], rounds)
+
+    def report(self) -> dict[str, Any]:
+        """Their part of stats.json."""
+        counts = self.speculation
+        return {
+            "rows": {
+                "total": self.rows,
+                "ok": self.ok,
+                "failed": self.failed,
+                "errors": dict(sorted(self.errors.items())),
+                "finish_reasons": dict(sorted(self.finish_reasons.items())),
+            },
+            "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
+            "speculation": {
+                "acceptance_length": _ratio(counts.committed, counts.rounds),
+                "acceptance_rate": _ratio(counts.accepted, counts.drafted),
+                "rounds": counts.rounds,
+                "drafted": counts.drafted,
+                "accepted": counts.accepted,
+                "committed": counts.committed,
+                "accept_histogram": counts.histogram,
+            },
+        }
+
     @property
     def rows(self) -> int:
         return self.ok + self.failed
@@ -134,7 +171,7 @@ def build_report(
     # Workers run at the same time: their seconds are means, and the speed is that of the wall time.
     num_workers = len(session.workers) or 1
     busy = session.run_seconds if session.workers else engine.prefill_seconds + engine.decode_seconds
-    whole, here = totals.speculation, engine.speculation
+    here = engine.speculation
     refs = (config["model"]["target"], config["speculation"]["draft"])
     return {
         # With either of the two, the texts are not answers.
@@ -142,22 +179,7 @@ def build_report(
         "random_weights": any(random_name(ref) is not None for ref in refs),
         "input": input_name,
         "output": str(output),
-        "rows": {
-            "total": totals.rows,
-            "ok": totals.ok,
-            "failed": totals.failed,
-            "errors": dict(sorted(totals.errors.items())),
-            "finish_reasons": dict(sorted(totals.finish_reasons.items())),
-        },
-        "tokens": {"prompt": totals.prompt_tokens, "completion": totals.completion_tokens},
-        "speculation": {
-            "acceptance_length": _ratio(whole.committed, whole.rounds),
-            "acceptance_rate": _ratio(whole.accepted, whole.drafted),
-            "rounds": whole.rounds,
-            "drafted": whole.drafted,
-            "accepted": whole.accepted,
-            "accept_histogram": whole.histogram,
-        },
+        **totals.report(),
         "session": {
             "rows": session.rows,
             "resumed_rows": resumed_rows,

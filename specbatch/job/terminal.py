@@ -57,26 +57,30 @@ def _percent(share: float) -> str:
 
 
 def closing_table(report: dict[str, Any]) -> Table:
-    """The main figures of stats.json."""
-    rows, session = report["rows"], report["session"]
-    seconds, speculation = session["seconds"], report["speculation"]
+    """The main figures of stats.json, of a job or of merged shards."""
+    rows, speculation = report["rows"], report["speculation"]
+    session = report.get("session")  # None: each shard has its own
     table = Table(title=_warning(report), show_header=False, box=None, pad_edge=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")  # the path of the output is not cut
     done = f"{rows['ok']:,} ok, {rows['failed']:,} failed"
-    table.add_row("rows", done + (f" ({session['resumed_rows']:,} from before)" if session["resumed_rows"] else ""))
+    resumed = session["resumed_rows"] if session else 0
+    table.add_row("rows", done + (f" ({resumed:,} from before)" if resumed else ""))
     table.add_row("tokens", f"{report['tokens']['prompt']:,} prompt, {report['tokens']['completion']:,} completion")
-    split = ", ".join(f"{name} {duration(seconds[name])}" for name in ("load", "prefill", "decode", "io"))
-    table.add_row("time", f"{duration(seconds['total'])} ({split})")
-    if session["output_tokens_per_second"]:
+    if session:
+        seconds = session["seconds"]
+        split = ", ".join(f"{name} {duration(seconds[name])}" for name in ("load", "prefill", "decode", "io"))
+        table.add_row("time", f"{duration(seconds['total'])} ({split})")
+    if session and session["output_tokens_per_second"]:
         table.add_row("speed", f"{session['output_tokens_per_second']:,.1f} output tok/s")
-    if (shown := acceptance_text(speculation, session["draft_rate_by_position"])) is not None:
+    draft_rates = session["draft_rate_by_position"] if session else ()
+    if (shown := acceptance_text(speculation, draft_rates)) is not None:
         table.add_row("acceptance", shown)
-    if session["cache_hit_rate"]:
+    if session and session["cache_hit_rate"]:
         table.add_row("prefix cache", f"{session['cache_hit_rate']:.0%} of prompt tokens")
-    if session["preemptions"]:
+    if session and session["preemptions"]:
         table.add_row("preemptions", f"{session['preemptions']:,}")
-    if session["memory_shortages"]:
+    if session and session["memory_shortages"]:
         table.add_row("memory", f"ran out {session['memory_shortages']:,} times: batches were made smaller")
     table.add_row("output", escape(report["output"]))
     return table

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.config import Config
 from specbatch.job.fingerprint import ModelFiles, job_fingerprint
 from specbatch.job.runner import Finished, Load, RowRunner
+from specbatch.job.shard import Shard
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import commit, device_name, versions
 from specbatch.job.tokenizer import TextProcessor
@@ -46,9 +47,9 @@ class Description:
     made_by: Mapping[str, Any]  # versions, commit, device
     date: str | None  # that the chat template prints; None: it prints none
 
-    def fingerprint(self, source: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
+    def fingerprint(self, source: Mapping[str, Any], limit: int | None, shard: Shard | None = None) -> dict[str, Any]:
         """The job's identity. `source`: of the input."""
-        job = job_fingerprint(self.config, source, limit, row_tokens=self.row_tokens, models=self.digests)
+        job = job_fingerprint(self.config, source, limit, shard=shard, row_tokens=self.row_tokens, models=self.digests)
         if self.date is not None:
             job["date (printed by the chat template)"] = self.date
         return job

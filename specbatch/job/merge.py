@@ -1,0 +1,180 @@
+"""`specbatch merge`: the finished shards of one job become the file that one process would have written.
+
+Each shard is sorted by row index, so the files are read together, a line of each at a time. A shard is compared with
+its statistics (bytes, rows, sha256) while it is read: the merged file is put in place only if all are unchanged.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specbatch.errors import InputError
+from specbatch.job.files import FileFacts
+from specbatch.job.fingerprint import ModelFiles, differences
+from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict
+from specbatch.job.paths import ELSEWHERE, partial_path, stats_path_of
+from specbatch.job.results import ResultFile, write_in_order
+from specbatch.job.results_format import line_index
+from specbatch.job.shard import whole_path
+from specbatch.job.shard_files import FinishedShard, model_records, read_shards
+from specbatch.job.stats import RowTotals, write_report
+from specbatch.job.terminal import closing_table, print_notes, print_table
+
+_BUFFER_BYTES = 64 << 10  # of each shard
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """The command line."""
+
+    shards: Sequence[Path]
+    output: Path | None = None
+    overwrite: bool = False
+
+
+def merge_files(options: MergeOptions, console: Console) -> int:
+    """Merge the results of all shards of a job; returns the exit code. Raises SpecbatchError."""
+    shards = read_shards(options.shards)
+    output = checked_output(_output_path(options), _reads(shards), console, overwrite=options.overwrite)
+    first = shards[0]
+    if not options.overwrite and is_finished(output):
+        _check_same_shards(output, shards)
+        report = already_finished(output, first.job, ModelFiles({}), console, verifiable=first.verifiable)
+        return verdict(report, console)
+    with closing(ResultFile(output, first.job, overwrite=options.overwrite)) as lock:
+        if lock.resumed_rows or lock.damaged_lines:
+            raise InputError(
+                f"{partial_path(output)} is an unfinished run of the same job, without shards",
+                f"finish it: {first.command(None)}; or drop it: --overwrite; {ELSEWHERE}",
+            )
+        merging = console.status(f"merging {len(shards):,} shards") if console.is_terminal else nullcontext()
+        with merging:
+            written = write_in_order(output, _in_input_order(shards))
+        report = _merged_report(shards, output, written)
+        write_report(stats_path_of(output), report)
+        lock.discard_partial()
+    print_table(closing_table(report), console)
+    print_notes(_cautions(shards), console)
+    return verdict(report, console)
+
+
+def _output_path(options: MergeOptions) -> Path:
+    if options.output is not None:
+        return options.output
+    paths = {whole_path(path) for path in options.shards}
+    path = next(iter(paths))
+    if len(paths) > 1 or path is None:
+        raise InputError("the names of the shards do not give one name for the merged file", "-o data.results.jsonl")
+    return path
+
+
+def _reads(shards: Sequence[FinishedShard]) -> dict[str, Path]:
+    """The files that must not be written over, by their names in messages."""
+    reads = {f"shard {shard.shard}": shard.path for shard in shards}
+    reads |= {f"the statistics of shard {shard.shard}": shard.stats_path for shard in shards}
+    # The input may be named from another folder.
+    name = shards[0].report["input"]
+    return reads | {"the input": Path(name), "the input of the shards": shards[0].path.parent / Path(name).name}
+
+
+def _check_same_shards(output: Path, shards: Sequence[FinishedShard]) -> None:
+    """Check that a merged output has what the shards have now. Raises InputError."""
+    merged = {entry["shard"]: entry["output_file"] for entry in report_of(output).get("shards", ())}
+    for shard in shards:
+        if merged.get(str(shard.shard), shard.written) != shard.written:
+            raise InputError(
+                f"{output} was merged before {shard.path} was computed again", f"--overwrite replaces it; {ELSEWHERE}"
+            )
+
+
+def _in_input_order(shards: Sequence[FinishedShard]) -> Iterator[bytes]:
+    return (line for _, line in heapq.merge(*map(_indexed_lines, shards)))
+
+
+def _indexed_lines(shard: FinishedShard) -> Iterator[tuple[int, bytes]]:
+    """(row index, line). No two shards have the same index, so lines are never compared."""
+    facts = FileFacts()
+    last = -1
+    try:
+        with shard.path.open("rb", _BUFFER_BYTES) as file:
+            for line in file:
+                facts.add(line)
+                index = _index_of(line)
+                if index is None or index <= last or index not in shard.shard:
+                    raise shard.changed([f"line {facts.num_newlines} is not the result that belongs there"])
+                last = index
+                yield index, line
+    except OSError as exc:
+        raise InputError(f"{shard.path} cannot be read: {exc.strerror}") from exc
+    if changed := differences(shard.written, facts.of_results()):
+        raise shard.changed(changed)
+
+
+def _index_of(line: bytes) -> int | None:
+    try:
+        return line_index(line)
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _merged_report(shards: Sequence[FinishedShard], output: Path, written: dict[str, Any]) -> dict[str, Any]:
+    """The statistics. Counts are sums over the shards. Seconds and speeds are not summed: each shard has its own."""
+    totals = RowTotals()
+    for shard in shards:
+        totals.merge(shard.totals)
+    first = shards[0].report
+    notes = dict.fromkeys(note for shard in shards for note in shard.report["notes"])
+    return {
+        **{name: first[name] for name in ("simulated", "random_weights", "input")},
+        "output": str(output),
+        **totals.report(),
+        "shards": [
+            {
+                "shard": str(shard.shard),
+                "output": str(shard.path),
+                "output_file": shard.written,
+                **{name: shard.report[name] for name in ("rows", "session", "commit", "device", "longest_row")},
+            }
+            for shard in shards
+        ],
+        "versions": first["versions"],
+        "models": first["models"],
+        "notes": [*notes, *_cautions(shards)],
+        "config": first["config"],
+        "job": shards[0].job,
+        "output_file": written,
+        "weights": model_records(shards),
+    }
+
+
+def _cautions(shards: Sequence[FinishedShard]) -> list[str]:
+    """What may differ from the file of one process."""
+    cautions = []
+    for name, why in (("device", "devices, which can round differently"), ("commit", "commits of specbatch")):
+        found = sorted({str(shard.report[name]) for shard in shards})
+        if len(found) > 1:
+            cautions.append(f"warning: the shards ran on different {why}: {', '.join(found)}")
+    longest = {shard.report["longest_row"] for shard in shards} - {None}
+    if len(longest) > 1:
+        cautions.append(
+            f"warning: memory allowed rows of {min(longest):,} tokens in one shard and {max(longest):,} in another: "
+            "longer rows than the first number were not treated alike"
+        )
+    if not shards[0].verifiable:
+        cautions.append("warning: standard input was long: only its beginning shows that all shards had the same")
+    records = [record for shard in shards for record in shard.report["weights"].items()]
+    times = {(name, record["mtime_ns"]) for name, record in records}
+    unhashed = {name for name, record in records if record["sha256"] is None}
+    if len(times) > len({name for name, _ in times}) and unhashed:
+        cautions.append(
+            "warning: the shards read different copies of the models. Their names and sizes are the same, and so are "
+            "samples of their content"
+        )
+    return cautions

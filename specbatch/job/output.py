@@ -1,0 +1,112 @@
+"""The output of a command that writes results: where it is, and whether it is finished already."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specbatch.errors import InputError
+from specbatch.job.files import file_facts
+from specbatch.job.fingerprint import ModelRecord, differences
+from specbatch.job.jsonl import encode_line
+from specbatch.job.paths import (
+    ELSEWHERE,
+    check_can_write,
+    check_written,
+    holds_results,
+    job_files,
+    output_file,
+    partial_path,
+    read_stats,
+    stats_path_of,
+    usable,
+)
+from specbatch.job.terminal import print_notes
+
+OK, SOME_FAILED = 0, 1  # exit codes
+_OR_OVERWRITE = f"--overwrite replaces it; {ELSEWHERE}"
+
+
+def checked_output(named: Path, reads: Mapping[str, Path], console: Console, *, overwrite: bool) -> Path:
+    """The file that results for `named` go to. `reads`: what the command reads, see `files_read`.
+
+    Raises InputError if the command would overwrite something else, or cannot write.
+    """
+    output = output_file(named)
+    files = job_files(output)
+    check_written(files, reads)
+    unfinished = partial_path(output).exists()
+    if not overwrite and output.exists():
+        _check_existing(output, unfinished)
+    if overwrite or not output.exists() or unfinished:
+        check_can_write(files)
+    if output != named:
+        print_notes([f"{named} is a link: the results go to {output}"], console)
+    return output
+
+
+def is_finished(output: Path) -> bool:
+    return output.exists() and not partial_path(output).exists()
+
+
+def already_finished(
+    output: Path, job: Mapping[str, Any], models: ModelRecord, console: Console, *, verifiable: bool
+) -> dict[str, Any]:
+    """The statistics of an output that is finished, if it is that of `job`. `verifiable`: see `Source`.
+
+    Raises InputError if it is the output of another job, or was changed.
+    """
+    report = report_of(output)
+    changed = differences(report["job"], json.loads(encode_line(dict(job))))
+    if changed := changed or models.differences(report.get("weights", {})):
+        raise InputError(f"{output} is the result of a different job: {'; '.join(changed)}", _OR_OVERWRITE)
+    if not verifiable:
+        raise InputError(
+            f"{output} is finished, but standard input is too long to check that it is the same", _OR_OVERWRITE
+        )
+    written = report.get("output_file") or {"rows": report["rows"]["total"]}  # older versions only counted
+    now = file_facts(output).of_results()
+    if changed := differences(written, {name: now[name] for name in written}):
+        raise InputError(
+            f"{output} was changed after it was finished: {'; '.join(changed)}",
+            f"--overwrite computes it again; {ELSEWHERE}",
+        )
+    print_notes([f"{output} is finished already: nothing to do (--overwrite runs it again)"], console)
+    return report
+
+
+def report_of(output: Path) -> dict[str, Any]:
+    """The statistics of an output that exists. Raises InputError if there are none."""
+    stats_path = stats_path_of(output)
+    if (report := read_stats(stats_path)) is None:
+        raise InputError(
+            f"{output} exists without {stats_path.name}, so the job that wrote it is not known",
+            _OR_OVERWRITE if holds_results(output) else ELSEWHERE,
+        )
+    return report
+
+
+def verdict(report: Mapping[str, Any], console: Console) -> int:
+    """The exit code of a finished job; says what failed."""
+    failed = report["rows"]["failed"]
+    if not failed:
+        return OK
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in report["rows"]["errors"].items())
+    print_notes([f"{failed:,} of {report['rows']['total']:,} rows failed: {kinds}"], console)
+    return SOME_FAILED
+
+
+def _check_existing(output: Path, unfinished: bool) -> None:
+    """Check that an output that exists was written by specbatch. Raises InputError."""
+    with usable(output, "the output"):
+        if not unfinished:
+            report_of(output)
+        elif not holds_results(output):  # --overwrite would drop the finished rows, too
+            raise InputError(
+                f"{output} was not written by specbatch, so the output cannot be written there",
+                "move it away, and run the same command again: finished rows are kept",
+            )
