@@ -43,6 +43,16 @@ class TuningError(SpecbatchError):
     """The trace, the measurements or the limits leave nothing to choose from; exit code 2."""
 
 
+class WorkerFailed(Exception):
+    """An error of specbatch in one of several workers, or a row that ends their processes. Finished rows are kept; exit
+    code 3."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
 class RowError(Exception):
     """One row cannot run. It becomes an error line; other rows are not affected.
 

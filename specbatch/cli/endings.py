@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specbatch.errors import SpecbatchError
+from specbatch.errors import SpecbatchError, WorkerFailed
 from specbatch.signals import INTERRUPTED, interrupt, on_signals
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ def user_errors() -> Iterator[Console]:
     except SpecbatchError as exc:
         _print_error(exc, console)
         raise typer.Exit(USAGE_ERROR) from exc
+    except WorkerFailed as exc:  # its message has the traceback
+        _print_error(exc, console)
+        raise typer.Exit(INTERNAL_ERROR) from exc
     except KeyboardInterrupt as exc:  # while loading or sorting; the job's loop has its own handlers
         console.print("interrupted: run the same command again to continue")
         raise typer.Exit(INTERRUPTED) from exc
@@ -49,7 +52,7 @@ def user_errors() -> Iterator[Console]:
         raise typer.Exit(INTERNAL_ERROR) from exc
 
 
-def _print_error(error: SpecbatchError, console: Console) -> None:
+def _print_error(error: SpecbatchError | WorkerFailed, console: Console) -> None:
     lines = {"[bold red]error[/]: ": error.message} | ({"[bold cyan]hint[/]: ": error.hint} if error.hint else {})
     try:
         for title, text in lines.items():

@@ -45,6 +45,7 @@ class Description:
     low_acceptance: str | None  # likely causes, if hardly any draft is accepted; None: no warning
     node: str
     made_by: Mapping[str, Any]  # versions, commit, device
+    weights: Mapping[str, Any]  # ModelFiles.record()
     date: str | None  # that the chat template prints; None: it prints none
 
     def fingerprint(self, source: Mapping[str, Any], limit: int | None, shard: Shard | None = None) -> dict[str, Any]:
@@ -99,6 +100,7 @@ class Worker:
             run.low_acceptance,
             platform.node(),
             {"versions": versions(), "commit": commit(), "device": device_name(run.config.engine.device)},
+            self.models.record(),
             datetime.date.today().isoformat() if self._texts.prints_today else None,
         )
 

@@ -17,6 +17,7 @@ LAYERS = [
     ["__main__"],
     ["cli"],
     ["evals", "tune"],
+    ["scaleout"],
     ["job"],
     ["engine"],
     ["config_load"],
@@ -37,6 +38,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CONFIG_READERS = (
     "cli",
     "job",
+    "scaleout",
     "evals",
     "tune.command",
     "tune.output",

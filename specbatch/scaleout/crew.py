@@ -1,0 +1,273 @@
+"""The life of a pool's workers: start, describe, load, deadlines, deaths and replacements.
+
+A worker answers describe, load and limit_length once each, and exchange after exchange from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specbatch.config import Config
+from specbatch.errors import SpecbatchError, WorkerFailed
+from specbatch.job.fingerprint import differences
+from specbatch.job.worker import Description, Loaded, Slice
+from specbatch.scaleout.members import Member, PoolWorker
+from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply, Transport, WorkerId
+
+_WAIT_SECONDS = 0.2
+_CHECK_SECONDS = 1.0  # between two looks at the deadlines
+_KEPT = "finished rows are kept, and the same command continues"
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    slice_seconds: float = 0.25  # of an exchange
+    max_deaths: int = 5  # of a member after which it gets another worker
+    stuck_seconds: float = 300.0  # for the answer to an exchange; then the worker is killed
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """What the pool does when something happens to a worker."""
+
+    ready: Callable[[PoolWorker], None]
+    answered: Callable[[PoolWorker, Slice], None]
+    gone: Callable[[PoolWorker, str, bool], None]  # (worker, reason, whether a row can be the cause)
+
+
+class Crew:
+    """An error is kept in `error`: when it comes, rows can have finished that are to be returned first."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        num_workers: int,
+        limits: PoolLimits,
+        handlers: Handlers,
+        log: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.members = [Member(number) for number in range(1, num_workers + 1)]
+        self.workers: dict[WorkerId, PoolWorker] = {}  # that live
+        self.error: Exception | None = None
+        self.models: Mapping[str, Any] = {}  # the record of the models' files, as the first worker sees them
+        self._transport = transport
+        self._limits = limits
+        self._handlers = handlers
+        self._log = log
+        self._clock = clock
+        self._num_started = 0
+        self._config: Config | None = None
+        self._first: WorkerId | None = None  # that described the job
+        self._job: Description | None = None
+        self._is_loading = False
+        self._longest_row: int | None = None
+        self._answer: Any = None  # of `ask`
+        self._last_reason = ""  # why a worker was lost
+        self._checked_at = clock()
+
+    def describe(self, config: Config) -> Description:
+        """Start all workers. Waits until the first has described the job."""
+        self._config = config
+        for member in self.members:
+            self._start(member)
+        self._wait_until(lambda: self._job is not None)
+        assert self._job is not None
+        return self._job
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of any worker that has described the job. Waits for its answer, which is not None."""
+        asked: PoolWorker | None = None
+        self._answer = None
+
+        def is_answered() -> bool:
+            nonlocal asked
+            if self._answer is None and (asked is None or asked.id not in self.workers):
+                asked = next(iter(self._describers()), None)
+                if asked is not None:
+                    self.call(asked, method, *arguments)
+            return self._answer is not None
+
+        self._wait_until(is_answered)
+        return self._answer
+
+    def load(self, settle: Callable[[int], int], on_progress: Callable[[str], None]) -> Sequence[str]:
+        """Waits until one engine is built, and those of all workers that have described the job by then. See
+        `WorkerPool.load`."""
+        self._is_loading = True
+        for worker in self._describers():
+            self.call(worker, "load")
+
+        def show() -> None:
+            on_progress(f"{len(self._builders())} of {len(self.members)} workers are ready")
+
+        self._wait_until(lambda: bool(self._builders()), show)
+        described = self._describers()
+
+        def all_are_loaded() -> bool:
+            return bool(self._builders()) and all(w.loaded is not None or w.id not in self.workers for w in described)
+
+        self._wait_until(all_are_loaded, show)
+        loaded = self._builders()
+        self._longest_row = settle(min(item.longest_row for _, item in loaded))
+        for worker, _ in loaded:
+            self._make_ready(worker)
+        return list(dict.fromkeys(note for _, item in loaded for note in item.notes))
+
+    def call(self, worker: PoolWorker, method: str, *arguments: Any) -> None:
+        if not worker.calls:
+            worker.began = self._clock()
+        worker.calls.append(method)
+        self._transport.call(worker.id, method, *arguments)
+
+    def advance(self) -> None:
+        """Wait for events for a moment, handle them, and do what is due."""
+        now = self._clock()
+        for member in self.members:
+            if member.restart_at is not None and member.restart_at <= now:
+                self._start(member)
+        self.handle_events(_WAIT_SECONDS)
+        if self._clock() >= self._checked_at + _CHECK_SECONDS:
+            self._kill_stuck()
+            self._checked_at = self._clock()
+
+    def handle_events(self, seconds: float) -> Sequence[Event]:
+        """Wait for at most `seconds`. Returns the events, which have been handled."""
+        events = self._transport.wait(seconds)
+        for event in events:
+            worker = self.workers.get(event.worker)
+            if worker is not None:
+                self._handle(worker, event)
+        return events
+
+    def fail(self, error: Exception) -> None:
+        """The first error counts."""
+        self.error = self.error or error
+
+    def raise_failure(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if all(member.is_lost for member in self.members):
+            raise SpecbatchError(f"no worker is left. The last one was {self._last_reason}", _KEPT)
+
+    def _wait_until(self, condition: Callable[[], bool], show: Callable[[], None] = lambda: None) -> None:
+        while not condition():
+            self.raise_failure()
+            show()
+            self.advance()
+        self.raise_failure()
+
+    def _describers(self) -> list[PoolWorker]:
+        return [worker for worker in self.workers.values() if worker.description is not None]
+
+    def _builders(self) -> list[tuple[PoolWorker, Loaded]]:
+        return [(worker, worker.loaded) for worker in self.workers.values() if worker.loaded is not None]
+
+    def _start(self, member: Member) -> None:
+        member.worker = worker = PoolWorker(self._num_started, member)
+        member.restart_at = None
+        self.workers[worker.id] = worker
+        self._num_started += 1
+        self._transport.start(worker.id)
+        self.call(worker, "describe", self._config)
+
+    def _handle(self, worker: PoolWorker, event: Event) -> None:
+        match event:
+            case Reply(_, value):
+                worker.began = self._clock()
+                self._handle_reply(worker, worker.calls.popleft(), value)
+            case Refused(_, message, hint):
+                if worker.calls.popleft() == "exchange":
+                    self.fail(SpecbatchError(f"{worker.name}: {message}", hint))
+                else:
+                    self._leave_out(worker, message, hint)
+            case Broken(_, traceback):
+                worker.calls.popleft()
+                self.fail(WorkerFailed(f"an error in {worker.name}:\n{traceback}", _KEPT))
+            case Died(_, reason, node_lost):
+                self._end(worker, reason, blame=not node_lost)
+
+    def _handle_reply(self, worker: PoolWorker, method: str, value: Any) -> None:
+        if method == "exchange":
+            worker.load = value.load
+            if worker.id == self._first:
+                self.models = value.models
+            self._handlers.answered(worker, value)
+        elif method == "describe":
+            self._compare(worker, value)
+        elif method == "load":
+            worker.loaded = value
+            worker.member.deaths_at_start = 0
+            if self._longest_row is not None:
+                self._make_ready(worker)
+        elif method != "limit_length":
+            self._answer = value
+
+    def _compare(self, worker: PoolWorker, description: Description) -> None:
+        """Every worker must do the same job as the first."""
+        worker.description = description
+        worker.member.node, worker.member.device = description.node, str(description.made_by["device"])
+        if self._job is None:
+            self._job, self._first, self.models = description, worker.id, description.weights
+        elif changed := differences(_identity(self._job), _identity(description)):
+            message = f"its job differs from that of the first worker, on {self._job.node}: {'; '.join(changed)}"
+            self._leave_out(worker, message, "all nodes need the same models, versions and devices")
+            return
+        if self._is_loading:
+            self.call(worker, "load")
+
+    def _make_ready(self, worker: PoolWorker) -> None:
+        self.call(worker, "limit_length", self._longest_row)
+        worker.member.ready_at = self._clock()
+        self._handlers.ready(worker)
+
+    def _leave_out(self, worker: PoolWorker, message: str, hint: str | None) -> None:
+        """A worker cannot do the job. That is an error, unless others do the job already."""
+        others = any(not member.is_lost for member in self.members if member is not worker.member)
+        if self._longest_row is None or not others:
+            self.fail(SpecbatchError(f"{worker.name}: {message}", hint))
+            return
+        self._log(f"warning: {worker.name} is not used: {message}")
+        self._transport.kill(worker.id)
+        self._remove(worker, message, blame=False)
+
+    def _end(self, worker: PoolWorker, reason: str, *, blame: bool) -> None:
+        """A worker has died. It is replaced, but not too often."""
+        member = worker.member
+        member.deaths += 1
+        member.deaths_at_start += worker.loaded is None
+        is_replaced = member.deaths <= self._limits.max_deaths
+        then = "it is replaced" if is_replaced else f"it is not replaced after {member.deaths} deaths"
+        self._log(f"warning: {worker.name} died ({reason}); {then}")
+        self._remove(worker, reason, blame=blame)
+        if is_replaced:
+            member.restart_at = self._clock() + member.back_off_seconds
+
+    def _remove(self, worker: PoolWorker, reason: str, *, blame: bool) -> None:
+        del self.workers[worker.id]
+        worker.member.end(self._clock())
+        self._last_reason = f"{worker.name}: {reason}"
+        if worker.holding is not None:
+            self._handlers.gone(worker, reason, blame)
+
+    def _kill_stuck(self) -> None:
+        if not any(map(self._is_stuck, self.workers.values())):
+            return
+        while self.handle_events(0):  # this process may have been away for long, and answers have come meanwhile
+            pass
+        for worker in [worker for worker in self.workers.values() if self._is_stuck(worker)]:
+            self._transport.kill(worker.id)
+            self._end(worker, f"no answer for {self._limits.stuck_seconds:g} seconds", blame=True)
+
+    def _is_stuck(self, worker: PoolWorker) -> bool:
+        is_running = bool(worker.calls) and worker.calls[0] == "exchange"
+        return is_running and self._clock() - worker.began > self._limits.stuck_seconds
+
+
+def _identity(description: Description) -> dict[str, Any]:
+    """What must be equal on all workers."""
+    made_by = dict(description.made_by)
+    versions = {f"versions.{name}": version for name, version in made_by.pop("versions").items()}
+    return {**description.fingerprint({}, None), **versions, **made_by}

@@ -1,0 +1,180 @@
+"""A pool of workers for one file job: which worker gets which rows, and when.
+
+The pool has no thread and starts no process: a `Transport` carries its calls, and everything happens within a call of
+one of its methods. Two exchanges are at each worker that has rows, so that no engine pauses between them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from specbatch.config import Config
+from specbatch.errors import RowError, WorkerFailed
+from specbatch.job.fingerprint import ModelRecord
+from specbatch.job.pool import PoolState
+from specbatch.job.remarks import remark_on
+from specbatch.job.rows import RowParser
+from specbatch.job.runner import Finished, Load, failed_line
+from specbatch.job.sources import RawRow
+from specbatch.job.worker import Description, Slice
+from specbatch.scaleout.crew import Crew, Handlers, PoolLimits
+from specbatch.scaleout.members import PoolWorker, merged
+from specbatch.scaleout.rows import PoolRows
+from specbatch.scaleout.transport import Transport
+from specbatch.types import EngineStats
+
+_CREDIT_BATCHES = 3  # of rows at a worker: one that runs, and two that wait
+_MAX_EXCHANGES = 2  # at a worker
+_DRAIN_SECONDS = 10.0
+_SUMS_SECONDS = 0.2  # while rows run, sums over workers are at most this old
+DIED = "worker_died"  # the type of a row's error
+
+
+class Pool:
+    """A `WorkerPool` over a transport.
+
+    Raises SpecbatchError for what the user can mend, and WorkerFailed for an error in a worker and for a row that kills
+    its workers. Before `collect` raises, it has returned all rows that have finished.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        num_workers: int,
+        limits: PoolLimits | None = None,
+        *,
+        quarantine: bool = False,
+        log: Callable[[str], None] = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`quarantine`: a row that kills its workers becomes an error row; otherwise it ends the job. `clock`: of
+        seconds, the one of the transport."""
+        self._transport = transport
+        self._limits = limits or PoolLimits()
+        self._quarantine = quarantine
+        self._clock = clock
+        handlers = Handlers(self._open, self._take, self._give_back)
+        self._crew = Crew(transport, num_workers, self._limits, handlers, log, clock)
+        self._rows = PoolRows()
+        self._finished = Finished()
+        self._past = Load()  # sums over workers that are gone
+        self._sums, self._sums_at = Load(), float("-inf")
+        self.models: ModelRecord = _RemoteModels(self._crew)
+
+    def describe(self, config: Config) -> Description:
+        """Start all workers. Waits until the first has described the job; all others must describe the same one."""
+        self._job = self._crew.describe(config)
+        return self._job
+
+    def load(self, settle: Callable[[int], int], on_progress: Callable[[str], None]) -> Sequence[str]:
+        """Waits until one engine is built, and those of all workers that have described the job by then."""
+        return self._crew.load(settle, on_progress)
+
+    @property
+    def has_room(self) -> bool:
+        return self._rows.has_room
+
+    def submit(self, row: RawRow) -> None:
+        self._rows.submit(row)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._rows.num_rows and self._crew.error is None
+
+    def collect(self, last: bool) -> Finished:
+        """Hand out rows, wait for events for a moment, and return the rows that have finished."""
+        self._crew.raise_failure()
+        for worker in self._crew.workers.values():
+            if worker.holding is not None and len(worker.calls) < _MAX_EXCHANGES:
+                self._exchange(worker, last)
+        self._crew.advance()
+        return self._taken() if self._crew.error is None else self.drain()
+
+    def drain(self) -> Finished:
+        """Wait for the running slices, and return the rows that have finished."""
+        running = {worker.id for worker in self._crew.workers.values() if worker.holding is not None and worker.calls}
+        end = self._clock() + _DRAIN_SECONDS
+        while running and (left := end - self._clock()) > 0:
+            running -= {event.worker for event in self._crew.handle_events(left)}
+        return self._taken()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._sum().stats
+
+    def state(self) -> PoolState:
+        now = self._clock()
+        lines = [member.line(now) for member in self._crew.members]
+        return PoolState(self._sum(), sum(line.state == "running" for line in lines), lines)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _exchange(self, worker: PoolWorker, last: bool) -> None:
+        holding = worker.holding
+        assert holding is not None
+        rows = self._rows.hand_out(holding, last)
+        while holding.num_rows and len(worker.calls) < _MAX_EXCHANGES:
+            self._crew.call(worker, "exchange", rows, holding.take_drop(), self._limits.slice_seconds)
+            rows = []
+
+    def _open(self, worker: PoolWorker) -> None:
+        assert worker.description is not None
+        batch = worker.description.config.engine.max_batch_size
+        assert batch is not None, "resolve() decides it"
+        worker.holding = self._rows.open(_CREDIT_BATCHES * batch)
+
+    def _take(self, worker: PoolWorker, answer: Slice) -> None:
+        holding = worker.holding
+        assert holding is not None
+        holding.started = answer.started
+        totals = answer.finished.totals
+        first, again = self._rows.finish(holding, answer.finished.rows)
+        for row in again:
+            totals.add(json.loads(row.line), times=-1)
+        worker.member.rows += len(first)
+        self._finished.rows += first
+        self._finished.totals.merge(totals)
+
+    def _give_back(self, worker: PoolWorker, reason: str, blame: bool) -> None:
+        assert worker.holding is not None
+        worker.load.running, worker.load.waiting = [], []
+        self._past = merged([self._past, worker.load])
+        row = self._rows.close(worker.holding, blame=blame)
+        if row is None:
+            return
+        message = f"the worker died each time that it ran this row, the last time with no other row: {reason}"
+        if self._quarantine:
+            info, _ = RowParser(self._job.config.sampling, self._job.config.data).parse(row)
+            line = failed_line(info, RowError(DIED, message))
+            self._finished.add(row.index, row.digest(), line, remark_on(info))
+        else:
+            hint = "--quarantine makes it an error row; finished rows are kept"
+            self._crew.fail(WorkerFailed(f"row {row.index}: {message}", hint))
+
+    def _taken(self) -> Finished:
+        taken, self._finished = self._finished, Finished()
+        return taken
+
+    def _sum(self) -> Load:
+        if self.is_idle or self._clock() >= self._sums_at + _SUMS_SECONDS:
+            self._sums = merged([self._past, *(worker.load for worker in self._crew.workers.values())])
+            self._sums_at = self._clock()
+        return self._sums
+
+
+class _RemoteModels:
+    """The models' files as the first worker sees them."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def record(self) -> dict[str, Any]:
+        return dict(self._crew.models)
+
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        changed: list[str] = self._crew.ask("model_differences", recorded)
+        return changed

@@ -1,0 +1,163 @@
+"""The rows of a pool: which ones wait, which worker has which, and what the death of a worker means for its rows.
+
+Handing out and finishing cost O(1) a row. What costs more happens at the end of a job and at deaths only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from specbatch.job.runner import FinishedRow
+from specbatch.job.sources import RawRow
+
+SUSPECT_DEATHS = 2  # of workers that had a row; then it runs alone
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """The rows of one worker."""
+
+    credit: int  # maximum number of rows
+    own: dict[int, RawRow] = field(default_factory=dict)  # by index, the youngest last: no other worker has them
+    copies: dict[int, RawRow] = field(default_factory=dict)  # another worker has or had them, too
+    started: Sequence[int] = ()  # indices of the rows that it had begun at its last answer
+    drop: list[int] = field(default_factory=list)  # indices of rows that it need not begin
+    alone: bool = False  # it has one row, which may be the cause of deaths
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.own) + len(self.copies)
+
+    def take_drop(self) -> list[int]:
+        taken, self.drop = self.drop, []
+        return taken
+
+
+class PoolRows:
+    """All rows that were submitted and have not finished."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._credit = 0  # of all workers
+        self._holdings: list[Holding] = []
+        self._waiting: deque[RawRow] = deque()
+        self._suspects: deque[RawRow] = deque()
+        self._deaths: dict[int, int] = {}  # by row: of workers that had it
+        self._copied: dict[int, RawRow] = {}  # rows that more than one worker can return
+
+    @property
+    def has_room(self) -> bool:
+        # Suspects wait for the end of the input. They must not keep the pool from reading it.
+        return self.num_rows - len(self._suspects) < self._credit
+
+    def submit(self, row: RawRow) -> None:
+        self._waiting.append(row)
+        self.num_rows += 1
+
+    def open(self, credit: int) -> Holding:
+        """The rows of a new worker."""
+        holding = Holding(credit)
+        self._holdings.append(holding)
+        self._credit += credit
+        return holding
+
+    def hand_out(self, holding: Holding, last: bool) -> list[RawRow]:
+        """New rows for a worker. `last`: no more rows will be submitted."""
+        if holding.alone:
+            return []
+        if self._waiting:
+            rows = [self._waiting.popleft() for _ in range(self._share(holding))]
+            holding.own.update((row.index, row) for row in rows)
+            return rows
+        if not last or holding.num_rows:
+            return []
+        if self._suspects:
+            row = self._suspects.popleft()
+            holding.own[row.index] = row
+            holding.alone = True
+            return [row]
+        return self._take_over(holding)
+
+    def finish(self, holding: Holding, rows: list[FinishedRow]) -> tuple[list[FinishedRow], list[FinishedRow]]:
+        """(rows that finish now, rows that another worker has finished before)."""
+        own = holding.own
+        first, again = [], []
+        for row in rows:
+            if own.pop(row.index, None) is not None or self._finish_copy(holding, row.index):
+                first.append(row)
+            else:
+                again.append(row)
+        self.num_rows -= len(first)
+        if self._deaths:
+            for row in first:
+                self._deaths.pop(row.index, None)
+        holding.alone = holding.alone and bool(holding.num_rows)
+        return first, again
+
+    def close(self, holding: Holding, *, blame: bool) -> RawRow | None:
+        """Give back the rows of a worker that is gone. `blame`: a row can be the cause. Returns the row that must be
+        the cause, because the worker had no other; it no longer belongs to the pool."""
+        self._holdings.remove(holding)
+        self._credit -= holding.credit
+        if blame:
+            for index in (*holding.own, *holding.copies):
+                self._deaths[index] = self._deaths.get(index, 0) + 1
+            if holding.alone:
+                ((index, row),) = holding.own.items()
+                del self._deaths[index]
+                self.num_rows -= 1
+                return row
+        back = list(holding.own.values())
+        for index, row in holding.copies.items():
+            if not any(index in other.copies for other in self._holdings):
+                del self._copied[index]
+                back.append(row)
+        for row in sorted(back, key=lambda row: row.index, reverse=True):
+            if self._deaths.get(row.index, 0) >= SUSPECT_DEATHS:
+                self._suspects.appendleft(row)
+            else:
+                self._waiting.appendleft(row)
+        return None
+
+    def _share(self, holding: Holding) -> int:
+        """How many waiting rows a worker gets, if each goes to the worker with the fewest."""
+        free = holding.credit - holding.num_rows
+        waiting = len(self._waiting)
+        handed_out = self.num_rows - waiting - len(self._suspects)
+        if waiting >= self._credit - handed_out:  # enough for all workers
+            return free
+        counts = sorted(h.num_rows for h in self._holdings if not h.alone and h.num_rows < h.credit)
+        level = total = 0
+        for workers, count in enumerate(counts, 1):
+            if workers > 1 and level <= count:  # this worker has more than the fewest will have
+                break
+            total += count
+            level = -(-(waiting + total) // workers)
+        return max(0, min(free, level - holding.num_rows, waiting))
+
+    def _take_over(self, holding: Holding) -> list[RawRow]:
+        """Rows of the worker with the most, for an idle one. The first result of a row counts."""
+        victim = max((h for h in self._holdings if not h.alone), key=lambda h: len(h.own))
+        started = set(victim.started)
+        half = min(len(victim.own) // 2, holding.credit)
+        youngest = list(reversed(victim.own))
+        moved = [index for index in youngest if index not in started][:half]
+        for index in moved:
+            holding.copies[index] = self._copied[index] = victim.own.pop(index)
+        victim.drop += moved
+        # What the worker has begun, it goes on with. The last row of all is copied, too.
+        for index in islice((i for i in youngest if i in started), max(1, half) - len(moved)):
+            victim.copies[index] = holding.copies[index] = self._copied[index] = victim.own.pop(index)
+        return list(holding.copies.values())
+
+    def _finish_copy(self, holding: Holding, index: int) -> bool:
+        """Whether this is the first result of a row that another worker has or had, too."""
+        if self._copied.pop(index, None) is None:
+            return False
+        for other in self._holdings:
+            if other.copies.pop(index, None) is not None and other is not holding:
+                other.drop.append(index)
+        return True

@@ -1,0 +1,73 @@
+"""What a pool needs of the system that runs its processes. `Pool` has the rules; a transport only carries calls.
+
+Each process holds one `job.worker.Worker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+WorkerId = int  # a new process has a new one, also if it replaces another
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A call's result. It belongs to the pool: the process does not change it later."""
+
+    worker: WorkerId
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A call raised a SpecbatchError."""
+
+    worker: WorkerId
+    message: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A call raised another exception."""
+
+    worker: WorkerId
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process is gone, with all calls that it has not answered."""
+
+    worker: WorkerId
+    reason: str
+    node_lost: bool = False  # its whole node is gone, so that no row is the cause
+
+
+Event = Reply | Refused | Broken | Died
+
+
+class Transport(Protocol):
+    """Carries calls to processes and events back. Only `wait` blocks."""
+
+    def start(self, worker: WorkerId) -> None:
+        """Ask for a process. It can begin much later, or never. Calls are allowed at once."""
+        ...
+
+    def call(self, worker: WorkerId, method: str, *arguments: Any) -> None:
+        """Call a method of the process's Worker. Calls run in their order, one at a time; so do their answers."""
+        ...
+
+    def wait(self, seconds: float) -> Sequence[Event]:
+        """The events that have come, at least one; none if there is none after `seconds`."""
+        ...
+
+    def kill(self, worker: WorkerId) -> None:
+        """End a process. No event of it comes after this."""
+        ...
+
+    def close(self) -> None:
+        """End all processes."""
+        ...
