@@ -20,6 +20,7 @@ from specbatch.types import SamplingParams
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64", "fp8_e4m3"]
+AttentionName = Literal["torch", "triton", "flashinfer"]
 ABOVE_0 = Range("> 0", lambda v: v > 0)
 _STEPS = Range(">= 0 (0 = plain decoding)", lambda v: v >= 0)
 
@@ -107,7 +108,7 @@ class EngineSection:
     """Where and how the model runs."""
 
     device: str = option("auto", "`auto`, `cpu`, `cuda`, `cuda:1` ...")
-    attention: Literal["auto", "torch", "triton", "flashinfer"] = option(
+    attention: Literal["auto", AttentionName] = option(
         "auto",
         "How attention is computed. `auto`: triton on CUDA, torch on CPU. flashinfer is a separate package "
         "(`pip install 'specbatch[gpu]'`), for bfloat16 and float16, heads of 64, 128 or 256, and no sliding windows.",

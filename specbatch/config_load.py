@@ -69,6 +69,11 @@ def packaged_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(configs_folder().glob("*.yaml"))}
 
 
+def packaged_tasks() -> dict[str, Path]:
+    """The packaged eval tasks by name."""
+    return {path.stem: path for path in sorted((configs_folder() / "evals").glob("*.yaml"))}
+
+
 def find_config(path: Path) -> Path:
     """`path`, or the packaged configuration of this name where there is no such file."""
     return path if path.exists() else packaged_configs().get(str(path), path)

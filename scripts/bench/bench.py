@@ -34,6 +34,7 @@ from bench_floor import DeviceRates, measure_device, prefill_floor, round_floor
 from bench_work import Rows, UniformRows, file_jobs, file_rows, warm_up_rows
 
 from specbatch.config_load import config_to_dict, load_config
+from specbatch.draft import METHODS
 from specbatch.engine.build import build_engine
 from specbatch.engine.engine import Engine
 from specbatch.engine.resolve import ResolvedRun, resolve
@@ -44,7 +45,7 @@ from specbatch.tune.timing import time_phases
 from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 
 _METHOD = re.compile(
-    r"(?P<name>none|ngram|draft_model|eagle3?)"
+    rf"(?P<name>{'|'.join(METHODS)})"
     r"(:(?P<steps>\d+)/(?P<topk>\d+)/(?P<tokens>\d+))?(@(?P<acceptance>\d+(\.\d+)?))?(=(?P<draft>.+))?"
 )
 _DEFAULT_DRAFTS = {"eagle": "random:eagle", "eagle3": "random:eagle3-32k"}
@@ -96,8 +97,7 @@ def parse_method(text: str) -> Method:
     match = _METHOD.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no method: NAME[:STEPS/TOPK/TOKENS][@ACCEPTANCE][=DRAFT], "
-            "NAME one of none, ngram, draft_model, eagle, eagle3"
+            f"{text!r} is no method: NAME[:STEPS/TOPK/TOKENS][@ACCEPTANCE][=DRAFT], NAME one of {', '.join(METHODS)}"
         )
     part = match.groupdict()
     return Method(

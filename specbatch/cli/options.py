@@ -8,14 +8,13 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from specbatch.config import Config, SpeculationSection
+from specbatch.config_load import find_config, load_config, option_paths, packaged_tasks
 from specbatch.errors import ConfigError
-
-if TYPE_CHECKING:
-    from specbatch.config import Config
 
 _option = functools.partial(typer.Option, rich_help_panel="Configuration")
 _SHORT_CUTS = {  # fields of `ConfigOptions`, and the options that they set
@@ -36,27 +35,19 @@ def named_path(text: str | Path) -> Path:
 
 def config_path(text: str | Path) -> Path:
     """A file, or a packaged configuration by name."""
-    from specbatch.config_load import find_config
-
     return find_config(named_path(text))
 
 
 def _methods() -> list[str]:
-    from specbatch.config import SpeculationSection
-
     return list(typing.get_args(typing.get_type_hints(SpeculationSection)["method"]))
 
 
 def _settable() -> list[str]:
-    from specbatch.config_load import option_paths
-
     return [f"{path}=" for path in option_paths()]
 
 
 def _tasks() -> list[str]:
-    from specbatch.evals.load import task_names
-
-    return task_names()
+    return list(packaged_tasks())
 
 
 def _models() -> list[str]:
@@ -94,7 +85,7 @@ class ConfigOptions:
         str | None,
         _option(
             metavar="NAME",
-            help="speculation.method: auto, none, ngram, draft_model, eagle or eagle3.",
+            help=f"speculation.method: {', '.join(_methods())}.",
             autocompletion=_starting(_methods),
         ),
     ] = None
@@ -126,8 +117,6 @@ class ConfigOptions:
 
     def load(self) -> Config:
         """The configuration. Raises ConfigError."""
-        from specbatch.config_load import load_config
-
         return load_config(self.config, self.sets)
 
 
@@ -155,7 +144,7 @@ TaskNames = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="TASK...",
-        help="gsm8k, gsm8k_chat, humaneval, mt_bench_speed.",
+        help=f"{', '.join(_tasks())}.",
         autocompletion=_starting(_tasks),
     ),
 ]

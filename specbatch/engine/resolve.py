@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from specbatch.attention.flashinfer import DTYPES as FLASHINFER_DTYPES
 from specbatch.attention.flashinfer import HEAD_DIMS as FLASHINFER_HEAD_DIMS
-from specbatch.config import Config, EngineSection, KVDtypeName, SpeculationSection
+from specbatch.config import AttentionName, Config, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import CachedModel, CachePlan, Rows
 from specbatch.engine.resolve_cache import CacheRequest, resolve_cache
@@ -37,7 +36,6 @@ from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenize
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
 
 _KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
-AttentionName = Literal["torch", "triton", "flashinfer"]
 
 
 @dataclass(frozen=True)

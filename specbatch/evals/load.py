@@ -8,21 +8,12 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from specbatch.config_load import configs_folder
+from specbatch.config_load import packaged_tasks
 from specbatch.errors import ConfigError
 from specbatch.evals.metrics import metric_name
 from specbatch.evals.schema import DataSource, Task
 from specbatch.retired import TASK_OPTIONS
 from specbatch.strict import Reader, read_mapping, read_text
-
-
-def packaged_tasks() -> dict[str, Path]:
-    """The packaged tasks by name."""
-    return {path.stem: path for path in sorted((configs_folder() / "evals").glob("*.yaml"))}
-
-
-def task_names() -> list[str]:
-    return list(packaged_tasks())
 
 
 def find_tasks(names: Iterable[str], files: Iterable[Path]) -> list[Task]:

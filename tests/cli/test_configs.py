@@ -14,10 +14,17 @@ import pytest
 import torch
 
 import specbatch
-from specbatch.config_load import configs_folder, default_config_text, find_config, load_config, packaged_configs
+from specbatch.config_load import (
+    configs_folder,
+    default_config_text,
+    find_config,
+    load_config,
+    packaged_configs,
+    packaged_tasks,
+)
 from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError
-from specbatch.evals.load import load_task, packaged_tasks, task_names
+from specbatch.evals.load import load_task
 from tests.cli.test_cli import cli
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
@@ -27,7 +34,7 @@ ON_CPU = ["engine.device=cpu", "model.dtype=float32"]
 
 def test_the_folder_holds_the_default_recipes_and_tasks() -> None:
     assert {"default", "plain", "builtin-cpu", "builtin-gpu", "builtin-gpu-tuned"} <= packaged_configs().keys()
-    assert task_names() == ["gsm8k", "gsm8k_chat", "humaneval", "mt_bench_speed"]
+    assert {"gsm8k", "gsm8k_chat", "humaneval", "mt_bench_speed"} <= packaged_tasks().keys()
     assert not list((ROOT / "specbatch").rglob("*.yaml")) or configs_folder() == ROOT / "specbatch" / "configs"
 
 
@@ -60,7 +67,7 @@ def test_each_configuration_that_needs_no_download_resolves(name: str) -> None:
         assert [e.max_batch for e in config.speculation.schedule] == [e.max_batch for e in given.schedule]
 
 
-@pytest.mark.parametrize("name", task_names())
+@pytest.mark.parametrize("name", packaged_tasks())
 def test_each_task_loads_strictly(name: str) -> None:
     assert load_task(packaged_tasks()[name]).name == name
 

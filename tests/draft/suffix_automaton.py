@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specbatch.draft import DraftParts, MethodEntry
 from specbatch.draft.host import HostDraftMethod, HostSequence, HostTrees
 from specbatch.draft.shape import DraftShape
 
@@ -83,10 +82,3 @@ class SuffixDraft(HostDraftMethod):
                     level.append((node, state))
                     num_nodes[b] += 1
         return HostTrees(tokens, num_nodes, None if self._topk == 1 else parents)
-
-
-def make_suffix(shape: DraftShape, parts: DraftParts) -> SuffixDraft:
-    return SuffixDraft(shape)
-
-
-SUFFIX = MethodEntry(make_suffix)  # the entry of `METHODS`

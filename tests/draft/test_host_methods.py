@@ -18,7 +18,7 @@ from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence as EngineSequence
 from specbatch.types import Completion, SamplingParams
-from tests.draft.suffix_automaton import SUFFIX, SuffixAutomaton, SuffixDraft
+from tests.draft.suffix_automaton import SuffixAutomaton, SuffixDraft
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(4, 1, 5), DraftShape(3, 2, 8)
@@ -40,7 +40,7 @@ SCHEDULING = {
 
 @pytest.fixture(autouse=True)
 def _suffix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "toy", SUFFIX)
+    monkeypatch.setitem(METHODS, "toy", MethodEntry(lambda shape, parts: SuffixDraft(shape)))
 
 
 @pytest.fixture(scope="module")
