@@ -20,9 +20,11 @@ from specbatch.strict_yaml import YamlProblem, load_yaml
 LOCAL_NAME = "specbatch.yaml"
 
 
-def load_config(path: Path | str | None = None, sets: Sequence[str] = ()) -> Config:
-    """The configuration of `path` under `sets`. `path` is a file or the name of a packaged configuration; None:
-    ./specbatch.yaml where it exists, else the packaged default.
+def load_config(
+    path: Path | str | None = None, sets: Sequence[str] = (), values: Mapping[str, Any] | None = None
+) -> Config:
+    """The configuration of `path` under `sets` (`a.b=text`) and `values` (by full name: `a.b`). `path` is a file or the
+    name of a packaged configuration; None: ./specbatch.yaml where it exists, else the packaged default.
 
     Options that a file leaves out have the defaults of `specbatch.config`. Raises ConfigError.
     """
@@ -36,6 +38,8 @@ def load_config(path: Path | str | None = None, sets: Sequence[str] = ()) -> Con
     reader = Reader(Config, OPTIONS, _of_vllm)
     for item in sets:
         _apply_set(tree, item, reader)
+    for name, value in (values or {}).items():
+        _put(tree, name, value)
     config: Config = reader.read(Config, tree, "")
     _check_relations(config)
     return config
@@ -116,6 +120,18 @@ def _apply_set(tree: dict[str, Any], item: str, reader: Reader) -> None:
     if isinstance(node, dict):
         old = node.get(name)
         node[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Sets an option that exists."""
+    *sections, name = path.split(".")
+    node: Any = tree
+    for key in sections:
+        if isinstance(node, dict):
+            node[key] = node.get(key) or {}
+            node = node[key]
+    if isinstance(node, dict):  # else the file is wrong here, and the reader says so
+        node[name] = value
 
 
 def _option(reader: Reader, cls: Any, path: str, key: str, text: str) -> Option:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -14,7 +15,9 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextlib.contextmanager
 def on_signals(handler: Handler) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Python allows handlers in the main thread only: other threads go on without."""
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

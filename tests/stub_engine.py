@@ -203,8 +203,7 @@ def stub_modules() -> dict[str, types.ModuleType]:
 def main() -> None:
     """The command line over the stub engine."""
     sys.modules.update(stub_modules())
-    from specbatch import cli
-    from specbatch.cli import startup
+    from specbatch import cli, startup
 
     startup.model_paths = lambda config: {}
     cli.main()

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import specbatch
-from specbatch.cli import startup
+from specbatch import startup
 from specbatch.cli.endings import user_errors
 from specbatch.cli.options import (
     BuiltinModel,
@@ -23,9 +23,9 @@ from specbatch.cli.options import (
     named_path,
     with_config_options,
 )
-from specbatch.cli.startup import allow_open_files, download_bar, import_engine, prepare_libraries, resolving
 from specbatch.cli.streams import guard_streams, print_data
 from specbatch.errors import InputError, SpecbatchError
+from specbatch.startup import allow_open_files, download_bar, import_engine, prepare_libraries, resolving
 
 # For users who have no file yet. It works without changes.
 _FIRST_RUN = (
@@ -123,7 +123,7 @@ def generate(
         config = given.load()
         prepare_libraries()
         options = GenerateOptions(input, output, limit, overwrite, given.config, part)
-        pool = startup.local_pool(console)
+        pool = startup.open_pool(config, console)
         raise typer.Exit(run_file_job(options, config, pool, console, began=began).exit_code)
 
 

@@ -10,7 +10,6 @@ import psutil
 import pytest
 import torch
 
-from specbatch.cli.startup import bound_spinning
 from specbatch.draft.shape import DraftShape
 from specbatch.engine import cpu_threads
 from specbatch.engine.cpu_threads import (
@@ -25,6 +24,7 @@ from specbatch.engine.cpu_threads import (
 )
 from specbatch.models.config import ModelConfig
 from specbatch.models.packed import PackedGatedLinear, PackedLinear, thread_counts
+from specbatch.startup import bound_spinning
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.oracle.sampling import distribution
 from tests.tiny_models import random_prompts, run, tiny_config, tiny_engine

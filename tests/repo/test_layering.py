@@ -16,6 +16,8 @@ ROOT = Path(specbatch.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
+    ["api"],
+    ["startup"],
     ["evals", "tune"],
     ["scaleout"],
     ["job"],

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from specbatch.cli.startup import model_paths
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
@@ -20,6 +19,7 @@ from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.paths import stats_path_of
 from specbatch.job.pool import LocalPool
 from specbatch.job.worker import Runtime, Worker
+from specbatch.startup import model_paths
 
 INTERRUPTED = 130
 

@@ -1,4 +1,4 @@
-"""What commands need before they run a model: download bars, paths of models, quiet libraries."""
+"""What commands and the Python interface need to run a model: download bars, paths of models, quiet libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from specbatch.config import Config
     from specbatch.engine.resolve import ResolvedRun
-    from specbatch.job.pool import LocalPool
+    from specbatch.job.pool import WorkerPool
     from specbatch.job.worker import Runtime
     from specbatch.types import BatchEngine
 
@@ -64,8 +64,8 @@ def runtime(console: Console) -> Runtime:
     return Runtime(resolving(console), build, model_paths)
 
 
-def local_pool(console: Console) -> LocalPool:
-    """This process as the only worker."""
+def open_pool(config: Config, console: Console) -> WorkerPool:
+    """Where the rows of a job run: in this process, or on the workers of `cluster`."""
     from specbatch.job.pool import LocalPool
     from specbatch.job.terminal import print_notes
     from specbatch.job.worker import Worker

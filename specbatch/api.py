@@ -1,0 +1,199 @@
+"""The Python interface: `LLM` for rows in memory, `generate_file` for files. Both do what the command does."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from specbatch.config import Config
+from specbatch.config_load import load_config, option_paths
+from specbatch.errors import ConfigError, InputError
+from specbatch.job.command import GenerateOptions, run_file_job
+from specbatch.job.jsonl import encode_line
+from specbatch.job.sources import RawRow
+from specbatch.job.tokenizer import with_chat_template_text
+from specbatch.signals import INTERRUPTED
+from specbatch.startup import open_pool, prepare_libraries
+from specbatch.types import EngineStats
+
+_MAX_HELD = 10_000  # results that wait for an earlier one; then no more rows are started
+
+
+class LLM:
+    """A target model with its draft, loaded once, that runs rows.
+
+        with LLM("org/model", "org/eagle-head", temperature=0.7) as llm:
+            for result in llm.generate([{"prompt": "What is the capital of France?"}]):
+                print(result["text"])
+
+    Options are those of the configuration (docs/options.md), by the last part of their name (`max_batch_size=64`), or
+    by the whole name (`**{"sampling.seed": 1}`) where several sections have one. `config`: a YAML file or the name of a
+    packaged configuration, as for the command. `workers=8` runs that many engines, on Ray.
+
+    Raises SpecbatchError for what the caller can mend: an unknown option, a model that is not there, too little memory.
+    """
+
+    def __init__(
+        self, target: str | None = None, draft: str | None = None, *, config: str | Path | None = None, **options: Any
+    ) -> None:
+        self._config = _configured(config, {"target": target, "draft": draft}, options)
+        prepare_libraries()
+        self._pool = open_pool(self._config, Console(quiet=True))
+        try:
+            self.notes = [*self._pool.describe(with_chat_template_text(self._config)).notes]
+            self.notes += self._pool.load(lambda tokens: tokens, lambda step: None)
+        except BaseException:
+            self._pool.close()
+            raise
+        self._running = False
+
+    def generate(self, rows: Iterable[Mapping[str, Any] | str], *, in_order: bool = True) -> Iterator[dict[str, Any]]:
+        """Run rows and yield their results, the same dicts as the lines of a result file.
+
+        A row is a prompt, or a dict as in an input file; rows are read as they are needed. A row that cannot run has
+        an `error`, and does not disturb the others. `in_order`: in the order of the rows; else as they finish. One call
+        can run at a time. What a call leaves unfinished is finished, and dropped, before the next one.
+        """
+        if self._running:
+            raise InputError("generate() is running already", "read its results to the end first, or close() it")
+        return self._generate(iter(rows), in_order)
+
+    def _generate(self, rows: Iterator[Mapping[str, Any] | str], in_order: bool) -> Iterator[dict[str, Any]]:
+        pool = self._pool
+        self._running = True
+        try:
+            while not pool.is_idle:
+                pool.collect(last=True)
+            held: dict[int, dict[str, Any]] = {}
+            num_read, num_returned, exhausted = 0, 0, False
+            while True:
+                while not exhausted and pool.has_room and len(held) < _MAX_HELD:
+                    try:
+                        row = next(rows)
+                    except StopIteration:
+                        exhausted = True
+                        break
+                    pool.submit(_raw_row(num_read, row))
+                    num_read += 1
+                if exhausted and pool.is_idle:
+                    return
+                for finished in pool.collect(last=exhausted).rows:
+                    result = json.loads(finished.line)
+                    if not in_order:
+                        yield result
+                    else:
+                        held[finished.index] = result
+                while num_returned in held:
+                    yield held.pop(num_returned)
+                    num_returned += 1
+        finally:
+            self._running = False
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the model was loaded, summed over workers."""
+        return self._pool.stats
+
+    def close(self) -> None:
+        """Free the model and end the workers."""
+        self._pool.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished job."""
+
+    output: Path
+    stats: Mapping[str, Any]  # of OUTPUT's stats.json, see docs/formats.md
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.stats["rows"]["total"])
+
+    @property
+    def num_failed(self) -> int:
+        """Rows whose result is an error."""
+        return int(self.stats["rows"]["failed"])
+
+    def results(self) -> Iterator[dict[str, Any]]:
+        """The result lines, in the order of the input."""
+        with self.output.open("rb") as lines:
+            for line in lines:
+                yield json.loads(line)
+
+
+def generate_file(
+    input: str | Path,
+    output: str | Path | None = None,
+    *,
+    config: str | Path | None = None,
+    limit: int | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+    **options: Any,
+) -> Report:
+    """Run every row of a file, as `specbatch generate INPUT -o OUTPUT` does. A job that was interrupted goes on, and
+    one that is finished is not run again.
+
+    `options`: as for `LLM`. `limit`: only the first rows. `progress`: print on stderr what the command prints. Raises
+    SpecbatchError for what the caller can mend, KeyboardInterrupt after SIGINT or SIGTERM; finished rows are kept.
+    """
+    began = time.perf_counter()
+    configured = _configured(config, {}, options)
+    prepare_libraries()
+    given = GenerateOptions(
+        str(input),
+        None if output is None else Path(output),
+        limit,
+        overwrite,
+        None if config is None else Path(config),
+    )
+    console = Console(stderr=True, highlight=False, quiet=not progress)
+    outcome = run_file_job(given, configured, open_pool(configured, console), console, began=began, summary=progress)
+    if outcome.exit_code == INTERRUPTED or outcome.report is None:
+        raise KeyboardInterrupt
+    return Report(outcome.output, outcome.report)
+
+
+def _configured(config: str | Path | None, named: Mapping[str, Any], options: Mapping[str, Any]) -> Config:
+    values = {name: value for name, value in named.items() if value is not None}
+    values = {_full_name(name): value for name, value in {**values, **options}.items()}
+    return load_config(config, values=values)
+
+
+def _full_name(name: str) -> str:
+    """The option that a keyword names. Raises ConfigError."""
+    paths = option_paths()
+    if name in paths:
+        return name
+    ends = [path for path in paths if path.rpartition(".")[2] == name]
+    if len(ends) == 1:
+        return ends[0]
+    if ends:
+        both = " and ".join(ends)
+        raise ConfigError(f"the option {name} could be {both}", f'give the whole name: **{{"{ends[0]}": ...}}')
+    near = difflib.get_close_matches(name, [*paths, *(path.rpartition(".")[2] for path in paths)], n=1)
+    raise ConfigError(f"there is no option {name}", f"did you mean {near[0]}?" if near else "see docs/options.md")
+
+
+def _raw_row(index: int, row: Mapping[str, Any] | str) -> RawRow:
+    fields = {"prompt": row} if isinstance(row, str) else row
+    if not isinstance(fields, Mapping):
+        raise InputError(f"row {index} is of type {type(row).__name__}; a row is a prompt or a dict")
+    return RawRow(index, encode_line(dict(fields)))

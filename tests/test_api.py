@@ -1,0 +1,141 @@
+"""The Python interface over the stub engine: the same results as the command, in either order, and clear errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specbatch
+from specbatch import LLM, generate_file, startup
+from specbatch.errors import ConfigError, InputError
+from tests.stub_engine import stub_modules
+
+ROWS: list[Any] = [
+    *({"prompt": f"p{i}", "id": i, "temperature": 1.0} for i in range(60)),
+    {"messages": [{"role": "user", "content": "hi"}], "n": 3, "temperature": 1.0},
+    {"prompt": 7},
+    {"prompt": "x", "logprobs": 1},
+]
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, module in stub_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(startup, "model_paths", lambda config: {})
+    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter
+
+
+def test_results_are_those_of_a_file_job() -> None:
+    Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    report = generate_file("d.jsonl", max_batch_size=8)
+    assert report.output == Path("d.results.jsonl")
+    assert (report.num_rows, report.num_failed) == (len(ROWS), 1)
+    with LLM(max_batch_size=8) as llm:
+        results = list(llm.generate(ROWS))
+        assert llm.stats.generated_tokens > 0
+    assert results == list(report.results())
+    assert [r["index"] for r in results] == list(range(len(ROWS)))
+
+
+def test_results_as_they_finish_are_the_same_ones() -> None:
+    with LLM(max_batch_size=8) as llm:
+        in_order, unordered = list(llm.generate(ROWS)), list(llm.generate(ROWS, in_order=False))
+    assert in_order != unordered
+    assert in_order == sorted(unordered, key=lambda result: result["index"])
+
+
+def test_rows_are_read_as_they_are_needed() -> None:
+    read = 0
+
+    def rows() -> Iterator[str]:
+        nonlocal read
+        for read in range(1, 100_000):
+            yield f"p{read}"
+
+    with LLM(max_batch_size=4) as llm:
+        results = llm.generate(rows())
+        assert next(results)["index"] == 0
+        assert read < 100
+        with pytest.raises(InputError, match="running already"):
+            llm.generate(["x"])
+        results.close()  # type: ignore[attr-defined]
+        assert [r["index"] for r in llm.generate(["a", "b"])] == [0, 1]
+
+
+def test_prompts_that_are_no_rows_are_refused() -> None:
+    with LLM() as llm:
+        with pytest.raises(InputError, match="row 1 is of type int"):
+            list(llm.generate(["x", 3]))  # type: ignore[list-item]
+        assert len(list(llm.generate(["x"]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 1}, r"the option seed could be .*engine\.seed"),
+        ({"max_batch": 8}, "there is no option max_batch"),
+        ({"max_batch_size": 0}, r"engine\.max_batch_size"),
+        ({"speculation.num_steps": "three"}, r"speculation\.num_steps"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**options)
+
+
+def test_options_have_whole_names_and_short_ones() -> None:
+    with LLM(**{"sampling.seed": 5}, temperature=1.0) as seeded, LLM(temperature=1.0) as plain:
+        row = {"prompt": "p", "seed": 5}
+        assert next(iter(seeded.generate(["p"])))["text"] != next(iter(plain.generate(["p"])))["text"]
+        assert next(iter(plain.generate([row])))["usage"]["completion_tokens"] > 0
+
+
+def test_a_finished_job_is_not_run_again_and_an_interrupted_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.setenv("STUB_FAIL_AT", "4")
+    with pytest.raises(RuntimeError, match="broke"):
+        generate_file("d.jsonl", "out.jsonl")
+    monkeypatch.delenv("STUB_FAIL_AT")
+    report = generate_file("d.jsonl", "out.jsonl")
+    assert report.stats["session"]["resumed_rows"] > 0
+    monkeypatch.setenv("STUB_FAIL_AT", "1")
+    assert generate_file("d.jsonl", "out.jsonl").stats == report.stats
+
+
+def test_it_works_in_a_thread() -> None:
+    """Python allows handlers of signals in the main thread only."""
+    Path("d.jsonl").write_text('{"prompt": "x"}\n')
+    reports: list[Any] = []
+    thread = threading.Thread(target=lambda: reports.append(generate_file("d.jsonl")))
+    thread.start()
+    thread.join()
+    assert reports[0].num_rows == 1
+
+
+def test_the_package_imports_no_torch() -> None:
+    code = "import sys, specbatch; assert 'torch' not in sys.modules; from specbatch import LLM"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="no attribute 'llm'"):
+        _ = specbatch.llm
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(specbatch.__file__).resolve().parent.parent
+    if not (root / "README.md").is_file():
+        pytest.skip("no checkout")
+    (code,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    Path("examples").symlink_to(root / "examples")
+    exec(compile(code, "README.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) >= 5, printed
+    assert "tokens per round" in printed[3]
+    assert "12 rows, 0 failed" in printed[-1]
