@@ -19,7 +19,8 @@ import pytest
 from typer.testing import CliRunner
 
 import specbatch
-from specbatch.cli import app, startup
+from specbatch import startup
+from specbatch.cli import app
 from tests.stub_engine import stub_modules
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
