@@ -11,6 +11,7 @@ What they share:
     tiny_models.py      random models of a few layers, engines over them, prompts
     tiny_checkpoint.py  such a model as files on disk
     stub_engine.py      no model at all: the command line and the file job over made-up tokens
+    processes.py        commands as forked processes, for kill -9, signals and exit codes
     eagle_reference.py, tracing.py, coins.py, fake_flashinfer.py
                         EAGLE heads in plain torch; a trace of drafts; all outcomes of random draws; FlashInfer in torch
 

@@ -1,4 +1,4 @@
-"""The command line: exit codes, signals, kill -9, what goes to stdout. A process of its own where that is the point."""
+"""The command line: exit codes, signals, kill -9, what goes to stdout. In another process where that is the point."""
 
 from __future__ import annotations
 
@@ -21,28 +21,15 @@ from typer.testing import CliRunner
 import specbatch
 from specbatch import startup
 from specbatch.cli import app
+from tests import processes
+from tests.processes import Command
 from tests.stub_engine import stub_modules
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
-Result = subprocess.CompletedProcess
 
 
 def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
-
-
-def start(folder: Path, *arguments: str, **extra: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.stub_engine", *arguments]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment(**extra), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def cli(folder: Path, *arguments: str, stdin: str | None = None, **extra: str) -> Result[str]:
-    command = [sys.executable, "-m", "tests.stub_engine", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment(**extra), text=True, input=stdin, capture_output=True, timeout=60
-    )
 
 
 @pytest.fixture
@@ -64,7 +51,7 @@ def write_rows(folder: Path, count: int, bad: int = 0) -> None:
 
 def test_exit_codes_and_streams(tmp_path: Path, inline: Callable[..., Any]) -> None:
     write_rows(tmp_path, 5)
-    done = cli(tmp_path, "generate", "d.jsonl")
+    done = processes.run(tmp_path, "generate", "d.jsonl")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "5 ok, 0 failed" in done.stderr
     assert all(line == line.rstrip() for line in done.stderr.splitlines()), "a table is padded with blanks"
@@ -74,7 +61,7 @@ def test_exit_codes_and_streams(tmp_path: Path, inline: Callable[..., Any]) -> N
     assert refused.exit_code == 2
     assert "error: " in refused.stderr
     assert "hint: --overwrite" in refused.stderr
-    failed = cli(tmp_path, "generate", "d.jsonl", "--overwrite")
+    failed = processes.run(tmp_path, "generate", "d.jsonl", "--overwrite")
     assert failed.returncode == 1
     assert failed.stderr.strip().splitlines()[-1] == "2 of 7 rows failed: 2 invalid_json"
 
@@ -144,7 +131,7 @@ def test_version_models_and_help_need_no_torch(inline: Callable[..., Any]) -> No
 
 def test_standard_input(tmp_path: Path, inline: Callable[..., Any]) -> None:
     text = '{"prompt": "a"}\n{"prompt": "b"}\n'
-    done = cli(tmp_path, "generate", "-", "-o", "out.jsonl", stdin=text)
+    done = processes.run(tmp_path, "generate", "-", "-o", "out.jsonl", stdin=text)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "out.stats.json").exists()
@@ -161,22 +148,17 @@ def test_parquet_with_a_template(tmp_path: Path, inline: Callable[..., Any]) -> 
     assert rows[0]["metadata"] == {"q": "a", "answer": 1}
 
 
-def test_a_damaged_table_is_one_line(tmp_path: Path) -> None:
-    """`datasets` logs what it raises, too."""
+def test_a_damaged_table_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` logs what it raises, too. In a new process: its import decides what it logs."""
     (tmp_path / "d.csv").write_text("prompt,k\na,1\n" + "b,2,3,4\n" * 3)
-    done = cli(tmp_path, "generate", "d.csv")
+    monkeypatch.delenv("DATASETS_VERBOSITY", raising=False)  # which an earlier command of this process has set
+    command = [sys.executable, "-m", "tests.stub_engine", "generate", "d.csv"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(USE_TORCH="0"), text=True, capture_output=True, timeout=60
+    )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) <= 2, done.stderr
     assert "d.csv cannot be read past row 0: " in done.stderr.splitlines()[0]
-
-
-def wait_for_rows(folder: Path, rows: int, process: subprocess.Popen[str]) -> None:
-    partial = folder / "d.results.jsonl.partial"
-    deadline = time.monotonic() + 30
-    while not (partial.exists() and partial.read_bytes().count(b"\n") > rows):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_kill_9_at_random_moments_changes_no_byte(tmp_path: Path, inline: Callable[..., Any]) -> None:
@@ -192,14 +174,14 @@ def kill_and_compare(folder: Path, inline: Callable[..., Any], kills: int, rows:
     write_rows(folder, rows, bad=3)
     assert inline("generate", "d.jsonl", "-o", "whole.jsonl").exit_code == 1
     rng = random.Random(0)
+    partial = folder / "d.results.jsonl.partial"
     for kill in range(kills):
-        process = start(folder, "generate", "d.jsonl", STUB_SLEEP="0.004")
-        wait_for_rows(folder, rows * kill // (kills + 1) + rng.randrange(rows // (kills + 1)), process)
+        process = Command(folder, "generate", "d.jsonl", STUB_SLEEP="0.004")
+        process.wait_for_rows(partial, rows * kill // (kills + 1) + rng.randrange(rows // (kills + 1)))
         time.sleep(rng.random() * 0.01)
         process.kill()
         process.communicate()
         if kill % 2:  # as if the line had been torn while it was written
-            partial = folder / "d.results.jsonl.partial"
             with partial.open("r+b") as file:
                 file.truncate(partial.stat().st_size - rng.randrange(1, 40))
         assert not (folder / "d.results.jsonl").exists()
@@ -207,7 +189,7 @@ def kill_and_compare(folder: Path, inline: Callable[..., Any], kills: int, rows:
     assert done.exit_code == 1, done.stderr
     assert "resuming" in done.stderr
     assert (folder / "d.results.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
-    assert not (folder / "d.results.jsonl.partial").exists()
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -216,8 +198,8 @@ def test_signals_flush_and_say_how_to_resume(
 ) -> None:
     write_rows(tmp_path, 200)
     inline("generate", "d.jsonl", "-o", "whole.jsonl")
-    process = start(tmp_path, "generate", "d.jsonl", STUB_SLEEP="0.01")
-    wait_for_rows(tmp_path, 20, process)
+    process = Command(tmp_path, "generate", "d.jsonl", STUB_SLEEP="0.01")
+    process.wait_for_rows(tmp_path / "d.results.jsonl.partial", 20)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -229,21 +211,21 @@ def test_signals_flush_and_say_how_to_resume(
 
 def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
     write_rows(tmp_path, 50)
-    process = start(tmp_path, "generate", "d.jsonl", STUB_SLEEP="4")
-    wait_for_rows(tmp_path, 1, process)  # one step is over: the loop owns the signals
-    time.sleep(1)  # into the next one
+    process = Command(tmp_path, "generate", "d.jsonl", STUB_SLEEP="2")
+    process.wait_for_rows(tmp_path / "d.results.jsonl.partial", 1)  # one step is over: the loop owns the signals
+    time.sleep(0.2)  # into the next one
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    assert time.monotonic() - began < 3.5, "it waited for the step"
+    assert time.monotonic() - began < 1.5, "it waited for the step"
 
 
 def test_engine_bugs_are_seen_and_lose_no_row(tmp_path: Path, inline: Callable[..., Any]) -> None:
     write_rows(tmp_path, 100)
-    done = cli(tmp_path, "generate", "d.jsonl", STUB_FAIL_AT="5")
+    done = processes.run(tmp_path, "generate", "d.jsonl", STUB_FAIL_AT="5")
     assert done.returncode == 3
     assert "RuntimeError: the stub engine broke" in done.stderr
     assert (tmp_path / "d.results.jsonl.partial").read_bytes().count(b"\n") > 8

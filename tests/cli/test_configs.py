@@ -25,7 +25,7 @@ from specbatch.config_load import (
 from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError
 from specbatch.evals.load import load_task
-from tests.cli.test_cli import cli
+from tests import processes
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
 NEED_DOWNLOADS = {"llama-3.1-8b-eagle3", "ngram-extraction", "qwen2.5-draft-model"}
@@ -93,7 +93,7 @@ def test_a_file_wins_over_a_packaged_name(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_command_line_takes_a_packaged_name(tmp_path: Path) -> None:
-    done = cli(tmp_path, "config", "-c", "plain", "--model", "random:tiny")
+    done = processes.run(tmp_path, "config", "-c", "plain", "--model", "random:tiny")
     assert done.returncode == 0, done.stderr
     assert "method: none" in done.stdout
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.cli.test_cli import environment, write_rows
 
 STUB = f"{sys.executable} -m tests.stub_engine"
@@ -22,7 +23,7 @@ def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", line.replace("SPECBATCH", STUB)],
         cwd=folder,
-        env=environment(STUB_SLEEP="0.1"),
+        env=environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -30,14 +31,24 @@ def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2>&- >&- <&-", "2> >(head -c1 >/dev/null)"])
+@pytest.mark.parametrize("redirection", ["2>&-", "2>&- >&- <&-", "2> >(head -c1 >/dev/null)"])
 def test_a_job_goes_on_without_stderr(tmp_path: Path, redirection: str) -> None:
-    write_rows(tmp_path, 60, bad=1)
+    write_rows(tmp_path, 20, bad=1)
     done = shell(tmp_path, f"SPECBATCH generate d.jsonl {redirection}")
     assert done.returncode == 1, done.stderr  # one row failed
-    lines = (tmp_path / "d.results.jsonl").read_bytes().splitlines()
-    assert [json.loads(line)["index"] for line in lines] == list(range(61)), "and nothing else was written there"
-    assert not (tmp_path / "d.results.jsonl.partial").exists()
+    assert_21_results(tmp_path)
+
+
+def test_a_job_goes_on_on_a_full_disk_for_stderr(tmp_path: Path) -> None:
+    write_rows(tmp_path, 20, bad=1)
+    assert processes.run(tmp_path, "generate", "d.jsonl", stderr="/dev/full").returncode == 1
+    assert_21_results(tmp_path)
+
+
+def assert_21_results(folder: Path) -> None:
+    lines = (folder / "d.results.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == list(range(21)), "and nothing else was written there"
+    assert not (folder / "d.results.jsonl.partial").exists()
 
 
 def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
@@ -49,8 +60,8 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
 
 
 def test_mistakes_keep_their_exit_code_without_stderr(tmp_path: Path) -> None:
-    assert shell(tmp_path, "SPECBATCH generate no.jsonl 2>/dev/full").returncode == 2
-    assert shell(tmp_path, "SPECBATCH frobnicate 2>/dev/full").returncode == 2
+    for arguments in (["generate", "no.jsonl"], ["frobnicate"]):
+        assert processes.run(tmp_path, *arguments, stderr="/dev/full").returncode == 2
 
 
 def test_a_reader_of_data_that_has_seen_enough(tmp_path: Path) -> None:
@@ -87,12 +98,11 @@ def test_few_open_files(tmp_path: Path) -> None:
     assert raised.returncode == 0, raised.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_during_imports(tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_during_imports(tmp_path: Path) -> None:
     """At several moments of the start, with the real engine's libraries."""
     write_rows(tmp_path, 1)
     job = ["-m", "specbatch", "generate", "d.jsonl", "--set", "model.target=random:tiny"]
-    for seconds in (0.0, 0.2, 0.6):
+    for seconds, number in ((0.0, signal.SIGINT), (0.2, signal.SIGTERM), (0.6, signal.SIGINT)):
         process = subprocess.Popen(
             [sys.executable, "-X", "importtime", *job],
             cwd=tmp_path, env=environment(), text=True, stderr=subprocess.PIPE,

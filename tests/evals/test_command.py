@@ -33,7 +33,7 @@ from specbatch.types import (
     SpeculationCounts,
     TokenLogprob,
 )
-from tests.cli.test_cli import cli, start
+from tests import processes
 from tests.evals.test_evals import ROWS, write_task
 from tests.stub_engine import EOS, StubEngine, StubRun, resolve
 
@@ -398,12 +398,12 @@ def test_chat_tasks_want_a_template(run: Eval, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    refused = cli(tmp_path, "eval", "humaneval", "gsm8k")
+    refused = processes.run(tmp_path, "eval", "humaneval", "gsm8k")
     assert refused.returncode == 2
     assert "hint: --allow-code-execution" in refused.stderr
-    assert "did you mean gsm8k?" in cli(tmp_path, "eval", "gms8k").stderr
+    assert "did you mean gsm8k?" in processes.run(tmp_path, "eval", "gms8k").stderr
     assert os.listdir(tmp_path) == []
-    done = cli(tmp_path, "eval", "mt_bench_speed", "--limit", "4", "--set", "sampling.max_tokens=7")
+    done = processes.run(tmp_path, "eval", "mt_bench_speed", "--limit", "4", "--set", "sampling.max_tokens=7")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     report = json.loads((tmp_path / "eval-mt_bench_speed" / "results.json").read_text())
     assert report["tasks"]["mt_bench_speed"]["sampling"]["max_tokens"] == 7
@@ -414,19 +414,14 @@ def test_the_command_line(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     path = write_task(tmp_path, EXACT, [{"q": f"p{i}", "a": "1"} for i in range(200)])
     arguments = ("eval", "--task", str(path), "--compare", "none", "-o", "out")
-    process = start(tmp_path, *arguments, STUB_SLEEP="0.02")
-    partial = tmp_path / "out" / "mine" / "answers.jsonl.partial"
-    deadline = time.monotonic() + 30
-    while not (partial.exists() and partial.read_bytes().count(b"\n") > 10):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    process = processes.Command(tmp_path, *arguments, STUB_SLEEP="0.02")
+    process.wait_for_rows(tmp_path / "out" / "mine" / "answers.jsonl.partial", 10)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130, said
     assert "run the same command again to continue" in said
     assert not (tmp_path / "out" / "results.json").exists()
-    again = cli(tmp_path, *arguments)
+    again = processes.run(tmp_path, *arguments)
     assert again.returncode == 0, again.stderr
     assert "resuming: " in again.stderr
     task = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]["mine"]
@@ -435,7 +430,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     # A part of the rows against all of them would be no comparison.
     assert task["compare"]["speed_up"] is None
     assert f"no speed-up: {task['resumed_rows']} rows" in again.stderr
-    cli(tmp_path, *arguments[:-1], "other")
+    processes.run(tmp_path, *arguments[:-1], "other")
     for name in ("samples.jsonl", "mine/answers.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 

@@ -1,0 +1,97 @@
+"""Commands as processes that are forked from this one: as real as new ones to signals, kill -9 and exit codes, without
+seconds of imports. What a process does at its start (imports, closed streams) needs a new one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from tests import stub_engine
+
+_CONTEXT = multiprocessing.get_context("fork")
+
+
+class Command:
+    """`specbatch` with these arguments, in a folder, as subprocess.Popen would run it. `main`: the program; it is over
+    the stub engine by default. `extra`: environment variables."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        main: Callable[[], None] = stub_engine.main,
+        stdin: str = "",
+        stderr: str | None = None,
+        **extra: str,
+    ) -> None:
+        files = [tempfile.TemporaryFile("w+") for _ in range(3)]  # noqa: SIM115
+        files[0].write(stdin)
+        files[0].seek(0)
+        self._output = files[1:]
+        streams = [*files[:2], files[2] if stderr is None else open(stderr, "w")]  # noqa: SIM115
+        self._process = _CONTEXT.Process(target=_run, args=(folder, arguments, main, streams, extra))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float = 60) -> tuple[str, str]:
+        """Its stdout and stderr, once it has ended."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            self._process.kill()
+            raise TimeoutError(f"it still ran after {timeout} s")
+        for file in self._output:
+            file.seek(0)
+        out, err = (file.read() for file in self._output)
+        return out, err
+
+    def wait_for_rows(self, partial: Path, count: int) -> None:
+        """Until more than `count` results are in the file."""
+        deadline = time.monotonic() + 60
+        while not (partial.exists() and partial.read_bytes().count(b'","row":{') > count):
+            assert self.returncode is None, self.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+def run(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A command to its end; `options` as for Command."""
+    command = Command(folder, *arguments, **options)
+    out, err = command.communicate()
+    assert command.returncode is not None
+    return subprocess.CompletedProcess(arguments, command.returncode, out, err)
+
+
+def _run(
+    folder: Path, arguments: tuple[str, ...], main: Callable[[], None], streams: list[IO[str]], extra: dict[str, str]
+) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.chdir(folder)
+    os.environ.update(extra)
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+    sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
+    sys.argv = ["specbatch", *arguments]
+    torch.set_num_threads(1)  # threads of the first process do not exist in the forked one
+    main()
