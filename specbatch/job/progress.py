@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Column
+from rich.text import Text
 
 from specbatch.job.eta import Forecast, Work
 from specbatch.job.stats import WorkerLine
@@ -18,6 +19,7 @@ _LIVE_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0
 _FORECAST_SECONDS = 1.0
 _BAR_WIDTH, _PERCENT_WIDTH = 16, 4
+_MIN_WIDTH_FOR_WORKERS, _MAX_WORKER_LINES = 100, 8
 
 
 @dataclass(slots=True)
@@ -34,6 +36,17 @@ class Snapshot:
     workers: Sequence[WorkerLine] = ()  # of a pool
 
 
+class _Display(Progress):
+    """The line of the job, and below it lines of workers."""
+
+    below: Sequence[str] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        for line in self.below:
+            yield Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+
+
 class JobProgress:
     """Shows snapshots, a few a second at most. Clock and display start with the first one, when the model is loaded."""
 
@@ -43,7 +56,7 @@ class JobProgress:
         self._forecast = Forecast()
         self._forecast_at: float | None = None
         self._shown_at = 0.0
-        self._live: Progress | None = None
+        self._live: _Display | None = None
 
     def due(self) -> bool:
         """Whether it is time for a snapshot, which costs more than this call."""
@@ -63,6 +76,8 @@ class JobProgress:
             self._forecast_at = seconds
         if self._live is not None:
             room = self._console.width - _BAR_WIDTH - _PERCENT_WIDTH - 2
+            if self._console.width >= _MIN_WIDTH_FOR_WORKERS:
+                self._live.below = worker_lines(now.workers)
             self._live.update(self._task, completed=now.done, total=now.total, description=_fit(self._parts(now), room))
         elif seconds >= self._shown_at + _PLAIN_SECONDS:
             percent = [f"{now.done / now.total:.0%}"] if now.total else []
@@ -83,7 +98,7 @@ class JobProgress:
                 "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
             )
             columns = (BarColumn(bar_width=_BAR_WIDTH), TaskProgressColumn(), line)
-            self._live = Progress(*columns, console=self._console, transient=True)
+            self._live = _Display(*columns, console=self._console, transient=True)
             self._task = self._live.add_task("", total=None)
             self._live.start()
 
@@ -98,12 +113,33 @@ class JobProgress:
         parts.append(f"{now.done:,}/{now.total:,} rows" if now.total is not None else f"{now.done:,} rows")
         if (speed := self._forecast.tokens_per_second) is not None:
             parts.append(f"{speed:,.1f} tok/s")
+        if now.workers:
+            running = sum(worker.state == "running" for worker in now.workers)
+            parts.append(f"{running}/{len(now.workers)} workers")
         if now.failed:
             parts.append(f"{now.failed:,} failed")
         if now.acceptance_length is not None:
             parts.append(f"acceptance length {now.acceptance_length:.2f}")
         parts.append(f"{now.running} running, {now.waiting} waiting")
         return parts
+
+
+def worker_lines(workers: Sequence[WorkerLine]) -> list[str]:
+    """A line for each worker, those first that do not run. Of many workers only some are shown."""
+    numbered = sorted(enumerate(workers, 1), key=lambda item: item[1].state == "running")
+    width = max((len(worker.node) for worker in workers), default=0)
+    lines = []
+    for number, worker in numbered[:_MAX_WORKER_LINES]:
+        parts = [f"worker {number:<3} {worker.node:<{width}}  {worker.state:<8} {worker.rows:>10,} rows"]
+        if worker.seconds:
+            parts.append(f"{worker.tokens / worker.seconds:,.1f} tok/s")
+        parts.append(f"{worker.running} running")
+        if worker.deaths:
+            parts.append(f"{worker.deaths} deaths" if worker.deaths > 1 else "1 death")
+        lines.append(" · ".join(parts))
+    if len(workers) > _MAX_WORKER_LINES:
+        lines.append(f"and {len(workers) - _MAX_WORKER_LINES} more workers")
+    return lines
 
 
 def _fit(parts: list[str], width: int) -> str:

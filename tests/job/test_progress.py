@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from specbatch.job.eta import Work
-from specbatch.job.progress import JobProgress, Snapshot, duration
+from specbatch.job.progress import JobProgress, Snapshot, duration, worker_lines
+from specbatch.job.stats import WorkerLine
 
 
 def snapshot(tokens: int, total: int | None = 1_200_000) -> Snapshot:
@@ -65,6 +67,38 @@ def test_an_unknown_number_of_rows_has_no_eta(terminal: bool) -> None:
     assert "34,567 rows · 12,345.0 tok/s" in line
     assert "ETA" not in line
     assert "%" not in line
+
+
+WORKERS = [
+    *(WorkerLine("node-a", "cuda:0", "running", 1000 + i, 256, 90_000, i % 2, 30.0) for i in range(9)),
+    WorkerLine("node-b", "", "starting", 0, 0, 0, 2, 0.0),
+]
+
+
+def test_workers_have_lines_on_a_wide_terminal_only() -> None:
+    def lines(width: int, *, terminal: bool) -> str:
+        file = io.StringIO()
+        now = 0.0
+        progress = JobProgress(Console(file=file, force_terminal=terminal, width=width), lambda: now)
+        for second in range(0, 61, 6):
+            now = float(second)
+            progress.show(replace(snapshot(1000 * second), workers=WORKERS))
+        progress.close()
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+
+    assert "worker 1 " not in lines(80, terminal=True)
+    assert "worker 1 " not in lines(120, terminal=False)
+    assert "9/10 workers" in lines(120, terminal=False)
+    wide = lines(120, terminal=True)
+    assert "worker 1   node-a  running       1,000 rows · 3,000.0 tok/s · 256 running\n" in wide.replace("\r", "\n")
+    assert "and 2 more workers" in wide
+
+
+def test_workers_that_do_not_run_come_first() -> None:
+    first, second, *_ = worker_lines(WORKERS)
+    assert first == "worker 10  node-b  starting          0 rows · 0 running · 2 deaths"
+    assert second.startswith("worker 1 ")
+    assert worker_lines(WORKERS)[2].endswith("1 death")
 
 
 def test_durations() -> None:
