@@ -110,6 +110,9 @@ def generate(
         ),
     ] = None,
     overwrite: OverwriteOption = False,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Make error rows of rows that crash the process each time.")
+    ] = False,
 ) -> None:
     """Run every row of INPUT through the model. The same command again resumes an unfinished job."""
     began = time.perf_counter()
@@ -122,7 +125,7 @@ def generate(
         part = None if shard is None else Shard.parse(shard)
         config = given.load()
         prepare_libraries()
-        options = GenerateOptions(input, output, limit, overwrite, given.config, part)
+        options = GenerateOptions(input, output, limit, overwrite, given.config, part, quarantine)
         pool = startup.open_pool(config, console)
         raise typer.Exit(run_file_job(options, config, pool, console, began=began).exit_code)
 

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks, draft_remarks
 from specbatch.job.results import ResultFile
 from specbatch.job.rows import RowParser, with_checked_fields
+from specbatch.job.runner import failed_row
 from specbatch.job.shard import Shard, part_of
 from specbatch.job.sources import input_stem, open_source
 from specbatch.job.stats import build_report, write_report
+from specbatch.job.suspects import count_crash
 from specbatch.job.terminal import closing_table, print_notes, print_table
 from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.job.worker import Description
@@ -42,6 +45,7 @@ class GenerateOptions:
     overwrite: bool = False
     config_file: Path | None = None  # that `config` was read from; None: ./specbatch.yaml, if it exists
     shard: Shard | None = None  # None: the whole input
+    quarantine: bool = False  # rows that end the process each time become error rows
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def _run(
         return Outcome(verdict(report, console), output, report)
 
     with closing(ResultFile(output, job, pool.models, overwrite=options.overwrite)) as results:
-        print_notes([*results.notes(), *notes], console)
+        print_notes([*results.notes(), *count_crash(results), *notes], console)
         remarks = Remarks(what.config.model.target, columns=parser.makes_prompts)
 
         def warn(warning: str) -> None:
@@ -92,7 +96,8 @@ def _run(
             notes.extend(_load(what, pool, results, console))
 
         with closing(JobProgress(console)) as progress:
-            file_job = FileJob(source, results, pool, load, remarks, progress, what.low_acceptance, warn)
+            quarantine = partial(failed_row, parser=parser) if options.quarantine else None
+            file_job = FileJob(source, results, pool, load, remarks, progress, what.low_acceptance, warn, quarantine)
             completed = file_job.run()
         session = file_job.session
         remarked = [*remarks.lines(), *draft_remarks(session.engine)]

@@ -21,18 +21,16 @@ That does little harm: a row is left out only after three crashes, the last one 
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from specbatch.errors import SpecbatchError
+from specbatch.errors import SpecbatchError, WorkerFailed
 from specbatch.job.files import disk_errors
 from specbatch.job.jsonl import encode_line
 
@@ -41,6 +39,7 @@ _ENTRY = struct.Struct("<QQ")  # digest of the row, its index + 1; zeros: unused
 _SIGNAL = re.compile(r"Fatal Python error: (.+)")
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _SYSTEM = Path("/")
+_NO_CRASH = (SpecbatchError, WorkerFailed, MemoryError, OSError)
 _OUT_OF_MEMORY = "killed by the system: memory ran out"
 
 
@@ -53,8 +52,9 @@ class Crash:
 
 
 class RunningRows:
-    """The rows in flight in this process. `job`: identifies the partial file that `path` belongs to. The caller holds
-    the lock of that file, and has read the last process's table. `system`: the folder of /proc and /sys.
+    """The rows in flight in this process, for the time of a `with` block. `job`: identifies the partial file that
+    `path` belongs to. The caller holds the lock of that file, and has read the last process's table. `system`: the
+    folder of /proc and /sys.
 
     Raises InputError for errors of the disk.
     """
@@ -63,7 +63,6 @@ class RunningRows:
         self._path = path
         self._slots: dict[int, int] = {}  # row index -> its entry of the table
         self._free: list[int] = []
-        self._crashed = False
         header = encode_line({"specbatch_running": {"job": job, "boot": _boot(system), "kills": _memory_kills(system)}})
         with disk_errors(path):
             path.unlink(missing_ok=True)
@@ -85,24 +84,19 @@ class RunningRows:
         self._free.append(slot)
         self._write(slot, 0, 0)
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """An error of this program inside counts as a crash."""
-        try:
-            yield
-        except (SpecbatchError, MemoryError):
-            raise
-        except Exception as exc:
-            self._crashed = True
-            os.write(self._file, type(exc).__name__.encode())
-            raise
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: object) -> None:
+        """The file stays if an error of this program ended the work. A full memory or disk is none."""
+        crashed = isinstance(exc, Exception) and not isinstance(exc, _NO_CRASH)
+        if crashed:
+            os.write(self._file, type(exc).__name__.encode())
         faulthandler.disable()
         if self._had_faulthandler:
             faulthandler.enable(2)
         os.close(self._file)
-        if not self._crashed:
+        if not crashed:
             self._path.unlink(missing_ok=True)
 
     def _write(self, slot: int, *entry: int) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
-from specbatch.errors import InputError
+from specbatch.errors import InputError, RowError
 from specbatch.job.eta import Work
+from specbatch.job.partial import RowDeaths
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress, Snapshot
 from specbatch.job.remarks import Remarks, low_acceptance_warning
@@ -18,6 +19,7 @@ from specbatch.job.results import ResultFile
 from specbatch.job.runner import Finished
 from specbatch.job.sources import RawRow, Source
 from specbatch.job.stats import Session
+from specbatch.job.suspects import MAX_DEATHS, died, refusal
 from specbatch.signals import INTERRUPTED, on_signals
 
 _KEPT = "finished rows whose input line is the same are kept"
@@ -39,6 +41,7 @@ class FileJob:
     progress: JobProgress
     low_acceptance: str | None = None  # likely causes, if hardly any draft is accepted; None: no warning
     warn: Callable[[str], None] = lambda warning: None
+    quarantine: Callable[[RawRow, RowError], Finished] | None = None  # makes error rows of those that are left out
     session: Session = field(default_factory=Session, init=False)
     interrupted: bool = field(default=False, init=False)
 
@@ -46,16 +49,19 @@ class FileJob:
         self._rows_seen = self._lines_seen = 0  # of the input; blank lines are lines, not rows
         self._rows_started = 0  # of the rows seen, those that were not finished before
         self._exhausted = False
+        self._left_out: dict[int, RowDeaths] = {}
 
     def run(self) -> bool:
         """Run all rows that are not finished; False if a signal ended it early. What is finished is always written.
 
         Raises InputError if the input cannot be read to its end, or has changed. The input of the next session can then
-        be another: rows that are the same there are kept.
+        be another: rows that are the same there are kept. Raises WorkerFailed if rows were left out, see `suspects`.
         """
         try:
-            self._run_rows(self._unfinished_rows(self.source))
+            self._run_rows(self._rows_to_run())
             if not self.interrupted:
+                if self._left_out:
+                    raise refusal(self._left_out)
                 self._check_input()
         except _InputChanged as exc:
             self.results.release_input()
@@ -69,7 +75,7 @@ class FileJob:
         began = time.perf_counter()
         self.load()
         loaded = time.perf_counter()
-        with on_signals(self._on_signal):
+        with on_signals(self._on_signal), self.pool.recording(self.results):
             self._loop(itertools.chain([first], rows))
         self.session.load_seconds = loaded - began
         self.session.run_seconds = time.perf_counter() - loaded
@@ -91,6 +97,16 @@ class FileJob:
                     yield row
         except InputError as exc:
             raise _InputChanged(exc.message, f"repair it, and run the same command again: {_KEPT}") from exc
+
+    def _rows_to_run(self) -> Iterator[RawRow]:
+        for row in self._unfinished_rows(self.source):
+            deaths = self.results.deaths_of(row)
+            if deaths is None or deaths.times < MAX_DEATHS:
+                yield row
+            elif self.quarantine is None:
+                self._left_out[row.index] = deaths
+            else:
+                self._keep(self.quarantine(row, died(deaths)))
 
     def _check_input(self) -> None:
         """Check that the rows that were read are those of the input as the statistics identify it."""
@@ -117,7 +133,8 @@ class FileJob:
                     self._exhausted = True
                 else:
                     self._rows_started += 1
-                    pool.submit(raw)
+                    deaths = self.results.deaths_of(raw)
+                    pool.submit(raw, deaths.times if deaths is not None else 0)
                 self._show_progress()
             self.session.io_seconds += time.perf_counter() - began
             if self.interrupted or (self._exhausted and pool.is_idle):

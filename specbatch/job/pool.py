@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from specbatch.config import Config
+from specbatch.job.crashes import RunningRows
 from specbatch.job.fingerprint import ModelRecord
+from specbatch.job.paths import running_path
+from specbatch.job.results import ResultFile
 from specbatch.job.runner import Finished, Load, RowRunner
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import WorkerLine
+from specbatch.job.suspects import HeldRows
 from specbatch.job.worker import Description, Worker
 from specbatch.types import EngineStats
 
@@ -42,7 +47,13 @@ class WorkerPool(Protocol):
         """Whether `submit` should be called now."""
         ...
 
-    def submit(self, row: RawRow) -> None: ...
+    def recording(self, results: ResultFile) -> AbstractContextManager[object]:
+        """In this block the rows that run when a process dies are recorded (`ResultFile.add_deaths`)."""
+        ...
+
+    def submit(self, row: RawRow, deaths: int = 0) -> None:
+        """`deaths`: of processes that ran this row in earlier sessions; see `suspects` for what follows."""
+        ...
 
     @property
     def is_idle(self) -> bool:
@@ -73,6 +84,8 @@ class LocalPool:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._runner: RowRunner | None = None
+        self._held = HeldRows()
+        self._running: RunningRows | None = None
 
     def describe(self, config: Config) -> Description:
         described = self._worker.describe(config)
@@ -89,20 +102,41 @@ class LocalPool:
     def has_room(self) -> bool:
         return self._loaded.has_room
 
-    def submit(self, row: RawRow) -> None:
-        self._loaded.start(row)
+    @contextmanager
+    def recording(self, results: ResultFile) -> Iterator[None]:
+        with RunningRows(running_path(results.output), results.job_id) as self._running:
+            yield
+        self._running = None
+
+    def submit(self, row: RawRow, deaths: int = 0) -> None:
+        if deaths:
+            self._held.add(row, deaths)
+        else:
+            self._start(row)
 
     @property
     def is_idle(self) -> bool:
-        return self._loaded.is_empty
+        return self._loaded.is_empty and not self._held
 
     def collect(self, last: bool) -> Finished:
+        if last and self._loaded.is_empty:
+            for row in self._held.next_group():
+                self._start(row)
         if self._loaded.is_busy:
             self._loaded.step()
-        return self._loaded.take()
+        return self.drain()
 
     def drain(self) -> Finished:
-        return self._loaded.take()
+        finished = self._loaded.take()
+        if self._running is not None:
+            for row in finished.rows:
+                self._running.finish(row.index)
+        return finished
+
+    def _start(self, row: RawRow) -> None:
+        if self._running is not None:
+            self._running.start(row.index, row.digest())
+        self._loaded.start(row)
 
     @property
     def stats(self) -> EngineStats:

@@ -179,6 +179,14 @@ class RowRunner:
         self._finished.add(row.index, digest, line, remark_on(row))
 
 
+def failed_row(raw: RawRow, error: RowError, parser: RowParser) -> Finished:
+    """A row that does not run."""
+    row, _ = parser.parse(raw)
+    finished = Finished()
+    finished.add(row.index, raw.digest(), failed_line(row, error), remark_on(row))
+    return finished
+
+
 def failed_line(row: RowInfo, error: RowError) -> dict[str, Any]:
     """The result line of a row that failed, with a message of bounded length."""
     if len(error.message) > _MAX_MESSAGE_CHARS:

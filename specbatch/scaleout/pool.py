@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from specbatch.config import Config
@@ -16,9 +17,11 @@ from specbatch.errors import RowError, WorkerFailed
 from specbatch.job.fingerprint import ModelRecord
 from specbatch.job.pool import PoolState
 from specbatch.job.remarks import remark_on
+from specbatch.job.results import ResultFile
 from specbatch.job.rows import RowParser
 from specbatch.job.runner import Finished, Load, failed_line
 from specbatch.job.sources import RawRow
+from specbatch.job.suspects import DIED
 from specbatch.job.worker import Description, Slice
 from specbatch.scaleout.crew import Crew, Handlers, PoolLimits
 from specbatch.scaleout.members import PoolWorker, merged
@@ -30,7 +33,6 @@ _CREDIT_BATCHES = 3  # of rows at a worker: one that runs, and two that wait
 _MAX_EXCHANGES = 2  # at a worker
 _DRAIN_SECONDS = 10.0
 _SUMS_SECONDS = 0.2  # while rows run, sums over workers are at most this old
-DIED = "worker_died"  # the type of a row's error
 
 
 class Pool:
@@ -59,6 +61,7 @@ class Pool:
         handlers = Handlers(self._open, self._take, self._give_back)
         self._crew = Crew(transport, num_workers, self._limits, handlers, log, clock)
         self._rows = PoolRows()
+        self._results: ResultFile | None = None  # that records deaths
         self._finished = Finished()
         self._past = Load()  # sums over workers that are gone
         self._sums, self._sums_at = Load(), float("-inf")
@@ -77,8 +80,14 @@ class Pool:
     def has_room(self) -> bool:
         return self._rows.has_room
 
-    def submit(self, row: RawRow) -> None:
-        self._rows.submit(row)
+    @contextmanager
+    def recording(self, results: ResultFile) -> Iterator[None]:
+        self._results = results
+        yield
+        self._results = None
+
+    def submit(self, row: RawRow, deaths: int = 0) -> None:
+        self._rows.submit(row, deaths)
 
     @property
     def is_idle(self) -> bool:
@@ -143,6 +152,8 @@ class Pool:
         assert worker.holding is not None
         worker.load.running, worker.load.waiting = [], []
         self._past = merged([self._past, worker.load])
+        if blame and self._results is not None:
+            self._results.add_deaths({row.index: row.digest() for row in worker.holding.rows()}, reason)
         row = self._rows.close(worker.holding, blame=blame)
         if row is None:
             return

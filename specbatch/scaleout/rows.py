@@ -6,14 +6,13 @@ Handing out and finishing cost O(1) a row. What costs more happens at the end of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from specbatch.job.runner import FinishedRow
 from specbatch.job.sources import RawRow
-
-SUSPECT_DEATHS = 2  # of workers that had a row; then it runs alone
+from specbatch.job.suspects import ALONE_DEATHS
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +29,9 @@ class Holding:
     @property
     def num_rows(self) -> int:
         return len(self.own) + len(self.copies)
+
+    def rows(self) -> Iterator[RawRow]:
+        return chain(self.own.values(), self.copies.values())
 
     def take_drop(self) -> list[int]:
         taken, self.drop = self.drop, []
@@ -53,8 +55,10 @@ class PoolRows:
         # Suspects wait for the end of the input. They must not keep the pool from reading it.
         return self.num_rows - len(self._suspects) < self._credit
 
-    def submit(self, row: RawRow) -> None:
-        self._waiting.append(row)
+    def submit(self, row: RawRow, deaths: int = 0) -> None:
+        if deaths:
+            self._deaths[row.index] = deaths
+        (self._suspects if deaths >= ALONE_DEATHS else self._waiting).append(row)
         self.num_rows += 1
 
     def open(self, credit: int) -> Holding:
@@ -103,8 +107,8 @@ class PoolRows:
         self._holdings.remove(holding)
         self._credit -= holding.credit
         if blame:
-            for index in (*holding.own, *holding.copies):
-                self._deaths[index] = self._deaths.get(index, 0) + 1
+            for row in holding.rows():
+                self._deaths[row.index] = self._deaths.get(row.index, 0) + 1
             if holding.alone:
                 ((index, row),) = holding.own.items()
                 del self._deaths[index]
@@ -116,7 +120,7 @@ class PoolRows:
                 del self._copied[index]
                 back.append(row)
         for row in sorted(back, key=lambda row: row.index, reverse=True):
-            if self._deaths.get(row.index, 0) >= SUSPECT_DEATHS:
+            if self._deaths.get(row.index, 0) >= ALONE_DEATHS:
                 self._suspects.appendleft(row)
             else:
                 self._waiting.appendleft(row)

@@ -12,6 +12,7 @@ from specbatch.job.crashes import Crash, RunningRows, last_crash
 from specbatch.job.paths import is_running_table, partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
+from specbatch.job.suspects import HeldRows
 
 # A process that runs three of four rows, and then ends as argument 2 says.
 ENDING = """
@@ -20,11 +21,10 @@ from pathlib import Path
 from specbatch.job.crashes import RunningRows
 
 def a_kernel(): ctypes.string_at(0)
-running = RunningRows(Path(sys.argv[1]), "job")
-for row in (7, 8, 9, 0): running.start(row, 2**64 - 1 - row)
-running.finish(8)
-with running.watch(): exec(sys.argv[2])
-running.close()
+with RunningRows(Path(sys.argv[1]), "job") as running:
+    for row in (7, 8, 9, 0): running.start(row, 2**64 - 1 - row)
+    running.finish(8)
+    exec(sys.argv[2])
 """
 
 
@@ -60,7 +60,9 @@ def test_a_crash_is_found_with_its_rows(path: Path, how: str, cause: str) -> Non
     assert last_crash(path, "another job") is None
 
 
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(130)", "raise MemoryError"])
+@pytest.mark.parametrize(
+    "how", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(130)", "raise MemoryError", "raise KeyboardInterrupt"]
+)
 def test_other_ends_are_no_crash_of_a_row(path: Path, how: str) -> None:
     assert end(path, how) != 0
     assert last_crash(path, "job") is None
@@ -97,10 +99,9 @@ class System:
 @pytest.mark.parametrize("change", [None, "no kill", "boot", "group", "nothing to read"])
 def test_a_kill_for_memory_counts(path: Path, system: System, change: str | None) -> None:
     """If the same control group had one more of them in the same boot."""
-    running = RunningRows(path, "job", system.root)
-    running.start(4, 5)
-    left = path.read_bytes()
-    running.close()
+    with RunningRows(path, "job", system.root) as running:
+        running.start(4, 5)
+        left = path.read_bytes()
     path.write_bytes(left)
     system.set_kills(3)
     if change == "no kill":
@@ -139,17 +140,12 @@ def test_a_torn_or_foreign_table_blames_no_row(path: Path) -> None:
 
 
 def test_entries_are_used_again(path: Path) -> None:
-    running = RunningRows(path, "job")
-    for row in range(1000):
-        running.start(row, row)
-        if row >= 3:
-            running.finish(row - 3)
-    size = path.stat().st_size
-    with pytest.raises(RuntimeError), running.watch():
-        raise RuntimeError
-    running.close()
-    assert size == (1 << 16) + 4 * 16
-    assert sorted(last_crash(path, "job").rows) == [997, 998, 999]  # type: ignore[union-attr]
+    with RunningRows(path, "job") as running:
+        for row in range(1000):
+            running.start(row, row)
+            if row >= 3:
+                running.finish(row - 3)
+        assert path.stat().st_size == (1 << 16) + 4 * 16
 
 
 def test_the_handler_of_others_is_on_again(path: Path) -> None:
@@ -158,13 +154,24 @@ import faulthandler, sys
 from pathlib import Path
 from specbatch.job.crashes import RunningRows
 if sys.argv[2] == "on": faulthandler.enable()
-running = RunningRows(Path(sys.argv[1]), "job")
-assert faulthandler.is_enabled()
-running.close()
+with RunningRows(Path(sys.argv[1]), "job"):
+    assert faulthandler.is_enabled()
 assert faulthandler.is_enabled() == (sys.argv[2] == "on")
 """
     for state in ("on", "off"):
         subprocess.run([sys.executable, "-c", code, path, state], check=True)
+
+
+def test_rows_that_ran_at_a_crash_run_in_small_groups_and_then_alone() -> None:
+    held = HeldRows()
+    for index in range(24):
+        held.add(RawRow(index, b""), deaths=1 + (index % 8 == 0))
+    groups = []
+    while held:
+        groups.append([row.index for row in held.next_group()])
+    assert [len(group) for group in groups] == [4] * 5 + [1] * 4  # 21 rows that ran at one crash: 5 groups of 4, and 1
+    assert groups[-3:] == [[0], [8], [16]]
+    assert not held.next_group()
 
 
 JOB = {"limit": None, "input.sha256": "0"}

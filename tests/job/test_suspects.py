@@ -1,0 +1,231 @@
+"""A row that crashes the process, in real processes over the stub engine: it is found, and no other row is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbatch.job.paths import partial_path, running_path
+from specbatch.types import Completion, Request
+from tests import stub_engine
+from tests.stub_engine import StubEngine, StubRun
+
+BATCH = 4
+DEADLY: dict[str, Callable[[], Any]] = {
+    "segv": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "error": lambda: 1 // 0,
+}
+
+
+class Dying(StubEngine):
+    """Prompts with one of `words` do what that word means while they run."""
+
+    def __init__(self, words: list[str], **options: Any) -> None:
+        super().__init__(**options)
+        self._words = words
+
+    def _complete(self, request: Request) -> Completion:
+        prompt = bytes(token for token in request.prompt_token_ids if token < 256)
+        for word in self._words:
+            if word.encode() in prompt:
+                DEADLY[word]()
+        return super()._complete(request)
+
+
+def command(folder: str, arguments: list[str], deadly: list[str], sleep: float) -> None:
+    """The body of a process: the command line over `Dying`, its stderr in a file."""
+    os.chdir(folder)
+    with open("stderr.txt", "w") as log:
+        os.dup2(log.fileno(), 2)
+
+    def build(run: StubRun, show: object) -> Dying:
+        Path("built").touch()
+        return Dying(deadly, batch=BATCH, sleep=sleep)
+
+    stub_engine.build_engine = build  # type: ignore[assignment]
+    sys.argv = ["specbatch", *arguments]
+    stub_engine.main()
+
+
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.job.test_suspects", "specbatch.cli", "specbatch.job.command"])
+    return context
+
+
+class Job:
+    def __init__(self, folder: Path, processes: ForkServerContext) -> None:
+        self.folder = folder
+        self.partial = partial_path(folder / "o.jsonl")
+        self._processes = processes
+
+    def write(self, **deadly: int) -> None:
+        """40 rows. `deadly`: the index of the row that begins with a word."""
+        rows: list[dict[str, Any]] = [
+            {"prompt": f"p{i}", "n": 2 if i % 5 == 0 else 1, "logprobs": 1} for i in range(40)
+        ]
+        rows[7] = {"prompt": ""}
+        for word, index in deadly.items():
+            rows[index]["prompt"] = f"{word} {index}"
+        (self.folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def start(
+        self, *options: str, deadly: list[str] | None = None, output: str = "o.jsonl", sleep: float = 0
+    ) -> BaseProcess:
+        arguments = ["generate", "d.jsonl", "-o", output, "--set", f"engine.max_batch_size={BATCH}", *options]
+        process = self._processes.Process(target=command, args=(str(self.folder), arguments, deadly or [], sleep))
+        process.start()
+        return process
+
+    def run(self, *options: str, **how: Any) -> int:
+        """The exit code; minus the signal that ended the process."""
+        process = self.start(*options, **how)
+        process.join(60)
+        assert process.exitcode is not None
+        return process.exitcode
+
+    @property
+    def log(self) -> str:
+        return " ".join((self.folder / "stderr.txt").read_text().split())
+
+    def undisturbed(self) -> list[bytes]:
+        """The lines of a run in which no row is deadly."""
+        assert self.run(output="whole.jsonl") == 1  # row 7
+        return self.lines("whole.jsonl")
+
+    def lines(self, name: str = "o.jsonl") -> list[bytes]:
+        return (self.folder / name).read_bytes().splitlines()
+
+    def num_done(self) -> int:
+        return self.partial.read_bytes().count(b'","row":{')
+
+
+@pytest.fixture
+def job(tmp_path: Path, processes: ForkServerContext) -> Job:
+    return Job(tmp_path, processes)
+
+
+def test_sigkill_blames_no_row(job: Job) -> None:
+    job.write(kill=20)
+    for _ in range(6):
+        assert job.run(deadly=["kill"]) == -signal.SIGKILL
+        assert running_path(job.folder / "o.jsonl").exists()
+        assert "crash" not in job.log
+    assert job.run() == 1
+    assert job.lines() == job.undisturbed()
+    assert sorted(file.name for file in job.folder.iterdir() if file.name.startswith("o.")) == [
+        "o.jsonl",
+        "o.stats.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "index", "exit_code", "cause"),
+    [
+        ("segv", 21, -signal.SIGSEGV, "segmentation fault in string_at, __init__.py line"),
+        ("segv", 20, -signal.SIGSEGV, "segmentation fault in string_at"),  # n=2
+        ("abort", 30, -signal.SIGABRT, "aborted in _complete, test_suspects.py line"),
+        ("error", 0, 3, "ZeroDivisionError"),
+    ],
+)
+def test_a_row_that_crashes_the_process(job: Job, word: str, index: int, exit_code: int, cause: str) -> None:
+    """It dies alone in the third run. The fourth names it, and the fifth makes an error row of it."""
+    job.write(**{word: index})
+    for run in range(3):
+        assert job.run(deadly=[word]) == exit_code
+        assert (f"the last run crashed ({cause}" in job.log) == (run > 0)
+        if run == 1:
+            assert "while it ran 1 row;" not in job.log
+            assert "rows that crash twice run alone at the end" in job.log
+    assert job.num_done() == 39
+    (job.folder / "built").unlink()
+    assert job.run(deadly=[word]) == 3
+    assert "while it ran 1 row;" in job.log
+    assert f"error: the row with index {index} ends the process each time, also alone ({cause}" in job.log
+    assert "all other rows are finished and kept hint: the same command with --quarantine" in job.log
+    assert "Traceback" not in job.log
+    assert job.run("--quarantine", deadly=[word]) == 1
+    assert not (job.folder / "built").exists(), "no model is needed for that"
+    lines, whole = job.lines(), job.undisturbed()
+    killer = json.loads(lines.pop(index))
+    del whole[index]
+    assert lines == whole
+    assert killer["index"] == index
+    assert killer["error"]["type"] == "worker_died"
+    message = f"the process died 3 times while it ran this row, the last time with no other row: {cause}"
+    assert killer["error"]["message"].startswith(message)
+    assert json.loads((job.folder / "o.stats.json").read_text())["rows"]["errors"]["worker_died"] == 1
+    assert not running_path(job.folder / "o.jsonl").exists()
+
+
+@pytest.mark.parametrize("indices", [(20, 21), (3, 33)])
+def test_two_rows_that_crash_the_process(job: Job, indices: tuple[int, int]) -> None:
+    job.write(segv=indices[0], abort=indices[1])
+    deadly = ["segv", "abort"]
+    runs = 0
+    while job.run(deadly=deadly) < 0:
+        runs += 1
+        assert runs <= 6
+    assert "2 rows end the process each time, also alone" in job.log
+    assert f"those with index {indices[0]}, {indices[1]};" in job.log
+    assert job.num_done() == 38
+    assert job.run("--quarantine", deadly=deadly) == 1
+    lines, whole = job.lines(), job.undisturbed()
+    for index in sorted(indices, reverse=True):
+        assert json.loads(lines.pop(index))["error"]["type"] == "worker_died"
+        del whole[index]
+    assert lines == whole
+
+
+def test_a_row_that_crashed_the_process_can_succeed_later(job: Job) -> None:
+    """Such as after a driver was repaired: alone, and after a count was reset by --overwrite."""
+    job.write(segv=12)
+    for _ in range(2):
+        assert job.run(deadly=["segv"]) == -signal.SIGSEGV
+    assert job.run() == 1
+    whole = job.undisturbed()
+    assert job.lines() == whole
+    (job.folder / "o.jsonl").unlink()
+    for _ in range(3):
+        assert job.run(deadly=["segv"]) == -signal.SIGSEGV
+    assert job.run("--overwrite") == 1
+    assert "crash" not in job.log
+    assert job.lines() == whole
+
+
+def test_a_second_process_leaves_the_table_alone(job: Job) -> None:
+    job.write(segv=30)
+    assert job.run(deadly=["segv"]) == -signal.SIGSEGV
+    process = job.start(sleep=0.02, deadly=["segv"])
+    running, deadline = running_path(job.folder / "o.jsonl"), time.monotonic() + 30
+    before = job.num_done()
+    while job.num_done() == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    table = running.read_bytes()
+    assert job.run() == 2
+    assert "another process is writing" in job.log
+    assert running.read_bytes() == table
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(60)
+    assert process.exitcode == -signal.SIGSEGV
+    assert job.run() == 1
+    assert "the last run crashed (segmentation fault" in job.log
+    assert job.lines() == job.undisturbed()
