@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 
@@ -200,7 +201,9 @@ def _attention(
         return PagedAttention(*sizes, dtype, device, scale=scale)
     if name == "flashinfer":
         return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale)
-    return TorchAttention(*sizes, device, scale=scale)
+    if name == "torch":
+        return TorchAttention(*sizes, device, scale=scale)
+    assert_never(name)
 
 
 def _build_net(run: ResolvedRun, target: Decoder, num_positions: int) -> DraftNet:
