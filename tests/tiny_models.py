@@ -240,12 +240,13 @@ def tiny_device_engine(
     threads: ThreadGovernor | None = None,
     head_dim: int = 8,
     graph_tokens: int = 0,
+    chunk_cost: ChunkCost | None = None,
     spoil: Spoil | None = None,
     spoil_draft: Spoil | None = None,
     **traits: Any,
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
-    `dtype`. `num_layers`: of the target; None: as many as `method` needs."""
+    `dtype`. `num_layers`: of the target; None: as many as `method` needs. `chunk_cost`: where shapes are fixed."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
@@ -274,6 +275,7 @@ def tiny_device_engine(
     parts_of_rounds = RoundParts(target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes)
     rounds = parts_of_rounds.make(max_batch_size, max_length, num_slots).items
     executor = RoundExecutor(rounds, max_batch_size, device, graphs)
+    chunk_cost = chunk_cost or ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens)
     return Engine(
         executor,
         pool,
@@ -284,7 +286,7 @@ def tiny_device_engine(
         prefill_chunk_tokens=prefill_chunk_tokens,
         prefix_cache=prefix_cache,
         eos_token_ids=eos,
-        chunk_cost=ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens) if fixed_shapes else None,
+        chunk_cost=chunk_cost if fixed_shapes else None,
         threads=threads,
     )
 

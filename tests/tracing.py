@@ -1,4 +1,4 @@
-"""Traces of tiny engines: what their drafts would have been, recorded along the texts that they write."""
+"""Traces of tiny engines (what their drafts would have been, recorded along the texts that they write), and replays."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any
 from specbatch.draft import DraftParts
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels import ops_for
+from specbatch.tune.replay import Replay, Replayer
 from specbatch.tune.session import Session
 from specbatch.tune.trace import Trace
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import tiny_engine
+
+
+def replayed(replayer: Replayer, shape: DraftShape) -> Replay:
+    (found,) = replayer.replay_all([shape])
+    return found
 
 
 def trace_rows(

@@ -88,7 +88,7 @@ def live_comparisons(tuned: Tuned) -> list[Comparison]:
     found = []
     for one, predicted in zip(tuned.live, tuned.predicted_live, strict=True):
         speeds = predicted.tokens_per_second, one.tokens_per_second
-        found.append(Comparison(one.schedule.name, None, *speeds, min(one.rates), max(one.rates)))
+        found.append(Comparison(one.schedule.name, *speeds, min(one.rates), max(one.rates)))
     return found
 
 

@@ -119,9 +119,8 @@ def plot_comparisons(comparisons: Sequence[Comparison], caption: Caption, path: 
     figure = _figure(6)
     axes = figure.subplots()
     for c in comparisons:
-        error = [[c.measured - (c.low or c.measured)], [(c.high or c.measured) - c.measured]]
-        name = c.what if c.batch is None else f"{c.what}, batch {c.batch}"
-        axes.errorbar(c.measured, c.predicted, xerr=np.maximum(error, 0.0), fmt="o", markersize=4, label=name)
+        error = np.maximum([[c.measured - c.low], [c.high - c.measured]], 0.0)
+        axes.errorbar(c.measured, c.predicted, xerr=error, fmt="o", markersize=4, label=c.what)
     values = [v for c in comparisons for v in (c.predicted, c.measured)]
     ends = [0.9 * min(values), 1.1 * max(values)]
     axes.plot(ends, ends, color="0.5", linewidth=1, zorder=0)

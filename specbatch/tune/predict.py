@@ -150,16 +150,6 @@ class Simulation:
         if profile.shared_prefix:
             self._prefill(profile.shared_prefix)
 
-    @property
-    def num_admissions(self) -> int:
-        """Prompt chunks that admitted a row."""
-        return len(dict.fromkeys(admitted for admitted, _, _ in self._marks))
-
-    @property
-    def min_free_requests(self) -> int:
-        """See `Scheduler`, as it is now."""
-        return self._scheduler.min_free_requests
-
     def run(self) -> Prediction:
         scheduler = self._scheduler
         while scheduler.waiting or scheduler.running:

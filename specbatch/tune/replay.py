@@ -118,9 +118,6 @@ class Replayer:
     def _ngrams(self) -> NgramMatches:
         return NgramMatches(self._trace, self._positions)
 
-    def replay(self, shape: DraftShape) -> Replay:
-        return self.replay_all([shape])[0]
-
     def replay_all(self, shapes: Sequence[DraftShape]) -> list[Replay]:
         """Each of these shapes, which the trace is deep and wide enough for; many at once are faster."""
         replays: list[Replay] = []

@@ -22,14 +22,13 @@ from specbatch.tune.search import Plan, SearchResult, ShapeSpeed
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A prediction and a live run, both in the same unit."""
+    """A prediction and live runs, all in the same unit."""
 
     what: str
-    batch: int | None  # rows; None: a whole file
     predicted: float
     measured: float
-    low: float | None = None  # of the measured, where it was repeated
-    high: float | None = None
+    low: float  # of the live runs
+    high: float
 
     @property
     def percent(self) -> float:
@@ -245,11 +244,10 @@ def plans_table(result: SearchResult) -> Table:
 
 def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
     """Predicted and measured."""
-    table = _table("Predicted and live", "", "batch", "predicted", "measured", "interval", "difference")
+    table = _table("Predicted and live", "", "predicted", "measured", "interval", "difference")
     for c in comparisons:
-        interval = "" if c.low is None or c.high is None else f"{c.low:,.1f}-{c.high:,.1f}"
-        batch = "file" if c.batch is None else str(c.batch)
-        table.add_row(c.what, batch, f"{c.predicted:,.1f}", f"{c.measured:,.1f}", interval, f"{c.percent:+.1f}%")
+        interval = f"{c.low:,.1f}-{c.high:,.1f}"
+        table.add_row(c.what, f"{c.predicted:,.1f}", f"{c.measured:,.1f}", interval, f"{c.percent:+.1f}%")
     return table
 
 

@@ -93,9 +93,9 @@ class SearchResult:
         return bool(shapes_of(self.best.schedule))
 
 
-def neural_space(topk: int, depth: int, max_nodes: int = MAX_NODES, nodes: Sequence[int] = NODES) -> list[DraftShape]:
+def neural_space(topk: int, depth: int, max_nodes: int = MAX_NODES) -> list[DraftShape]:
     """The shapes of a draft network that are worth replaying, of at most that many branches and steps. Chains have
-    num_steps + 1 nodes; trees 2 to topk + (num_steps - 1) * topk^2 + 1, and of those the sizes in `nodes`, with the
+    num_steps + 1 nodes; trees 2 to topk + (num_steps - 1) * topk^2 + 1, and of those the sizes in `NODES`, with the
     largest that is allowed.
 
     A tree of fewer nodes than a path of num_steps has is left out: none of its nodes is as deep as the last steps, so
@@ -106,7 +106,7 @@ def neural_space(topk: int, depth: int, max_nodes: int = MAX_NODES, nodes: Seque
     for k in range(2, topk + 1):
         for steps in range(1, depth + 1):
             most = min(max_nodes, DraftShape(steps, k, 2).num_candidates + 1)
-            sizes = sorted({n for n in nodes if n < most} | {most})
+            sizes = sorted({n for n in NODES if n < most} | {most})
             shapes += [DraftShape(steps, k, n) for n in sizes if n > max(steps, 2, k if steps == 1 else 0)]
     return shapes
 
@@ -134,18 +134,16 @@ def search(
     profile: FileProfile,
     limits: Limits,
     *,
-    batches: Sequence[int] = (),
     max_shapes: int = 4,
 ) -> SearchResult:
-    """`batches`: sizes to choose for, ascending, the largest of which is limits.max_running; (): those of captured
-    graphs, or a ladder. `max_shapes`: most different entries of the schedule, plain decoding counted.
+    """`max_shapes`: most different entries of the schedule, plain decoding counted.
 
     N-gram drafts have one min_match and max_match for all entries. Raises TuningError where nothing fits the limits,
     and for costs that were not measured.
     """
     assert max_shapes >= 1, max_shapes
     kept, dropped = _fitting(replays, profile, limits)
-    ladder = list(batches) or batch_ladder(limits.max_running, costs.graph_sizes)
+    ladder = batch_ladder(limits.max_running, costs.graph_sizes)
     table = _Table.of(kept, costs, limits, ladder)
     by_shape = {replay.shape: replay for replay in kept}
 

@@ -14,11 +14,11 @@ from specbatch.tune.replay import Replay, Replayer
 from specbatch.tune.trace import Trace
 from specbatch.types import Completion, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_engine
-from tests.tracing import trace_rows
+from tests.tracing import replayed, trace_rows
 
 TOPK, DEPTH = 5, 4
-GREEDY = SamplingParams(max_tokens=28)
-SAMPLED = SamplingParams(max_tokens=28, temperature=0.7, top_p=0.95, seed=3)
+GREEDY = SamplingParams(max_tokens=18)
+SAMPLED = SamplingParams(max_tokens=18, temperature=0.7, top_p=0.95, seed=3)
 CHAINS = [DraftShape(steps, 1, steps + 1) for steps in range(1, DEPTH + 1)]
 WIDE = [DraftShape(DEPTH, TOPK, nodes) for nodes in (2, 9, 40)]
 SHALLOW = [DraftShape(1, TOPK, 6), DraftShape(2, TOPK, 8), DraftShape(3, TOPK, 30)]
@@ -87,7 +87,7 @@ CASES += [("eagle", shape) for shape in (CHAINS[1], WIDE[1], SHALLOW[2])]
 
 @pytest.mark.parametrize(("method", "shape"), CASES, ids=str)
 def test_chains_and_trees_of_the_traced_width_are_exact(method: str, shape: DraftShape) -> None:
-    replay = replayer(method).replay(shape)
+    replay = replayed(replayer(method), shape)
     assert replay.num_unknown == 0
     assert_equal(replay, live(method, shape))
     if method == "draft_model" and shape.num_draft_tokens > 4:
@@ -98,7 +98,7 @@ def test_chains_and_trees_of_the_traced_width_are_exact(method: str, shape: Draf
     ("method", "shape"), [*(("draft_model", shape) for shape in NARROW), ("eagle", NARROW[3])], ids=str
 )
 def test_narrower_trees_are_exact_where_nothing_is_unknown(method: str, shape: DraftShape) -> None:
-    replay = replayer(method).replay(shape)
+    replay = replayed(replayer(method), shape)
     known = replay.unknown_R == 0
     completions = live(method, shape)
     assert_equal(replay, completions, known)
@@ -108,14 +108,14 @@ def test_narrower_trees_are_exact_where_nothing_is_unknown(method: str, shape: D
 
 def test_some_narrower_trees_are_known_and_some_are_not() -> None:
     """What makes the test above show something."""
-    replays = [replayer("draft_model").replay(shape) for shape in NARROW]
+    replays = [replayed(replayer("draft_model"), shape) for shape in NARROW]
     assert any(replay.num_unknown > 0 for replay in replays)
     assert sum(int((replay.unknown_R == 0).sum()) for replay in replays) > 20
 
 
 @pytest.mark.parametrize("shape", [WIDE[2], SHALLOW[1]], ids=str)
 def test_trees_on_sampled_text_are_exact(shape: DraftShape) -> None:
-    assert_equal(replayer("draft_model", sampled=True).replay(shape), live("draft_model", shape, sampled=True))
+    assert_equal(replayed(replayer("draft_model", sampled=True), shape), live("draft_model", shape, sampled=True))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -129,7 +129,7 @@ def test_ngrams_are_exact(shape: DraftShape, params: SamplingParams) -> None:
     trace = Trace(tuple(type(row)(row.num_prompt, row.tokens) for row in rows), sampled=sampled)
     engine = tiny_engine("ngram", DraftShape(8, 1, 9), num_pages=256, eos=EOS)
     engine.set_methods(ByBatch.always(HostNgramDraft(shape, *(shape.ngram_match or ()))), "none")
-    replay, completions = Replayer(trace).replay(shape), run(engine, as_lists(), params)
+    replay, completions = replayed(Replayer(trace), shape), run(engine, as_lists(), params)
     assert_equal(replay, completions)
     # Rounds that find nothing draft nothing; those at a row's end draft no further than it.
     drafted, most = sum(c.speculation.drafted for c in completions), shape.num_draft_tokens - 1

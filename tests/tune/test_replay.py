@@ -15,6 +15,7 @@ from specbatch.errors import ConfigError, TuningError
 from specbatch.tune.replay import Replay, Replayer
 from specbatch.tune.trace import RowTrace, Trace
 from tests.oracle.ngram import NgramIndex
+from tests.tracing import replayed
 
 VOCAB, TOPK, DEPTH = 7, 4, 4
 SHAPES = [
@@ -158,7 +159,7 @@ def test_trees_equal_the_slow_version_at_every_position(seed: int, grain: float 
 @pytest.mark.parametrize("shape", [*CHAINS, *SHAPES[::5]], ids=str)
 def test_rounds_equal_a_walk_round_by_round(shape: DraftShape) -> None:
     trace, replayer = made(0, None)
-    found = replayer.replay(shape)
+    found = replayed(replayer, shape)
     accepted, unknown = replayer._accepted(shape)
     first, kept_at = 0, [0] * (shape.max_path - 1)
     for r, row in enumerate(trace.rows):
@@ -190,7 +191,7 @@ def test_many_shapes_at_once_are_each_alone() -> None:
     shapes = [*SHAPES, *CHAINS, DraftShape.ngram(4, 1, 3), *SHAPES]
     assert len(shapes) > 64, "more than are walked at once"
     for shape, found in zip(shapes, Replayer(trace).replay_all(shapes), strict=True):
-        alone = replayer.replay(shape)
+        alone = replayed(replayer, shape)
         assert found.shape == shape
         assert found.rounds_R.tolist() == alone.rounds_R.tolist()
         assert found.accepted_at == alone.accepted_at
@@ -199,7 +200,7 @@ def test_many_shapes_at_once_are_each_alone() -> None:
 def test_larger_trees_never_take_more_rounds_in_all() -> None:
     _, replayer = made(1, None)
     for topk, steps in itertools.product((2, 3, 4), (2, 3, 4)):
-        rounds = [replayer.replay(s).rounds for s in SHAPES if (s.topk, s.num_steps) == (topk, steps)]
+        rounds = [replayed(replayer, s).rounds for s in SHAPES if (s.topk, s.num_steps) == (topk, steps)]
         assert rounds == sorted(rounds, reverse=True)
 
 
@@ -240,7 +241,7 @@ def test_ngrams_equal_the_projects_lookup(min_match: int, max_match: int) -> Non
 
 def test_intervals() -> None:
     _, replayer = made(0, None)
-    found = replayer.replay(CHAINS[2])
+    found = replayed(replayer, CHAINS[2])
     low, high = found.interval
     assert low <= found.tokens_per_round <= high
     assert low < high
@@ -283,7 +284,7 @@ def test_files_that_are_no_traces(content: bytes | None, tmp_path: Path) -> None
 )
 def test_what_cannot_be_replayed(shape: DraftShape) -> None:
     with pytest.raises((AssertionError, ConfigError)):
-        made(0, None)[1].replay(shape)
+        replayed(made(0, None)[1], shape)
 
 
 def test_a_trace_without_rounds() -> None:

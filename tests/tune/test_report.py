@@ -40,7 +40,7 @@ from tests.tune.test_search import LADDER, LIMITS, SPACE, costs, found, profile_
 NEURAL = ByBatch((4, 32, 64), (DraftShape(5, 2, 9), DraftShape(2, 1, 3), None))
 NGRAM = ByBatch((8, 64), (DraftShape.ngram(9, 1, 4), None))
 CAPTION = Caption("a model, its draft", "a device")
-LIVE = [Comparison("3/1/4", 1, 100.0, 98.0, 95.0, 101.0), Comparison("file", None, 20.0, 21.0)]
+LIVE = [Comparison("3/1/4", 100.0, 98.0, 95.0, 101.0), Comparison("plain", 20.0, 21.0, 21.0, 21.0)]
 
 
 def config() -> dict:
@@ -93,7 +93,7 @@ def test_evidence_for_the_configuration(tmp_path: Path) -> None:
     assert all("tok/s" in comment for comment in comments)
     assert any("Plain decoding" in line for line in header)
     assert not any("does not pay" in line for line in header)
-    worthless = search(replays(rates=(1.0,) * len(SPACE)), costs(), profile_of(), LIMITS, batches=LADDER)
+    worthless = search(replays(rates=(1.0,) * len(SPACE)), costs(), profile_of(), LIMITS)
     assert any("does not pay" in line for line in evidence(worthless)[0])
     assert "does not pay" in tuned_yaml(config(), worthless.best.schedule, header=evidence(worthless)[0])
 

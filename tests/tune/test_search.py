@@ -16,7 +16,7 @@ from specbatch.tune.costs import CostModel, Measurement
 from specbatch.tune.predict import predict
 from specbatch.tune.profile import FileProfile, Limits
 from specbatch.tune.replay import Replay
-from specbatch.tune.search import SearchResult, _choose, _Table, batch_ladder, neural_space, ngram_space, search
+from specbatch.tune.search import NODES, SearchResult, _choose, _Table, batch_ladder, neural_space, ngram_space, search
 
 SPACE: list[DraftShape] = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(6, 1, 7), DraftShape(3, 3, 16)]
 RATES = (1.7, 2.6, 3.2, 3.6)
@@ -30,8 +30,8 @@ def replay_of(shape: DraftShape, rate: float, outputs: np.ndarray) -> Replay:
     return Replay(shape, (outputs - 1) / rates, outputs - 1, np.zeros(len(outputs)), ())
 
 
-def costs(per_token: float = 0.04, draft: float = 0.3) -> CostModel:
-    """Verifying is free up to 100 tokens of a round, then paid by the token."""
+def costs(per_token: float = 0.04, draft: float = 0.3, sizes: tuple[int, ...] = LADDER) -> CostModel:
+    """Verifying is free up to 100 tokens of a round, then paid by the token. A shape is chosen for each of `sizes`."""
     measured = []
     for b in (1, 2, 4, 8, 16, 32, 64):
         for w in (1, 2, 4, 8, 16):
@@ -40,7 +40,7 @@ def costs(per_token: float = 0.04, draft: float = 0.3) -> CostModel:
                 Measurement(kind, b, w, draft + 0.001 * b * w) for kind in ("draft_start", "draft_step", "extend")
             ]
         measured.append(Measurement("plain", b, 1, 4.0 + per_token * max(0, b - 100)))
-    return CostModel.fit([*measured, *(Measurement("prefill", 1, t, 3 + 0.02 * t) for t in (1, 2048))])
+    return CostModel.fit([*measured, *(Measurement("prefill", 1, t, 3 + 0.02 * t) for t in (1, 2048))], sizes)
 
 
 def profile_of(num_rows: int = 400) -> FileProfile:
@@ -54,7 +54,7 @@ def replays(space: list[DraftShape] = SPACE, rates: tuple[float, ...] = RATES) -
 
 
 def found(model: CostModel | None = None, limits: Limits = LIMITS, max_shapes: int = 4) -> SearchResult:
-    return search(replays(), model or costs(), profile_of(), limits, batches=LADDER, max_shapes=max_shapes)
+    return search(replays(), model or costs(), profile_of(), limits, max_shapes=max_shapes)
 
 
 def test_the_best_of_each_batch_size() -> None:
@@ -82,7 +82,7 @@ def every_assignment(per_token: float) -> list[tuple[tuple[DraftShape | None, ..
     by_shape, times = {r.shape: r for r in replays()}, []
     for shapes in itertools.product([*SPACE, None], repeat=len(FEW_SIZES)):
         entries = ByBatch(FEW_SIZES, shapes)
-        option = predict(profile_of(150), LIMITS, costs(per_token), by_shape, entries)
+        option = predict(profile_of(150), LIMITS, costs(per_token, sizes=FEW_SIZES), by_shape, entries)
         times.append((shapes, option.seconds))
     return times
 
@@ -91,8 +91,8 @@ def every_assignment(per_token: float) -> list[tuple[tuple[DraftShape | None, ..
 @pytest.mark.parametrize("per_token", [0.0, 0.04, 0.3])
 def test_the_schedule_is_the_best_of_all(max_shapes: int, per_token: float) -> None:
     """Every assignment of shapes to batch sizes, each simulated."""
-    model, profile = costs(per_token), profile_of(150)
-    result = search(replays(), model, profile, LIMITS, batches=FEW_SIZES, max_shapes=max_shapes)
+    model, profile = costs(per_token, sizes=FEW_SIZES), profile_of(150)
+    result = search(replays(), model, profile, LIMITS, max_shapes=max_shapes)
     assert len(set(result.best.schedule.items)) <= max_shapes
     best = min(time for shapes, time in every_assignment(per_token) if len(set(shapes)) <= max_shapes)
     # Tokens by batch size are from one simulation, so a tie or two may fall differently.
@@ -122,7 +122,7 @@ def test_narrowing_finds_the_best_set(seed: int, max_shapes: int) -> None:
 
 def test_nothing_pays() -> None:
     """Drafts that are never right, or that cost more than they save."""
-    worthless = search(replays(rates=(1.0, 1.0, 1.0, 1.0)), costs(), profile_of(), LIMITS, batches=LADDER)
+    worthless = search(replays(rates=(1.0, 1.0, 1.0, 1.0)), costs(), profile_of(), LIMITS)
     assert not worthless.pays
     assert shapes_of(worthless.best.schedule) == []
     assert not found(costs(draft=30.0)).pays
@@ -163,7 +163,7 @@ def test_no_legal_point() -> None:
 
 
 def test_without_candidates_there_is_plain_decoding() -> None:
-    result = search([], costs(), profile_of(), LIMITS, batches=LADDER)
+    result = search([], costs(), profile_of(), LIMITS)
     assert (result.pays, result.fixed, result.num_shapes) == (False, (), 1)
 
 
@@ -177,7 +177,7 @@ def test_match_lengths_are_not_mixed() -> None:
     # Each range is best at one end: small trees of the one, large trees of the other.
     outputs = profile_of().output_tokens_R
     rates = [replay_of(c, rate, outputs) for c, rate in zip(space, (2.2, 2.5, 1.9, 3.4), strict=True)]
-    result = search(rates, costs(), profile_of(), LIMITS, batches=LADDER)
+    result = search(rates, costs(), profile_of(), LIMITS)
     used = shapes_of(result.best.schedule)
     assert used
     assert len({shape.ngram_match for shape in used}) == 1
@@ -185,7 +185,7 @@ def test_match_lengths_are_not_mixed() -> None:
 
 
 def test_the_neural_space_is_legal_and_whole() -> None:
-    space = neural_space(4, 3, max_nodes=60, nodes=range(2, 61))
+    space = neural_space(4, 3, max_nodes=60)
     assert len(set(space)) == len(space)
     for steps, topk, nodes in itertools.product(range(1, 5), range(1, 6), range(1, 70)):
         shape = DraftShape(steps, topk, nodes)
@@ -196,6 +196,8 @@ def test_the_neural_space_is_legal_and_whole() -> None:
             continue
         # No node of its is out of reach, and no smaller topk drafts the same tree.
         own = topk == 1 or (nodes > steps and nodes > 2 and (steps > 1 or nodes == topk + 1))
+        # Trees have some of the sizes, and the largest.
+        own &= topk == 1 or nodes in NODES or nodes == min(60, shape.num_candidates + 1)
         assert (shape in space) == (steps <= 3 and topk <= 4 and nodes <= 60 and own)
     ladder = neural_space(8, 8)
     assert all(shape.num_draft_tokens <= 64 for shape in ladder)

@@ -19,6 +19,7 @@ from specbatch.tune.timing import dummy_batch, probes, time_batch, time_methods,
 from specbatch.types import Request, SpeculationCounts
 from tests.engine.test_nonfinite import all_nan
 from tests.tiny_models import CPU, tiny_device_engine, tiny_engine
+from tests.tracing import replayed
 from tests.tune.test_session import DEPTH, OPS, SHAPES, TOPK, gpu_session, requests, session
 
 
@@ -258,7 +259,9 @@ def test_on_a_gpu(method: str) -> None:
         tuned.use(ByBatch.always(shape))
         live = tuned.run(requests())
         candidate: Any = DraftShape.ngram(shape.num_draft_tokens, 1, 3) if method == "ngram" else shape
-        assert Replayer(trace).replay(candidate).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
+        assert replayed(Replayer(trace), candidate).rounds_R.tolist() == [
+            c.speculation.rounds for c in live.completions
+        ]
         assert model.round_ms(2, candidate) > 0
 
 
