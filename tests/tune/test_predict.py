@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -225,13 +226,18 @@ def test_rows_that_cannot_run() -> None:
         replace(profile, num_rows=0)
 
 
+@cache
+def traced() -> tuple[list[list[int]], SamplingParams, Trace]:
+    prompts, params = random_prompts(14, seed=2), SamplingParams(max_tokens=24)
+    return prompts, params, trace_rows("draft_model", prompts, params, 1, 3, eos=(13, 52))
+
+
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "gpu"])
 def test_rounds_of_a_real_run(on_device: bool) -> None:
     """The engine's own count of rounds, for rows that are the traced ones. On a GPU the engine reads a round late that
     a row has ended."""
-    prompts, params = random_prompts(14, seed=2), SamplingParams(max_tokens=24)
+    prompts, params, trace = traced()
     shape = DraftShape(3, 1, 4)
-    trace = trace_rows("draft_model", prompts, params, 1, 3, eos=(13, 52))
     replays: dict[DraftShape, Replay] = {shape: replayed(Replayer(trace), shape)}
     make = tiny_device_engine if on_device else tiny_engine
     engine = make("draft_model", shape, num_pages=256, max_batch_size=4, eos=(13, 52), prefix_cache=False)
@@ -253,18 +259,18 @@ def test_rounds_of_a_real_run(on_device: bool) -> None:
 @pytest.mark.parametrize(
     ("cost", "longest", "pages"),
     [
-        (ChunkCost(1.0, 400), 60, 1024),
-        (ChunkCost(0.2, 400), 60, 1024),  # fewer than a quarter of the places
-        (ChunkCost(4.0, 30), 60, 1024),  # the prompts' tokens decide
+        (ChunkCost(1.0, 400), 40, 1024),
+        (ChunkCost(0.2, 400), 40, 1024),  # fewer than a quarter of the places
+        (ChunkCost(4.0, 30), 40, 1024),  # the prompts' tokens decide
         (ChunkCost(4.0, 400), 8, 1024),
-        (ChunkCost(1.0, 400), 60, 230),  # rows are preempted
+        (ChunkCost(1.0, 400), 40, 160),  # rows are preempted
     ],
 )
 def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> None:
     """Where short prompts are gathered: the engine's own count of rounds and of the chunks that admit rows."""
     settings: dict[str, Any] = {"num_pages": pages, "max_batch_size": 32, "prefill_chunk_tokens": 512}
     engine = tiny_device_engine(num_layers=1, prefix_cache=False, chunk_cost=cost, **settings)
-    generator, prompts = np.random.default_rng(1), random_prompts(200, seed=3, longest=9)
+    generator, prompts = np.random.default_rng(1), random_prompts(130, seed=3, longest=9)
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=int(generator.integers(1, longest + 1)), ignore_eos=True)
         engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
@@ -274,7 +280,7 @@ def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> 
         admissions += engine.num_waiting < waiting
         waiting = engine.num_waiting
     lengths = zip((len(prompt) for prompt in prompts), (done[i] for i in range(len(prompts))), strict=True)
-    profile = FileProfile(*(np.array(part) for part in zip(*lengths, strict=True)), 200, longest, in_order=True)
+    profile = FileProfile(*(np.array(part) for part in zip(*lengths, strict=True)), 130, longest, in_order=True)
     limits = Limits(32, 4 * pages, 512, 4, async_depth=1, chunk_cost=cost)
     found = predict(profile, limits, COUNTS_CHUNKS, {}, ByBatch.always(None))
     assert found.output_tokens == engine.stats.generated_tokens

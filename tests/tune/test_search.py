@@ -80,9 +80,10 @@ def test_the_best_of_each_batch_size() -> None:
 def every_assignment(per_token: float) -> list[tuple[tuple[DraftShape | None, ...], float]]:
     """Seconds of the file."""
     by_shape, times = {r.shape: r for r in replays()}, []
+    model, profile = costs(per_token, sizes=FEW_SIZES), profile_of(150)
     for shapes in itertools.product([*SPACE, None], repeat=len(FEW_SIZES)):
         entries = ByBatch(FEW_SIZES, shapes)
-        option = predict(profile_of(150), LIMITS, costs(per_token, sizes=FEW_SIZES), by_shape, entries)
+        option = predict(profile, LIMITS, model, by_shape, entries)
         times.append((shapes, option.seconds))
     return times
 
