@@ -261,7 +261,7 @@ def test_rounds_of_a_real_run(on_device: bool) -> None:
     [
         (ChunkCost(1.0, 400), 40, 1024),
         (ChunkCost(0.2, 400), 40, 1024),  # fewer than a quarter of the places
-        (ChunkCost(4.0, 30), 40, 1024),  # the prompts' tokens decide
+        (ChunkCost(4.0, 15), 40, 1024),  # the prompts' tokens decide
         (ChunkCost(4.0, 400), 8, 1024),
         (ChunkCost(1.0, 400), 40, 160),  # rows are preempted
     ],
