@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,10 @@ from specbatch.config_load import load_config, option_paths
 from specbatch.errors import ConfigError, InputError
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.jsonl import encode_line
+from specbatch.job.rows import RowParser
+from specbatch.job.runner import failed_row
 from specbatch.job.sources import RawRow
+from specbatch.job.suspects import died
 from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.signals import INTERRUPTED
 from specbatch.startup import open_pool, prepare_libraries
@@ -48,7 +52,9 @@ class LLM:
         prepare_libraries()
         self._pool = open_pool(self._config, Console(quiet=True))
         try:
-            self.notes = [*self._pool.describe(with_chat_template_text(self._config)).notes]
+            what = self._pool.describe(with_chat_template_text(self._config))
+            self._parser = RowParser(what.config.sampling, what.config.data)
+            self.notes = list(what.notes)
             self.notes += self._pool.load(lambda tokens: tokens, lambda step: None)
         except BaseException:
             self._pool.close()
@@ -77,15 +83,17 @@ class LLM:
             while True:
                 while not exhausted and pool.has_room and len(held) < _MAX_HELD:
                     try:
-                        row = next(rows)
+                        given = next(rows)
                     except StopIteration:
                         exhausted = True
                         break
-                    pool.submit(_raw_row(num_read, row))
+                    pool.submit(_raw_row(num_read, given))
                     num_read += 1
                 if exhausted and pool.is_idle:
                     return
-                for finished in pool.collect(last=exhausted).rows:
+                done = pool.collect(last=exhausted)
+                left_out = [failed_row(row, died(deaths), self._parser) for row, deaths in done.left_out]
+                for finished in chain(done.rows, *(failed.rows for failed in left_out)):
                     result = json.loads(finished.line)
                     if not in_order:
                         yield result
@@ -145,14 +153,17 @@ def generate_file(
     config: str | Path | None = None,
     limit: int | None = None,
     overwrite: bool = False,
+    quarantine: bool = False,
     progress: bool = False,
     **options: Any,
 ) -> Report:
     """Run every row of a file, as `specbatch generate INPUT -o OUTPUT` does. A job that was interrupted goes on, and
     one that is finished is not run again.
 
-    `options`: as for `LLM`. `limit`: only the first rows. `progress`: print on stderr what the command prints. Raises
-    SpecbatchError for what the caller can mend, KeyboardInterrupt after SIGINT or SIGTERM; finished rows are kept.
+    `options`: as for `LLM`. `limit`: only the first rows. `quarantine`: rows that end the process each time that they
+    run become error rows; without it they raise WorkerFailed when all others have finished. `progress`: print on stderr
+    what the command prints. Raises SpecbatchError for what the caller can mend, KeyboardInterrupt after SIGINT or
+    SIGTERM; finished rows are kept.
     """
     began = time.perf_counter()
     configured = _configured(config, {}, options)
@@ -163,6 +174,7 @@ def generate_file(
         limit,
         overwrite,
         None if config is None else Path(config),
+        quarantine=quarantine,
     )
     console = Console(stderr=True, highlight=False, quiet=not progress)
     outcome = run_file_job(given, configured, open_pool(configured, console), console, began=began, summary=progress)

@@ -16,6 +16,8 @@ import pytest
 import specbatch
 from specbatch import LLM, generate_file, startup
 from specbatch.errors import ConfigError, InputError
+from specbatch.scaleout.pool import Pool
+from tests.scaleout.simulation import Simulation
 from tests.stub_engine import stub_modules
 
 ROWS: list[Any] = [
@@ -51,6 +53,18 @@ def test_results_as_they_finish_are_the_same_ones() -> None:
         in_order, unordered = list(llm.generate(ROWS)), list(llm.generate(ROWS, in_order=False))
     assert in_order != unordered
     assert in_order == sorted(unordered, key=lambda result: result["index"])
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_row_that_kills_its_workers_has_an_error(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.api.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock))
+    simulation = Simulation(batch=4, killers=[3])
+    with LLM() as llm:
+        results = sorted(llm.generate([f"p{i}" for i in range(20)], in_order=in_order), key=lambda r: r["index"])
+    assert [r["index"] for r in results] == list(range(20))
+    assert [r["index"] for r in results if "error" in r] == [3]
+    assert results[3]["error"]["type"] == "worker_died"
+    assert "died 3 times while it ran this row" in results[3]["error"]["message"]
 
 
 def test_rows_are_read_as_they_are_needed() -> None:

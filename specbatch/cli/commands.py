@@ -19,6 +19,7 @@ from specbatch.cli.options import (
     BuiltinModel,
     ConfigOptions,
     OverwriteOption,
+    QuarantineOption,
     TaskNames,
     named_path,
     with_config_options,
@@ -110,9 +111,7 @@ def generate(
         ),
     ] = None,
     overwrite: OverwriteOption = False,
-    quarantine: Annotated[
-        bool, typer.Option("--quarantine", help="Make error rows of rows that crash the process each time.")
-    ] = False,
+    quarantine: QuarantineOption = False,
 ) -> None:
     """Run every row of INPUT through the model. The same command again resumes an unfinished job."""
     began = time.perf_counter()
@@ -195,6 +194,7 @@ def evaluate(
         bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval).")
     ] = False,
     overwrite: OverwriteOption = False,
+    quarantine: QuarantineOption = False,
 ) -> None:
     """Run known tasks and score them: accuracy, speed, acceptance. The same command again resumes."""
     began = time.perf_counter()
@@ -215,6 +215,7 @@ def evaluate(
             compare=compare,
             allow_code_execution=allow_code_execution,
             overwrite=overwrite,
+            quarantine=quarantine,
             overrides=tuple(name.removeprefix("sampling.") for name in names if name.startswith("sampling.")),
             config_file=given.config,
         )

@@ -140,6 +140,9 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Delete earlier results and start again.")]
+QuarantineOption = Annotated[
+    bool, typer.Option("--quarantine", help="Make error rows of rows that end the process each time that they run.")
+]
 TaskNames = Annotated[
     list[str] | None,
     typer.Argument(

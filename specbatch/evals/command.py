@@ -57,6 +57,7 @@ class EvalOptions:
     compare: str | None = None
     allow_code_execution: bool = False
     overwrite: bool = False
+    quarantine: bool = False  # see `GenerateOptions`
     overrides: tuple[str, ...] = ()
     config_file: Path | None = None  # see `GenerateOptions`
 
@@ -85,7 +86,7 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
     ]
     check_files(folder, plans, _reads(options, named), overwrite=options.overwrite)
     print_notes(_unused_sampling(config, options.overrides), console)
-    runner = Runner(folder, runtime, console, began=began, overwrite=options.overwrite)
+    runner = Runner(folder, runtime, console, began=began, overwrite=options.overwrite, quarantine=options.quarantine)
     plain: dict[str, Measured] = {}
     differences: dict[str, list[Difference]] = {}
     try:

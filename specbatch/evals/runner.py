@@ -43,12 +43,15 @@ class Interrupted(Exception):
 class Runner:
     """Answers the rows of all tasks with one configuration, and measures the answers."""
 
-    def __init__(self, folder: Path, runtime: Runtime, console: Console, *, began: float, overwrite: bool) -> None:
+    def __init__(
+        self, folder: Path, runtime: Runtime, console: Console, *, began: float, overwrite: bool, quarantine: bool
+    ) -> None:
         self._folder = folder
         self._runtime = runtime
         self._console = console
         self._began: float | None = began  # the first job's statistics count the start of the program
         self._overwrite = overwrite
+        self._quarantine = quarantine
         self._shared: SharedRuntime | None = None
         self._stop_tokens: dict[str, list[int]] = {}
 
@@ -108,7 +111,8 @@ class Runner:
     def _generate(self, prompts: Path, answers: Path, config: Config, overwrite: bool = False) -> None:
         assert self._shared is not None
         answers.parent.mkdir(parents=True, exist_ok=True)
-        options = GenerateOptions(str(prompts), answers, overwrite=overwrite or self._overwrite)
+        overwrite = overwrite or self._overwrite
+        options = GenerateOptions(str(prompts), answers, overwrite=overwrite, quarantine=self._quarantine)
         began = time.perf_counter() if self._began is None else self._began
         self._began = None
         pool = LocalPool(Worker(self._shared.runtime, lambda line: print_notes([line], self._console)))

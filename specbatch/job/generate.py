@@ -103,10 +103,8 @@ class FileJob:
             deaths = self.results.deaths_of(row)
             if deaths is None or deaths.times < MAX_DEATHS:
                 yield row
-            elif self.quarantine is None:
-                self._left_out[row.index] = deaths
             else:
-                self._keep(self.quarantine(row, died(deaths)))
+                self._leave_out(row, deaths)
 
     def _check_input(self) -> None:
         """Check that the rows that were read are those of the input as the statistics identify it."""
@@ -155,6 +153,14 @@ class FileJob:
         self.session.rows += len(finished.rows)
         for row in finished.rows:
             self.remarks.add(row.index, row.remark)
+        for raw, deaths in finished.left_out:
+            self._leave_out(raw, deaths)
+
+    def _leave_out(self, row: RawRow, deaths: RowDeaths) -> None:
+        if self.quarantine is None:
+            self._left_out[row.index] = deaths
+        else:
+            self._keep(self.quarantine(row, died(deaths)))
 
     def _show_progress(self) -> None:
         if not self.progress.due():

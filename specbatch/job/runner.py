@@ -9,6 +9,7 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
 from specbatch.job.jsonl import encode_line
+from specbatch.job.partial import RowDeaths
 from specbatch.job.remarks import Remark, remark_on
 from specbatch.job.results_format import Choice, RowInfo, error_line, result_line
 from specbatch.job.rows import Prompt, RowParser
@@ -36,6 +37,7 @@ class Finished:
 
     rows: list[FinishedRow] = field(default_factory=list)
     totals: RowTotals = field(default_factory=RowTotals)
+    left_out: list[tuple[RawRow, RowDeaths]] = field(default_factory=list)  # without a line: they end each process
 
     def add(self, index: int, digest: int, line: dict[str, Any], remark: Remark | None = None) -> None:
         self.rows.append(FinishedRow(index, digest, encode_line(line), remark or Remark()))

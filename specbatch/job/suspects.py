@@ -67,7 +67,7 @@ def died(deaths: RowDeaths) -> RowError:
 
 def refusal(rows: Mapping[int, RowDeaths]) -> WorkerFailed:
     """The error of a job with rows that are left out, by index."""
-    names = ", ".join(map(str, list(rows)[:_SHOWN_ROWS])) + (", ..." if len(rows) > _SHOWN_ROWS else "")
+    names = ", ".join(map(str, sorted(rows)[:_SHOWN_ROWS])) + (", ..." if len(rows) > _SHOWN_ROWS else "")
     first = next(iter(rows.values()))
     what = f"the row with index {names} ends" if len(rows) == 1 else f"{len(rows):,} rows end"
     which = "" if len(rows) == 1 else f", those with index {names}"

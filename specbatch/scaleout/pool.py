@@ -13,15 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from specbatch.config import Config
-from specbatch.errors import RowError, WorkerFailed
 from specbatch.job.fingerprint import ModelRecord
+from specbatch.job.partial import RowDeaths
 from specbatch.job.pool import PoolState
-from specbatch.job.remarks import remark_on
 from specbatch.job.results import ResultFile
-from specbatch.job.rows import RowParser
-from specbatch.job.runner import Finished, Load, failed_line
+from specbatch.job.runner import Finished, Load
 from specbatch.job.sources import RawRow
-from specbatch.job.suspects import DIED
 from specbatch.job.worker import Description, Slice
 from specbatch.scaleout.crew import Crew, Handlers, PoolLimits
 from specbatch.scaleout.members import PoolWorker, merged
@@ -38,8 +35,8 @@ _SUMS_SECONDS = 0.2  # while rows run, sums over workers are at most this old
 class Pool:
     """A `WorkerPool` over a transport.
 
-    Raises SpecbatchError for what the user can mend, and WorkerFailed for an error in a worker and for a row that kills
-    its workers. Before `collect` raises, it has returned all rows that have finished.
+    Raises SpecbatchError for what the user can mend, and WorkerFailed for an error in a worker. Before `collect`
+    raises, it has returned all rows that have finished.
     """
 
     def __init__(
@@ -48,15 +45,12 @@ class Pool:
         num_workers: int,
         limits: PoolLimits | None = None,
         *,
-        quarantine: bool = False,
         log: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`quarantine`: a row that kills its workers becomes an error row; otherwise it ends the job. `clock`: of
-        seconds, the one of the transport."""
+        """`clock`: of seconds, the one of the transport."""
         self._transport = transport
         self._limits = limits or PoolLimits()
-        self._quarantine = quarantine
         self._clock = clock
         handlers = Handlers(self._open, self._take, self._give_back)
         self._crew = Crew(transport, num_workers, self._limits, handlers, log, clock)
@@ -69,8 +63,7 @@ class Pool:
 
     def describe(self, config: Config) -> Description:
         """Start all workers. Waits until the first has described the job; all others must describe the same one."""
-        self._job = self._crew.describe(config)
-        return self._job
+        return self._crew.describe(config)
 
     def load(self, settle: Callable[[int], int], on_progress: Callable[[str], None]) -> Sequence[str]:
         """Waits until one engine is built, and those of all workers that have described the job by then."""
@@ -154,17 +147,10 @@ class Pool:
         self._past = merged([self._past, worker.load])
         if blame and self._results is not None:
             self._results.add_deaths({row.index: row.digest() for row in worker.holding.rows()}, reason)
-        row = self._rows.close(worker.holding, blame=blame)
-        if row is None:
-            return
-        message = f"the worker died each time that it ran this row, the last time with no other row: {reason}"
-        if self._quarantine:
-            info, _ = RowParser(self._job.config.sampling, self._job.config.data).parse(row)
-            line = failed_line(info, RowError(DIED, message))
-            self._finished.add(row.index, row.digest(), line, remark_on(info))
-        else:
-            hint = "--quarantine makes it an error row; finished rows are kept"
-            self._crew.fail(WorkerFailed(f"row {row.index}: {message}", hint))
+        cause = self._rows.close(worker.holding, blame=blame)
+        if cause is not None:
+            row, deaths = cause
+            self._finished.left_out.append((row, RowDeaths(deaths, row.digest(), reason)))
 
     def _taken(self) -> Finished:
         taken, self._finished = self._finished, Finished()

@@ -101,19 +101,18 @@ class PoolRows:
         holding.alone = holding.alone and bool(holding.num_rows)
         return first, again
 
-    def close(self, holding: Holding, *, blame: bool) -> RawRow | None:
+    def close(self, holding: Holding, *, blame: bool) -> tuple[RawRow, int] | None:
         """Give back the rows of a worker that is gone. `blame`: a row can be the cause. Returns the row that must be
-        the cause, because the worker had no other; it no longer belongs to the pool."""
+        the cause, because the worker had no other, and its deaths; it no longer belongs to the pool."""
         self._holdings.remove(holding)
         self._credit -= holding.credit
         if blame:
             for row in holding.rows():
                 self._deaths[row.index] = self._deaths.get(row.index, 0) + 1
             if holding.alone:
-                ((index, row),) = holding.own.items()
-                del self._deaths[index]
+                (row,) = holding.own.values()
                 self.num_rows -= 1
-                return row
+                return row, self._deaths.pop(row.index)
         back = list(holding.own.values())
         for index, row in holding.copies.items():
             if not any(index in other.copies for other in self._holdings):

@@ -11,8 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbatch.config import Config
-from specbatch.job.runner import Finished, Load
+from specbatch.job.partial import RowDeaths
+from specbatch.job.rows import RowParser
+from specbatch.job.runner import Finished, Load, failed_row
 from specbatch.job.sources import RawRow
+from specbatch.job.suspects import died as died_each_time
+from specbatch.job.suspects import refusal
 from specbatch.job.worker import Description, Loaded, Slice
 from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.pool import Pool
@@ -293,7 +297,8 @@ def died(reason: str, node_lost: bool = False) -> Callable[[WorkerId], Event]:
 
 @dataclass
 class Job:
-    """Runs rows through a pool, as the file job does. `finished`: what came back, also if the job failed."""
+    """Runs rows through a pool, as the file job does. `finished`: what came back, also if the job failed.
+    `quarantine`: rows that kill each worker become error rows."""
 
     simulation: Simulation
     num_workers: int = 2
@@ -301,6 +306,7 @@ class Job:
     quarantine: bool = False
     log: list[str] = field(default_factory=list)
     finished: Finished = field(default_factory=Finished)
+    left_out: dict[int, RowDeaths] = field(default_factory=dict)
     progress: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -308,7 +314,6 @@ class Job:
             self.simulation,
             self.num_workers,
             self.limits,
-            quarantine=self.quarantine,
             log=self.log.append,
             clock=self.simulation.clock,
         )
@@ -328,6 +333,8 @@ class Job:
                 if row is not None:
                     self.pool.submit(row)
             if exhausted and self.pool.is_idle:
+                if self.left_out:
+                    raise refusal(self.left_out)
                 return self
             self.keep(self.pool.collect(exhausted))
             after_each()
@@ -335,6 +342,11 @@ class Job:
     def keep(self, finished: Finished) -> None:
         self.finished.rows += finished.rows
         self.finished.totals.merge(finished.totals)
+        for row, deaths in finished.left_out:
+            if self.quarantine:
+                self.keep(failed_row(row, died_each_time(deaths), RowParser(Config().sampling, Config().data)))
+            else:
+                self.left_out[row.index] = deaths
 
     @property
     def indices(self) -> list[int]:

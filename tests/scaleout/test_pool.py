@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specbatch.errors import SpecbatchError, WorkerFailed
+from specbatch.job.partial import RowDeaths
+from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
 from specbatch.scaleout.crew import PoolLimits
 from tests.scaleout.simulation import (
@@ -268,13 +272,12 @@ class TestKillers:
     def test_a_row_that_kills_is_named(self) -> None:
         simulation = Simulation(killers=[17])
         job = loaded_job(simulation, 2)
-        with pytest.raises(WorkerFailed, match="row 17: the worker died each time") as caught:
+        with pytest.raises(WorkerFailed, match="the row with index 17 ends the process each time") as caught:
             job.run(100)
         assert "--quarantine" in str(caught.value.hint)
         assert "row 17 killed it" in caught.value.message
-        suspects = set(simulation.deaths_with[0]) & set(simulation.deaths_with[1])
-        assert set(range(100)) - set(job.indices) <= suspects, "all other rows have finished"
-        assert 17 not in job.indices
+        assert job.indices == [index for index in range(100) if index != 17], "all other rows have finished"
+        assert job.left_out[17].times == 3
 
     def test_quarantine_makes_it_an_error_row(self) -> None:
         simulation = Simulation(batch=4, killers=[17, 18, 60])
@@ -294,6 +297,27 @@ class TestKillers:
         assert third == [5], "the third worker had it alone"
         assert len(simulation.deaths_with) == 3
         assert set(range(60)) - {5} - set(job.indices) == set()
+
+    def test_deaths_are_counted_over_sessions(self, tmp_path: Path) -> None:
+        def open_results() -> ResultFile:
+            return ResultFile(tmp_path / "o.jsonl", {"input.sha256": "0"}, overwrite=False)
+
+        job = loaded_job(Simulation(batch=2, killers=[5]), 1, limits=PoolLimits(max_deaths=1))
+        no_worker = pytest.raises(SpecbatchError, match="no worker is left")
+        with closing(open_results()) as results, no_worker, job.pool.recording(results):
+            job.run(20)
+        with closing(open_results()) as results:
+            assert results.deaths_of(raw_row(5)) == RowDeaths(2, raw_row(5).digest(), "row 5 killed it")
+            simulation = Simulation(batch=2, killers=[5])
+            job = loaded_job(simulation, 1)
+            for index in range(20):
+                deaths = results.deaths_of(raw_row(index))
+                job.pool.submit(raw_row(index), deaths.times if deaths is not None else 0)
+            with pytest.raises(WorkerFailed, match="index 5"), job.pool.recording(results):
+                job.run(0)
+            assert simulation.deaths_with == [[5]], "alone at once"
+            assert len(job.indices) == 19
+            assert results.deaths_of(raw_row(5)) == RowDeaths(3, raw_row(5).digest(), "row 5 killed it")
 
     def test_suspects_do_not_keep_the_input_from_being_read(self) -> None:
         """All rows of the only worker are suspects after two deaths."""
