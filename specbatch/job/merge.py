@@ -28,6 +28,7 @@ from specbatch.job.stats import RowTotals, write_report
 from specbatch.job.terminal import closing_table, print_notes, print_table
 
 _BUFFER_BYTES = 64 << 10  # of each shard
+_OF_EACH = ("rows", "session", "commit", "device", "longest_row", "notes")  # statistics that each shard keeps
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,13 @@ def _index_of(line: bytes) -> int | None:
 
 
 def _merged_report(shards: Sequence[FinishedShard], output: Path, written: dict[str, Any]) -> dict[str, Any]:
-    """The statistics. Counts are sums over the shards. Seconds and speeds are not summed: each shard has its own."""
+    """The statistics. Counts are sums over the shards. Seconds, speeds and remarks on rows are those of each
+    shard."""
     totals = RowTotals()
     for shard in shards:
         totals.merge(shard.totals)
     first = shards[0].report
-    notes = dict.fromkeys(note for shard in shards for note in shard.report["notes"])
+    of_all = [note for note in first["notes"] if all(note in shard.report["notes"] for shard in shards)]
     return {
         **{name: first[name] for name in ("simulated", "random_weights", "input")},
         "output": str(output),
@@ -140,13 +142,13 @@ def _merged_report(shards: Sequence[FinishedShard], output: Path, written: dict[
                 "shard": str(shard.shard),
                 "output": str(shard.path),
                 "output_file": shard.written,
-                **{name: shard.report[name] for name in ("rows", "session", "commit", "device", "longest_row")},
+                **{name: shard.report[name] for name in _OF_EACH},
             }
             for shard in shards
         ],
         "versions": first["versions"],
         "models": first["models"],
-        "notes": [*notes, *_cautions(shards)],
+        "notes": [*of_all, *_cautions(shards)],
         "config": first["config"],
         "job": shards[0].job,
         "output_file": written,

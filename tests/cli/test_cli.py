@@ -66,6 +66,31 @@ def test_exit_codes_and_streams(tmp_path: Path, inline: Callable[..., Any]) -> N
     assert failed.stderr.strip().splitlines()[-1] == "2 of 7 rows failed: 2 invalid_json"
 
 
+def test_shards_and_their_merge(tmp_path: Path, inline: Callable[..., Any]) -> None:
+    write_rows(tmp_path, 30, bad=2)
+    mistaken = inline("generate", "d.jsonl", "--shard", "3/3")
+    assert mistaken.exit_code == 2
+    assert "hint: shards are numbered from 0: the last of 3 is 2/3" in mistaken.stderr
+    codes = [inline("generate", "d.jsonl", "--shard", f"{number}/3").exit_code for number in (0, 2)]
+    assert codes == [1, 0], "rows 30 and 31 are bad"
+    shards = [f"d.results.{number}-of-3.jsonl" for number in range(3)]
+    missing = inline("merge", shards[0], shards[2])
+    assert missing.exit_code == 2
+    assert "error: 1 of 3 shards are missing: 1/3 (no d.results.1-of-3.jsonl)" in missing.stderr
+    assert "hint: specbatch generate d.jsonl --shard 1/3, with the options of the other shards" in missing.stderr
+    assert not (tmp_path / "d.results.jsonl").exists()
+    assert inline("generate", "d.jsonl", "--shard", "1/3").exit_code == 1
+    merged = inline("merge", *shards)
+    assert (merged.exit_code, merged.stdout) == (1, "")
+    assert "30 ok, 2 failed" in merged.stderr
+    assert "time" not in merged.stderr, "the shards may have run at the same time"
+    whole = inline("generate", "d.jsonl", "-o", "whole.jsonl")
+    assert whole.exit_code == 1
+    assert (tmp_path / "d.results.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert "is finished already" in inline("generate", "d.jsonl").stderr
+    assert inline("merge").exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -21,6 +21,7 @@ from specbatch.job.pool import LocalPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks
 from specbatch.job.results import ResultFile
+from specbatch.job.shard import Shard, part_of
 from specbatch.job.sources import open_source
 from specbatch.job.worker import Runtime, Worker
 from specbatch.types import (
@@ -126,13 +127,16 @@ class Simulation:
     idle: float = 0.5
     between: str = ""  # lines of the input after each row
     total: bool = True  # whether the number of rows is known
+    shards: int = 1  # of the input; one of them runs, and has `rows`
     etas: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self, stop_after: int | None = None) -> float:
         """Returns the time that it took; `stop_after`: the job is interrupted after so many rows."""
         path = self.folder / "d.jsonl"
-        path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" + self.between for i in range(self.rows)))
-        source = open_source(str(path), DataSection())
+        path.write_text(
+            "".join(json.dumps({"prompt": f"p{i}"}) + "\n" + self.between for i in range(self.shards * self.rows))
+        )
+        source = part_of(open_source(str(path), DataSection()), None, Shard(self.shards - 1, self.shards))
         if not self.total:
             source = replace(source, total=None)
         results = ResultFile(self.folder / "out.jsonl", {"job": 1}, overwrite=False)
@@ -190,6 +194,11 @@ def test_eta_is_within_a_third_of_the_truth(
 ) -> None:
     """From a tenth of the job on, until a few stragglers are left, of whom nobody can know."""
     ratios = Simulation(tmp_path, batch * waves, batch, lengths, most, idle).ratios()
+    assert all(1 / 1.3 < ratio < 1.3 for ratio in ratios[:-1]), ratios
+
+
+def test_the_eta_of_a_shard_is_for_its_own_rows(tmp_path: Path) -> None:
+    ratios = Simulation(tmp_path, 320, 16, lognormal(150, 0.6), 1024, shards=4).ratios()
     assert all(1 / 1.3 < ratio < 1.3 for ratio in ratios[:-1]), ratios
 
 
