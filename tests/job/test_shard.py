@@ -184,6 +184,15 @@ def test_an_input_that_changes_is_found_in_every_shard(run: Run) -> None:
     assert "rows that are still the same are kept" in run.log
 
 
+def test_an_input_that_is_written_again_without_a_change_is_the_same(run: Run) -> None:
+    class Touching(StubEngine):
+        def step(self) -> list[Completion]:
+            run.input.write_bytes(LINES)
+            return super().step()
+
+    assert run(shard=Shard(1, 4), limit=11, engine=Touching()) == 0
+
+
 def test_fields_are_checked_on_the_first_rows_of_the_file(run: Run) -> None:
     """The same in all shards: a shard can have no row."""
     rows: list[Any] = [{"text": "x"}]
