@@ -155,15 +155,11 @@ def test_only_python_the_libraries_and_harmless_devices_are_in_sight(tmp_path: P
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
         server.listen()
-        for path in (
-            fifo,
-            tmp_path / "socket",
-            tmp_path,
-            Path("/proc/self"),
-            Path("/etc/passwd"),
-            Path.home() / ".ssh",
-        ):
-            assert in_own_root(f"import os; assert not os.path.lexists({str(path)!r})").passed, path
+        hidden = [fifo, tmp_path / "socket", tmp_path, "/proc/self", "/etc/passwd", Path.home() / ".ssh"]
+        seen = in_own_root(
+            f"import os; assert not (seen := [p for p in {[*map(str, hidden)]} if os.path.lexists(p)]), seen"
+        )
+        assert seen.passed, seen.detail
     devices = "import os; assert set(os.listdir('/dev')) <= {'null', 'zero', 'full', 'random', 'urandom'}"
     assert in_own_root(f"{devices}; open('/dev/null', 'w').write('x'); assert os.urandom(4)").passed
     assert in_own_root("import numpy; open('x', 'w').write('x')").passed
@@ -218,10 +214,10 @@ def test_reference_solutions_of_humaneval_pass() -> None:
     (task,) = find_tasks(["humaneval"], [])
     assert isinstance(task.metric, Execution)
     render = Renderer("program", task.metric.program)
-    rows = task_rows(task, None, None).rows[::8]
+    rows = task_rows(task, None, None).rows[::16]
     right = [render(row, "a row", response=row["canonical_solution"]) for row in rows]
     assert [verdict.detail for verdict in run_programs(right, 30, task.metric.memory_mb)] == [""] * len(rows)
-    wrong = [render(row, "a row", response="    return None\n") for row in rows[:5]]
+    wrong = [render(row, "a row", response="    return None\n") for row in rows[:2]]
     assert not any(verdict.passed for verdict in run_programs(wrong, 30, task.metric.memory_mb))
 
 

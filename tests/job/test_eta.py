@@ -181,11 +181,11 @@ class Simulation:
 @pytest.mark.parametrize(
     ("batch", "waves", "lengths", "most", "idle"),
     [
-        (16, 20, endless, 256, 0.2),
+        (16, 10, endless, 256, 0.2),
         (16, 20, lognormal(150, 0.6), 256, 0.9),
-        (16, 40, lognormal(150, 0.6), 2048, 0.2),
-        (16, 60, lognormal(120, 1.0), 2048, 0.9),
-        (64, 20, mixed, 1024, 0.5),
+        (16, 20, lognormal(150, 0.6), 2048, 0.2),
+        (16, 30, lognormal(120, 1.0), 2048, 0.9),
+        (64, 10, mixed, 1024, 0.5),
         (64, 5, endless, 256, 0.5),
     ],
 )
@@ -221,8 +221,8 @@ def test_eta_is_there_with_the_first_line(tmp_path: Path) -> None:
 
 
 def test_a_resumed_job_knows_the_lengths_from_before(tmp_path: Path) -> None:
-    simulation = Simulation(tmp_path, 640, 16, mixed, 4096)
-    simulation.run(stop_after=500)
+    simulation = Simulation(tmp_path, 320, 16, mixed, 4096)
+    simulation.run(stop_after=240)
     left = simulation.run()
     when, eta = simulation.etas[0]
     assert when < 8

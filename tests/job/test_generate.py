@@ -213,13 +213,13 @@ def bad_rows() -> Iterator[Any]:
         yield from (*native, *batch, *lines, *encode)
 
 
-def test_a_thousand_bad_rows_among_ten_thousand(run: Run) -> None:
+def test_hundreds_of_bad_rows_among_thousands(run: Run) -> None:
     bad = bad_rows()
-    rows = [next(bad) if i % 10 == 7 else {"prompt": f"p{i}", "id": i} for i in range(10_000)]
+    rows = [next(bad) if i % 10 == 7 else {"prompt": f"p{i}", "id": i} for i in range(2_000)]
     run.write(rows)
     assert run() == 1
     results = run.results()
-    assert len(results) == 10_000
+    assert len(results) == 2_000
     for i, result in enumerate(results):
         failed = i % 10 == 7
         assert bool(result.get("error")) is failed, (rows[i], result)
@@ -230,14 +230,14 @@ def test_a_thousand_bad_rows_among_ten_thousand(run: Run) -> None:
         if not failed:
             assert result["id"] == i
     stats = run.stats()
-    assert (stats["rows"]["ok"], stats["rows"]["failed"]) == (9000, 1000)
-    assert sum(stats["rows"]["errors"].values()) == 1000
+    assert (stats["rows"]["ok"], stats["rows"]["failed"]) == (1800, 200)
+    assert sum(stats["rows"]["errors"].values()) == 200
     expected = {
         "invalid_json", "invalid_text", "invalid_type", "invalid_value", "missing_prompt", "empty_prompt",
         "unsupported_parameter", "prompt_too_long", "chat_template_error",
     }  # fmt: skip
     assert set(stats["rows"]["errors"]) == expected
-    assert run.log.strip().splitlines()[-1].startswith("1,000 of 10,000 rows failed")
+    assert run.log.strip().splitlines()[-1].startswith("200 of 2,000 rows failed")
     good = [r["text"] for r in results if not r.get("error")]
     assert all(isinstance(t, str) for t in good)
 
@@ -537,9 +537,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     small.mkdir()
     large.mkdir()
-    measure_growth(Run(small), 2_000)
-    growth = measure_growth(Run(large), 20_000)  # about 7 MiB of results, several times that as objects
-    assert growth < 10, growth
+    measure_growth(Run(small), 1_000)
+    growth = measure_growth(Run(large), 10_000)  # about 3.5 MiB of results, several times that as objects
+    assert growth < 6, growth
 
 
 @pytest.mark.slow
