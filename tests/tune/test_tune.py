@@ -96,6 +96,8 @@ def test_writes_a_configuration_that_runs(
     monkeypatch.setattr(FileProfile, "of", profile_of)
     monkeypatch.setattr(live_module, "repeated", repeating)
     monkeypatch.setattr(live_module, "MAX_TRIALS", 2)
+    if not has_draft:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     found = tune(rows, "-o", output, "--rows", "4", "--budget", "60s", target=tiny_model, sets=sets)
     assert found.exit_code == 0, found.output
     assert "1 of the 7 rows that were drawn fail and are left out" in found.output
