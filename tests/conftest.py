@@ -6,11 +6,13 @@ run the tests, with one thread each for torch: two threads each would fight over
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 import specbatch
 from tests.tiny_checkpoint import write_checkpoint
@@ -20,6 +22,12 @@ if not torch.cuda.is_available():
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Traces of crashes go to pytest's copy of stderr. After a file job they go to stderr, which tests replace."""
+    if (stderr := item.config.stash.get(fault_handler_stderr_fd_key, None)) is not None:
+        faulthandler.enable(stderr)
 
 
 @pytest.fixture(scope="session")

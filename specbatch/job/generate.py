@@ -55,12 +55,14 @@ class FileJob:
         """Run all rows that are not finished; False if a signal ended it early. What is finished is always written.
 
         Raises InputError if the input cannot be read to its end, or has changed. The input of the next session can then
-        be another: rows that are the same there are kept. Raises WorkerFailed if rows were left out, see `suspects`.
+        be another: rows that are the same there are kept. The same holds for WorkerFailed: rows were left out, see
+        `suspects`.
         """
         try:
             self._run_rows(self._rows_to_run())
             if not self.interrupted:
                 if self._left_out:
+                    self.results.release_input()  # so that these rows can be changed
                     raise refusal(self._left_out)
                 self._check_input()
         except _InputChanged as exc:

@@ -81,9 +81,7 @@ class ResultFile:
         """What was found when the file was opened, for the user."""
         notes = [f"resuming: {self.resumed_rows:,} rows are done"] if self.resumed_rows else []
         if self._input_released and self.resumed_rows:
-            notes.append(
-                "earlier, the input changed or could not be read to its end: rows that are still the same are kept"
-            )
+            notes.append("the last run allowed another input: rows that are still the same are kept")
         if self.damaged_lines:
             lines = "1 damaged line" if self.damaged_lines == 1 else f"{self.damaged_lines:,} damaged lines"
             notes.append(f"left out {lines} of {self._path}: missing rows are computed again")

@@ -73,5 +73,5 @@ def refusal(rows: Mapping[int, RowDeaths]) -> WorkerFailed:
     which = "" if len(rows) == 1 else f", those with index {names}"
     return WorkerFailed(
         f"{what} the process each time, also alone ({first.cause}){which}; all other rows are finished and kept",
-        "the same command with --quarantine makes error rows of them",
+        "change these rows, or make error rows of them with --quarantine; then run the same command again",
     )

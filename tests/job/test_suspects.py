@@ -157,7 +157,7 @@ def test_a_row_that_crashes_the_process(job: Job, word: str, index: int, exit_co
     assert job.run(deadly=[word]) == 3
     assert "while it ran 1 row;" in job.log
     assert f"error: the row with index {index} ends the process each time, also alone ({cause}" in job.log
-    assert "all other rows are finished and kept hint: the same command with --quarantine" in job.log
+    assert "all other rows are finished and kept hint: change these rows, or make error rows of them" in job.log
     assert "Traceback" not in job.log
     assert job.run("--quarantine", deadly=[word]) == 1
     assert not (job.folder / "built").exists(), "no model is needed for that"
@@ -206,6 +206,21 @@ def test_a_row_that_crashed_the_process_can_succeed_later(job: Job) -> None:
     assert job.run("--overwrite") == 1
     assert "crash" not in job.log
     assert job.lines() == whole
+
+
+def test_a_row_that_crashed_the_process_can_be_changed(job: Job) -> None:
+    """All other rows stay. The new row begins without a count: it is not left out, and runs with the others."""
+    job.write(segv=12, abort=25)
+    while job.run(deadly=["segv", "abort"]) < 0:
+        pass
+    assert "those with index 12, 25;" in job.log
+    job.write(abort=25)
+    assert job.run(deadly=["segv", "abort"]) == 3
+    assert "the row with index 25 ends" in job.log
+    job.write()
+    assert job.run() == 1
+    assert "resuming: 39 rows are done" in job.log
+    assert job.lines() == job.undisturbed()
 
 
 def test_a_second_process_leaves_the_table_alone(job: Job) -> None:
