@@ -28,7 +28,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder
-from specbatch.models.eagle_config import EagleConfig, default_aux_layers, expected_eagle_tensors
+from specbatch.models.eagle_config import EagleConfig, expected_eagle_tensors
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.rope import RopeConfig
 from specbatch.models.weight_loader import WeightLoader
@@ -37,7 +37,8 @@ from tests.oracle.engine import OracleEngine
 from tests.oracle.factory import proposer_of
 
 CPU = torch.device("cpu")
-MAX_LENGTH = 512
+MAX_LENGTH = 160  # attention's reference kernel takes time in proportion to it
+CHUNK = 64  # keys: some texts have several chunks
 VOCAB = 61
 
 
@@ -81,8 +82,15 @@ def tiny_config(num_layers: int = 2, hidden: int = 32, vocab: int = VOCAB, **cha
 
 
 def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttention:
-    return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device)
+    return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device, chunk=CHUNK)
 
+
+def num_target_layers(method: str) -> int:
+    """Of the tiny target that a draft method gets. EAGLE-3 reads the inputs of three of them, see `AUX_LAYERS`."""
+    return 4 if method == "eagle3" else 3
+
+
+AUX_LAYERS = (0, 1, 2)
 
 Spoil = Callable[[dict[str, Tensor]], None]  # changes a checkpoint's tensors
 
@@ -135,7 +143,7 @@ def tiny_draft_net(
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
     kind = "eagle3" if method == "eagle3" else "eagle"
     width = draft_vocab or vocab
-    layers = default_aux_layers(target.config.num_layers) if kind == "eagle3" else ()
+    layers = AUX_LAYERS if kind == "eagle3" else ()
     head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab, layers)  # type: ignore[arg-type]
     head = replace(head, **traits)
     tensors = RandomTensors(
@@ -180,7 +188,7 @@ def tiny_oracle(
 ) -> OracleEngine:
     """The oracle: one sequence after the other, in plain Python. `draft_seed` 0 makes a draft that often agrees with
     the target (draft_model: the target itself with one layer less). `traits`: of an EAGLE head."""
-    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden, vocab)
+    config = tiny_config(num_layers or num_target_layers(method), hidden, vocab)
     target = tiny_decoder(config, dtype, scale=scale, device=device, spoil=spoil)
     pool = PagePool(num_pages, page_size)
     num_slots = num_pages * page_size
@@ -251,7 +259,7 @@ def tiny_device_engine(
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
-    config = tiny_config(num_layers or (7 if method == "eagle3" else 3), hidden, vocab, head_dim=head_dim)
+    config = tiny_config(num_layers or num_target_layers(method), hidden, vocab, head_dim=head_dim)
     lookahead, schedule = 1, as_schedule(shape)
     for one in schedule.items:
         if one is not None and method != "none":
@@ -304,7 +312,7 @@ def round_of(engine: Engine) -> Round:
 def _torch_attention(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> TorchAttention:
-    return TorchAttention(num_heads, num_kv_heads, head_dim, device)
+    return TorchAttention(num_heads, num_kv_heads, head_dim, device, chunk=CHUNK)
 
 
 def run(

@@ -67,10 +67,18 @@ class _Group:
 
 
 class TorchAttention:
-    """See the module's text. `num_heads` is a multiple of `num_kv_heads`. `scale` None: head_dim ** -0.5."""
+    """See the module's text. `num_heads` is a multiple of `num_kv_heads`. `scale` None: head_dim ** -0.5. `chunk`: keys
+    of a chunk; a run has one value, as it decides the result's bits."""
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *, scale: float | None = None
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        *,
+        scale: float | None = None,
+        chunk: int = CHUNK,
     ) -> None:
         self._per_head = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
@@ -79,6 +87,7 @@ class TorchAttention:
         # Observed with MKL: up to 5 rows differ at head_dim 128, up to 10 at 256. test_invariance.py watches it.
         self._min_rows = max(8, head_dim // 16)
         self._device = device
+        self._chunk = chunk
 
     def plan(self, batch: PagedBatch) -> list[_Group]:
         """Reads lengths on the host."""
@@ -99,14 +108,14 @@ class TorchAttention:
         ]
 
     def _group(self, members: list[_Member], batch: PagedBatch) -> _Group:
-        device, size = batch.slots_T.device, len(members)
+        device, size, chunk = batch.slots_T.device, len(members), self._chunk
         num_queries = max(max(member.num_tokens for member in members), -(-self._min_rows // self._per_head))
         number_n, first_n, count_n, kv_len_n = torch.tensor(members, device=device).unbind(1)
         query = torch.arange(num_queries, device=device)
         query_nQ = first_n[:, None] + torch.minimum(query, count_n[:, None] - 1)
         real_nQ = query < count_n[:, None]
         output_index = real_nQ.view(-1).nonzero()[:, 0]
-        width = -(-members[0].kv_len // CHUNK) * CHUNK
+        width = -(-members[0].kv_len // chunk) * chunk
         key = torch.arange(width, device=device)
         slots_nL = slots_of(batch.page_table_BP[number_n], batch.page_size, key.expand(size, -1))
         slots_nL = torch.where(key < kv_len_n[:, None], slots_nL, 0)
@@ -121,8 +130,8 @@ class TorchAttention:
             seen_nQM = _bits(batch.mask_TW[query_nQ], num_masked)
             visible_nQ = prefix_n[:, None] + seen_nQM.sum(2)
         chunks = []
-        for number in range(width // CHUNK):
-            low, high = number * CHUNK, (number + 1) * CHUNK
+        for number in range(width // chunk):
+            low, high = number * chunk, (number + 1) * chunk
             reached = sum(member.kv_len > low for member in members)
             part = slots_nL[:reached, low:high]
             per_query = any(
@@ -130,7 +139,7 @@ class TorchAttention:
                 for prefix, member in zip(prefix_lens[:reached], members, strict=False)
             )
             if per_query:
-                part = _per_query(slots_nL[:reached], seen_nQM[:reached], prefix_n[:reached], low)
+                part = _per_query(slots_nL[:reached], seen_nQM[:reached], prefix_n[:reached], low, chunk)
             chunks.append(_Chunk(number, reached, per_query, part.reshape(-1)))
         return _Group(
             num_sequences=size,
@@ -170,7 +179,7 @@ class TorchAttention:
         for chunk in group.chunks:
             m = chunk.num_sequences
             batch, batch_rows = (m * num_queries, per_head) if chunk.per_query else (m, rows)
-            kv = kv_2KSD.index_select(2, chunk.slots).to(compute).view(2, heads * batch, CHUNK, dim)
+            kv = kv_2KSD.index_select(2, chunk.slots).to(compute).view(2, heads * batch, self._chunk, dim)
             queries = q_KnRD[:, :m].reshape(heads * batch, batch_rows, dim)
             bias = self._bias(group, chunk, window, compute)
             out, lse = self._partial(queries, kv[0], kv[1], bias, len(group.chunks) > 1, may_hold_nan)
@@ -213,7 +222,7 @@ class TorchAttention:
         scores = torch.bmm(q_brD, k_bCD.transpose(1, 2))
         if bias is not None:
             # (m, Q, C) for queries times heads of one sequence, (m * Q, 1, C) for single queries
-            part = scores[:, :rows].view(self._num_kv_heads, bias.shape[0], bias.shape[1], self._per_head, CHUNK)
+            part = scores[:, :rows].view(self._num_kv_heads, bias.shape[0], bias.shape[1], self._per_head, -1)
             if may_hold_nan:
                 # The same bits, several times slower: what is added to a NaN leaves it one. (Values are finite always.)
                 part.masked_fill_((bias < 0)[:, :, None], MASKED)
@@ -228,7 +237,7 @@ class TorchAttention:
         if window not in chunk.biases:
             m = chunk.num_sequences
             limits = group.num_visible[:m, :, None]
-            keys = torch.arange(chunk.number * CHUNK, (chunk.number + 1) * CHUNK, device=self._device)
+            keys = torch.arange(chunk.number * self._chunk, (chunk.number + 1) * self._chunk, device=self._device)
             hidden = keys >= limits
             if window is not None:
                 hidden |= keys <= limits - 1 - window
@@ -236,7 +245,7 @@ class TorchAttention:
             if bool(hidden.any()):
                 bias = torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, MASKED)
                 if chunk.per_query:
-                    bias = bias.view(-1, 1, CHUNK)
+                    bias = bias.view(-1, 1, self._chunk)
             chunk.biases[window] = bias
         return chunk.biases[window]
 
@@ -247,14 +256,15 @@ def _bits(words_nQW: Tensor, count: int) -> Tensor:
     return bits.flatten(2)[:, :, :count].bool()
 
 
-def _per_query(slots_nL: Tensor, seen_nQM: Tensor, prefix_n: Tensor, low: int) -> Tensor:
-    """(n, Q, C): the slots that each query sees, in order of position, in the chunk that starts at `low`: those before
-    `prefix_n`, then the masked ones that it sees (nodes come after their parents, so this is by depth)."""
-    size, num_queries, num_masked = seen_nQM.shape
+def _per_query(slots_nL: Tensor, seen_nQM: Tensor, prefix_n: Tensor, low: int, size: int) -> Tensor:
+    """(n, Q, C): the slots that each query sees, in order of position, in the chunk of `size` keys that starts at
+    `low`: those before `prefix_n`, then the masked ones that it sees (nodes come after their parents, so this is by
+    depth)."""
+    num_sequences, num_queries, num_masked = seen_nQM.shape
     masked = prefix_n[:, None] + torch.arange(num_masked, device=slots_nL.device)
     own_nM = slots_nL.gather(1, masked.clamp(max=slots_nL.shape[1] - 1))
     place = prefix_n[:, None, None] + seen_nQM.cumsum(2) - 1 - low
-    place = torch.where(seen_nQM & (place >= 0) & (place < CHUNK), place, CHUNK)  # one more, for what is not here
-    part = torch.zeros((size, num_queries, CHUNK + 1), dtype=torch.int64, device=slots_nL.device)
-    part[:, :, :CHUNK] = slots_nL[:, None, low : low + CHUNK]
-    return part.scatter_(2, place, own_nM[:, None].expand_as(place))[:, :, :CHUNK]
+    place = torch.where(seen_nQM & (place >= 0) & (place < size), place, size)  # one more, for what is not here
+    part = torch.zeros((num_sequences, num_queries, size + 1), dtype=torch.int64, device=slots_nL.device)
+    part[:, :, :size] = slots_nL[:, None, low : low + size]
+    return part.scatter_(2, place, own_nM[:, None].expand_as(place))[:, :, :size]

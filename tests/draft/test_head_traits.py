@@ -17,12 +17,14 @@ from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.shape import DraftShape
 from specbatch.models.config import expected_tensors as decoder_tensors
-from specbatch.models.eagle_config import EagleConfig, default_aux_layers, expected_eagle_tensors
+from specbatch.models.eagle_config import EagleConfig, expected_eagle_tensors
 from specbatch.models.rope import RopeConfig
 from specbatch.types import SamplingParams
 from tests.eagle_reference import THETA, VOCAB, E, Reference, target_features
 from tests.tiny_models import (
+    AUX_LAYERS,
     RandomTensors,
+    num_target_layers,
     random_prompts,
     run,
     tiny_config,
@@ -31,12 +33,12 @@ from tests.tiny_models import (
     tiny_oracle,
 )
 
-LAYERS = 7  # of the tiny target
+LAYERS = num_target_layers("eagle3")
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 2, 6)
 TRAITS: dict[str, dict[str, Any]] = {
     "normed residual": {"norm_before_residual": True},
-    "other layers": {"aux_layers": (0, 1, 6)},
-    "last output": {"aux_layers": (1, 4, LAYERS), "norm_before_residual": True},
+    "other layers": {"aux_layers": (0, 1, 3)},
+    "last output": {"aux_layers": (1, 2, LAYERS), "norm_before_residual": True},
     "no LM head": {"lacks_lm_head": True},
 }
 GREEDY = SamplingParams(max_tokens=8)
@@ -76,7 +78,7 @@ def test_the_device_engine_drafts_what_the_reference_does(name: str, monkeypatch
 
     config = tiny_config(LAYERS)
     target = tiny_decoder(config, torch.float64)
-    layers = traits.get("aux_layers", default_aux_layers(LAYERS))
+    layers = traits.get("aux_layers", AUX_LAYERS)
     head = EagleConfig("eagle3", head_config, E, VOCAB, False, False, False, layers)
     weights = RandomTensors(expected_eagle_tensors(head), 7)._tensors
     files: Any = SimpleNamespace(tensors=RandomTensors(decoder_tensors(config), 0))
@@ -104,7 +106,7 @@ def test_texts_are_plain_decodings_and_both_engines_agree(name: str, shape: Draf
         assert [c.token_ids for c in device] == [c.token_ids for c in oracle]
         assert [c.speculation for c in device] == [c.speculation for c in oracle]
         if params is GREEDY:
-            seven = run(tiny_device_engine("none", num_layers=LAYERS, **settings), prompts, params)
-            assert [c.token_ids for c in oracle] == [c.token_ids for c in seven]
+            plain = run(tiny_device_engine("none", num_layers=LAYERS, **settings), prompts, params)
+            assert [c.token_ids for c in oracle] == [c.token_ids for c in plain]
         elif shape.is_chain:  # p/q: what was drafted is in the text
             assert [c.token_ids for c in oracle] != [c.token_ids for c in usual]

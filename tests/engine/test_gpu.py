@@ -12,7 +12,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.test_nonfinite import all_nan, nan_embedding
-from tests.tiny_models import random_prompts, round_of, run, tiny_device_engine, tiny_oracle
+from tests.tiny_models import num_target_layers, random_prompts, round_of, run, tiny_device_engine, tiny_oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -77,11 +77,11 @@ def test_kernels_give_the_tokens_of_the_cpu_in_float32(
 @pytest.mark.parametrize("shape", [DraftShape(3, 1, 4), DraftShape(5, 4, 8)], ids=str)
 @pytest.mark.parametrize(
     "traits",
-    [{"norm_before_residual": True}, {"aux_layers": (0, 1, 6)}, {"aux_layers": (1, 4, 7)}, {"lacks_lm_head": True}],
+    [{"norm_before_residual": True}, {"aux_layers": (0, 1, 3)}, {"aux_layers": (1, 2, 4)}, {"lacks_lm_head": True}],
     ids=str,
 )
 def test_other_traits_of_an_eagle3_head(traits: dict[str, Any], shape: DraftShape, graphs: GraphMode) -> None:
-    """A sampled chain's text depends on what was drafted. Layer 7 of 7: the last one's output."""
+    """A sampled chain's text depends on what was drafted. Layer 4 of 4: the last one's output."""
     prompts = random_prompts(9, shared=10)
     settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, **traits}
     cpu = run(tiny_oracle("eagle3", shape, **settings), prompts, SAMPLED)
@@ -130,7 +130,6 @@ def test_kernels_over_keys_and_values_in_float8(method: str, shape: DraftShape |
     """In float32, speculative against plain, most prompts of them: a key whose last bit differs may round to float8's
     next value, 2**-4 away, and turn a near tie."""
     prompts = random_prompts(16, shared=10)
-    layers = 7 if method == "eagle3" else 3
     settings = {
         "num_pages": 2048 // page_size,
         "page_size": page_size,
@@ -139,7 +138,7 @@ def test_kernels_over_keys_and_values_in_float8(method: str, shape: DraftShape |
         "kv_dtype": FP8,
         "device": CUDA,
         "graphs": "round",
-        "num_layers": layers,
+        "num_layers": num_target_layers(method),
     }
     expected = run(tiny_device_engine("none", None, **settings), prompts, GREEDY)
     actual = run(tiny_device_engine(method, shape, **settings), prompts, GREEDY)

@@ -22,7 +22,6 @@ from specbatch.errors import ModelError
 from specbatch.types import SamplingParams
 from tests.tiny_models import (
     CPU,
-    MAX_LENGTH,
     paged_of,
     random_prompts,
     run,
@@ -33,6 +32,7 @@ from tests.tiny_models import (
 )
 
 SHAPE = DraftShape(3, 1, 4)
+MAX_LENGTH = 512  # of the model
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 8  # of the tiny model in float64
 
 
@@ -51,7 +51,7 @@ def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any) -> tuple[Eng
     monkeypatch.setattr(KVCache, "resize", lambda cache, num_slots: resize(cache, max(4, num_slots)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    target = tiny_decoder(tiny_config(3), torch.float64, attention=paged_of)
+    target = tiny_decoder(tiny_config(3), torch.float64, attention=paged_of, num_positions=MAX_LENGTH + 128)
     methods: ByBatch[Any] = ByBatch.always(HostNgramDraft(SHAPE, 1, 3))
     parts = RoundParts(target, methods, torch.float64, 4, (), fixed_shapes=True)
     rows = Rows(TOKEN_BYTES, 4, SHAPE.num_draft_tokens, MAX_LENGTH, 64, spare_pages=1)
