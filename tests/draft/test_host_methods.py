@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -11,12 +12,15 @@ import torch
 
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.config import SpeculationSection
+from specbatch.config_load import load_config
 from specbatch.draft import METHODS, DraftParts, MethodEntry
 from specbatch.draft.host import HostSequence, HostTrees
 from specbatch.draft.ngram import HostNgramDraft, NgramDraft, NgramIndex
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.resolve import resolve
 from specbatch.engine.sequence import Sequence as EngineSequence
+from specbatch.errors import ConfigError
 from specbatch.types import Completion, SamplingParams
 from tests.draft.suffix_automaton import SuffixAutomaton, SuffixDraft
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
@@ -30,11 +34,9 @@ SHAPES: dict[str, DraftShape | Schedule] = {
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.5, top_k=8, seed=5)
 SCHEDULING = {
-    "batch 1": {"max_batch_size": 1},
-    "batch 4": {"max_batch_size": 4},
+    "batch 1": {"max_batch_size": 1, "prefill_chunk_tokens": 3},
     "batch 16": {"max_batch_size": 16},
     "preemption": {"max_batch_size": 4, "num_pages": 24},
-    "small chunks": {"max_batch_size": 4, "prefill_chunk_tokens": 3},
 }
 
 
@@ -74,7 +76,7 @@ def test_a_new_method_is_lossless(
     assert sum(c.speculation.accepted for c in completions) > 3, "hardly a draft was right: this proves little"
     if scheduling == "preemption":
         assert engine.stats.preemptions > 0
-    elif scheduling != "small chunks":
+    else:
         assert engine.stats.cached_prompt_tokens > 0
 
 
@@ -245,6 +247,18 @@ def test_the_configuration_names_the_methods() -> None:
     """A new entry of METHODS is a legal value, and only such are."""
     legal = set(get_args(get_type_hints(SpeculationSection)["method"]))
     assert legal - {"auto"} == set(METHODS) - {"toy"}
+
+
+def test_a_host_methods_topk_has_no_draft_vocabulary_as_its_bound() -> None:
+    """A method without a draft network has none; a network's topk is at most its vocabulary."""
+    config = load_config(None, ["model.target=random:tiny", "engine.device=cpu"])
+    section = replace(config.speculation, num_steps=2, topk=1000, num_draft_tokens=1001)
+    toy: Any = "toy"  # no legal value, but an entry of METHODS
+    host = resolve(replace(config, speculation=replace(section, method=toy)))
+    assert host.speculation.schedule.items == (DraftShape(2, 1000, 1001),)
+    network = replace(section, method="draft_model", draft="random:tiny")
+    with pytest.raises(ConfigError, match=r"speculation.topk is 1000, but the draft's vocabulary has only \d+ tokens"):
+        resolve(replace(config, speculation=network))
 
 
 def test_ngram_on_a_cpu_is_a_host_draft() -> None:
