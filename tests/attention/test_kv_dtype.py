@@ -22,7 +22,7 @@ from specbatch.errors import ConfigError
 from specbatch.kernels import torch as reference
 from specbatch.types import SamplingParams
 from tests.marks import slow_on_cpu
-from tests.tiny_models import CPU, random_prompts, round_of, run, tiny_config, tiny_device_engine
+from tests.tiny_models import CPU, num_target_layers, random_prompts, round_of, run, tiny_config, tiny_device_engine
 
 FP8 = torch.float8_e4m3fn
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 4, 8)
@@ -34,8 +34,8 @@ CASES = [
     ("eagle3", CHAIN),
     slow_on_cpu("eagle3", DraftShape(7, 10, 60)),
 ]
-GREEDY = SamplingParams(max_tokens=20)
-SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
+GREEDY = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
 
 
 def prompts() -> list[list[int]]:
@@ -60,7 +60,7 @@ def plain(params: SamplingParams, num_layers: int, **settings: Any) -> list[list
 @cache
 def plain_greedy(method: str) -> list[list[int]]:
     """What speculation by this method must give: its target has as many layers."""
-    return plain(GREEDY, 7 if method == "eagle3" else 3)
+    return plain(GREEDY, num_target_layers(method))
 
 
 def cache_of(engine: Engine) -> KVCache:

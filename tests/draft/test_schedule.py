@@ -16,7 +16,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
+from tests.tiny_models import num_target_layers, random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, LONG, TREE = DraftShape(2, 1, 3), DraftShape(5, 1, 6), DraftShape(3, 2, 6)
 # Rows end at different times: every entry is used, in both directions (prompts are submitted in two waves).
@@ -53,12 +53,10 @@ def test_by_batch() -> None:
 )
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 def test_text_is_that_of_plain_decoding(method: str, schedule: Schedule, device: bool) -> None:
-    prompts = random_prompts(9, shared=6)
+    prompts = random_prompts(7, shared=6)
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 5}
-    params = [SamplingParams(max_tokens=8 + 7 * i) for i in range(len(prompts))]
-    plain = tiny_oracle("none", **settings)
-    if method == "eagle3":  # its target has more layers
-        plain = tiny_oracle(method, CHAIN, **settings)
+    params = [SamplingParams(max_tokens=4 + 5 * i) for i in range(len(prompts))]
+    plain = tiny_oracle("none", num_layers=num_target_layers(method), **settings)
     expected = run_each(plain, prompts, params)
     engine = (tiny_device_engine if device else tiny_engine)(method, schedule, **settings)
     actual = run_each(engine, prompts, params)
@@ -74,7 +72,7 @@ def test_text_is_that_of_plain_decoding(method: str, schedule: Schedule, device:
 def test_sampled_trees_and_ngrams_do_not_depend_on_it(device: bool) -> None:
     """They accept the target's own draws; only chains of a sampling draft are drawn together with it."""
     prompts = random_prompts(9, shared=6)
-    params = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
+    params = SamplingParams(max_tokens=16, temperature=0.8, seed=3)
     expected = run(tiny_oracle("none", num_pages=256), prompts, params)
     make = tiny_device_engine if device else tiny_engine
     trees: Schedule = ByBatch((1, 3), (DraftShape(4, 3, 12), TREE))

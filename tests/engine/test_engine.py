@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +34,8 @@ CASES = [
     ("eagle3", TREE),
     slow_on_cpu("eagle3", WIDE),
 ]
-GREEDY = SamplingParams(max_tokens=20)
-SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
+GREEDY = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
 
 
 def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
@@ -42,13 +44,21 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
     assert [c.speculation for c in actual] == [c.speculation for c in expected]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+PROMPTS = random_prompts(7, shared=10)
+SETTINGS: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
+
+
+@cache
+def by_the_oracle(method: str, shape: DraftShape | None, sampled: bool) -> list[Completion]:
+    """Of `PROMPTS`; several tests compare with it."""
+    return run(tiny_oracle(method, shape, **SETTINGS), PROMPTS, SAMPLED if sampled else GREEDY)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "shape"), CASES)
-def test_equals_the_oracle(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
-    prompts = random_prompts(7, shared=10)
-    settings = {"num_pages": 256, "eos": (5,)}
-    expected = run(tiny_oracle(method, shape, **settings), prompts, params)
-    assert_same(run(tiny_device_engine(method, shape, **settings), prompts, params), expected)
+def test_equals_the_oracle(method: str, shape: DraftShape | None, sampled: bool) -> None:
+    actual = run(tiny_device_engine(method, shape, **SETTINGS), PROMPTS, SAMPLED if sampled else GREEDY)
+    assert_same(actual, by_the_oracle(method, shape, sampled))
 
 
 @pytest.mark.parametrize(
@@ -57,17 +67,16 @@ def test_equals_the_oracle(method: str, shape: DraftShape | None, params: Sampli
 def test_draft_extend_of_large_batches(method: str, shape: DraftShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last layer is computed for each request's last accepted token only."""
     monkeypatch.setattr(round, "_FREE_ROWS", 0)
-    prompts = random_prompts(7, shared=10)
-    for params in (GREEDY, SAMPLED):
-        expected = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
-        assert_same(run(tiny_device_engine(method, shape, num_pages=256), prompts, params), expected)
+    for sampled in (False, True):
+        actual = run(tiny_device_engine(method, shape, **SETTINGS), PROMPTS, SAMPLED if sampled else GREEDY)
+        assert_same(actual, by_the_oracle(method, shape, sampled))
 
 
 @pytest.mark.parametrize(("method", "shape"), [("none", None), ("draft_model", TREE), ("eagle3", CHAIN)])
 def test_preemption_and_small_chunks(method: str, shape: DraftShape | None) -> None:
     """Pages run out again and again, and prompts come in pieces; the text is the one of a roomy cache."""
-    prompts = random_prompts(8, seed=1, longest=30)
-    params = SamplingParams(max_tokens=30)
+    prompts = random_prompts(6, seed=1, longest=30)
+    params = SamplingParams(max_tokens=24)
     expected = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
     lookahead = 24 if shape is TREE else 4
     engine = tiny_device_engine(method, shape, num_pages=24 + lookahead // 2, prefill_chunk_tokens=7)

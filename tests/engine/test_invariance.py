@@ -6,6 +6,9 @@ that are checked here at the sizes of real models.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +17,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.packed import PackedGatedLinear, PackedLinear
-from specbatch.types import SamplingParams
+from specbatch.types import SamplingParams, TokenLogprob
 from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, random_prompts, run, tiny_engine
 
@@ -150,16 +153,21 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
 )
 def test_engine_logprobs_have_the_same_bits(method: str, shape: DraftShape | None) -> None:
     """Log-probabilities, not only tokens: equal between plain and speculative decoding and between all schedules."""
-    params = SamplingParams(max_tokens=20, logprobs=2)
-    prompts = random_prompts(6, shared=10)
-    options = [
+    options: list[dict[str, Any]] = [
         {},
         {"max_batch_size": 1, "prefix_cache": False},
-        {"prefill_chunk_tokens": 3},
-        {"page_size": 16},
-        {"max_batch_size": 6},
+        {"max_batch_size": 6, "prefill_chunk_tokens": 3, "page_size": 16},
     ]
-    plain = [c.logprobs for c in run(tiny_engine("none", dtype=torch.float32, num_pages=256), prompts, params)]
     for option in options:
-        engine = tiny_engine(method, shape, dtype=torch.float32, **{"num_pages": 256, **option})  # type: ignore[arg-type]
-        assert [c.logprobs for c in run(engine, prompts, params)] == plain, option
+        assert logprobs_of(method, shape, **option) == plain_logprobs(), option
+
+
+def logprobs_of(method: str, shape: DraftShape | None, **settings: Any) -> list[list[TokenLogprob] | None]:
+    engine = tiny_engine(method, shape, dtype=torch.float32, **{"num_pages": 256, **settings})
+    params = SamplingParams(max_tokens=16, logprobs=2)
+    return [c.logprobs for c in run(engine, random_prompts(6, shared=10), params)]
+
+
+@cache
+def plain_logprobs() -> list[list[TokenLogprob] | None]:
+    return logprobs_of("none", None)

@@ -10,7 +10,16 @@ import torch
 from specbatch.draft.shape import DraftShape
 from specbatch.types import SamplingParams
 from tests.marks import slow_on_cpu
-from tests.tiny_models import random_prompts, round_of, run, tiny_config, tiny_decoder, tiny_engine, tiny_oracle
+from tests.tiny_models import (
+    num_target_layers,
+    random_prompts,
+    round_of,
+    run,
+    tiny_config,
+    tiny_decoder,
+    tiny_engine,
+    tiny_oracle,
+)
 
 SHAPES = {
     "chain-3": DraftShape(3, 1, 4),
@@ -25,9 +34,19 @@ METHODS = ["ngram", "draft_model", "eagle"]  # eagle3 needs a deeper target and 
 CASES = [(m, s) for m in METHODS for s in SHAPES if m != "ngram" or s.startswith("chain")]
 # On the CPU the widest tree takes as long as all others.
 FAST = [slow_on_cpu(m, s) if s == "tree-7-10-60" else (m, s) for m, s in CASES]
-EAGLE3 = [slow_on_cpu(s, v) if s == "tree-7-10-60" else (s, v) for s in SHAPES for v in (None, 30)]
-GREEDY = SamplingParams(max_tokens=32)
-SAMPLED = SamplingParams(max_tokens=32, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, seed=5)
+EAGLE3 = [slow_on_cpu(s, None) if s == "tree-7-10-60" else (s, None) for s in SHAPES]
+EAGLE3 += [("chain-3", 30), ("tree-5-4-8", 30)]
+# Preemption sees a method's lookahead and whether its drafts are trees.
+PREEMPTED = [
+    ("ngram", "chain-3"),
+    ("draft_model", "chain-1"),
+    ("draft_model", "tree-5-4-8"),
+    ("eagle", "chain-7"),
+    ("eagle", "tree-2-2"),
+]
+PREEMPTED += [slow_on_cpu(*case) for case in CASES if case not in PREEMPTED]
+GREEDY = SamplingParams(max_tokens=24)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, seed=5)
 
 
 def texts(completions: list) -> list[tuple[list[int], str]]:
@@ -65,18 +84,20 @@ def test_greedy_equals_plain(
 
 
 @pytest.fixture(scope="module")
-def plain6(prompts: list[list[int]]) -> list[tuple[list[int], str]]:
+def plain_eagle3(prompts: list[list[int]]) -> list[tuple[list[int], str]]:
     """Plain decoding of EAGLE-3's deeper target, by the oracle."""
-    return texts(run(tiny_oracle("none", num_layers=7, num_pages=256), prompts, GREEDY))
+    return texts(run(tiny_oracle("none", num_layers=num_target_layers("eagle3"), num_pages=256), prompts, GREEDY))
 
 
 @pytest.mark.parametrize(("shape", "draft_vocab"), EAGLE3)
-def test_eagle3_equals_its_plain(shape: str, draft_vocab: int | None, prompts: list[list[int]], plain6: list) -> None:
+def test_eagle3_equals_its_plain(
+    shape: str, draft_vocab: int | None, prompts: list[list[int]], plain_eagle3: list
+) -> None:
     engine = tiny_engine("eagle3", SHAPES[shape], num_pages=256, draft_vocab=draft_vocab)
-    assert texts(run(engine, prompts, GREEDY)) == plain6
+    assert texts(run(engine, prompts, GREEDY)) == plain_eagle3
 
 
-@pytest.mark.parametrize(("method", "shape"), FAST)
+@pytest.mark.parametrize(("method", "shape"), PREEMPTED)
 def test_preemption_changes_nothing(
     method: str, shape: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]
 ) -> None:
@@ -88,34 +109,39 @@ def test_preemption_changes_nothing(
     assert engine.stats.preemptions > 0, "the cache was too large to preempt anything"
 
 
-@pytest.mark.parametrize("change", ["batch-1", "batch-8", "no-prefix", "chunk-3", "page-1", "page-16"])
+SCHEDULING: dict[str, dict[str, Any]] = {
+    "batch-1, page-1": {"max_batch_size": 1, "page_size": 1, "num_pages": 700},
+    "batch-8, page-16": {"max_batch_size": 8, "page_size": 16},
+    "chunk-3, no prefix": {"prefill_chunk_tokens": 3, "prefix_cache": False},
+}
+
+
+@pytest.mark.parametrize("change", SCHEDULING)
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "eagle"])
 def test_scheduling_changes_nothing(
     change: str, method: str, prompts: list[list[int]], plain: list[tuple[list[int], str]]
 ) -> None:
-    options = {
-        "batch-1": {"max_batch_size": 1},
-        "batch-8": {"max_batch_size": 8},
-        "no-prefix": {"prefix_cache": False},
-        "chunk-3": {"prefill_chunk_tokens": 3},
-        "page-1": {"page_size": 1, "num_pages": 700},
-        "page-16": {"page_size": 16},
-    }[change]
     shape = SHAPES["chain-3"] if method != "eagle" else SHAPES["tree-5-4-8"]
-    engine = tiny_engine(method, shape, **{"num_pages": 256, **options})  # type: ignore[arg-type]
+    engine = tiny_engine(method, shape, **{"num_pages": 256, **SCHEDULING[change]})
     assert texts(run(engine, prompts, GREEDY)) == plain
-    if change != "no-prefix":
-        assert change in ("chunk-3", "page-16") or engine.stats.cached_prompt_tokens > 0
+    assert (engine.stats.cached_prompt_tokens > 0) == (change != "chunk-3, no prefix")
+
+
+@pytest.fixture(scope="module")
+def plain_sampled(prompts: list[list[int]]) -> list[tuple[list[int], str]]:
+    """By the oracle."""
+    return texts(run(tiny_oracle("none"), prompts, SAMPLED))
 
 
 @pytest.mark.parametrize(
     ("method", "shape"), [("ngram", "chain-3"), ("draft_model", "tree-5-4-8"), ("eagle", "tree-2-2")]
 )
-def test_sampled_deterministic_drafts_equal_plain_sampling(method: str, shape: str, prompts: list[list[int]]) -> None:
+def test_sampled_deterministic_drafts_equal_plain_sampling(
+    method: str, shape: str, prompts: list[list[int]], plain_sampled: list[tuple[list[int], str]]
+) -> None:
     """Trees and n-grams draw the numbers that plain sampling draws: the same tokens, not only the same distribution."""
-    plain = texts(run(tiny_oracle("none"), prompts, SAMPLED))
     completions = run(tiny_engine(method, SHAPES[shape], num_pages=256), prompts, SAMPLED)
-    assert texts(completions) == plain
+    assert texts(completions) == plain_sampled
     assert sum(c.speculation.accepted for c in completions) > 0
 
 
@@ -124,7 +150,6 @@ def test_sampled_chain_does_not_depend_on_scheduling(prompts: list[list[int]]) -
     shape = SHAPES["chain-3"]
     base = run(tiny_oracle("draft_model", shape, num_pages=256), prompts, SAMPLED)
     others = [
-        tiny_engine("draft_model", shape, num_pages=256),
         tiny_engine("draft_model", shape, num_pages=256, max_batch_size=1, prefix_cache=False),
         tiny_engine("draft_model", shape, num_pages=256, max_batch_size=8, prefill_chunk_tokens=5),
         tiny_engine("draft_model", shape, num_pages=27),

@@ -1,5 +1,5 @@
-"""Logits that are not finite: one error for each request that they decide about, in both engines, and nothing else is
-any different. A token whose embedding is NaN spoils the requests that hold it and no others."""
+"""Logits that are not finite: one error for each request that they decide about, and nothing else is any different. A
+token whose embedding is NaN spoils the requests that hold it and no others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from torch import Tensor
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
-from tests.oracle.engine import OracleEngine
-from tests.tiny_models import VOCAB, random_prompts, tiny_device_engine, tiny_engine, tiny_oracle
+from tests.tiny_models import (
+    VOCAB,
+    num_target_layers,
+    random_prompts,
+    round_of,
+    tiny_device_engine,
+    tiny_engine,
+    tiny_oracle,
+)
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 4, 8)
 METHODS = [
@@ -27,11 +34,8 @@ METHODS = [
     ("eagle3", CHAIN),
     ("eagle3", TREE),
 ]
-ENGINES: dict[str, Callable[..., Engine | OracleEngine]] = {
-    "oracle": tiny_oracle,
-    "cpu": tiny_engine,
-    "fixed": tiny_device_engine,
-}
+ENGINES: dict[str, Callable[..., Engine]] = {"cpu": tiny_engine, "fixed": tiny_device_engine}
+WITH_ORACLE: tuple[Callable[..., Any], ...] = (tiny_oracle, *ENGINES.values())
 GREEDY = SamplingParams(max_tokens=10, logprobs=2)
 SAMPLED = SamplingParams(max_tokens=10, logprobs=2, temperature=0.9, top_k=12, top_p=0.95, seed=3)
 IN_PROMPTS = 60  # a token for prompts; tests take it out of the others
@@ -75,7 +79,7 @@ def healthy_rows() -> dict[int, list[int]]:
 
 def plain_engine(method: str = "none", **settings: Any) -> Engine:
     """Plain decoding with the target of `method`."""
-    return tiny_engine("none", num_pages=256, num_layers=7 if method == "eagle3" else 3, **settings)
+    return tiny_engine("none", num_pages=256, num_layers=num_target_layers(method), **settings)
 
 
 def summary(completion: Completion) -> tuple[Any, ...]:
@@ -99,7 +103,7 @@ def test_a_bad_prompt_fails_alone(engine: str, method: str, shape: DraftShape | 
     mixed = {10: bad[10], 0: good[0], 1: good[1], 11: bad[11], 2: good[2], 12: bad[12], **good}
     build = ENGINES[engine]
     # On a CPU float32 has equal bits whatever runs with a row.
-    dtype = torch.float32 if engine in ("oracle", "cpu") else torch.float64
+    dtype = torch.float32 if engine == "cpu" else torch.float64
     settings: dict[str, Any] = {"num_pages": 256, "spoil": nan_embedding(IN_PROMPTS), "dtype": dtype}
     expected = run_rows(build(method, shape, **settings), good, params)
     found = run_rows(build(method, shape, **settings), mixed, params)
@@ -110,7 +114,7 @@ def test_a_bad_prompt_fails_alone(engine: str, method: str, shape: DraftShape | 
     assert len(ended) >= 3  # another may have written the bad token itself
     for number in ended:
         assert summary(found[number]) == summary(expected[number])
-        assert_same_logprobs(found[number], expected[number], exact=engine in ("oracle", "cpu"))
+        assert_same_logprobs(found[number], expected[number], exact=engine == "cpu")
 
 
 def written_token(method: str, params: SamplingParams, rows: dict[int, list[int]]) -> tuple[int, dict[int, Completion]]:
@@ -196,7 +200,7 @@ def test_masked_tokens_are_no_error(engine: str, params: SamplingParams) -> None
 
     build = ENGINES[engine]
     engine_ = build("none", spoil=spoil)
-    target = engine_._target if isinstance(engine_, OracleEngine) else engine_._round._target
+    target = round_of(engine_)._target
     healthy = target.raw_logits
 
     def masked(hidden: Tensor) -> Tensor:
@@ -283,7 +287,7 @@ def test_a_broken_draft_costs_speed_alone(method: str, shape: DraftShape) -> Non
     settings: dict[str, Any] = {"num_pages": 256, "spoil_draft": BROKEN_DRAFTS[method]}
     for params in (GREEDY, SAMPLED):
         plain = run_rows(plain_engine(method), rows, params)
-        engines = [build(method, shape, **settings) for build in ENGINES.values()]
+        engines = [build(method, shape, **settings) for build in WITH_ORACLE]
         oracle, *others = (run_rows(engine, rows, params) for engine in engines)
         is_drawn = shape is CHAIN and params is SAMPLED
         for number, completion in plain.items():
@@ -297,7 +301,7 @@ def test_a_broken_draft_costs_speed_alone(method: str, shape: DraftShape) -> Non
 def test_a_reduced_draft_vocabulary_that_is_broken() -> None:
     rows = healthy_rows()
     settings: dict[str, Any] = {"num_pages": 256, "draft_vocab": 30, "spoil_draft": BROKEN_DRAFTS["eagle3"]}
-    oracle, *others = (run_rows(build("eagle3", CHAIN, **settings), rows, SAMPLED) for build in ENGINES.values())
+    oracle, *others = (run_rows(build("eagle3", CHAIN, **settings), rows, SAMPLED) for build in WITH_ORACLE)
     for number in rows:
         assert all(summary(other[number]) == summary(oracle[number]) for other in others)
         assert oracle[number].speculation.accepted == 0

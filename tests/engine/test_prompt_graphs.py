@@ -33,8 +33,8 @@ CASES = [
     ("eagle", DraftShape(3, 1, 4)),
     ("eagle3", DraftShape(4, 3, 12)),
 ]
-GREEDY = SamplingParams(max_tokens=24)
-SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
+GREEDY = SamplingParams(max_tokens=8)
+SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
 CUDA = torch.device("cuda")
 SETTINGS: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
 
@@ -83,10 +83,10 @@ def test_texts_are_the_same(
 def test_rows_that_are_computed_again(method: str, shape: DraftShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """A preempted row comes back with its root known: its chunk is padded, too."""
     prompts = random_prompts(12, seed=1, longest=12)
-    params = SamplingParams(max_tokens=30)
+    params = SamplingParams(max_tokens=16)
     expected = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
     used = shapes_used(monkeypatch)
-    engine = tiny_device_engine(method, shape, num_pages=40, max_batch_size=8, graph_tokens=128)
+    engine = tiny_device_engine(method, shape, num_pages=32, max_batch_size=8, graph_tokens=128)
     actual = run(engine, prompts, params)
     assert engine.stats.preemptions > 0
     assert any(used)
