@@ -46,8 +46,8 @@ def merge_files(options: MergeOptions, console: Console) -> int:
     output = checked_output(_output_path(options), _reads(shards), console, overwrite=options.overwrite)
     first = shards[0]
     if not options.overwrite and is_finished(output):
-        _check_same_shards(output, shards)
-        report = already_finished(output, first.job, ModelFiles({}), console, verifiable=first.verifiable)
+        verifiable = _is_merged(output, shards) or first.verifiable
+        report = already_finished(output, first.job, ModelFiles({}), console, verifiable=verifiable)
         return verdict(report, console)
     with closing(ResultFile(output, first.job, overwrite=options.overwrite)) as lock:
         if lock.resumed_rows or lock.damaged_lines:
@@ -85,14 +85,15 @@ def _reads(shards: Sequence[FinishedShard]) -> dict[str, Path]:
     return reads | {"the input": Path(name), "the input of the shards": shards[0].path.parent / Path(name).name}
 
 
-def _check_same_shards(output: Path, shards: Sequence[FinishedShard]) -> None:
-    """Check that a merged output has what the shards have now. Raises InputError."""
+def _is_merged(output: Path, shards: Sequence[FinishedShard]) -> bool:
+    """Whether an output was merged from these shards. Raises InputError if one of them was computed again since."""
     merged = {entry["shard"]: entry["output_file"] for entry in report_of(output).get("shards", ())}
-    for shard in shards:
-        if merged.get(str(shard.shard), shard.written) != shard.written:
-            raise InputError(
-                f"{output} was merged before {shard.path} was computed again", f"--overwrite replaces it; {ELSEWHERE}"
-            )
+    again = [shard.path for shard in shards if merged.get(str(shard.shard), shard.written) != shard.written]
+    if again:
+        raise InputError(
+            f"{output} was merged before {again[0]} was computed again", f"--overwrite replaces it; {ELSEWHERE}"
+        )
+    return len(merged) == len(shards)
 
 
 def _in_input_order(shards: Sequence[FinishedShard]) -> Iterator[bytes]:

@@ -19,6 +19,7 @@ from specbatch.job.stats import RowTotals
 
 _MAX_NAMED = 8  # in a message
 _ALL_SHARDS = "specbatch merge data.results.*-of-16.jsonl"
+_SAME_OPTIONS = "with the options of the other shards"
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class FinishedShard:
             words += ["--limit", str(limit)]
         return shlex.join(words if shard is None else [*words, "--shard", str(shard)])
 
-    def changed(self, differences: Sequence[str]) -> InputError:
+    def changed(self, what: Sequence[str]) -> InputError:
         return InputError(
-            f"{self.path} was changed after it was finished: {'; '.join(differences)}",
-            f"compute it again: {self.command(self.shard)} --overwrite, with the options of the other shards",
+            f"{self.path} was changed after it was finished: {'; '.join(what)}",
+            f"compute it again: {self.command(self.shard)} --overwrite, {_SAME_OPTIONS}",
         )
 
 
@@ -130,15 +131,15 @@ def _check_one_job(shards: Sequence[FinishedShard]) -> None:
     others = [number for number, key in enumerate(keys) if key != keys[usual]]
     if not others:
         return
-    reference = shards[usual]
-    problems = [
-        f"{shards[number].path} ({'; '.join(differences(identities[usual], identities[number]))})" for number in others
-    ]
-    raise InputError(
-        f"not of the same job as {reference.path}: {'; '.join(_first(problems))}",
-        "all shards of a job have the same input, options, models and versions; leave out the others, or compute them "
-        f"again: {reference.command(shards[others[0]].shard)} --overwrite",
-    )
+    reference, other = shards[usual], shards[others[0]]
+    problems = []
+    for number in others:
+        changed = _first(differences(identities[usual], identities[number]))
+        problems.append(f"{shards[number].path} ({'; '.join(changed)})")
+    hint = f"leave out the others, or compute them again: {reference.command(other.shard)} --overwrite, {_SAME_OPTIONS}"
+    if other.shard.count != reference.shard.count:
+        hint = f"leave out the others: specbatch merge data.results.*-of-{reference.shard.count}.jsonl"
+    raise InputError(f"not of the same job as {reference.path}: {'; '.join(_first(problems))}", hint)
 
 
 def _identity(shard: FinishedShard, records: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def _check_complete(shards: Sequence[FinishedShard]) -> None:
         named = _first([_where(shard, first) for shard in missing], num_missing)
         raise InputError(
             f"{num_missing:,} of {count:,} shards are missing: {', '.join(named)}",
-            f"{first.command(missing[0])}, with the options of the other shards",
+            f"{first.command(missing[0])}, {_SAME_OPTIONS}",
         )
 
 

@@ -206,6 +206,8 @@ def test_a_shard_of_another_job_is_named_with_what_differs(run: Shards) -> None:
         run.edit_stats(0, 3, edit)
         said = run.refused()
         assert said.startswith(f"not of the same job as d.results.1-of-3.jsonl: d.results.0-of-3.jsonl ({words}"), said
+        again = "compute them again: specbatch generate d.jsonl --shard 0/3 --overwrite, with the options"
+        assert ("specbatch merge data.results.*-of-3.jsonl" if "number" in words else again) in said
         (run.folder / "d.results.0-of-3.stats.json").write_bytes(before)
     assert run.merge() == 0
 
@@ -245,6 +247,8 @@ def test_what_can_differ_from_one_process_is_said(run: Shards) -> None:
     for warning, word in zip(warnings, words, strict=True):
         assert word in warning
     assert run.stats()["notes"] == ["a decision", *warnings]
+    assert run.merge() == 0
+    assert "is finished already" in run.log
     assert [entry["notes"][0] for entry in run.stats()["shards"]] == ["a decision"] * 2
 
 
