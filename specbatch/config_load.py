@@ -171,6 +171,8 @@ def _check_relations(config: Config) -> None:
             f"speculation.ngram.max_match ({ngram.max_match}) must be >= "
             f"speculation.ngram.min_match ({ngram.min_match})"
         )
+    if config.cluster.address is not None and config.cluster.workers is None:
+        raise ConfigError("cluster.address is set, but cluster.workers is not", "give the number: --workers N")
     if config.data.prompt_template is not None and config.data.prompt_column is not None:
         raise ConfigError(
             "data.prompt_template and data.prompt_column are both set; a prompt comes from one of them",

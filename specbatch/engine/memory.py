@@ -19,6 +19,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig
 
 GIB = 2**30
+MEMORY_FRACTION = {"cpu": 0.5, "cuda": 0.9}  # engine.memory_fraction: null
 # Where the cache holds a row of this length (or the model's longest), batches and prompt chunks stay as large as they
 # are by default.
 ENOUGH_ROW = 4096

@@ -13,7 +13,7 @@ from specbatch.attention.flashinfer import DTYPES as FLASHINFER_DTYPES
 from specbatch.attention.flashinfer import HEAD_DIMS as FLASHINFER_HEAD_DIMS
 from specbatch.config import AttentionName, Config, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
-from specbatch.engine.memory import CachedModel, CachePlan, Rows
+from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
 from specbatch.engine.resolve_cache import CacheRequest, resolve_cache
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
@@ -275,14 +275,14 @@ def _resolve_engine(
             f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
             hint="leave engine.cuda_graphs out, or set it to none",
         )
-    batch, page, chunk, fraction = (256, 64, 8192, 0.9) if on_cuda else (16, 16, 512, 0.5)
+    batch, page, chunk = (256, 64, 8192) if on_cuda else (16, 16, 512)
     return EngineSettings(
         attention,
         graphs if graphs != "auto" else "round" if attention != "torch" else "none",
         section.max_batch_size or batch,
         section.page_size or page,
         section.prefill_chunk_tokens or chunk,
-        section.memory_fraction or fraction,
+        section.memory_fraction or MEMORY_FRACTION[device.type],
         frozenset(name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None),
     )
 

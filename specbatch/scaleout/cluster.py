@@ -1,0 +1,130 @@
+"""The section `cluster`: what each worker needs, and the pool of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from specbatch.config import ClusterSection, Config
+from specbatch.errors import ConfigError
+from specbatch.job.worker import Worker
+from specbatch.scaleout.needs import WorkerNeeds
+from specbatch.scaleout.pool import Pool, PoolLimits
+from specbatch.scaleout.worker import MakeWorker
+
+_SMALLEST_SHARE = 0.0001  # of a GPU, in Ray
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """`memory_share`: a worker's part of the memory that one worker alone would use."""
+
+    needs: WorkerNeeds
+    memory_share: float
+
+
+def open_pool(
+    config: Config,
+    new_worker: Callable[[], Worker],
+    *,
+    quarantine: bool = False,
+    log: Callable[[str], None] = lambda line: None,
+) -> Pool:
+    """`cluster.workers` workers, which is not None. `new_worker` is called in each worker's process. It starts Ray, or
+    joins the cluster at `cluster.address`. `quarantine`, `log`: of `Pool`.
+
+    Raises SpecbatchError.
+    """
+    section = config.cluster
+    assert section.workers is not None
+    cores = num_cores()
+    check_section(section, config.engine.device, cores)
+    from specbatch.scaleout.ray_session import RaySession  # it imports Ray
+    from specbatch.scaleout.ray_transport import RayTransport
+
+    session = RaySession(section.address, num_cpus=max(cores, section.workers * (section.cpus_per_worker or 1)))
+    try:
+        plan = plan_workers(section, config.engine.device, session.nodes())
+        make_worker = MakeWorker(new_worker, plan.memory_share)
+        transport = RayTransport(session, make_worker, plan.needs, log)
+    except BaseException:
+        session.close()
+        raise
+    limits = PoolLimits(section.slice_seconds, section.max_deaths, section.stuck_seconds)
+    return Pool(transport, section.workers, limits, quarantine=quarantine, log=log)
+
+
+def check_section(section: ClusterSection, device: str, cores: int) -> None:
+    """What can be wrong whatever the cluster has. `device`: engine.device; `cores`: of this host."""
+    gpus, cpus = section.gpus_per_worker, section.cpus_per_worker
+    if ":" in device:
+        raise ConfigError(
+            f"engine.device: {device} names one GPU, and Ray gives each of cluster.workers its own",
+            "use engine.device: cuda; CUDA_VISIBLE_DEVICES limits the GPUs of this host",
+        )
+    if gpus is not None and gpus > 1 and gpus != int(gpus):
+        raise ConfigError(f"cluster.gpus_per_worker must be a part of one GPU or a whole number, not {gpus:g}")
+    if gpus is not None and 0 < gpus < _SMALLEST_SHARE:
+        raise ConfigError(f"cluster.gpus_per_worker must be 0 or at least {_SMALLEST_SHARE}, not {gpus:g}")
+    if gpus and device == "cpu":
+        raise ConfigError(
+            f"cluster.gpus_per_worker is {gpus:g}, but engine.device is cpu", "leave cluster.gpus_per_worker out"
+        )
+    if section.address is None and section.resources:
+        raise ConfigError(
+            "cluster.resources are of a Ray cluster, and cluster.address is not set", "use cluster.address: auto"
+        )
+    if section.address is None and cpus is not None and section.workers is not None and section.workers * cpus > cores:
+        raise ConfigError(
+            f"{section.workers} workers with cluster.cpus_per_worker {cpus} need {section.workers * cpus} CPU cores, "
+            f"and this host has {cores}",
+            "leave cluster.cpus_per_worker out: workers share the cores then",
+        )
+
+
+def plan_workers(
+    section: ClusterSection,
+    device: str,
+    nodes: Sequence[Mapping[str, float]],
+    environment: Mapping[str, str] = os.environ,
+) -> WorkerPlan:
+    """`device`: engine.device. `nodes`: the resources of each, by Ray's names.
+
+    Raises ConfigError if this host alone has too few GPUs. A cluster can grow.
+    """
+    assert section.workers is not None
+    all_gpus = [int(node.get("GPU", 0)) for node in nodes]
+    gpus = section.gpus_per_worker
+    if gpus is None:
+        gpus = 1.0 if device != "cpu" and (any(all_gpus) or device == "cuda") else 0.0
+    per_gpu = int(1 / gpus + 1e-9) if 0 < gpus < 1 else 1  # workers
+    if section.address is None and gpus:
+        room = sum(all_gpus) * per_gpu if gpus < 1 else int(sum(all_gpus) / gpus)
+        if section.workers > room:
+            has = f"{sum(all_gpus)} GPU{'' if sum(all_gpus) == 1 else 's'}"
+            raise ConfigError(
+                f"cluster.workers is {section.workers}, but this host has {has}, and a worker needs {gpus:g}",
+                f"use at most {room} workers, or share GPUs: cluster.gpus_per_worker: 0.5"
+                if room
+                else "use engine.device: cpu",
+            )
+    cpus = section.cpus_per_worker or 1
+    threads = environment.get("OMP_NUM_THREADS") or None
+    if threads is None and section.cpus_per_worker is not None:
+        threads = str(section.cpus_per_worker)
+    if gpus:
+        share = 1 / per_gpu
+    elif section.address is None:
+        share = 1 / section.workers
+    else:  # as if all that one node has cores for were on it
+        share = 1 / max(1, min(section.workers, max((int(node.get("CPU", 0)) for node in nodes), default=0) // cpus))
+    return WorkerPlan(WorkerNeeds(cpus, gpus, dict(section.resources or {}), threads), share)
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # only Linux has it
+        return os.cpu_count() or 1

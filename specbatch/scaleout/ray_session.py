@@ -1,0 +1,170 @@
+"""A connection to a Ray cluster, or a Ray of this host for one job. No other module imports Ray, and this one is
+imported only for jobs with workers.
+
+A Ray of this host listens to the loopback device only, with a token of its own. Its files are in a folder that is
+deleted at the end, and no process of it outlives the job's process: see `reaper.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import SpecbatchError
+from specbatch.scaleout.reaper import start_reaper
+
+_LOOPBACK = "127.0.0.1"
+_OBJECT_STORE_BYTES = 256 << 20  # of shared memory, taken as it is used: rows and result lines are small
+_CONNECT_SECONDS = 5.0
+_REAP_SECONDS = 20.0
+_MAX_FOLDER_CHARS = 30  # of the folder for temporary files: paths of sockets have at most 107 in all
+# Ray replaces 127.0.0.1 by an outer address, except where it does not support clusters.
+_NO_OUTER_ADDRESS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_OF_THIS_HOST = {
+    _NO_OUTER_ADDRESS: "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # it ends workers when other programs take the memory
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+def _import_ray() -> Any:
+    # Ray prints deaths as long paragraphs, even with log_to_driver=False. The pool's messages say what happened.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "(?s).")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # On a node with GPUs, a worker that asks for none sees none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise SpecbatchError(f"workers need Ray: {error}", "pip install 'specbatch[ray]'") from error
+    return ray
+
+
+ray: Any = _import_ray()
+
+
+class RaySession:
+    """`address` None: a Ray of this host, with `num_cpus`; else the cluster of that address. A Ray that this process is
+    connected to already is used, and is left as it is. Raises SpecbatchError."""
+
+    def __init__(self, address: str | None, num_cpus: int) -> None:
+        self._folder: Path | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._is_own = not ray.is_initialized()
+        if not self._is_own:
+            return
+        try:
+            if address is None:
+                self._start(num_cpus)
+            else:
+                _connect(address)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End what this session has started."""
+        if self._is_own:
+            ray.shutdown()
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._reaper.wait(_REAP_SECONDS)
+            self._reaper = None
+
+    def nodes(self) -> list[Mapping[str, float]]:
+        """The resources of each node, by Ray's names."""
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    def crash_of(self, pid: int) -> str | None:
+        """The signal that a worker's process has reported before it ended, such as SIGSEGV; None: not known."""
+        if self._folder is None:
+            return None
+        for log in self._folder.glob(f"session_*/logs/worker-*-{pid}.err"):
+            for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith("*** SIG"):
+                    return line.split()[1]
+        return None
+
+    def _start(self, num_cpus: int) -> None:
+        if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # without a token, Ray writes one into the home folder
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        parent = tempfile.gettempdir()
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="specbatch-", dir=parent if len(parent) <= _MAX_FOLDER_CHARS else "/tmp")
+        )
+        self._reaper = start_reaper(self._folder)
+        with _environment(_OF_THIS_HOST), _no_outer_address():
+            _init(
+                "Ray did not start on this host",
+                address="local",
+                include_dashboard=False,
+                num_cpus=num_cpus,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _node_ip_address=_LOOPBACK,
+                _temp_dir=str(self._folder),
+            )
+        if (found := ray.util.get_node_ip_address()) != _LOOPBACK:
+            raise SpecbatchError(f"Ray {ray.__version__} listens to the network at {found}", "install Ray 2.60")
+
+
+def _connect(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address != "auto":
+        if not host or not port.isdecimal():
+            raise SpecbatchError(f"cluster.address must be auto, HOST:PORT or ray://HOST:PORT, not {address!r}")
+        try:  # Ray itself tries for minutes, and ends the process then
+            socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise SpecbatchError(
+                f"nothing answers at cluster.address {address}: {error}",
+                "is the head node of the Ray cluster up? `ray status` on it says so",
+            ) from error
+    _init(f"cannot join the Ray cluster at cluster.address {address}", address=address)
+
+
+def _init(failure: str, **options: Any) -> None:
+    """`ray.init` without its output, and without its handler of SIGTERM."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **options)
+    except (Exception, SystemExit) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise SpecbatchError(f"{failure}: {reason}", "docs/cluster.md lists the usual causes") from error
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """For the processes that are started meanwhile. What the user has set stays."""
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def _no_outer_address() -> Iterator[None]:
+    """In this process, too, which read the environment when Ray was imported."""
+    constants = ray._private.ray_constants
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before

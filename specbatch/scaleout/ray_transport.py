@@ -1,0 +1,174 @@
+"""Workers as actors of Ray.
+
+Ray starts the processes, places them on nodes, carries the calls, and reports deaths. What to do about a death is
+decided by the pool. So no actor is restarted by Ray, and no call is repeated by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specbatch.errors import SpecbatchError
+from specbatch.scaleout.needs import WorkerNeeds, amounts
+from specbatch.scaleout.ray_session import RaySession, ray
+from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply, WorkerId
+
+_PLACE_SECONDS = 30.0  # after which a note says what keeps a worker from being placed
+_NODE_DIED = re.compile("node has died|node was terminated|node is dead|preempted", re.IGNORECASE)
+_LOW_MEMORY = re.compile("NODE_OUT_OF_MEMORY|running low on memory|memory monitor", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class _Process:
+    actor: Any
+    answers: deque[Any]  # of its calls, in their order; the first is that of `place`
+    asked_at: float
+    pid: int | None = None  # None: not placed yet
+
+
+class RayTransport:
+    """`make_worker` makes, in the new process, the object whose methods are called. See `Transport`."""
+
+    def __init__(
+        self,
+        session: RaySession,
+        make_worker: Callable[[], object],
+        needs: WorkerNeeds,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._session = session
+        self._needs = needs
+        self._log = log
+        self._actor = ray.remote(_Actor).options(
+            num_cpus=needs.num_cpus,
+            num_gpus=needs.num_gpus,
+            resources=dict(needs.resources) or None,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
+        )
+        self._make_worker = ray.cloudpickle.dumps(make_worker)  # plain pickle refuses what a script defines
+        self._processes: dict[WorkerId, _Process] = {}
+        self._has_noted = False
+
+    def start(self, worker: WorkerId) -> None:
+        actor = self._actor.remote(worker, self._make_worker, os.getcwd(), self._needs.threads)
+        self._processes[worker] = _Process(actor, deque([actor.place.remote()]), time.monotonic())
+
+    def call(self, worker: WorkerId, method: str, *arguments: Any) -> None:
+        if process := self._processes.get(worker):  # else its death is an event already
+            process.answers.append(process.actor.call.remote(method, arguments))
+
+    def wait(self, seconds: float) -> Sequence[Event]:
+        end = time.monotonic() + seconds
+        while True:
+            events = self._ready(max(0.0, end - time.monotonic()))
+            self._note_missing()
+            if events or time.monotonic() >= end:
+                return events
+
+    def kill(self, worker: WorkerId) -> None:
+        if process := self._processes.pop(worker, None):
+            ray.kill(process.actor, no_restart=True)
+
+    def close(self) -> None:
+        for worker in list(self._processes):
+            with contextlib.suppress(Exception):  # the cluster is gone: so are they
+                self.kill(worker)
+        self._session.close()
+
+    def _ready(self, seconds: float) -> list[Event]:
+        """The events that have come after the first answer, or after `seconds`."""
+        first = {process.answers[0]: worker for worker, process in self._processes.items() if process.answers}
+        if not first:
+            time.sleep(seconds)
+            return []
+        ready, rest = ray.wait(list(first), num_returns=1, timeout=seconds)
+        if ready and rest:
+            ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+        events = (self._read(first[answer]) for answer in ready)
+        return [event for event in events if event is not None]
+
+    def _read(self, worker: WorkerId) -> Event | None:
+        """A worker's next answer, which is there."""
+        process = self._processes[worker]
+        try:
+            value = ray.get(process.answers.popleft())
+        except ray.exceptions.RayTaskError as error:  # of Ray itself: `_Actor` returns what its worker raises
+            return Broken(worker, str(error))
+        except ray.exceptions.RayError as error:
+            self.kill(worker)  # a node that is unreachable for a moment could come back with it
+            return self._death(worker, process, error)
+        if process.pid is None:
+            process.pid = value
+            return None
+        event: Event = value
+        return event
+
+    def _death(self, worker: WorkerId, process: _Process, error: Exception) -> Event:
+        text = str(error)
+        if "No module named 'specbatch" in text:
+            return Refused(
+                worker, "a node of the Ray cluster has no specbatch", "install the same version on every node"
+            )
+        if isinstance(error, ray.exceptions.ActorUnavailableError) or _NODE_DIED.search(text):
+            return Died(worker, "its node was lost", node_lost=True)
+        if _LOW_MEMORY.search(text) and "common causes" not in text:
+            return Died(worker, "Ray ended it, because its node ran low on memory")
+        if code := re.search(r"with an exit code (\d+)", text):
+            return Died(worker, f"its process ended with exit code {code[1]}")
+        if process.pid is None:
+            return Died(worker, f"its process did not start: {text.strip().splitlines()[-1]}")
+        crash = self._session.crash_of(process.pid)
+        return Died(worker, f"its process crashed ({crash})" if crash else "its process was killed or crashed")
+
+    def _note_missing(self) -> None:
+        """Once: what keeps workers from being placed."""
+        late = time.monotonic() - _PLACE_SECONDS
+        missing = [p for p in self._processes.values() if p.pid is None and p.asked_at < late]
+        if missing and not self._has_noted:
+            self._has_noted = True
+            has, free = amounts(ray.cluster_resources()), amounts(ray.available_resources())
+            self._log(
+                f"{len(missing)} of {len(self._processes)} workers wait for room in the Ray cluster: each needs "
+                f"{self._needs}; the cluster has {has}, of which {free} are free"
+            )
+
+
+class _Actor:
+    """The process of a worker."""
+
+    def __init__(self, worker: WorkerId, make_worker: bytes, folder: str, threads: str | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job's process decides what Ctrl-C means
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the number of CPUs, rounded up
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = threads
+        with contextlib.suppress(OSError):  # another node need not have it
+            os.chdir(folder)
+        self._id = worker
+        self._make_worker = make_worker
+        self._worker: object | None = None
+
+    def place(self) -> int:
+        return os.getpid()
+
+    def call(self, method: str, arguments: Sequence[Any]) -> Event:
+        """Errors are values, so that Ray neither wraps nor prints them."""
+        try:
+            if self._worker is None:  # not in __init__: this can import torch, and can raise
+                self._worker = pickle.loads(self._make_worker)()
+            return Reply(self._id, getattr(self._worker, method)(*arguments))
+        except SpecbatchError as error:
+            return Refused(self._id, error.message, error.hint)
+        except Exception:
+            return Broken(self._id, traceback.format_exc())
