@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbatch.config import Config
     from specbatch.engine.resolve import ResolvedRun
     from specbatch.job.pool import WorkerPool
-    from specbatch.job.worker import Runtime
+    from specbatch.job.worker import Runtime, Worker
     from specbatch.types import BatchEngine
 
 _MIN_OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model of many files need more
@@ -66,11 +66,29 @@ def runtime(console: Console) -> Runtime:
 
 def open_pool(config: Config, console: Console) -> WorkerPool:
     """Where the rows of a job run: in this process, or on the workers of `cluster`."""
-    from specbatch.job.pool import LocalPool
     from specbatch.job.terminal import print_notes
+
+    def log(line: str) -> None:
+        print_notes([line], console)
+
+    if config.cluster.workers is not None:
+        from specbatch.scaleout import cluster
+
+        return cluster.open_pool(config, new_worker, log)
+    from specbatch.job.pool import LocalPool
     from specbatch.job.worker import Worker
 
-    return LocalPool(Worker(runtime(console), lambda line: print_notes([line], console)))
+    return LocalPool(Worker(runtime(console), log))
+
+
+def new_worker() -> Worker:
+    """In the process of a worker, which prints nothing."""
+    prepare_libraries()
+    from rich.console import Console
+
+    from specbatch.job.worker import Worker
+
+    return Worker(runtime(Console(quiet=True)))
 
 
 def resolving(console: Console) -> Callable[[Config], ResolvedRun]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specbatch.config import ClusterSection, Config
 from specbatch.errors import ConfigError
 from specbatch.job.worker import Worker
+from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.needs import WorkerNeeds
-from specbatch.scaleout.pool import Pool, PoolLimits
+from specbatch.scaleout.pool import Pool
+from specbatch.scaleout.transport import Event, Transport, WorkerId
 from specbatch.scaleout.worker import MakeWorker
 
 _SMALLEST_SHARE = 0.0001  # of a GPU, in Ray
@@ -24,35 +27,63 @@ class WorkerPlan:
     memory_share: float
 
 
-def open_pool(
-    config: Config,
-    new_worker: Callable[[], Worker],
-    *,
-    quarantine: bool = False,
-    log: Callable[[str], None] = lambda line: None,
-) -> Pool:
-    """`cluster.workers` workers, which is not None. `new_worker` is called in each worker's process. It starts Ray, or
-    joins the cluster at `cluster.address`. `quarantine`, `log`: of `Pool`.
+def open_pool(config: Config, new_worker: Callable[[], Worker], log: Callable[[str], None]) -> Pool:
+    """`cluster.workers` workers, which is not None. `new_worker` is called in each worker's process.
 
-    Raises SpecbatchError.
-    """
+    Raises ConfigError. `Pool.describe` starts Ray, or joins `cluster.address`."""
     section = config.cluster
     assert section.workers is not None
     cores = num_cores()
     check_section(section, config.engine.device, cores)
+    transport = _Deferred(lambda: _open_transport(config, new_worker, cores, log))
+    limits = PoolLimits(section.slice_seconds, section.max_deaths, section.stuck_seconds)
+    return Pool(transport, section.workers, limits, log=log)
+
+
+def _open_transport(
+    config: Config, new_worker: Callable[[], Worker], cores: int, log: Callable[[str], None]
+) -> Transport:
     from specbatch.scaleout.ray_session import RaySession  # it imports Ray
     from specbatch.scaleout.ray_transport import RayTransport
 
-    session = RaySession(section.address, num_cpus=max(cores, section.workers * (section.cpus_per_worker or 1)))
+    section = config.cluster
+    session = RaySession(section.address, num_cpus=max(cores, (section.workers or 1) * (section.cpus_per_worker or 1)))
     try:
         plan = plan_workers(section, config.engine.device, session.nodes())
-        make_worker = MakeWorker(new_worker, plan.memory_share)
-        transport = RayTransport(session, make_worker, plan.needs, log)
+        return RayTransport(session, MakeWorker(new_worker, plan.memory_share), plan.needs, log)
     except BaseException:
         session.close()
         raise
-    limits = PoolLimits(section.slice_seconds, section.max_deaths, section.stuck_seconds)
-    return Pool(transport, section.workers, limits, quarantine=quarantine, log=log)
+
+
+class _Deferred:
+    """A transport that is opened when the first worker is started: it takes seconds, and mistakes in the input and the
+    output are found before."""
+
+    def __init__(self, open: Callable[[], Transport]) -> None:
+        self._open = open
+        self._transport: Transport | None = None
+
+    def start(self, worker: WorkerId) -> None:
+        if self._transport is None:
+            self._transport = self._open()
+        self._transport.start(worker)
+
+    def call(self, worker: WorkerId, method: str, *arguments: Any) -> None:
+        assert self._transport is not None
+        self._transport.call(worker, method, *arguments)
+
+    def wait(self, seconds: float) -> Sequence[Event]:
+        assert self._transport is not None
+        return self._transport.wait(seconds)
+
+    def kill(self, worker: WorkerId) -> None:
+        assert self._transport is not None
+        self._transport.kill(worker)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
 
 def check_section(section: ClusterSection, device: str, cores: int) -> None:
@@ -70,6 +101,10 @@ def check_section(section: ClusterSection, device: str, cores: int) -> None:
     if gpus and device == "cpu":
         raise ConfigError(
             f"cluster.gpus_per_worker is {gpus:g}, but engine.device is cpu", "leave cluster.gpus_per_worker out"
+        )
+    if gpus == 0 and device != "cpu":
+        raise ConfigError(
+            f"cluster.gpus_per_worker is 0, but engine.device is {device}", "workers without GPUs: engine.device: cpu"
         )
     if section.address is None and section.resources:
         raise ConfigError(

@@ -40,8 +40,8 @@ def _import_ray() -> Any:
     # Ray prints deaths as long paragraphs, even with log_to_driver=False. The pool's messages say what happened.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "(?s).")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # On a node with GPUs, a worker that asks for none sees none.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    # Else Ray sets CUDA_VISIBLE_DEVICES to nothing where a worker asks for no GPU, and the engine reports hidden GPUs.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
         import ray.exceptions
