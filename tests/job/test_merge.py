@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import json
 import random
-import re
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from specbatch.errors import InputError
 from specbatch.job import merge
 from specbatch.job.jsonl import encode_line
-from specbatch.job.merge import MergeOptions, merge_files
 from specbatch.job.paths import partial_path, sorted_path
 from specbatch.job.results import ResultFile
-from specbatch.job.results_format import index_of, line_index
-from specbatch.job.shard import Shard
-from tests.job.test_generate import Run
-from tests.job.test_jsonl import BAD_LINES, BAD_ROWS
-from tests.job.test_openai_batch import BAD_REQUESTS
+from tests.job.shards import Shards, native, openai
 
 SUMS = ("rows", "tokens", "speculation")
-
-
-class Shards(Run):
-    """A job in shards, in a folder of its own, and `merge` of what is there."""
-
-    def compute(self, count: int, *numbers: int, **options: Any) -> None:
-        for number in numbers or range(count):
-            self(shard=Shard(number, count), **options)
-
-    def paths(self) -> list[Path]:
-        """As `d.results.*.jsonl` of a shell."""
-        return sorted(self.folder.glob("d.results.*.jsonl"))
-
-    def merge(self, *paths: Path, output: Path | None = None, overwrite: bool = False) -> int:
-        console = Console(file=io.StringIO(), width=200)
-        try:
-            return merge_files(MergeOptions(paths or self.paths(), output, overwrite), console)
-        finally:
-            self.log = console.file.getvalue()  # type: ignore[attr-defined]
-
-    def refused(self, *paths: Path, **options: Any) -> str:
-        """The error of a merge, with its hint. It changes no file."""
-        before = {path: path.read_bytes() for path in self.folder.iterdir() if path.is_file()}
-        with pytest.raises(InputError) as caught:
-            self.merge(*paths, **options)
-        assert {path: path.read_bytes() for path in self.folder.iterdir() if path.is_file()} == before
-        return f"{caught.value.message}\n{caught.value.hint}".replace(f"{self.folder}/", "")
-
-    def stats_of(self, number: int, count: int) -> dict[str, Any]:
-        return json.loads((self.folder / f"d.results.{number}-of-{count}.stats.json").read_text())
-
-    def edit_stats(self, number: int, count: int, edit: Callable[[dict[str, Any]], object]) -> None:
-        report = self.stats_of(number, count)
-        edit(report)
-        (self.folder / f"d.results.{number}-of-{count}.stats.json").write_text(json.dumps(report))
 
 
 @pytest.fixture
@@ -69,29 +23,6 @@ def run(tmp_path: Path) -> Shards:
     run = Shards(tmp_path)
     run.write([{"prompt": f"p{i}"} for i in range(20)])
     return run
-
-
-def native(count: int) -> list[Any]:
-    ids: list[Any] = [None, 7, -1.5e3, 'quoted "x" \\', "batch_req_000000000007", 'x", "index": 3, "', "\ud800", True]
-    good = [
-        {"prompt": f"p{i}", "id": ids[i % len(ids)], "n": 1 + i % 2, "logprobs": i % 3, "k": i} for i in range(count)
-    ]
-    bad = [line for line, _ in BAD_LINES] + [row for row, _ in BAD_ROWS]
-    rows = good + bad + [b""] * 30
-    random.Random(5).shuffle(rows)
-    return rows
-
-
-def openai(count: int) -> list[Any]:
-    url = "/v1/completions"
-    body = {"method": "POST", "url": url, "body": {"prompt": "p", "n": 2, "max_tokens": 9}}
-    rows = (
-        [{"custom_id": f'c", "index": {i}', **body} for i in range(count)]
-        + [row for row, _ in BAD_REQUESTS]
-        + [b""] * 9
-    )
-    random.Random(5).shuffle(rows)
-    return rows
 
 
 @pytest.mark.parametrize(
@@ -394,35 +325,3 @@ def test_memory_does_not_grow_with_the_rows(run: Shards) -> None:
     small, large = peak(400), peak(8000)
     assert run.output.stat().st_size > 7_000_000
     assert large - small < 300_000
-
-
-IDS: list[Any] = [None, True, 0, -1, 1e300, "", '"', "\\", '\\"', '", "index": 9, "', "batch_req_3", "\ud800", "é" * 99]
-
-
-@pytest.mark.parametrize("id", [*IDS, {"a": [1]}, [1, {"index": 8}]])
-def test_the_index_of_an_encoded_line(id: Any) -> None:
-    for line in (
-        {"id": id, "index": 5, "text": "t", "finish_reason": "stop"},
-        {"id": id, "index": 12_345_678_901, "text": None, "metadata": {"index": 3}},
-        {"id": "batch_req_000000000017", "custom_id": id, "response": None},
-        {"text": "other order", "id": id, "index": 4},
-    ):
-        assert line_index(encode_line(line)) == index_of(line)
-
-
-@pytest.mark.parametrize(
-    "line", [b"", b"\n", b"x", b'{"id": 1}\n', b'{"id": "batch_req_x", "custom_id": 1}\n', b"[1]\n"]
-)
-def test_other_lines_have_no_index(line: bytes) -> None:
-    with pytest.raises((LookupError, ValueError, TypeError, AttributeError)):
-        line_index(line)
-
-
-def test_the_beginning_of_usual_lines_is_enough(run: Shards) -> None:
-    """So that no line is decoded: these end in the middle."""
-    run.write([*native(30), *openai(20)])
-    run()
-    for line in run.output.read_bytes().splitlines():
-        text = re.search(rb'"(text|custom_id)": ', line)
-        assert text is not None
-        assert line_index(line[: text.end()]) == index_of(json.loads(line))
