@@ -1,7 +1,7 @@
 """Which rows ran when a process crashed: the file `OUTPUT.partial.running`.
 
-The file holds a header line, the trace of a crash and a table of the rows in flight. Each change of the table is one
-write of 16 bytes to the operating system, about 2 microseconds. It survives `kill -9`, like the lines of the partial
+The file holds a header line, the trace of a crash and a table of the rows in flight. Each row costs one write of 16
+bytes to the operating system, about 2 microseconds. It survives `kill -9`, like the lines of the partial
 file. A shared memory mapping would be a little faster. But on a full disk it ends the process by SIGBUS, where a write
 is an error that can be reported, and some file systems have none. A job that ends removes the file.
 
@@ -63,6 +63,7 @@ class RunningRows:
         self._path = path
         self._slots: dict[int, int] = {}  # row index -> its entry of the table
         self._free: list[int] = []
+        self._finished: list[int] = []  # entries of finished rows that are not cleared yet
         header = encode_line({"specbatch_running": {"job": job, "boot": _boot(system), "kills": _memory_kills(system)}})
         with disk_errors(path):
             path.unlink(missing_ok=True)
@@ -75,14 +76,20 @@ class RunningRows:
         faulthandler.enable(self._file, all_threads=False)
 
     def start(self, index: int, digest: int) -> None:
-        slot = self._free.pop() if self._free else len(self._slots)
-        self._slots[index] = slot
+        free = self._finished or self._free
+        slot = self._slots[index] = free.pop() if free else len(self._slots)
         self._write(slot, digest, index + 1)
 
     def finish(self, index: int) -> None:
-        slot = self._slots.pop(index)
-        self._free.append(slot)
-        self._write(slot, 0, 0)
+        """The row is in the table until `clear`, or until another row takes its entry."""
+        self._finished.append(self._slots.pop(index))
+
+    def clear(self) -> None:
+        """Remove the finished rows from the table. To be called before rows run."""
+        while self._finished:
+            slot = self._finished.pop()
+            self._write(slot, 0, 0)
+            self._free.append(slot)
 
     def __enter__(self) -> Self:
         return self
@@ -100,8 +107,11 @@ class RunningRows:
             self._path.unlink(missing_ok=True)
 
     def _write(self, slot: int, *entry: int) -> None:
-        with disk_errors(self._path):
+        try:
             os.pwrite(self._file, _ENTRY.pack(*entry), _TABLE_AT + slot * _ENTRY.size)
+        except OSError:
+            with disk_errors(self._path):
+                raise
 
 
 def last_crash(path: Path, job: str, system: Path = _SYSTEM) -> Crash | None:

@@ -122,6 +122,8 @@ class LocalPool:
         if last and self._loaded.is_empty:
             for row in self._held.next_group():
                 self._start(row)
+        if self._running is not None:
+            self._running.clear()
         if self._loaded.is_busy:
             self._loaded.step()
         return self.drain()
