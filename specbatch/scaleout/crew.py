@@ -262,7 +262,7 @@ class Crew:
             self._end(worker, f"no answer for {self._limits.stuck_seconds:g} seconds", blame=True)
 
     def _is_stuck(self, worker: PoolWorker) -> bool:
-        is_running = bool(worker.calls) and worker.calls[0] == "exchange"
+        is_running = worker.holding is not None and bool(worker.calls)  # describe and load can be slow
         return is_running and self._clock() - worker.began > self._limits.stuck_seconds
 
 
