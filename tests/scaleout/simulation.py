@@ -6,14 +6,13 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbatch.config import Config
 from specbatch.job.partial import RowDeaths
 from specbatch.job.rows import RowParser
-from specbatch.job.runner import Finished, Load, failed_row
+from specbatch.job.runner import Finished, FinishedRow, Load, failed_row
 from specbatch.job.sources import RawRow
 from specbatch.job.suspects import died as died_each_time
 from specbatch.job.suspects import refusal
@@ -21,6 +20,7 @@ from specbatch.job.worker import Description, Loaded, Slice
 from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.pool import Pool
 from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply, WorkerId
+from specbatch.types import EngineStats
 
 MAX_WAITS = 20_000  # of a job: more is a job that does not end
 
@@ -44,6 +44,12 @@ def result(index: int) -> dict[str, Any]:
             "accept_histogram": [1] * (index % 3),
         },
     }
+
+
+def finished_row(index: int) -> FinishedRow:
+    finished = Finished()
+    finished.add(index, raw_row(index).digest(), result(index))
+    return finished.rows[0]
 
 
 def batch_config(batch: int) -> Config:
@@ -92,11 +98,8 @@ class Process:
     running: dict[int, float] = field(default_factory=dict)  # row -> seconds that it still takes
     sent: dict[int, RawRow] = field(default_factory=dict)  # rows that the pool has not got back, nor dropped
     num_exchanges: int = 0  # without an answer
-    load: Load = field(default_factory=Load)
-
-    @property
-    def has(self) -> list[int]:
-        return [*self.running, *(row.index for row in self.unstarted)]
+    num_begun: int = 0
+    num_finished: int = 0
 
 
 class Simulation:
@@ -149,6 +152,7 @@ class Simulation:
             rows, drop, _ = arguments
             for index in drop:
                 process.sent.pop(index, None)
+            assert not process.sent.keys() & {row.index for row in rows}, "a row is sent twice"
             process.sent.update({row.index: row for row in rows})
             process.num_exchanges += 1
             assert process.num_exchanges <= 2, "three exchanges wait"
@@ -261,8 +265,7 @@ class Simulation:
             while process.unstarted and len(process.running) < self.batch:
                 index = process.unstarted.popleft().index
                 process.running[index] = self._seconds_of(index) / process.machine.speed
-                process.load.num_submitted += 1
-                process.load.num_admitted += 1
+                process.num_begun += 1
                 if index in self._killers:
                     self._answer(process, passed, "exchange", Died(process.id, f"row {index} killed it"))
                     return
@@ -275,11 +278,16 @@ class Simulation:
                 if process.running[index] <= 1e-9:
                     del process.running[index]
                     finished.add(index, raw_row(index).digest(), result(index))
-                    process.load.stats.generated_tokens += 1
-        process.load.running = [(1, 2)] * len(process.running)
-        process.load.waiting = [2] * len(process.unstarted)
+                    process.num_finished += 1
+        load = Load(
+            EngineStats(generated_tokens=process.num_finished),
+            num_submitted=process.num_begun,
+            num_admitted=process.num_begun,
+            running=[(1, 2)] * len(process.running),
+            waiting=[2] * len(process.unstarted),
+        )
         weights = {"target/w": {"mtime_ns": 1, "sha256": f"of {process.id}"}}
-        value = Slice(finished, deepcopy(process.load), list(process.running), weights)
+        value = Slice(finished, load, list(process.running), weights)
         self._answer(process, passed, "exchange", Reply(process.id, value))
 
 

@@ -376,6 +376,15 @@ class TestFailure:
             job.run(100)
         assert job.indices == sorted(simulation.delivered[0]), "rows that had finished are kept"
 
+    def test_slices_that_run_when_a_worker_fails_are_kept(self) -> None:
+        """The failure comes at once, the rows of the other worker after 0.2 seconds."""
+        machines = {1: Machine(fail={"exchange": broken("Traceback")})}
+        simulation = Simulation(batch=4, machines=machines, seconds_of=lambda index: 0.2)
+        job = loaded_job(simulation, 2)
+        with pytest.raises(WorkerFailed):
+            job.run(100)
+        assert len(job.indices) >= 4
+
     def test_a_mistake_of_the_user_during_the_job_names_the_worker(self) -> None:
         simulation = Simulation(machines={0: Machine(fail={"exchange": refused("no memory", "smaller")})})
         with pytest.raises(SpecbatchError, match="worker 1 on node: no memory"):

@@ -66,7 +66,7 @@ class Scene:
 def machines() -> st.SearchStrategy[Machine]:
     return st.builds(
         Machine,
-        speed=st.sampled_from([0.02, 0.5, 1.0, 4.0]),
+        speed=st.sampled_from([0.1, 0.5, 1.0, 4.0]),
         placed_after=st.sampled_from([0.0, 0.0, 0.3, 7.0]),
         load_seconds=st.sampled_from([0.0, 1.0, 6.0]),
         longest_row=st.integers(10, 20),
@@ -83,9 +83,9 @@ def scenes(draw: st.DrawFn, kinds: tuple[str, ...] = ("dies", "node", "stuck"), 
     return Scene(
         num_workers=draw(st.integers(1, 4)),
         batch=draw(st.integers(1, 4)),
-        num_rows=draw(st.integers(0, 80)),
+        num_rows=draw(st.integers(0, 40)),
         machines=draw(st.dictionaries(numbers, machines(), max_size=6)),
-        seconds=draw(st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.3, 2.0, 9.0]), min_size=1, max_size=5)),
+        seconds=draw(st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.3, 2.0]), min_size=1, max_size=5)),
         faults=draw(st.lists(faults, max_size=max_faults)) if kinds else [],
     )
 
@@ -151,7 +151,7 @@ def test_two_faults_harm_no_row(scene: Scene) -> None:
     assert_right(job, scene.num_rows)
 
 
-@given(scenes(kinds=("node",), max_faults=3), st.sets(st.integers(0, 79), min_size=1, max_size=4))
+@given(scenes(kinds=("node",), max_faults=3), st.sets(st.integers(0, 39), min_size=1, max_size=4))
 @quick
 def test_rows_that_kill_become_errors_and_no_others(scene: Scene, killers: set[int]) -> None:
     here = {index for index in killers if index < scene.num_rows}
@@ -159,7 +159,7 @@ def test_rows_that_kill_become_errors_and_no_others(scene: Scene, killers: set[i
     assert_right(job, scene.num_rows, here)
 
 
-@given(scenes(kinds=("node",), max_faults=3), st.sets(st.integers(0, 79), min_size=1, max_size=4))
+@given(scenes(kinds=("node",), max_faults=3), st.sets(st.integers(0, 39), min_size=1, max_size=4))
 @quick
 def test_a_row_that_kills_is_named(scene: Scene, killers: set[int]) -> None:
     here = {index for index in killers if index < scene.num_rows}

@@ -1,0 +1,191 @@
+"""Which rows a worker gets, and what its death means for them."""
+
+from __future__ import annotations
+
+from specbatch.job.runner import FinishedRow
+from specbatch.scaleout.rows import Holding, PoolRows
+from tests.scaleout.simulation import finished_row, raw_row
+
+
+def pool_rows(*credits: int, num_rows: int) -> tuple[PoolRows, list[Holding]]:
+    rows = PoolRows()
+    holdings = [rows.open(credit) for credit in credits]
+    for index in range(num_rows):
+        rows.submit(raw_row(index))
+    return rows, holdings
+
+
+def hand_out(rows: PoolRows, holding: Holding, last: bool = False) -> list[int]:
+    return [row.index for row in rows.hand_out(holding, last)]
+
+
+def finish(rows: PoolRows, holding: Holding, *indices: int) -> tuple[list[int], list[int]]:
+    first, again = rows.finish(holding, [finished_row(index) for index in indices])
+    return indices_of(first), indices_of(again)
+
+
+def indices_of(rows: list[FinishedRow]) -> list[int]:
+    return [row.index for row in rows]
+
+
+def suspect(rows: PoolRows, holding: Holding) -> None:
+    """Two workers die with the rows of one."""
+    rows.close(holding, blame=True)
+    second = rows.open(holding.credit)
+    rows.hand_out(second, last=True)
+    rows.close(second, blame=True)
+
+
+def test_many_rows_fill_each_worker_in_order() -> None:
+    rows, (a, b) = pool_rows(3, 5, num_rows=20)
+    assert hand_out(rows, a) == [0, 1, 2]
+    assert hand_out(rows, b) == [3, 4, 5, 6, 7]
+    assert hand_out(rows, a) == []
+    assert not rows.has_room
+
+
+def test_few_rows_go_to_the_worker_with_the_fewest() -> None:
+    rows, (a, b, c) = pool_rows(9, 9, 9, num_rows=9)
+    assert [len(hand_out(rows, holding)) for holding in (a, b, c)] == [3, 3, 3]
+    finish(rows, a, 0, 1, 2)
+    finish(rows, b, 3)
+    for index in range(9, 13):
+        rows.submit(raw_row(index))
+    assert hand_out(rows, c) == [], "the others have fewer"
+    assert len(hand_out(rows, a)) == 3
+    assert len(hand_out(rows, b)) == 1
+    assert [holding.num_rows for holding in (a, b, c)] == [3, 3, 3]
+
+
+def test_a_full_worker_leaves_its_share_to_the_others() -> None:
+    rows, (a, b) = pool_rows(2, 20, num_rows=12)
+    assert len(hand_out(rows, a)) == 2
+    assert len(hand_out(rows, b)) == 10
+
+
+def test_rows_of_a_dead_worker_come_first() -> None:
+    rows, (a, b) = pool_rows(3, 9, num_rows=20)
+    hand_out(rows, a)
+    finish(rows, a, 1)
+    assert rows.close(a, blame=True) is None
+    assert hand_out(rows, b) == [0, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_suspect_runs_alone_after_all_others() -> None:
+    rows, (a,) = pool_rows(2, num_rows=2)
+    hand_out(rows, a)
+    suspect(rows, a)
+    b = rows.open(4)
+    rows.submit(raw_row(9))
+    assert rows.has_room, "suspects wait without room"
+    assert hand_out(rows, b, last=True) == [9]
+    finish(rows, b, 9)
+    assert hand_out(rows, b, last=False) == [], "more rows can come"
+    assert hand_out(rows, b, last=True) == [0]
+    rows.submit(raw_row(10))
+    assert hand_out(rows, b, last=True) == [], "nothing else runs with it"
+    assert hand_out(rows, rows.open(4), last=True) == [10], "other workers go on"
+    assert finish(rows, b, 0) == ([0], [])
+    assert hand_out(rows, b, last=True) == [1]
+
+
+def test_a_death_with_a_suspect_names_it() -> None:
+    rows, (a, b) = pool_rows(1, 4, num_rows=1)
+    hand_out(rows, a)
+    suspect(rows, a)
+    hand_out(rows, b, last=True)
+    assert rows.close(b, blame=True) == raw_row(0)
+    assert rows.num_rows == 0
+
+
+def test_a_lost_node_gives_a_suspect_back() -> None:
+    rows, (a, b, c) = pool_rows(1, 4, 4, num_rows=1)
+    hand_out(rows, a)
+    suspect(rows, a)
+    hand_out(rows, b, last=True)
+    assert rows.close(b, blame=False) is None
+    assert hand_out(rows, c, last=True) == [0]
+    assert c.alone
+
+
+def test_deaths_of_a_row_that_finished_are_forgotten() -> None:
+    """The counts take no memory for finished rows, and a row with the same index can come later."""
+    rows, (a, b) = pool_rows(1, 1, num_rows=1)
+    for _ in range(3):
+        hand_out(rows, a)
+        rows.close(a, blame=True)
+        hand_out(rows, b)
+        finish(rows, b, 0)
+        rows.submit(raw_row(0))
+        a = rows.open(1)
+    assert hand_out(rows, a, last=False) == [0], "it is no suspect"
+
+
+def test_an_idle_worker_takes_half_of_the_most_rows() -> None:
+    rows, (a, b) = pool_rows(8, 5, num_rows=13)
+    assert hand_out(rows, a) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert hand_out(rows, b) == [8, 9, 10, 11, 12]
+    a.started = [0, 1]
+    c = rows.open(8)
+    assert hand_out(rows, c, last=False) == [], "more rows can come"
+    assert hand_out(rows, c, last=True) == [7, 6, 5, 4]
+    assert a.take_drop() == [7, 6, 5, 4]
+
+
+def test_rows_that_have_begun_are_copied_last_and_stay() -> None:
+    rows, (a,) = pool_rows(8, num_rows=4)
+    hand_out(rows, a)
+    a.started = [0, 1, 2]
+    b = rows.open(4)
+    assert hand_out(rows, b, last=True) == [3, 2], "row 3 is moved, row 2 copied"
+    assert a.take_drop() == [3]
+    assert a.num_rows == 3
+    assert finish(rows, a, 2) == ([2], [])
+    assert b.take_drop() == [2]
+    assert finish(rows, b, 2) == ([], [2])
+    assert finish(rows, a, 3) == ([3], []), "it had begun before it could be dropped"
+    assert finish(rows, b, 3) == ([], [3])
+    assert rows.num_rows == 2
+
+
+def test_no_more_rows_are_taken_than_the_credit() -> None:
+    rows, (a,) = pool_rows(20, num_rows=20)
+    hand_out(rows, a)
+    assert len(hand_out(rows, rows.open(3), last=True)) == 3
+
+
+def test_a_suspect_that_runs_is_not_copied() -> None:
+    rows, (a, b, c) = pool_rows(1, 4, 4, num_rows=1)
+    hand_out(rows, a)
+    suspect(rows, a)
+    hand_out(rows, b, last=True)
+    b.started = [0]
+    assert hand_out(rows, c, last=True) == []
+
+
+def test_a_copy_outlives_its_worker() -> None:
+    rows, (a,) = pool_rows(4, num_rows=1)
+    hand_out(rows, a)
+    a.started = [0]
+    b = rows.open(4)
+    assert hand_out(rows, b, last=True) == [0]
+    rows.close(a, blame=False)
+    c = rows.open(4)
+    assert hand_out(rows, c, last=True) == [], "it still runs, and is copied once at most"
+    rows.close(b, blame=False)
+    assert hand_out(rows, c, last=True) == [0], "nobody has it"
+    assert finish(rows, c, 0) == ([0], [])
+
+
+def test_a_row_that_is_given_back_has_one_result() -> None:
+    """Its first worker had begun it, and returns it when a third one has it."""
+    rows, (a,) = pool_rows(4, num_rows=2)
+    hand_out(rows, a)
+    b = rows.open(4)
+    assert hand_out(rows, b, last=True) == [1]
+    rows.close(b, blame=False)
+    c = rows.open(4)
+    assert hand_out(rows, c, last=True) == [1]
+    assert finish(rows, a, 1) == ([], [1])
+    assert finish(rows, c, 1) == ([1], [])
+    assert rows.num_rows == 1
