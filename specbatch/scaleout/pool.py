@@ -145,9 +145,10 @@ class Pool:
         assert worker.holding is not None
         worker.load.running, worker.load.waiting = [], []
         self._past = merged([self._past, worker.load])
-        if blame and self._results is not None:
-            self._results.add_deaths({row.index: row.digest() for row in worker.holding.rows()}, reason)
-        cause = self._rows.close(worker.holding, blame=blame)
+        blamed = self._rows.blame(worker.holding) if blame else []
+        if self._results is not None:
+            self._results.add_deaths({row.index: row.digest() for row in blamed}, reason)
+        cause = self._rows.close(worker.holding)
         if cause is not None:
             row, deaths = cause
             self._finished.left_out.append((row, RowDeaths(deaths, row.digest(), reason)))

@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 from specbatch.job.runner import FinishedRow
 from specbatch.job.sources import RawRow
-from specbatch.job.suspects import ALONE_DEATHS
+from specbatch.job.suspects import ALONE_DEATHS, MAX_DEATHS
 
 
 @dataclass(slots=True, eq=False)
@@ -101,16 +101,22 @@ class PoolRows:
         holding.alone = holding.alone and bool(holding.num_rows)
         return first, again
 
-    def close(self, holding: Holding, *, blame: bool) -> tuple[RawRow, int] | None:
-        """Give back the rows of a worker that is gone. `blame`: a row can be the cause. Returns the row that must be
-        the cause, because the worker had no other, and its deaths; it no longer belongs to the pool."""
+    def blame(self, holding: Holding) -> list[RawRow]:
+        """A worker has died with rows that can be the cause: count it for each, and return them. A row is the cause
+        after `MAX_DEATHS`, so the last one counts only if it ran alone."""
+        blamed = [row for row in holding.rows() if holding.alone or self._deaths.get(row.index, 0) < MAX_DEATHS - 1]
+        for row in blamed:
+            self._deaths[row.index] = self._deaths.get(row.index, 0) + 1
+        return blamed
+
+    def close(self, holding: Holding) -> tuple[RawRow, int] | None:
+        """Give back the rows of a worker that is gone. Returns a row that is the cause of deaths, and their number; it
+        no longer belongs to the pool."""
         self._holdings.remove(holding)
         self._credit -= holding.credit
-        if blame:
-            for row in holding.rows():
-                self._deaths[row.index] = self._deaths.get(row.index, 0) + 1
-            if holding.alone:
-                (row,) = holding.own.values()
+        if holding.alone:
+            (row,) = holding.own.values()
+            if self._deaths[row.index] >= MAX_DEATHS:
                 self.num_rows -= 1
                 return row, self._deaths.pop(row.index)
         back = list(holding.own.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specbatch.job.runner import FinishedRow
+from specbatch.job.sources import RawRow
 from specbatch.scaleout.rows import Holding, PoolRows
 from tests.scaleout.simulation import finished_row, raw_row
 
@@ -28,12 +29,17 @@ def indices_of(rows: list[FinishedRow]) -> list[int]:
     return [row.index for row in rows]
 
 
+def die(rows: PoolRows, holding: Holding) -> tuple[RawRow, int] | None:
+    rows.blame(holding)
+    return rows.close(holding)
+
+
 def suspect(rows: PoolRows, holding: Holding) -> None:
     """Two workers die with the rows of one."""
-    rows.close(holding, blame=True)
+    die(rows, holding)
     second = rows.open(holding.credit)
     rows.hand_out(second, last=True)
-    rows.close(second, blame=True)
+    die(rows, second)
 
 
 def test_many_rows_fill_each_worker_in_order() -> None:
@@ -67,7 +73,7 @@ def test_rows_of_a_dead_worker_come_first() -> None:
     rows, (a, b) = pool_rows(3, 9, num_rows=20)
     hand_out(rows, a)
     finish(rows, a, 1)
-    assert rows.close(a, blame=True) is None
+    assert die(rows, a) is None
     assert hand_out(rows, b) == [0, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
@@ -94,7 +100,7 @@ def test_a_death_with_a_suspect_names_it() -> None:
     hand_out(rows, a)
     suspect(rows, a)
     hand_out(rows, b, last=True)
-    assert rows.close(b, blame=True) == raw_row(0)
+    assert die(rows, b) == (raw_row(0), 3)
     assert rows.num_rows == 0
 
 
@@ -103,7 +109,7 @@ def test_a_lost_node_gives_a_suspect_back() -> None:
     hand_out(rows, a)
     suspect(rows, a)
     hand_out(rows, b, last=True)
-    assert rows.close(b, blame=False) is None
+    assert rows.close(b) is None
     assert hand_out(rows, c, last=True) == [0]
     assert c.alone
 
@@ -113,7 +119,7 @@ def test_deaths_of_a_row_that_finished_are_forgotten() -> None:
     rows, (a, b) = pool_rows(1, 1, num_rows=1)
     for _ in range(3):
         hand_out(rows, a)
-        rows.close(a, blame=True)
+        die(rows, a)
         hand_out(rows, b)
         finish(rows, b, 0)
         rows.submit(raw_row(0))
@@ -169,10 +175,10 @@ def test_a_copy_outlives_its_worker() -> None:
     a.started = [0]
     b = rows.open(4)
     assert hand_out(rows, b, last=True) == [0]
-    rows.close(a, blame=False)
+    rows.close(a)
     c = rows.open(4)
     assert hand_out(rows, c, last=True) == [], "it still runs, and is copied once at most"
-    rows.close(b, blame=False)
+    rows.close(b)
     assert hand_out(rows, c, last=True) == [0], "nobody has it"
     assert finish(rows, c, 0) == ([0], [])
 
@@ -183,9 +189,36 @@ def test_a_row_that_is_given_back_has_one_result() -> None:
     hand_out(rows, a)
     b = rows.open(4)
     assert hand_out(rows, b, last=True) == [1]
-    rows.close(b, blame=False)
+    rows.close(b)
     c = rows.open(4)
     assert hand_out(rows, c, last=True) == [1]
     assert finish(rows, a, 1) == ([], [1])
     assert finish(rows, c, 1) == ([1], [])
     assert rows.num_rows == 1
+
+
+def test_a_row_that_never_ran_alone_is_not_the_cause() -> None:
+    """The copies of two suspects die with their workers."""
+    rows, (a,) = pool_rows(4, num_rows=0)
+    for index in range(2):
+        rows.submit(raw_row(index), deaths=1)
+    hand_out(rows, a)
+    a.started = [0, 1]
+    b = rows.open(4)
+    assert hand_out(rows, b, last=True) == [1]
+    assert [row.index for row in rows.blame(a)] == [0, 1]
+    assert rows.close(a) is None
+    assert rows.blame(b) == [], "row 1 has two deaths, none of them alone"
+    assert rows.close(b) is None
+    c = rows.open(4)
+    assert hand_out(rows, c, last=True) == [1]
+    assert die(rows, c) == (raw_row(1), 3)
+
+
+def test_deaths_of_earlier_sessions_count() -> None:
+    rows, (a,) = pool_rows(4, num_rows=1)
+    rows.submit(raw_row(1), deaths=2)
+    assert hand_out(rows, a, last=True) == [0]
+    finish(rows, a, 0)
+    assert hand_out(rows, a, last=True) == [1]
+    assert die(rows, a) == (raw_row(1), 3)
