@@ -21,6 +21,7 @@ from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.jsonl import encode_line
 from specbatch.job.rows import RowParser
 from specbatch.job.runner import failed_row
+from specbatch.job.shard import Shard
 from specbatch.job.sources import RawRow
 from specbatch.job.suspects import died
 from specbatch.job.tokenizer import with_chat_template_text
@@ -152,6 +153,7 @@ def generate_file(
     *,
     config: str | Path | None = None,
     limit: int | None = None,
+    shard: str | None = None,
     overwrite: bool = False,
     quarantine: bool = False,
     progress: bool = False,
@@ -160,10 +162,12 @@ def generate_file(
     """Run every row of a file, as `specbatch generate INPUT -o OUTPUT` does. A job that was interrupted goes on, and
     one that is finished is not run again.
 
-    `options`: as for `LLM`. `limit`: only the first rows. `quarantine`: rows that end the process each time that they
-    run become error rows; without it they raise WorkerFailed when all others have finished. `progress`: print on stderr
-    what the command prints. Raises SpecbatchError for what the caller can mend, KeyboardInterrupt after SIGINT or
-    SIGTERM; finished rows are kept.
+    `options`: as for `LLM`. `limit`: only the first rows. `shard`: a part of the rows, such as "3/16", see
+    docs/cluster.md. `quarantine`: rows that end the process each time that they run become error rows; without it they
+    raise WorkerFailed when all others have finished. `progress`: print on stderr what the command prints.
+
+    Raises SpecbatchError for what the caller can mend, KeyboardInterrupt after SIGINT or SIGTERM; finished rows are
+    kept.
     """
     began = time.perf_counter()
     configured = _configured(config, {}, options)
@@ -174,7 +178,8 @@ def generate_file(
         limit,
         overwrite,
         None if config is None else Path(config),
-        quarantine=quarantine,
+        None if shard is None else Shard.parse(shard),
+        quarantine,
     )
     console = Console(stderr=True, highlight=False, quiet=not progress)
     outcome = run_file_job(given, configured, open_pool(configured, console), console, began=began, summary=progress)

@@ -125,6 +125,13 @@ def test_a_finished_job_is_not_run_again_and_an_interrupted_one_goes_on(monkeypa
     assert generate_file("d.jsonl", "out.jsonl").stats == report.stats
 
 
+def test_a_shard_has_its_own_rows() -> None:
+    Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    report = generate_file("d.jsonl", shard="1/10")
+    assert report.output == Path("d.results.01-of-10.jsonl")
+    assert [r["index"] for r in report.results()] == list(range(1, len(ROWS), 10))
+
+
 def test_it_works_in_a_thread() -> None:
     """Python allows handlers of signals in the main thread only."""
     Path("d.jsonl").write_text('{"prompt": "x"}\n')

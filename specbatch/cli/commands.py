@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,11 @@ from specbatch.cli.options import (
 from specbatch.cli.streams import guard_streams, print_data
 from specbatch.errors import InputError, SpecbatchError
 from specbatch.startup import allow_open_files, download_bar, import_engine, prepare_libraries, resolving
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specbatch.config import Config
 
 # For users who have no file yet. It works without changes.
 _FIRST_RUN = (
@@ -78,6 +83,7 @@ def _root(
         "specbatch generate data.jsonl",
         "specbatch generate data.jsonl --model org/name -o answers.jsonl",
         "specbatch generate data.jsonl -c llama-3.1-8b-eagle3",
+        "specbatch generate data.jsonl --workers 8",
         "specbatch generate data.jsonl --shard 3/16",
     )
 )
@@ -203,6 +209,7 @@ def evaluate(
         from specbatch.evals.command import evaluate as evaluate_tasks
 
         config = given.load()
+        _note_one_engine(config, console)
         prepare_libraries()
         names = [item.partition("=")[0].strip() for item in given.sets]
         options = EvalOptions(
@@ -244,6 +251,7 @@ def tune(
         from specbatch.tune.start import TuneOptions, example_rows, open_input, seconds_of
 
         config = given.load()
+        _note_one_engine(config, console)
         prepare_libraries()
         data = example_rows(console) if data is None else data
         options = TuneOptions(data, output, rows, seconds_of(budget), given.config)
@@ -268,6 +276,11 @@ def tune(
             "device": device_name(tuned.run.config.engine.device),
         }
         write_tuned(tuned, config, opened.output, made_by, console)
+
+
+def _note_one_engine(config: Config, console: Console) -> None:
+    if config.cluster.workers is not None:
+        console.print("cluster.workers is for generate: this command runs one engine", soft_wrap=True)
 
 
 @app.command("config", epilog=examples("specbatch config -c builtin-cpu", "specbatch config --set speculation.topk=4"))

@@ -23,6 +23,8 @@ _SHORT_CUTS = {  # fields of `ConfigOptions`, and the options that they set
     "method": "speculation.method",
     "max_tokens": "sampling.max_tokens",
     "temperature": "sampling.temperature",
+    "workers": "cluster.workers",
+    "cluster": "cluster.address",
 }
 
 
@@ -91,6 +93,12 @@ class ConfigOptions:
     ] = None
     max_tokens: Annotated[int | None, _option(metavar="N", help="sampling.max_tokens: the longest completion.")] = None
     temperature: Annotated[float | None, _option(metavar="T", help="sampling.temperature: 0 is greedy.")] = None
+    workers: Annotated[
+        int | None, _option(metavar="N", help="cluster.workers, for generate: N engines share the file, on Ray.")
+    ] = None
+    cluster: Annotated[
+        str | None, _option(metavar="ADDRESS", help="cluster.address of a Ray cluster: auto or HOST:PORT.")
+    ] = None
     set: Annotated[
         list[str] | None,
         _option(

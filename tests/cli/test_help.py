@@ -78,10 +78,11 @@ SHORT_CUTS = ["--model", "m", "--draft", "d", "--method", "eagle", "--max-tokens
 
 def test_short_cuts_set_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ConfigOptions(None, "m", "d", "eagle", 7, 1e-7, ["engine.seed=3"])
+    given = ConfigOptions(None, "m", "d", "eagle", 7, 1e-7, 8, "auto", ["engine.seed=3"])
     config = given.load()
     assert (config.model.target, config.speculation.draft, config.speculation.method) == ("m", "d", "eagle")
     assert (config.sampling.max_tokens, config.sampling.temperature, config.engine.seed) == (7, 1e-7, 3)
+    assert (config.cluster.workers, config.cluster.address) == (8, "auto")
     assert ConfigOptions().sets == []
     with pytest.raises(ConfigError, match=r"--max-tokens and --set sampling.max_tokens are both given"):
         ConfigOptions(max_tokens=7, set=["sampling.max_tokens=7"]).load()
