@@ -56,6 +56,7 @@ class Pool:
         self._crew = Crew(transport, num_workers, self._limits, handlers, log, clock)
         self._rows = PoolRows()
         self._results: ResultFile | None = None  # that records deaths
+        self._is_ending = False
         self._finished = Finished()
         self._past = Load()  # sums over workers that are gone
         self._sums, self._sums_at = Load(), float("-inf")
@@ -97,6 +98,7 @@ class Pool:
 
     def drain(self) -> Finished:
         """Wait for the running slices, and return the rows that have finished."""
+        self._is_ending = True
         running = {worker.id for worker in self._crew.workers.values() if worker.holding is not None and worker.calls}
         end = self._clock() + _DRAIN_SECONDS
         while running and (left := end - self._clock()) > 0:
@@ -145,7 +147,8 @@ class Pool:
         assert worker.holding is not None
         worker.load.running, worker.load.waiting = [], []
         self._past = merged([self._past, worker.load])
-        blamed = self._rows.blame(worker.holding) if blame else []
+        # A signal that ends the job can end its workers, too.
+        blamed = self._rows.blame(worker.holding) if blame and not self._is_ending else []
         if self._results is not None:
             self._results.add_deaths({row.index: row.digest() for row in blamed}, reason)
         cause = self._rows.close(worker.holding)

@@ -395,6 +395,11 @@ class TestFailure:
         with pytest.raises(WorkerFailed, match="row 0"):
             loaded_job(Simulation(killers=[0]), 1).run(1)
 
+    def test_the_first_of_two_errors_is_raised(self) -> None:
+        machines = {0: Machine(fail={"exchange": broken("first")}), 1: Machine(fail={"exchange": refused("second")})}
+        with pytest.raises(WorkerFailed, match="first"):
+            loaded_job(Simulation(machines=machines), 2).run(10)
+
     def test_drain_returns_what_the_running_slices_finish(self) -> None:
         simulation = Simulation(batch=4)
         job = loaded_job(simulation, 2)
@@ -418,6 +423,20 @@ class TestFailure:
         began = simulation.now
         job.pool.drain()
         assert simulation.now - began <= 10 + 1e-9
+
+    def test_deaths_while_a_job_ends_are_not_the_fault_of_rows(self, tmp_path: Path) -> None:
+        """A scheduler sends SIGTERM to all processes of a job."""
+        simulation = Simulation()
+        job = loaded_job(simulation, 2)
+        with closing(ResultFile(tmp_path / "o.jsonl", {}, overwrite=False)) as results, job.pool.recording(results):
+            for index in range(12):
+                job.pool.submit(raw_row(index))
+            job.pool.collect(last=True)
+            simulation.at(0.0, lambda: simulation.die(0))
+            simulation.at(0.0, lambda: simulation.die(0))
+            job.pool.drain()
+            assert len(simulation.deaths_with) == 2
+            assert not any(results.deaths_of(raw_row(index)) for index in range(12))
 
     def test_close_ends_the_processes(self) -> None:
         job = loaded_job(Simulation())
