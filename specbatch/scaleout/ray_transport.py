@@ -23,7 +23,6 @@ from specbatch.scaleout.needs import WorkerNeeds, amounts
 from specbatch.scaleout.ray_session import RaySession, ray
 from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply, WorkerId
 
-_PLACE_SECONDS = 30.0  # after which a note says what keeps a worker from being placed
 _NODE_DIED = re.compile("node has died|node was terminated|node is dead|preempted", re.IGNORECASE)
 _LOW_MEMORY = re.compile("NODE_OUT_OF_MEMORY|running low on memory|memory monitor", re.IGNORECASE)
 
@@ -45,7 +44,11 @@ class RayTransport:
         make_worker: Callable[[], object],
         needs: WorkerNeeds,
         log: Callable[[str], None] = lambda line: None,
+        *,
+        note_seconds: float = 30.0,
     ) -> None:
+        """`log` gets a note, once, if a worker is not placed within `note_seconds`."""
+        self._note_seconds = note_seconds
         self._session = session
         self._needs = needs
         self._log = log
@@ -134,14 +137,14 @@ class RayTransport:
 
     def _note_missing(self) -> None:
         """Once: what keeps workers from being placed."""
-        late = time.monotonic() - _PLACE_SECONDS
+        late = time.monotonic() - self._note_seconds
         missing = [p for p in self._processes.values() if p.pid is None and p.asked_at < late]
         if missing and not self._has_noted:
             self._has_noted = True
             has, free = amounts(ray.cluster_resources()), amounts(ray.available_resources())
             self._log(
                 f"{len(missing)} of {len(self._processes)} workers wait for room in the Ray cluster: each needs "
-                f"{self._needs}; the cluster has {has}, of which {free} are free"
+                f"{self._needs}; in all there is {has}, free is {free}"
             )
 
 
