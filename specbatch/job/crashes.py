@@ -1,9 +1,9 @@
 """Which rows ran when a process crashed: the file `OUTPUT.partial.running`.
 
 The file holds a header line, the trace of a crash and a table of the rows in flight. Each row costs one write of 16
-bytes to the operating system, about 2 microseconds. It survives `kill -9`, like the lines of the partial
-file. A shared memory mapping would be a little faster. But on a full disk it ends the process by SIGBUS, where a write
-is an error that can be reported, and some file systems have none. A job that ends removes the file.
+bytes to the operating system, about 2 microseconds. It survives `kill -9`, like the lines of the partial file. A shared
+memory mapping would be a little faster. But on a full disk it ends the process by SIGBUS, where a write is an error
+that can be reported, and some file systems have none. A job that ends removes the file.
 
 What counts as a crash of the rows in flight:
 

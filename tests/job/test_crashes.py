@@ -1,9 +1,11 @@
-"""Rows that crash the process: they are found, run alone, and are left out only by a decision of the user."""
+"""The table of running rows, the counts of deaths, and the order in which rows run after a crash."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ctypes
+import faulthandler
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,25 +15,23 @@ from specbatch.job.paths import is_running_table, partial_path
 from specbatch.job.results import ResultFile
 from specbatch.job.sources import RawRow
 from specbatch.job.suspects import HeldRows
-
-# A process that runs three of four rows, and then ends as argument 2 says.
-ENDING = """
-import ctypes, os, signal, sys
-from pathlib import Path
-from specbatch.job.crashes import RunningRows
-
-def a_kernel(): ctypes.string_at(0)
-with RunningRows(Path(sys.argv[1]), "job") as running:
-    for row in (7, 8, 9, 0): running.start(row, 2**64 - 1 - row)
-    running.finish(8)
-    running.clear()
-    exec(sys.argv[2])
-"""
+from tests.processes import Command
 
 
-def end(path: Path, how: str) -> int:
-    """The exit code of that process. `path`: its table."""
-    return subprocess.run([sys.executable, "-c", ENDING, path, how], capture_output=True, check=False).returncode
+def end(path: Path, how: str) -> int | None:
+    """The exit code of a process that runs three of four rows, and then ends by the statement `how`."""
+
+    def main() -> None:
+        with RunningRows(path, "job") as running:
+            for row in (7, 8, 9, 0):
+                running.start(row, 2**64 - 1 - row)
+            running.finish(8)
+            running.clear()
+            exec(how, {"os": os, "signal": signal, "a_kernel": lambda: ctypes.string_at(0)})
+
+    process = Command(path.parent, main=main)
+    process.communicate()
+    return process.returncode
 
 
 @pytest.fixture
@@ -151,18 +151,17 @@ def test_entries_are_used_again(path: Path) -> None:
         assert path.stat().st_size == (1 << 16) + 4 * 16
 
 
-def test_the_handler_of_others_is_on_again(path: Path) -> None:
-    code = """
-import faulthandler, sys
-from pathlib import Path
-from specbatch.job.crashes import RunningRows
-if sys.argv[2] == "on": faulthandler.enable()
-with RunningRows(Path(sys.argv[1]), "job"):
-    assert faulthandler.is_enabled()
-assert faulthandler.is_enabled() == (sys.argv[2] == "on")
-"""
-    for state in ("on", "off"):
-        subprocess.run([sys.executable, "-c", code, path, state], check=True)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_handler_of_others_is_on_again(path: Path, enabled: bool) -> None:
+    def main() -> None:
+        (faulthandler.enable if enabled else faulthandler.disable)()
+        with RunningRows(path, "job"):
+            assert faulthandler.is_enabled()
+        assert faulthandler.is_enabled() == enabled
+
+    process = Command(path.parent, main=main)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 0
 
 
 def test_rows_that_ran_at_a_crash_run_in_small_groups_and_then_alone() -> None:

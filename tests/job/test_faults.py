@@ -1,10 +1,11 @@
-"""kill -9 and resume over the real engine and tiny random models. The script `scripts/check/check_faults.py` does the
-same with a real model and more."""
+"""kill -9, a crash, and resume over the real engine and tiny random models. The script `scripts/check/check_faults.py`
+does the same with a real model and more."""
 
 from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from specbatch import cli
 from specbatch.job.paths import partial_path
 from tests.processes import Command
 
-ROWS, KILLS = 16, 2
+ROWS = 16
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
@@ -80,7 +81,9 @@ def rows() -> list[Any]:
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
-def test_kill_9_and_resume_give_the_same_bytes(method: str, tmp_path: Path, model_folders: tuple[Path, Path]) -> None:
+def test_kill_9_crash_and_resume_give_the_same_bytes(
+    method: str, tmp_path: Path, model_folders: tuple[Path, Path]
+) -> None:
     target, draft = model_folders
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
     settings = [f"model.target={target}", f"speculation.method={method}", "engine.device=cpu"]
@@ -107,14 +110,16 @@ def test_kill_9_and_resume_give_the_same_bytes(method: str, tmp_path: Path, mode
 
     rng = random.Random(method)
     partial = partial_path(tmp_path / "d.out")
-    for kill in range(KILLS):
+    for kill, number in enumerate((signal.SIGKILL, signal.SIGSEGV)):
         command = start("d.out")
         command.wait_for_rows(partial, ROWS // 3 * kill + rng.randrange(3))
         time.sleep(rng.random() * 0.03)
-        command.kill()
+        command.send_signal(number)
         command.communicate()
-        assert command.returncode == -9, "the run was over before it could be killed"
+        assert command.returncode == -number, "the run was over before it could be killed"
         assert not (tmp_path / "d.out").exists()
-    assert "resuming" in finish("d.out")
+    log = finish("d.out")
+    assert "resuming" in log
+    assert log.count("the last run crashed (segmentation fault") == 1
     assert (tmp_path / "d.out").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not partial.exists()

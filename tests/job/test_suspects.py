@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
-import sys
-import time
-from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +15,7 @@ import pytest
 from specbatch.job.paths import partial_path, running_path
 from specbatch.types import Completion, Request
 from tests import stub_engine
+from tests.processes import Command
 from tests.stub_engine import StubEngine, StubRun
 
 BATCH = 4
@@ -34,7 +30,7 @@ DEADLY: dict[str, Callable[[], Any]] = {
 class Dying(StubEngine):
     """Prompts with one of `words` do what that word means while they run."""
 
-    def __init__(self, words: list[str], **options: Any) -> None:
+    def __init__(self, words: Sequence[str], **options: Any) -> None:
         super().__init__(**options)
         self._words = words
 
@@ -46,62 +42,43 @@ class Dying(StubEngine):
         return super()._complete(request)
 
 
-def command(folder: str, arguments: list[str], deadly: list[str], sleep: float) -> None:
-    """The body of a process: the command line over `Dying`, its stderr in a file."""
-    os.chdir(folder)
-    with open("stderr.txt", "w") as log:
-        os.dup2(log.fileno(), 2)
-
-    def build(run: StubRun, show: object) -> Dying:
-        Path("built").touch()
-        return Dying(deadly, batch=BATCH, sleep=sleep)
-
-    stub_engine.build_engine = build  # type: ignore[assignment]
-    sys.argv = ["specbatch", *arguments]
-    stub_engine.main()
-
-
-@pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.job.test_suspects", "specbatch.cli", "specbatch.job.command"])
-    return context
-
-
 class Job:
-    def __init__(self, folder: Path, processes: ForkServerContext) -> None:
+    """A job in a folder; each call of `run` is a process. `log`: the stderr of the last one."""
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.partial = partial_path(folder / "o.jsonl")
-        self._processes = processes
+        self.log = ""
 
     def write(self, **deadly: int) -> None:
         """40 rows. `deadly`: the index of the row that begins with a word."""
-        rows: list[dict[str, Any]] = [
-            {"prompt": f"p{i}", "n": 2 if i % 5 == 0 else 1, "logprobs": 1} for i in range(40)
-        ]
+        rows: list[dict[str, Any]] = [{"prompt": f"p{i}", "n": 1 + (i % 5 == 0)} for i in range(40)]
         rows[7] = {"prompt": ""}
         for word, index in deadly.items():
             rows[index]["prompt"] = f"{word} {index}"
         (self.folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def start(
-        self, *options: str, deadly: list[str] | None = None, output: str = "o.jsonl", sleep: float = 0
-    ) -> BaseProcess:
+    def start(self, *options: str, deadly: Sequence[str] = (), output: str = "o.jsonl", sleep: float = 0) -> Command:
+        def main() -> None:
+            stub_engine.build_engine = build  # type: ignore[assignment]
+            stub_engine.main()
+
+        def build(run: StubRun, show: object) -> Dying:
+            Path("built").touch()
+            return Dying(deadly, batch=BATCH, sleep=sleep)
+
         arguments = ["generate", "d.jsonl", "-o", output, "--set", f"engine.max_batch_size={BATCH}", *options]
-        process = self._processes.Process(target=command, args=(str(self.folder), arguments, deadly or [], sleep))
-        process.start()
-        return process
+        return Command(self.folder, *arguments, main=main)
 
     def run(self, *options: str, **how: Any) -> int:
         """The exit code; minus the signal that ended the process."""
-        process = self.start(*options, **how)
-        process.join(60)
-        assert process.exitcode is not None
-        return process.exitcode
+        return self.end(self.start(*options, **how))
 
-    @property
-    def log(self) -> str:
-        return " ".join((self.folder / "stderr.txt").read_text().split())
+    def end(self, command: Command) -> int:
+        _, log = command.communicate()
+        self.log = " ".join(log.split())
+        assert command.returncode is not None
+        return command.returncode
 
     def undisturbed(self) -> list[bytes]:
         """The lines of a run in which no row is deadly."""
@@ -116,8 +93,8 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, processes: ForkServerContext) -> Job:
-    return Job(tmp_path, processes)
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
 
 
 def test_sigkill_blames_no_row(job: Job) -> None:
@@ -226,21 +203,16 @@ def test_a_row_that_crashed_the_process_can_be_changed(job: Job) -> None:
 def test_a_second_process_leaves_the_table_alone(job: Job) -> None:
     job.write(segv=30)
     assert job.run(deadly=["segv"]) == -signal.SIGSEGV
-    process = job.start(sleep=0.02, deadly=["segv"])
-    running, deadline = running_path(job.folder / "o.jsonl"), time.monotonic() + 30
-    before = job.num_done()
-    while job.num_done() == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    first = job.start(sleep=0.02, deadly=["segv"])
+    running = running_path(job.folder / "o.jsonl")
+    first.wait_for_rows(job.partial, job.num_done())
+    first.send_signal(signal.SIGSTOP)
     table = running.read_bytes()
     assert job.run() == 2
     assert "another process is writing" in job.log
     assert running.read_bytes() == table
-    os.kill(process.pid, signal.SIGCONT)
-    process.join(60)
-    assert process.exitcode == -signal.SIGSEGV
+    first.send_signal(signal.SIGCONT)
+    assert job.end(first) == -signal.SIGSEGV
     assert job.run() == 1
     assert "the last run crashed (segmentation fault" in job.log
     assert job.lines() == job.undisturbed()
