@@ -10,15 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbatch.config import Config
-from specbatch.job.partial import RowDeaths
-from specbatch.job.rows import RowParser
-from specbatch.job.runner import Finished, FinishedRow, Load, failed_row
+from specbatch.job.runner import Finished, FinishedRow, Load
 from specbatch.job.sources import RawRow
-from specbatch.job.suspects import died as died_each_time
-from specbatch.job.suspects import refusal
 from specbatch.job.worker import Description, Loaded, Slice
-from specbatch.scaleout.crew import PoolLimits
-from specbatch.scaleout.pool import Pool
 from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply, WorkerId
 from specbatch.types import EngineStats
 
@@ -301,61 +295,3 @@ def broken(traceback: str) -> Callable[[WorkerId], Event]:
 
 def died(reason: str, node_lost: bool = False) -> Callable[[WorkerId], Event]:
     return lambda worker: Died(worker, reason, node_lost)
-
-
-@dataclass
-class Job:
-    """Runs rows through a pool, as the file job does. `finished`: what came back, also if the job failed.
-    `quarantine`: rows that kill each worker become error rows."""
-
-    simulation: Simulation
-    num_workers: int = 2
-    limits: PoolLimits = field(default_factory=PoolLimits)
-    quarantine: bool = False
-    log: list[str] = field(default_factory=list)
-    finished: Finished = field(default_factory=Finished)
-    left_out: dict[int, RowDeaths] = field(default_factory=dict)
-    progress: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pool = Pool(
-            self.simulation,
-            self.num_workers,
-            self.limits,
-            log=self.log.append,
-            clock=self.simulation.clock,
-        )
-
-    def load(self, settle: Callable[[int], int] = lambda here: here) -> Sequence[str]:
-        self.pool.describe(batch_config(self.simulation.batch))
-        return self.pool.load(settle, self.progress.append)
-
-    def run(self, num_rows: int, after_each: Callable[[], None] = lambda: None) -> Job:
-        """All rows, after `load`."""
-        rows = iter([raw_row(index) for index in range(num_rows)])
-        exhausted = False
-        while True:
-            while not exhausted and self.pool.has_room:
-                row = next(rows, None)
-                exhausted = row is None
-                if row is not None:
-                    self.pool.submit(row)
-            if exhausted and self.pool.is_idle:
-                if self.left_out:
-                    raise refusal(self.left_out)
-                return self
-            self.keep(self.pool.collect(exhausted))
-            after_each()
-
-    def keep(self, finished: Finished) -> None:
-        self.finished.rows += finished.rows
-        self.finished.totals.merge(finished.totals)
-        for row, deaths in finished.left_out:
-            if self.quarantine:
-                self.keep(failed_row(row, died_each_time(deaths), RowParser(Config().sampling, Config().data)))
-            else:
-                self.left_out[row.index] = deaths
-
-    @property
-    def indices(self) -> list[int]:
-        return sorted(row.index for row in self.finished.rows)

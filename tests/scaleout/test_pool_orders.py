@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from specbatch.errors import SpecbatchError, WorkerFailed
 from specbatch.job.runner import Finished
 from specbatch.scaleout.crew import PoolLimits
-from tests.scaleout.simulation import Job, Machine, Simulation, description, died, refused, result
+from tests.scaleout.job import Job
+from tests.scaleout.simulation import Machine, Simulation, description, died, refused, result
 
 quick = settings(
     max_examples=60,
