@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specbatch.config import Config
-from specbatch.job.worker import Description, Loaded, Worker
+from specbatch.job.worker import Description, Worker
 
 _LOCK_NAME = "node.lock"
 
@@ -41,9 +41,6 @@ class SharingWorker:
             config = _with_share(config, self._memory_share)
         with _node_lock():
             return self._worker.describe(config)
-
-    def load(self) -> Loaded:
-        return self._worker.load()
 
 
 def _with_share(config: Config, share: float) -> Config:
