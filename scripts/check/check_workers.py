@@ -77,11 +77,13 @@ def check_equal(folder: Path, rng: random.Random, args: argparse.Namespace) -> t
 def check_kill(folder: Path, rng: random.Random, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     figures: list[dict[str, Any]] = []
     problems: list[str] = []
-    todo = [(args.engines[-1 - (k >= args.real_kills) * (1 + k % 2) % len(args.engines)], k) for k in range(args.kills)]
-    kinds = {k: _KINDS[k % len(_KINDS)] for _, k in todo}
+    others = args.engines[:-1] or args.engines
+    todo: dict[str, list[str]] = {engine: [] for engine in args.engines}
+    for k in range(args.kills):
+        real = k < args.real_kills
+        todo[args.engines[-1] if real else others[k // len(_KINDS) % len(others)]].append(_KINDS[k % len(_KINDS)])
     with nodes() as cluster:
-        for engine in args.engines:
-            kills = [kinds[k] for name, k in todo if name == engine]
+        for engine, kills in todo.items():
             if not kills:
                 continue
             jobs = Jobs(engine, folder, sleep=0.02)
