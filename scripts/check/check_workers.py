@@ -1,6 +1,6 @@
 """Jobs with workers on Ray against the same job in one process: the bytes of the results, and what the jobs survive.
 
-    python scripts/check/check_workers.py [equal] [kill] [shards] [--engines stub,tiny,smollm2] [-o FILE.json]
+    python scripts/check/check_workers.py [equal] [kill] [shards] [faults] [--engines stub,tiny,smollm2]
 
 equal    1, 2 and 4 workers: 20,000 rows with the stub engine of the tests, 2,000 with a tiny model, 60 with the
          built-in model. Rows are greedy and sampled, with n = 2, logprobs, lines of OpenAI Batch and bad rows.
@@ -8,6 +8,7 @@ kill     30 kills at random moments: of a worker, of the command, of both (SIGKI
          which another node replaces. A killed command is run again with a random number of workers, until the file is
          whole. No process and no file of it may remain.
 shards   16 shards, merged.
+faults   SIGINT; two commands with one output; a worker that hangs (SIGSTOP); a row that ends its worker by SIGSEGV.
 
 All in float32 on the CPU. Each file must be byte for byte that of one process without workers. The exit code is 0 only
 if all of that holds. `-o` adds the figures to FILE.json. About an hour on two cores.
@@ -32,7 +33,8 @@ from typing import Any
 
 import psutil
 from check_faults import count_rows, write_lines
-from worker_jobs import ENGINES, Jobs, Session, environment, mixed_rows
+from worker_faults import Faults
+from worker_jobs import ENGINES, Jobs, Session, different, environment, mixed_rows
 
 from specbatch.job.stats import commit, device_name, versions
 
@@ -40,7 +42,7 @@ _NUM_ROWS = {"stub": 20_000, "tiny": 2_000, "smollm2": 60}
 _KILLED_ROWS = {"stub": 1_000, "tiny": 300, "smollm2": 60}
 _KINDS = ("worker", "command", "both", "node")
 _MAX_KILLS = 3  # of one file
-_STARTING = 0.15  # the part of the kills that come at any time of the start
+_STARTING = 0.25  # the part of the kills that come at any time of the start
 _GONE_SECONDS = 30.0
 _NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 _NUM_NODES = 2
@@ -206,15 +208,12 @@ def check_shards(folder: Path, rng: random.Random, args: argparse.Namespace) -> 
     return [figure], [f"merged shards: {problem}"] if problem else []
 
 
-def different(session: Session, output: Path, code: int, whole: bytes) -> str:
-    """How a command's end differs from that of one process; empty: not at all."""
-    if session.process.returncode != code:
-        return f"exit code {session.process.returncode}, not {code}:\n{session.stderr}"
-    return "" if output.read_bytes() == whole else "the results DIFFER from those of one process"
+def check_faults(folder: Path, rng: random.Random, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    return Faults(folder).check()
 
 
 def main() -> int:
-    checks = {"equal": check_equal, "kill": check_kill, "shards": check_shards}
+    checks = {"equal": check_equal, "kill": check_kill, "shards": check_shards, "faults": check_faults}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"{', '.join(checks)}; default: all")
     parser.add_argument("--engines", default="stub,tiny,smollm2", help="of equal and kill; the first runs the others")
@@ -248,7 +247,7 @@ def add_figures(path: Path, check: str, figures: list[dict[str, Any]], seed: int
 
     content = json.loads(path.read_text()) if path.exists() else {}
     content |= {
-        "what": "jobs with workers on Ray: results equal one process's, after kills, too; float32 on the CPU",
+        "what": "jobs with workers on Ray: the results of one process, after kills and faults, too; float32, CPU",
         "commit": commit(),
         "command": "python scripts/check/check_workers.py -o FILE.json",
         "device": f"{os.cpu_count()} cores of {device_name('cpu')}",

@@ -215,6 +215,13 @@ def environment(sleep: float = 0.0) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "STUB_SLEEP": str(sleep)}
 
 
+def different(session: Session, output: Path, code: int, whole: bytes) -> str:
+    """How a command's end differs from that of one process; empty: not at all."""
+    if session.process.returncode != code:
+        return f"exit code {session.process.returncode}, not {code}:\n{session.stderr}"
+    return "" if output.read_bytes() == whole else "the results DIFFER from those of one process"
+
+
 def title(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
