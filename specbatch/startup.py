@@ -82,8 +82,10 @@ def open_pool(config: Config, console: Console) -> WorkerPool:
 
 
 def new_worker() -> Worker:
-    """In the process of a worker, which prints nothing."""
+    """In the process of a worker, which prints nothing. The imports come first: in what follows, the workers of a node
+    take turns."""
     prepare_libraries()
+    import_engine()
     from rich.console import Console
 
     from specbatch.job.worker import Worker

@@ -153,6 +153,7 @@ class FileJob:
     def _keep(self, finished: Finished) -> None:
         self.results.append(finished)
         self.session.rows += len(finished.rows)
+        self.session.completion_tokens += finished.totals.completion_tokens
         for row in finished.rows:
             self.remarks.add(row.index, row.remark)
         for raw, deaths in finished.left_out:

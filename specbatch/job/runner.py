@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,7 +83,12 @@ class RowRunner:
     def has_room(self) -> bool:
         """Whether `start` should be called. Enough requests wait in the engine to fill its batch at once; more would
         only take memory."""
-        return self.engine.num_waiting < self._max_waiting and len(self._finished.rows) < _MAX_UNREAD
+        return self.engine.num_waiting < self._max_waiting and not self.is_full
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `take` should be called before more rows are started."""
+        return len(self._finished.rows) >= _MAX_UNREAD
 
     @property
     def is_busy(self) -> bool:
@@ -143,9 +148,9 @@ class RowRunner:
             waiting=[limit for request_id, limit in limits.items() if request_id not in so_far],
         )
 
-    def started_rows(self) -> Collection[int]:
-        """The indices of the rows that the engine has begun to compute."""
-        return {self._in_flight[request_id][0].row.index for request_id in self.engine.tokens_so_far()}
+    def rows_in_flight(self) -> set[int]:
+        """The indices of the rows that were started and have not finished."""
+        return {row.row.index for row, _ in self._in_flight.values()}
 
     def _complete(self, completion: Completion) -> None:
         in_flight, sample = self._in_flight.pop(completion.request_id)

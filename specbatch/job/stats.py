@@ -144,6 +144,7 @@ class Session:
     """What this process did. Seconds are wall time."""
 
     rows: int = 0
+    completion_tokens: int = 0  # of these rows
     load_seconds: float = 0.0
     io_seconds: float = 0.0  # reading, tokenizing, detokenizing, writing and the final sort
     run_seconds: float = 0.0  # from the first row to the last
@@ -170,6 +171,10 @@ def build_report(
     engine = session.engine
     # Workers run at the same time: their seconds are means, and the speed is that of the wall time.
     num_workers = len(session.workers) or 1
+    # What a dead worker had begun, and copies of rows, are no output.
+    output_tokens = engine.generated_tokens
+    if session.workers:
+        output_tokens = min(output_tokens, session.completion_tokens)
     busy = session.run_seconds if session.workers else engine.prefill_seconds + engine.decode_seconds
     here = engine.speculation
     refs = (config["model"]["target"], config["speculation"]["draft"])
@@ -190,9 +195,9 @@ def build_report(
                 "decode": round(engine.decode_seconds / num_workers, 3),
                 "io": round(session.io_seconds, 3),
             },
-            "output_tokens": engine.generated_tokens,
-            "output_tokens_per_second": _ratio(engine.generated_tokens, busy, 2),
-            "output_tokens_per_second_of_total": _ratio(engine.generated_tokens, session.total_seconds, 2),
+            "output_tokens": output_tokens,
+            "output_tokens_per_second": _ratio(output_tokens, busy, 2),
+            "output_tokens_per_second_of_total": _ratio(output_tokens, session.total_seconds, 2),
             "prompt_tokens": engine.prompt_tokens,
             "prefill_tokens": engine.prefill_tokens,
             "cache_hit_rate": _ratio(engine.cached_prompt_tokens, engine.prompt_tokens),

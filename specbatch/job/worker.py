@@ -23,6 +23,8 @@ from specbatch.types import BatchEngine
 if TYPE_CHECKING:
     from specbatch.engine.resolve import ResolvedRun
 
+_WAITING_BATCHES, _MIN_WAITING = 0.25, 4  # requests that wait in the engine during an exchange
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -70,7 +72,7 @@ class Slice:
 
     finished: Finished
     load: Load
-    started: Sequence[int] = ()  # indices of the rows that the engine computes: one of them, if the process dies
+    started: Sequence[int] = ()  # indices of the rows that can no longer be dropped
     models: Mapping[str, Any] = field(default_factory=dict)  # ModelFiles.record()
 
 
@@ -110,10 +112,13 @@ class Worker:
     def load(self, on_progress: Callable[[str], None] = lambda step: None) -> Loaded:
         """Build the engine."""
         known = len(self._run.notes)
-        engine = self._runtime.build_engine(self._run, on_progress)
+        engine, batch = self._runtime.build_engine(self._run, on_progress), self._run.config.engine.max_batch_size
+        assert batch is not None, "resolve() decides it"
         self.models.check_loaded()
         self.models.hash_later()
         self.runner = RowRunner(engine, self._texts, self._run.config)
+        # Of the rows of an exchange, most wait here, where they can be dropped.
+        self._max_waiting = max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
         return Loaded(engine.limit_length(None), list(self._run.notes[known:]))
 
     def limit_length(self, tokens: int) -> int:
@@ -128,14 +133,14 @@ class Worker:
             dropped = set(drop)
             self._unstarted = deque(row for row in self._unstarted if row.index not in dropped)
         self._unstarted.extend(rows)
-        runner = self.runner
+        runner, engine = self.runner, self.runner.engine
         while True:
-            while self._unstarted and runner.has_room:
+            while self._unstarted and runner.has_room and engine.num_waiting < self._max_waiting:
                 runner.start(self._unstarted.popleft())
-            if not runner.is_busy or time.perf_counter() >= end:
+            if not runner.is_busy or runner.is_full or time.perf_counter() >= end:
                 break
             runner.step()
-        return Slice(runner.take(), runner.load(), list(runner.started_rows()), self.models.record())
+        return Slice(runner.take(), runner.load(), list(runner.rows_in_flight()), self.models.record())
 
     def close(self) -> None:
         """Stop what runs in the background. Weights stay until the object is gone."""

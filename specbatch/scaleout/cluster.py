@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ def _open_transport(
     session = RaySession(section.address, num_cpus=max(cores, (section.workers or 1) * (section.cpus_per_worker or 1)))
     try:
         plan = plan_workers(section, config.engine.device, session.nodes())
-        return RayTransport(session, MakeWorker(new_worker, plan.memory_share), plan.needs, log)
+        return RayTransport(session, MakeWorker(new_worker, plan.memory_share, uuid.uuid4().hex), plan.needs, log)
     except BaseException:
         session.close()
         raise

@@ -29,6 +29,8 @@ from specbatch.types import EngineStats
 _CREDIT_BATCHES = 3  # of rows at a worker: one that runs, and two that wait
 _MAX_EXCHANGES = 2  # at a worker
 _DRAIN_SECONDS = 10.0
+_LATE_SECONDS = 5.0  # after the end of a slice without an answer: a worker is slow
+_SLOW = 0.5  # rows a second, as a share of the fastest worker's: a worker is slow below this
 _SUMS_SECONDS = 0.2  # while rows run, sums over workers are at most this old
 
 
@@ -90,6 +92,8 @@ class Pool:
     def collect(self, last: bool) -> Finished:
         """Hand out rows, wait for events for a moment, and return the rows that have finished."""
         self._crew.raise_failure()
+        if last:
+            self._find_slow()
         for worker in self._crew.workers.values():
             if worker.holding is not None and len(worker.calls) < _MAX_EXCHANGES:
                 self._exchange(worker, last)
@@ -124,6 +128,17 @@ class Pool:
         while holding.num_rows and len(worker.calls) < _MAX_EXCHANGES:
             self._crew.call(worker, "exchange", rows, holding.take_drop(), self._limits.slice_seconds)
             rows = []
+
+    def _find_slow(self) -> None:
+        now, speeds = self._clock(), dict[PoolWorker, float]()
+        for worker in self._crew.workers.values():
+            if worker.holding is not None:
+                seconds = now - worker.member.ready_at
+                speeds[worker] = worker.holding.num_finished / seconds if seconds else 0.0
+        for worker, speed in speeds.items():
+            assert worker.holding is not None
+            is_late = bool(worker.calls) and now - worker.began > self._limits.slice_seconds + _LATE_SECONDS
+            worker.holding.is_slow = is_late or speed < _SLOW * max(speeds.values())
 
     def _open(self, worker: PoolWorker) -> None:
         assert worker.description is not None

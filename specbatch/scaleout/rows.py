@@ -6,9 +6,9 @@ Handing out and finishing cost O(1) a row. What costs more happens at the end of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 
 from specbatch.job.runner import FinishedRow
 from specbatch.job.sources import RawRow
@@ -22,7 +22,9 @@ class Holding:
     credit: int  # maximum number of rows
     own: dict[int, RawRow] = field(default_factory=dict)  # by index, the youngest last: no other worker has them
     copies: dict[int, RawRow] = field(default_factory=dict)  # another worker has or had them, too
-    started: Sequence[int] = ()  # indices of the rows that it had begun at its last answer
+    started: Sequence[int] = ()  # indices of the rows that it could no longer drop at its last answer
+    num_finished: int = 0
+    is_slow: bool = False  # slower than others, or without an answer for a while
     drop: list[int] = field(default_factory=list)  # indices of rows that it need not begin
     alone: bool = False  # it has one row, which may be the cause of deaths
 
@@ -95,6 +97,7 @@ class PoolRows:
             else:
                 again.append(row)
         self.num_rows -= len(first)
+        holding.num_finished += len(first)
         if self._deaths:
             for row in first:
                 self._deaths.pop(row.index, None)
@@ -148,17 +151,18 @@ class PoolRows:
         return max(0, min(free, level - holding.num_rows, waiting))
 
     def _take_over(self, holding: Holding) -> list[RawRow]:
-        """Rows of the worker with the most, for an idle one. The first result of a row counts."""
-        victim = max((h for h in self._holdings if not h.alone), key=lambda h: len(h.own))
-        started = set(victim.started)
-        half = min(len(victim.own) // 2, holding.credit)
-        youngest = list(reversed(victim.own))
-        moved = [index for index in youngest if index not in started][:half]
-        for index in moved:
-            holding.copies[index] = self._copied[index] = victim.own.pop(index)
-        victim.drop += moved
-        # What the worker has begun, it goes on with. The last row of all is copied, too.
-        for index in islice((i for i in youngest if i in started), max(1, half) - len(moved)):
+        """Rows of another worker for an idle one: half, but none that the worker has begun, because it goes on with
+        these. If it is slow, half of these are copied. The first result of a row counts."""
+        others = [other for other in self._holdings if other is not holding and not other.alone]
+        unstarted = [(_without(other.own, other.started), other) for other in others]
+        rows, victim = max(unstarted, key=lambda pair: len(pair[0]), default=([], holding))
+        if rows:
+            for index in _youngest(rows, min(len(victim.own) // 2, holding.credit)):
+                holding.copies[index] = self._copied[index] = victim.own.pop(index)
+                victim.drop.append(index)
+            return list(holding.copies.values())
+        victim = max((other for other in others if other.is_slow), key=lambda other: len(other.own), default=holding)
+        for index in _youngest(list(victim.own), min(-(-len(victim.own) // 2), holding.credit)):
             victim.copies[index] = holding.copies[index] = self._copied[index] = victim.own.pop(index)
         return list(holding.copies.values())
 
@@ -170,3 +174,13 @@ class PoolRows:
             if other.copies.pop(index, None) is not None and other is not holding:
                 other.drop.append(index)
         return True
+
+
+def _without(rows: Iterable[int], others: Iterable[int]) -> list[int]:
+    left_out = set(others)
+    return [row for row in rows if row not in left_out]
+
+
+def _youngest(rows: Sequence[int], count: int) -> Sequence[int]:
+    """Of rows by age, the youngest first."""
+    return rows[::-1][:count]

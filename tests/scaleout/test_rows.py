@@ -138,19 +138,24 @@ def test_an_idle_worker_takes_half_of_the_most_rows() -> None:
     assert a.take_drop() == [7, 6, 5, 4]
 
 
-def test_rows_that_have_begun_are_copied_last_and_stay() -> None:
+def test_rows_that_a_slow_worker_has_begun_are_copied_and_stay() -> None:
     rows, (a,) = pool_rows(8, num_rows=4)
     hand_out(rows, a)
     a.started = [0, 1, 2]
     b = rows.open(4)
-    assert hand_out(rows, b, last=True) == [3, 2], "row 3 is moved, row 2 copied"
+    assert hand_out(rows, b, last=True) == [3]
     assert a.take_drop() == [3]
+    assert hand_out(rows, b, last=True) == [], "it has rows"
+    assert finish(rows, b, 3) == ([3], [])
+    assert hand_out(rows, b, last=True) == [], "it goes on with what it has begun"
+    a.is_slow = True
+    assert hand_out(rows, b, last=True) == [2, 1]
+    assert a.take_drop() == []
     assert a.num_rows == 3
     assert finish(rows, a, 2) == ([2], [])
     assert b.take_drop() == [2]
     assert finish(rows, b, 2) == ([], [2])
-    assert finish(rows, a, 3) == ([3], []), "it had begun before it could be dropped"
-    assert finish(rows, b, 3) == ([], [3])
+    assert finish(rows, a, 3) == ([], [3]), "it had begun before it could be dropped"
     assert rows.num_rows == 2
 
 
@@ -172,7 +177,7 @@ def test_a_suspect_that_runs_is_not_copied() -> None:
 def test_a_copy_outlives_its_worker() -> None:
     rows, (a,) = pool_rows(4, num_rows=1)
     hand_out(rows, a)
-    a.started = [0]
+    a.started, a.is_slow = [0], True
     b = rows.open(4)
     assert hand_out(rows, b, last=True) == [0]
     rows.close(a)
@@ -203,7 +208,7 @@ def test_a_row_that_never_ran_alone_is_not_the_cause() -> None:
     for index in range(2):
         rows.submit(raw_row(index), deaths=1)
     hand_out(rows, a)
-    a.started = [0, 1]
+    a.started, a.is_slow = [0, 1], True
     b = rows.open(4)
     assert hand_out(rows, b, last=True) == [1]
     assert [row.index for row in rows.blame(a)] == [0, 1]

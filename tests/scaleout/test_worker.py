@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import threading
 import time
@@ -19,14 +18,17 @@ from specbatch.scaleout.worker import MakeWorker, SharingWorker
 class Recorder:
     """In place of a `Worker`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
         self.fractions: list[float | None] = []
         self.times: list[tuple[float, float]] = []
 
     def describe(self, config: Config) -> str:
         began = time.monotonic()
         self.fractions.append(config.engine.memory_fraction)
-        time.sleep(0.05)
+        time.sleep(0.1)
+        if self.fails:
+            raise RuntimeError
         self.times.append((began, time.monotonic()))
         return "described"
 
@@ -40,8 +42,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def sharing(share: float, worker: Recorder) -> SharingWorker:
-    return SharingWorker(worker, share)  # type: ignore[arg-type]
+def sharing(share: float, worker: Recorder, pool_id: str = "pool 1") -> SharingWorker:
+    return SharingWorker(worker, share, pool_id)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -59,16 +61,23 @@ def test_memory_is_divided(share: float, sets: list[str], expected: float | None
     assert worker.fractions == [expected if expected is None else pytest.approx(expected)]
 
 
-def test_one_worker_of_a_node_describes_at_a_time() -> None:
-    worker = Recorder()
-    threads = [threading.Thread(target=lambda: sharing(1, worker).describe(load_config())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    times = sorted(worker.times)
-    assert len(times) == 4
-    assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))
+def test_the_first_worker_of_a_node_describes_alone() -> None:
+    """The next pool's first worker, too. One that fails leaves it to the next one."""
+    for pool_id in ("pool 1", "pool 2"):
+        worker, failing = Recorder(), Recorder(fails=True)
+        with pytest.raises(RuntimeError):
+            sharing(1, failing, pool_id).describe(load_config())
+        config = load_config()
+        workers = [sharing(1, worker, pool_id) for _ in range(4)]
+        threads = [threading.Thread(target=one.describe, args=(config,)) for one in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        first, *others = sorted(worker.times)
+        assert len(others) == 3
+        assert all(began >= first[1] for began, _ in others)
+        assert max(began for began, _ in others) < min(ended for _, ended in others), "they take turns"
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:
@@ -81,5 +90,5 @@ def test_all_other_methods_are_the_workers_own() -> None:
 
 
 def test_what_makes_a_worker_can_be_sent() -> None:
-    make: Any = pickle.loads(pickle.dumps(MakeWorker(Recorder, 0.5)))  # type: ignore[arg-type]
+    make: Any = pickle.loads(pickle.dumps(MakeWorker(Recorder, 0.5, "pool 1")))  # type: ignore[arg-type]
     assert make().limit_length(3) == 2
