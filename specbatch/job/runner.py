@@ -30,6 +30,9 @@ class FinishedRow:
     line: bytes  # the result, with a newline
     remark: Remark
 
+    def __reduce__(self) -> tuple[type[FinishedRow], tuple[Any, ...]]:
+        return FinishedRow, (self.index, self.digest, self.line, self.remark)  # see `RawRow`
+
 
 @dataclass(slots=True)
 class Finished:
