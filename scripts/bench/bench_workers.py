@@ -7,6 +7,7 @@
 Each cell is a file job in a process of its own. Its CPU time is user and system time of that process alone, from the
 first row to the last result. "reading and writing" has no engine: each row finishes at once, with the same line.
 Prints a JSON line for each cell; `us_per_row_beyond` is what a cell needs beyond reading and writing.
+`idle_mb` is the resident memory before the first row, `peak_mb` the most until the output is written.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def run_cell(data: str, batch: int, where: str | int, profile: str) -> dict[str,
         began = time.perf_counter()
         outcome = run_file_job(options, config, pool, Console(quiet=True), began=began, summary=False)
     assert outcome.exit_code == 0, outcome
-    return {"start_seconds": round(pool.began - began, 2), **pool.figures}
+    return {"start_seconds": round(pool.began - began, 2), **pool.figures, "peak_mb": megabytes("VmHWM")}
 
 
 def open_pool(config: Config, where: str | int) -> WorkerPool:
@@ -202,7 +203,8 @@ class Metered:
 
         profiler = cProfile.Profile()
         idle = reset_peak()
-        self.began, cpu = time.perf_counter(), cpu_seconds()
+        cpu = cpu_seconds()
+        self.began = time.perf_counter()
         if self._profile:
             profiler.enable()
         with self._pool.recording(results):
@@ -212,7 +214,6 @@ class Metered:
             "cpu_seconds": round(cpu_seconds() - cpu, 3),
             "wall_seconds": round(time.perf_counter() - self.began, 3),
             "idle_mb": idle,
-            "peak_mb": megabytes("VmHWM"),
         }
         if self._profile:
             profiler.dump_stats(self._profile)
