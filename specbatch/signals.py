@@ -25,6 +25,18 @@ def on_signals(handler: Handler) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """What comes in the block is handled after it: some libraries crash later if an exception comes inside them."""
+    came: list[int] = []
+    try:
+        with on_signals(lambda number, frame: came.append(number)):
+            yield
+    finally:
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
+
+
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """End the process if nothing is open. An exception could come anywhere inside the import of a library, and some
     libraries catch it."""

@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specbatch.errors import SpecbatchError
 from specbatch.scaleout.reaper import start_reaper
+from specbatch.signals import deferred_signals
 
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 256 << 20  # of shared memory, taken as it is used: rows and result lines are small
@@ -136,16 +135,12 @@ def _connect(address: str) -> None:
 
 def _init(failure: str, **options: Any) -> None:
     """`ray.init` without its output, and without its handler of SIGTERM."""
-    is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR", **options)
+        with deferred_signals():  # an exception inside it can end this process by SIGSEGV
+            ray.init(log_to_driver=False, logging_level="ERROR", **options)
     except (Exception, SystemExit) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise SpecbatchError(f"{failure}: {reason}", "docs/cluster.md lists the usual causes") from error
-    finally:
-        if is_main:
-            signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

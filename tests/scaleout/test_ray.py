@@ -203,6 +203,22 @@ def test_ray_leaves_signals_and_environment_as_they_were(session: RaySession) ->
     assert session.nodes()[0]["CPU"] == FOUR_WORKERS
 
 
+def test_a_signal_is_handled_after_the_start_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception inside of it can end this process by SIGSEGV."""
+    finished = []
+
+    def init(**options: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        finished.append(options)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        RaySession("auto", 1)
+    assert finished
+
+
 SCRIPT = """
 import time
 from specbatch.scaleout.needs import WorkerNeeds
