@@ -8,7 +8,7 @@ kill     30 kills at random moments: of a worker, of the command, of both (SIGKI
          which another node replaces. A killed command is run again with a random number of workers, until the file is
          whole. No process and no file of it may remain.
 shards   16 shards, merged.
-faults   SIGINT; two commands with one output; a worker that hangs (SIGSTOP); a row that ends its worker by SIGSEGV.
+faults   SIGINT, at work and at the start; two commands with one output; a worker that hangs (SIGSTOP); a row that ends its worker by SIGSEGV.
 
 All in float32 on the CPU. Each file must be byte for byte that of one process without workers. The exit code is 0 only
 if all of that holds. `-o` adds the figures to FILE.json. About an hour on two cores.
@@ -248,15 +248,15 @@ def add_figures(path: Path, check: str, figures: list[dict[str, Any]], seed: int
     content = json.loads(path.read_text()) if path.exists() else {}
     content |= {
         "what": "jobs with workers on Ray: the results of one process, after kills and faults, too; float32, CPU",
-        "commit": commit(),
+        "commit": "of each part",
         "command": "python scripts/check/check_workers.py -o FILE.json",
-        "device": f"{os.cpu_count()} cores of {device_name('cpu')}",
+        "device": device_name("cpu"),
         "versions": {**versions(), "ray": ray.__version__},
     }
     engines = sorted({str(figure.get("engine")) for figure in figures})
     for engine in engines:
         of_engine = [figure for figure in figures if str(figure.get("engine")) == engine]
-        content[f"{check}.{engine}"] = {"seed": seed, "figures": of_engine}
+        content[f"{check}.{engine}"] = {"commit": commit(), "seed": seed, "figures": of_engine}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

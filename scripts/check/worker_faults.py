@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from check_faults import count_rows, write_lines
-from worker_jobs import DEADLY, Jobs, Session, different, mixed_rows
+from worker_jobs import DEADLY, Jobs, Session, different, mixed_rows, title
 
 _NUM_ROWS = 600
 _DEADLY_ROW = 300
+_NUM_STARTS = 10
 _STUCK_SECONDS = 3
 _GONE_SECONDS = 30.0
 
@@ -30,7 +31,7 @@ class Faults:
 
     def check(self) -> tuple[list[dict[str, Any]], list[str]]:
         figures, problems = [], []
-        for fault in (self.interrupted, self.one_output, self.stuck, self.deadly_row):
+        for fault in (self.interrupted, self.interrupted_at_start, self.one_output, self.stuck, self.deadly_row):
             figure, found = fault()
             figures.append({"engine": "stub", "fault": fault.__name__, **figure, "problems": found})
             print(figures[-1], flush=True)
@@ -40,7 +41,7 @@ class Faults:
     def interrupted(self) -> tuple[dict[str, Any], list[str]]:
         """SIGINT: what runs is drained, and the command can be resumed."""
         session, processes = self.at_work("interrupted.jsonl", 2)
-        session.process.send_signal(signal.SIGINT)
+        session.interrupt()
         code = session.wait()
         kept = count_rows(self.folder / "interrupted.jsonl.partial")
         remains, _ = session.remains(processes, _GONE_SECONDS)
@@ -49,6 +50,21 @@ class Faults:
             problems.append(f"exit code {code}:\n{session.stderr}")
         problems += self.problems_of(self.jobs.run("data.jsonl", "interrupted.jsonl", 1), "interrupted.jsonl")
         return {"exit_code": code, "rows_kept": kept}, problems
+
+    def interrupted_at_start(self) -> tuple[dict[str, Any], list[str]]:
+        """SIGINT while Ray and workers start."""
+        codes, problems = [], []
+        for i in range(_NUM_STARTS):
+            session = self.jobs.start("data.jsonl", f"start.{i}.jsonl", 2)
+            session.wait_until(lambda: any("raylet/raylet" in title(p) for p in session.processes()))  # noqa: B023
+            session.wait_until(lambda: False, 3.0 * i / _NUM_STARTS)
+            processes = session.processes()
+            session.interrupt()
+            codes.append(session.wait())
+            if codes[-1] != 130 or "Traceback" in session.stderr:
+                problems.append(f"exit code {codes[-1]}:\n{session.stderr}")
+            problems += [f"{name} remains" for name in session.remains(processes, _GONE_SECONDS)[0]]
+        return {"exit_codes": codes}, problems
 
     def one_output(self) -> tuple[dict[str, Any], list[str]]:
         """Two commands with one output: the second one ends with an error."""

@@ -161,12 +161,17 @@ class Session:
                 env=environment(sleep) | {"TMPDIR": str(self.temporary)},
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
+                start_new_session=True,
             )
 
     def wait(self) -> int:
         code = self.process.wait(_TIMEOUT)
         self.seconds = time.perf_counter() - self._began
         return code
+
+    def interrupt(self) -> None:
+        """As a terminal does at Ctrl-C: its other processes get the signal, too."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     @property
     def stderr(self) -> str:
