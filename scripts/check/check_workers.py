@@ -1,6 +1,6 @@
 """Jobs with workers on Ray against the same job in one process: the bytes of the results, and what the jobs survive.
 
-    python scripts/check/check_workers.py [equal] [kill] [shards] [faults] [--engines stub,tiny,smollm2]
+    python scripts/check/check_workers.py [equal] [kill] [shards] [faults] [-o FILE.json]
 
 equal    1, 2 and 4 workers: 20,000 rows with the stub engine of the tests, 2,000 with a tiny model, 60 with the
          built-in model. Rows are greedy and sampled, with n = 2, logprobs, lines of OpenAI Batch and bad rows.
@@ -8,10 +8,11 @@ kill     30 kills at random moments: of a worker, of the command, of both (SIGKI
          which another node replaces. A killed command is run again with a random number of workers, until the file is
          whole. No process and no file of it may remain.
 shards   16 shards, merged.
-faults   SIGINT, at work and at the start; two commands with one output; a worker that hangs (SIGSTOP); a row that ends its worker by SIGSEGV.
+faults   SIGINT, at work and at the start; two commands with one output; a worker that hangs (SIGSTOP); a row that ends
+         its worker by SIGSEGV.
 
 All in float32 on the CPU. Each file must be byte for byte that of one process without workers. The exit code is 0 only
-if all of that holds. `-o` adds the figures to FILE.json. About an hour on two cores.
+if all of that holds. `-o` adds the figures to FILE.json. About 20 minutes on two cores.
 """
 
 from __future__ import annotations
