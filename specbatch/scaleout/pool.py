@@ -27,6 +27,7 @@ from specbatch.scaleout.transport import Transport
 from specbatch.types import EngineStats
 
 _CREDIT_BATCHES = 3  # of rows at a worker: one that runs, and two that wait
+_CREDIT_SLICES = 3  # of rows, if more rows finish in a slice: else the engine would run out of them
 _MAX_EXCHANGES = 2  # at a worker
 _DRAIN_SECONDS = 10.0
 _LATE_SECONDS = 5.0  # after the end of a slice without an answer: a worker is slow
@@ -155,6 +156,7 @@ class Pool:
         for row in again:
             totals.add(json.loads(row.line), times=-1)
         worker.member.rows += len(first)
+        self._rows.widen(holding, _CREDIT_SLICES * len(answer.finished.rows))
         self._finished.rows += first
         self._finished.totals.merge(totals)
 

@@ -32,6 +32,7 @@ _OF_THIS_HOST = {
     _NO_OUTER_ADDRESS: "0",
     "RAY_memory_monitor_refresh_ms": "0",  # it ends workers when other programs take the memory
     "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",  # 15 would slow the engines down on a busy host
     "RAY_max_direct_call_object_size": str(512 << 10),  # bytes; larger values take 1 ms more of each process
 }
 

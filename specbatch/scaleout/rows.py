@@ -70,6 +70,11 @@ class PoolRows:
         self._credit += credit
         return holding
 
+    def widen(self, holding: Holding, credit: int) -> None:
+        """Let a worker have at least `credit` rows."""
+        self._credit += max(0, credit - holding.credit)
+        holding.credit = max(credit, holding.credit)
+
     def hand_out(self, holding: Holding, last: bool) -> list[RawRow]:
         """New rows for a worker. `last`: no more rows will be submitted."""
         if holding.alone:

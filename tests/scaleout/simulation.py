@@ -94,6 +94,7 @@ class Process:
     num_exchanges: int = 0  # without an answer
     num_begun: int = 0
     num_finished: int = 0
+    most_finished: int = 0  # in a slice
 
 
 class Simulation:
@@ -151,7 +152,7 @@ class Simulation:
             process.num_exchanges += 1
             assert process.num_exchanges <= 2, "three exchanges wait"
             assert process.sent, "an exchange with a worker that has no rows"
-            assert len(process.sent) <= 3 * self.batch, "more rows than the credit"
+            assert len(process.sent) <= 3 * max(self.batch, process.most_finished), "more rows than the credit"
         process.calls.append((method, arguments))
         self._begin(process)
 
@@ -281,6 +282,7 @@ class Simulation:
             waiting=[2] * len(process.unstarted),
         )
         weights = {"target/w": {"mtime_ns": 1, "sha256": f"of {process.id}"}}
+        process.most_finished = max(process.most_finished, len(finished.rows))
         value = Slice(finished, load, list(process.running), weights)
         self._answer(process, passed, "exchange", Reply(process.id, value))
 

@@ -159,6 +159,20 @@ def test_rows_that_a_slow_worker_has_begun_are_copied_and_stay() -> None:
     assert rows.num_rows == 2
 
 
+def test_a_fast_worker_gets_more_rows_and_keeps_its_credit() -> None:
+    rows, (fast, slow) = pool_rows(4, 4, num_rows=40)
+    assert len(rows.hand_out(fast, False)) == 4
+    rows.widen(fast, 12)
+    rows.widen(fast, 6)
+    assert len(rows.hand_out(fast, False)) == 8
+    assert len(rows.hand_out(slow, False)) == 4
+    assert not rows.has_room
+    few, (one, _) = pool_rows(4, 4, num_rows=8)
+    assert not few.has_room
+    few.widen(one, 5)
+    assert few.has_room
+
+
 def test_no_more_rows_are_taken_than_the_credit() -> None:
     rows, (a,) = pool_rows(20, num_rows=20)
     hand_out(rows, a)
