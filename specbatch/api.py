@@ -69,11 +69,15 @@ class LLM:
         an `error`, and does not disturb the others. `in_order`: in the order of the rows; else as they finish. One call
         can run at a time. What a call leaves unfinished is finished, and dropped, before the next one.
         """
-        if self._running:
-            raise InputError("generate() is running already", "read its results to the end first, or close() it")
+        self._check_free()
         return self._generate(iter(rows), in_order)
 
+    def _check_free(self) -> None:
+        if self._running:
+            raise InputError("generate() is running already", "read its results to the end first, or close() it")
+
     def _generate(self, rows: Iterator[Mapping[str, Any] | str], in_order: bool) -> Iterator[dict[str, Any]]:
+        self._check_free()  # another iterator may have begun since the call
         pool = self._pool
         self._running = True
         try:

@@ -85,6 +85,15 @@ def test_rows_are_read_as_they_are_needed() -> None:
         assert [r["index"] for r in llm.generate(["a", "b"])] == [0, 1]
 
 
+def test_two_iterators_do_not_take_each_others_rows() -> None:
+    with LLM(max_batch_size=4) as llm:
+        first, second = llm.generate([f"p{i}" for i in range(30)]), llm.generate(["q"])
+        next(first)
+        with pytest.raises(InputError, match="running already"):
+            next(second)
+        assert len(list(first)) == 29
+
+
 def test_prompts_that_are_no_rows_are_refused() -> None:
     with LLM() as llm:
         with pytest.raises(InputError, match="row 1 is of type int"):
@@ -160,3 +169,19 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert len(printed) >= 5, printed
     assert "tokens per round" in printed[3]
     assert "12 rows, 0 failed" in printed[-1]
+
+
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(specbatch.__file__).resolve().parent.parent
+    page = root / "docs" / "python.md"
+    if not page.is_file():
+        pytest.skip("no checkout")
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 4
+    Path("examples").symlink_to(root / "examples")
+    exec(compile("\n".join(blocks), page.name, "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("None ")
+    assert "\ncapital " in printed
+    assert "\nanswers.jsonl 12 0\n" in printed
+    assert re.search(r"^there is no option max_batch did you mean .*\?$", printed, re.MULTILINE)
