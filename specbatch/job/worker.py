@@ -23,7 +23,7 @@ from specbatch.types import BatchEngine
 if TYPE_CHECKING:
     from specbatch.engine.resolve import ResolvedRun
 
-_WAITING_BATCHES, _MIN_WAITING = 0.25, 4  # requests that wait in the engine during an exchange
+_WAITING_BATCHES, _MIN_WAITING = 0.25, 4  # requests that wait in a full engine during an exchange
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Worker:
         self.models.hash_later()
         self.runner = RowRunner(engine, self._texts, self._run.config)
         # Of the rows of an exchange, most wait here, where they can be dropped.
-        self._max_waiting = max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
+        self._max_started = batch + max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
         return Loaded(engine.limit_length(None), list(self._run.notes[known:]))
 
     def limit_length(self, tokens: int) -> int:
@@ -135,7 +135,7 @@ class Worker:
         self._unstarted.extend(rows)
         runner, engine = self.runner, self.runner.engine
         while True:
-            while self._unstarted and runner.has_room and engine.num_waiting < self._max_waiting:
+            while self._unstarted and runner.has_room and engine.num_running + engine.num_waiting < self._max_started:
                 runner.start(self._unstarted.popleft())
             if not runner.is_busy or runner.is_full or time.perf_counter() >= end:
                 break
