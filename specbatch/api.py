@@ -18,7 +18,6 @@ from specbatch.config import Config
 from specbatch.config_load import load_config, option_paths
 from specbatch.errors import ConfigError, InputError
 from specbatch.job.command import GenerateOptions, run_file_job
-from specbatch.job.jsonl import encode_line
 from specbatch.job.rows import RowParser
 from specbatch.job.runner import failed_row
 from specbatch.job.shard import Shard
@@ -60,7 +59,7 @@ class LLM:
         except BaseException:
             self._pool.close()
             raise
-        self._running = False
+        self._running = self._closed = False
 
     def generate(self, rows: Iterable[Mapping[str, Any] | str], *, in_order: bool = True) -> Iterator[dict[str, Any]]:
         """Run rows and yield their results, the same dicts as the lines of a result file.
@@ -72,10 +71,6 @@ class LLM:
         self._check_free()
         return self._generate(iter(rows), in_order)
 
-    def _check_free(self) -> None:
-        if self._running:
-            raise InputError("generate() is running already", "read its results to the end first, or close() it")
-
     def _generate(self, rows: Iterator[Mapping[str, Any] | str], in_order: bool) -> Iterator[dict[str, Any]]:
         self._check_free()  # another iterator may have begun since the call
         pool = self._pool
@@ -86,6 +81,7 @@ class LLM:
             held: dict[int, dict[str, Any]] = {}
             num_read, num_returned, exhausted = 0, 0, False
             while True:
+                self._check_open()
                 while not exhausted and pool.has_room and len(held) < _MAX_HELD:
                     try:
                         given = next(rows)
@@ -96,7 +92,8 @@ class LLM:
                     num_read += 1
                 if exhausted and pool.is_idle:
                     return
-                done = pool.collect(last=exhausted)
+                # If the results of all later rows wait for a row that the pool keeps for the end, it has to run now.
+                done = pool.collect(last=exhausted or len(held) >= _MAX_HELD)
                 left_out = [failed_row(row, died(deaths), self._parser) for row, deaths in done.left_out]
                 for finished in chain(done.rows, *(failed.rows for failed in left_out)):
                     result = json.loads(finished.line)
@@ -110,6 +107,15 @@ class LLM:
         finally:
             self._running = False
 
+    def _check_free(self) -> None:
+        self._check_open()
+        if self._running:
+            raise InputError("generate() is running already", "read its results to the end first, or close() it")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("the LLM is closed, so it runs no rows", "read the results before close()")
+
     @property
     def stats(self) -> EngineStats:
         """Counters since the model was loaded, summed over workers."""
@@ -117,6 +123,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and end the workers."""
+        self._closed = True
         self._pool.close()
 
     def __enter__(self) -> LLM:
@@ -217,4 +224,9 @@ def _raw_row(index: int, row: Mapping[str, Any] | str) -> RawRow:
     fields = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(fields, Mapping):
         raise InputError(f"row {index} is of type {type(row).__name__}; a row is a prompt or a dict")
-    return RawRow(index, encode_line(dict(fields)))
+    try:
+        return RawRow(index, json.dumps(dict(fields), allow_nan=False).encode())
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InputError(
+            f"row {index} is not JSON: {exc}", "JSON has dicts, lists, strings, finite numbers, True, False and None"
+        ) from exc

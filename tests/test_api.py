@@ -101,6 +101,32 @@ def test_prompts_that_are_no_rows_are_refused() -> None:
         assert len(list(llm.generate(["x"]))) == 1
 
 
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", float("nan")])
+def test_values_that_json_has_not_are_refused(value: object) -> None:
+    with LLM() as llm, pytest.raises(InputError, match="row 1 is not JSON: "):
+        list(llm.generate(["x", {"prompt": "y", "note": value}]))
+
+
+def test_a_closed_model_runs_nothing() -> None:
+    with LLM() as llm:
+        begun = llm.generate(["a", "b"])
+        assert next(begun)["index"] == 0
+    with pytest.raises(InputError, match="closed"):
+        llm.generate(["x"])
+    with pytest.raises(InputError, match="closed"):
+        list(begun)
+    assert llm.stats.generated_tokens > 0
+
+
+def test_a_row_that_kills_its_workers_does_not_stop_a_long_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More results than are held wait for it."""
+    monkeypatch.setattr("specbatch.api.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock))
+    simulation = Simulation(batch=100, killers=[3], seconds_of=lambda index: 0.01)
+    with LLM() as llm:
+        results = [result["index"] for result in llm.generate(f"p{i}" for i in range(11_500))]
+    assert results == list(range(11_500))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -51,6 +51,7 @@ class PoolRows:
         self._suspects: deque[RawRow] = deque()
         self._deaths: dict[int, int] = {}  # by row: of workers that had it
         self._copied: dict[int, RawRow] = {}  # rows that more than one worker can return
+        self._was_taken_over = False  # some row was: a worker can return it late
 
     @property
     def has_room(self) -> bool:
@@ -97,7 +98,9 @@ class PoolRows:
         own = holding.own
         first, again = [], []
         for row in rows:
-            if own.pop(row.index, None) is not None or self._finish_copy(holding, row.index):
+            if self._was_taken_over and not self._is_current(holding, row):
+                again.append(row)
+            elif own.pop(row.index, None) is not None or self._finish_copy(holding, row.index):
                 first.append(row)
             else:
                 again.append(row)
@@ -158,6 +161,7 @@ class PoolRows:
     def _take_over(self, holding: Holding) -> list[RawRow]:
         """Rows of another worker for an idle one: half, but none that the worker has begun, because it goes on with
         these. If it is slow, half of these are copied. The first result of a row counts."""
+        self._was_taken_over = True
         others = [other for other in self._holdings if other is not holding and not other.alone]
         unstarted = [(_without(other.own, other.started), other) for other in others]
         rows, victim = max(unstarted, key=lambda pair: len(pair[0]), default=([], holding))
@@ -170,6 +174,11 @@ class PoolRows:
         for index in _youngest(list(victim.own), min(-(-len(victim.own) // 2), holding.credit)):
             victim.copies[index] = holding.copies[index] = self._copied[index] = victim.own.pop(index)
         return list(holding.copies.values())
+
+    def _is_current(self, holding: Holding, row: FinishedRow) -> bool:
+        """Whether it is not an earlier row of the same index: the Python interface counts each call's rows from 0."""
+        given = holding.own.get(row.index) or self._copied.get(row.index)
+        return given is not None and given.digest() == row.digest
 
     def _finish_copy(self, holding: Holding, index: int) -> bool:
         """Whether this is the first result of a row that another worker has or had, too."""

@@ -90,6 +90,7 @@ class Process:
     is_stuck: bool = False
     unstarted: deque[RawRow] = field(default_factory=deque)
     running: dict[int, float] = field(default_factory=dict)  # row -> seconds that it still takes
+    digests: dict[int, int] = field(default_factory=dict)  # of rows that it has begun
     sent: dict[int, RawRow] = field(default_factory=dict)  # rows that the pool has not got back, nor dropped
     num_exchanges: int = 0  # without an answer
     num_begun: int = 0
@@ -258,7 +259,9 @@ class Simulation:
         passed = 0.0
         while passed < seconds:
             while process.unstarted and len(process.running) < self.batch:
-                index = process.unstarted.popleft().index
+                row = process.unstarted.popleft()
+                index = row.index
+                process.digests[index] = row.digest()
                 process.running[index] = self._seconds_of(index) / process.machine.speed
                 process.num_begun += 1
                 if index in self._killers:
@@ -272,7 +275,7 @@ class Simulation:
                 process.running[index] -= step
                 if process.running[index] <= 1e-9:
                     del process.running[index]
-                    finished.add(index, raw_row(index).digest(), result(index))
+                    finished.add(index, process.digests[index], result(index))
                     process.num_finished += 1
         load = Load(
             EngineStats(generated_tokens=process.num_finished),

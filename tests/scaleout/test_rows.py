@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specbatch.job.runner import FinishedRow
 from specbatch.job.sources import RawRow
 from specbatch.scaleout.rows import Holding, PoolRows
@@ -241,3 +243,21 @@ def test_deaths_of_earlier_sessions_count() -> None:
     finish(rows, a, 0)
     assert hand_out(rows, a, last=True) == [1]
     assert die(rows, a) == (raw_row(1), 3)
+
+
+def test_a_late_result_is_not_taken_for_another_row_of_the_same_index() -> None:
+    """The Python interface counts the rows of each call from 0."""
+    rows, (a,) = pool_rows(9, num_rows=4)
+    rows.hand_out(a, last=True)
+    b = rows.open(9)
+    taken = hand_out(rows, b, last=True)
+    assert sorted(taken) == [2, 3]
+    finish(rows, a, 0, 1)
+    finish(rows, b, *taken)
+    assert rows.num_rows == 0
+    other = RawRow(taken[0], b'{"prompt": "of the next call"}\n')
+    rows.submit(other)
+    assert hand_out(rows, a) == [other.index]
+    assert finish(rows, a, other.index) == ([], [other.index]), "it is the row of the call before"
+    result = replace(finished_row(other.index), digest=other.digest())
+    assert indices_of(rows.finish(a, [result])[0]) == [other.index]
