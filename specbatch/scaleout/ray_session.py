@@ -46,7 +46,7 @@ def _import_ray() -> Any:
     try:
         import ray
         import ray.exceptions
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library of it
         raise SpecbatchError(f"workers need Ray: {error}", "pip install 'specbatch[ray]'") from error
     return ray
 
@@ -120,18 +120,27 @@ class RaySession:
 
 
 def _connect(address: str) -> None:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if address != "auto":
-        if not host or not port.isdecimal():
-            raise SpecbatchError(f"cluster.address must be auto, HOST:PORT or ray://HOST:PORT, not {address!r}")
-        try:  # Ray itself tries for minutes, and ends the process then
-            socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
-        except (OSError, OverflowError) as error:
-            raise SpecbatchError(
-                f"nothing answers at cluster.address {address}: {error}",
-                "is the head node of the Ray cluster up? `ray status` on it says so",
-            ) from error
+    if address == "auto":
+        with contextlib.suppress(ConnectionError, ValueError):  # Ray has found none, and says so below
+            found = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+            _check_answers(found, f"auto ({found})")
+    else:
+        _check_answers(address.removeprefix("ray://"), address)
     _init(f"cannot join the Ray cluster at cluster.address {address}", address=address)
+
+
+def _check_answers(place: str, address: str) -> None:
+    """Ray itself tries for minutes, and ends the process then. `address`: the name of the place in messages."""
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdecimal():
+        raise SpecbatchError(f"cluster.address must be auto, HOST:PORT or ray://HOST:PORT, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise SpecbatchError(
+            f"nothing answers at cluster.address {address}: {error}",
+            "is the head node of the Ray cluster up? `ray status` on it says so",
+        ) from error
 
 
 def _init(failure: str, **options: Any) -> None:

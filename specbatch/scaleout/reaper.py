@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,7 @@ def reap(folder: Path, but: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all processes of a job
     parent = os.getppid()
     sys.stdin.buffer.read()
     reap(Path(sys.argv[1]), parent)

@@ -241,8 +241,10 @@ time.sleep(100)
 """
 
 
-def test_nothing_remains_of_a_killed_job(tmp_path: Path) -> None:
-    """No process and no file; and Ray prints nothing, though a worker has crashed."""
+@pytest.mark.parametrize("is_terminated", [False, True])
+def test_nothing_remains_of_a_killed_job(is_terminated: bool, tmp_path: Path) -> None:
+    """No process and no file; and Ray prints nothing, though a worker has crashed. `is_terminated`: each process gets
+    SIGTERM, as from a scheduler that ends a job."""
     command = [sys.executable, "-c", SCRIPT]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as process:
@@ -253,7 +255,11 @@ def test_nothing_remains_of_a_killed_job(tmp_path: Path) -> None:
         folder = folder_of(children)
         assert len(children) >= 6
         assert folder.is_dir()
-        process.kill()
+        if is_terminated:
+            for running in [process, *children]:
+                running.terminate()
+        else:
+            process.kill()
         assert gone(children, 15) == []
         assert not folder.exists()
         assert process.stdout.read() == ""

@@ -127,6 +127,14 @@ def test_an_address_where_nothing_answers_is_an_error_at_once(address: str) -> N
     assert time.monotonic() - began < 20
 
 
+def test_a_cluster_that_ray_remembers_and_that_is_gone_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")  # as the file that `ray start` leaves on each node
+    began = time.monotonic()
+    with pytest.raises(SpecbatchError, match=r"nothing answers at cluster\.address auto \(.*:9\)"):
+        RaySession("auto", 1)
+    assert time.monotonic() - began < 20
+
+
 def test_an_address_of_another_form_is_an_error() -> None:
     with pytest.raises(SpecbatchError, match="must be auto, HOST:PORT"):
         RaySession("somewhere", 1)
