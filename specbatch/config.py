@@ -148,6 +148,12 @@ class EngineSection:
         "Most prompt tokens computed in one pass. null: 512 on CPU, 8192 on CUDA, or fewer if memory is short.",
         AT_LEAST_1,
     )
+    deterministic: bool = option(
+        False,
+        "A row's tokens depend on nothing but the row: not on the batch, the chunk, the draft method, or speculation "
+        "being on at all, also in bfloat16 on a GPU. It is somewhat slower. On CUDA it needs `attention: triton` and "
+        "bfloat16 or float16.",
+    )
     seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.", SEED)
 
 

@@ -238,6 +238,25 @@ def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
         raise ConfigError("engine.attention: flashinfer reads no fp8_e4m3 cache with heads of 64", hint=hint)
 
 
+def _check_deterministic(attention: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Check that the products and the attention of this run do not depend on what is computed together."""
+    if device.type == "cuda":
+        if attention != "triton":
+            raise ConfigError(
+                f"engine.deterministic needs engine.attention triton on CUDA: {attention} is not invariant",
+                hint="leave engine.attention out",
+            )
+        if dtype not in INVARIANT_DTYPES:
+            raise ConfigError(
+                f"engine.deterministic needs bfloat16 or float16 on CUDA, not {DTYPE_NAMES[dtype]}",
+                hint="leave model.dtype out",
+            )
+    elif dtype != torch.float32:
+        raise ConfigError(
+            f"engine.deterministic needs float32 on a CPU, not {DTYPE_NAMES[dtype]}", hint="leave model.dtype out"
+        )
+
+
 def _resolve_engine(
     section: EngineSection, device: torch.device, dtype: torch.dtype, notes: list[str]
 ) -> EngineSettings:
@@ -275,6 +294,8 @@ def _resolve_engine(
             f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
             hint="leave engine.cuda_graphs out, or set it to none",
         )
+    if section.deterministic:
+        _check_deterministic(attention, device, dtype)
     batch, page, chunk = (256, 64, 8192) if on_cuda else (16, 16, 512)
     return EngineSettings(
         attention,
