@@ -25,7 +25,8 @@ WORKSPACE_ROWS = _MAX_PROGRAMS * _MAX_ROWS
 
 class PagedAttention:
     """`num_heads` is a multiple of `num_kv_heads`. Splits follow the number of sequences, which is fixed in a captured
-    graph, never their lengths. `scale` None: head_dim ** -0.5."""
+    graph, never their lengths. `scale` None: head_dim ** -0.5. `deterministic`: one split, so that a token's bits do
+    not depend on that number."""
 
     def __init__(
         self,
@@ -36,7 +37,9 @@ class PagedAttention:
         device: torch.device,
         *,
         scale: float | None = None,
+        deterministic: bool = False,
     ) -> None:
+        self._deterministic = deterministic
         ops = ops_for(device, dtype)
         self._attend = ops.attend
         self._workspace = ops.Workspace(device, WORKSPACE_ROWS, head_dim)
@@ -45,6 +48,8 @@ class PagedAttention:
         self._scale = head_dim**-0.5 if scale is None else scale
 
     def plan(self, layout: PagedBatch) -> tuple[PagedBatch, int]:
+        if self._deterministic:
+            return layout, 1
         return layout, num_splits(layout.starts_B.shape[0], self._num_kv_heads, layout.max_queries * self._group)
 
     def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:

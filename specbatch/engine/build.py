@@ -32,6 +32,7 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import TensorSource
+from specbatch.models.invariant import InvariantGemm
 from specbatch.models.packed import is_packable
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.types import BatchEngine
@@ -138,10 +139,12 @@ def read_models(run: ResolvedRun) -> tuple[DraftParts, RoundParts]:
     speculation = run.config.speculation
     num_positions = run.cache.capacity + run.speculation.num_lookahead + 1
     attention = run.engine.attention
+    is_invariant = run.config.engine.deterministic and run.on_cuda
+    gemm = InvariantGemm(run.device, run.dtype) if is_invariant else None
     target = build_decoder(
-        run.target.config, run.target.tensors, num_positions, run.dtype, run.device, attention, run.kv_dtype
+        run.target.config, run.target.tensors, num_positions, run.dtype, run.device, attention, run.kv_dtype, gemm
     )
-    net = _build_net(run, target, num_positions) if run.draft is not None else None
+    net = _build_net(run, target, num_positions, gemm) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
     parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match)
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
@@ -187,18 +190,26 @@ def build_decoder(
     device: torch.device,
     attention: AttentionName = "torch",
     kv_dtype: torch.dtype | None = None,
+    gemm: InvariantGemm | None = None,
 ) -> Decoder:
-    """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`."""
-    backend = _attention(config, dtype, device, attention, kv_dtype)
-    return Decoder(config, WeightLoader(tensors, dtype, device), backend, num_positions)
+    """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`. `gemm`: of a
+    deterministic run on CUDA."""
+    backend = _attention(config, dtype, device, attention, kv_dtype, deterministic=gemm is not None)
+    return Decoder(config, WeightLoader(tensors, dtype, device, gemm), backend, num_positions)
 
 
 def _attention(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, name: AttentionName, kv_dtype: torch.dtype | None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: AttentionName,
+    kv_dtype: torch.dtype | None,
+    *,
+    deterministic: bool,
 ) -> AttentionBackend:
     sizes, scale = (config.num_heads, config.num_kv_heads, config.head_dim), config.attention_scale
     if name == "triton":
-        return PagedAttention(*sizes, dtype, device, scale=scale)
+        return PagedAttention(*sizes, dtype, device, scale=scale, deterministic=deterministic)
     if name == "flashinfer":
         return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale)
     if name == "torch":
@@ -206,17 +217,20 @@ def _attention(
     assert_never(name)
 
 
-def _build_net(run: ResolvedRun, target: Decoder, num_positions: int) -> DraftNet:
+def _build_net(run: ResolvedRun, target: Decoder, num_positions: int, gemm: InvariantGemm | None) -> DraftNet:
     """With a cache of one page: how large it will be is decided later."""
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
     if isinstance(run.draft, EagleCheckpoint):
         head, tensors = run.draft.config, run.draft.tensors
-        weights = WeightLoader(tensors, run.dtype, run.device)
-        attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype)
+        weights = WeightLoader(tensors, run.dtype, run.device, gemm)
+        deterministic = gemm is not None
+        attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=deterministic)
         model = EagleHead(head, weights, target, attention, num_positions)
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
-    draft = build_decoder(run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype)
+    draft = build_decoder(
+        run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype, gemm
+    )
     return ModelNet(draft, draft.new_cache(run.engine.page_size, run.kv_dtype), vocab_size)
 
 

@@ -33,6 +33,7 @@ from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
+from specbatch.models.invariant import INVARIANT_DTYPES
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
 
 _KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
@@ -108,6 +109,11 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     topk = max((shape.topk for shape in shapes), default=1)
     if topk > 1:
         _check_topk(topk, draft)
+        if config.engine.deterministic and on_cuda:
+            raise ConfigError(
+                "engine.deterministic needs chains on CUDA, not trees: sums over the keys of a tree have another order",
+                hint="speculation.topk: 1",
+            )
 
     if engine.attention == "flashinfer":
         _check_flashinfer(target.config, kv_dtype)

@@ -55,6 +55,8 @@ class Description:
         job = job_fingerprint(self.config, source, limit, shard=shard, row_tokens=self.row_tokens, models=self.digests)
         if self.date is not None:
             job["date (printed by the chat template)"] = self.date
+        if self.config.engine.deterministic:  # what else the bits depend on
+            job["device and torch (engine.deterministic)"] = [self.made_by["device"], self.made_by["versions"]["torch"]]
         return job
 
 

@@ -12,7 +12,7 @@ Shape suffixes: M tokens, I input features, O output features.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ _MAX_ALGORITHMS = 32
 _ALIGNMENT = 256  # bytes
 _COMPUTE_32F, _R_32F = 68, 0
 _DTYPES = {torch.bfloat16: 14, torch.float16: 2}
-_DESC_TRANSA, _PREF_MAX_WORKSPACE_BYTES, _OP_T = 3, 1, 1
+_DESC_TRANSA, _OP_T = 3, 1
+_PREF_MAX_WORKSPACE_BYTES, _PREF_REDUCTION_SCHEMES, _NO_REDUCTION = 1, 3, 0
+_CONFIG_SPLITS, _CONFIG_REDUCTION = 2, 3
 
 
 class Algorithm(ctypes.Structure):
@@ -39,11 +41,12 @@ class Algorithm(ctypes.Structure):
 
 class CublasLt:
     """The library, and a workspace for launches in order on one stream at a time. `dtype` is bfloat16 or float16.
+    `unsplit`: only algorithms that add up the input features in one part.
 
     Raises OSError where the library is missing, RuntimeError where it refuses.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, unsplit: bool = False) -> None:
         self._lib = _load()
         self.version = int(self._lib.cublasLtGetVersion())
         self.device = device
@@ -57,12 +60,14 @@ class CublasLt:
         _check(self._lib.cublasLtMatmulDescSetAttribute(self._desc, _DESC_TRANSA, byref(c_int(_OP_T)), 4))
         self._preference = c_void_p()
         _check(self._lib.cublasLtMatmulPreferenceCreate(byref(self._preference)))
-        limit = c_uint64(WORKSPACE_BYTES)
-        _check(
-            self._lib.cublasLtMatmulPreferenceSetAttribute(
-                self._preference, _PREF_MAX_WORKSPACE_BYTES, byref(limit), ctypes.sizeof(limit)
-            )
-        )
+        self._prefer(_PREF_MAX_WORKSPACE_BYTES, c_uint64(WORKSPACE_BYTES))
+        self._unsplit = unsplit
+        if unsplit:
+            self._prefer(_PREF_REDUCTION_SCHEMES, c_uint32(_NO_REDUCTION))
+
+    def _prefer(self, attribute: int, value: ctypes._SimpleCData) -> None:
+        size = ctypes.sizeof(value)
+        _check(self._lib.cublasLtMatmulPreferenceSetAttribute(self._preference, attribute, byref(value), size))
 
     def algorithms(self, num_tokens: int, num_out: int, num_in: int) -> list[Algorithm]:
         """What the library's heuristic proposes, its favourite first: the same list for the same library and GPU."""
@@ -73,7 +78,8 @@ class CublasLt:
                 self._handle, self._desc, weight, x, y, y, self._preference, _MAX_ALGORITHMS, found, byref(count)
             )
         )
-        return [found[i] for i in range(count.value) if found[i].state == 0]
+        usable = [found[i] for i in range(count.value) if found[i].state == 0]
+        return [one for one in usable if self._is_unsplit(one)] if self._unsplit else usable
 
     def multiply(
         self, algorithm: Algorithm, x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor | None = None
@@ -108,6 +114,18 @@ class CublasLt:
         )
         return y_MO
 
+    def _is_unsplit(self, algorithm: Algorithm) -> bool:
+        return (self._config(algorithm, _CONFIG_SPLITS), self._config(algorithm, _CONFIG_REDUCTION)) == (1, 0)
+
+    def _config(self, algorithm: Algorithm, attribute: int) -> int:
+        value, written = c_uint32(), c_size_t()
+        _check(
+            self._lib.cublasLtMatmulAlgoConfigGetAttribute(
+                byref(algorithm.algo), attribute, byref(value), ctypes.sizeof(value), byref(written)
+            )
+        )
+        return value.value
+
     def _layouts(self, num_tokens: int, num_out: int, num_in: int) -> tuple[c_void_p, c_void_p, c_void_p]:
         """Of the weight, x and y. Made once for each size; a few bytes each."""
         size = num_tokens, num_out, num_in
@@ -137,6 +155,7 @@ def _load() -> ctypes.CDLL:
     lib.cublasLtMatmulPreferenceCreate.argtypes = [out]
     lib.cublasLtMatmulPreferenceSetAttribute.argtypes = [handle, c_int, c_void_p, c_size_t]
     lib.cublasLtMatmulAlgoGetHeuristic.argtypes = [handle] * 7 + [c_int, POINTER(Algorithm), POINTER(c_int)]
+    lib.cublasLtMatmulAlgoConfigGetAttribute.argtypes = [handle, c_int, c_void_p, c_size_t, POINTER(c_size_t)]
     lib.cublasLtMatmul.argtypes = [handle] * 14 + [c_size_t, c_void_p]
     return lib
 

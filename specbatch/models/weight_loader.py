@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specbatch.kernels import ops_for
 from specbatch.models.config import Activation
+from specbatch.models.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
 from specbatch.models.packed import PackedGatedLinear, PackedLinear, is_packable
@@ -25,13 +26,16 @@ class TensorReader(Protocol):
 
 class WeightLoader:
     """Makes the layers of a model that computes in `dtype` on `device`. Layers are named as in the checkpoint, without
-    the ending `.weight` or `.bias`."""
+    the ending `.weight` or `.bias`. `gemm`: for layers whose rows do not depend on their number, on CUDA."""
 
-    def __init__(self, tensors: TensorReader, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, tensors: TensorReader, dtype: torch.dtype, device: torch.device, gemm: InvariantGemm | None = None
+    ) -> None:
         self.dtype = dtype
         self.device = device
         self._tensors = tensors
         self._ops = ops_for(device, dtype)
+        self._gemm = gemm
 
     def stored(self, name: str) -> Tensor:
         """A tensor as the checkpoint holds it."""
@@ -57,6 +61,8 @@ class WeightLoader:
     def new_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
         if is_packable(weight_OI):
             return PackedLinear(weight_OI, bias_O)
+        if self._gemm is not None:
+            return InvariantLinear(weight_OI, bias_O, self._gemm)
         return DenseLinear(weight_OI, bias_O, self._ops)
 
     def new_gated_linear(
@@ -65,6 +71,8 @@ class WeightLoader:
         if is_packable(gate_OI):
             return PackedGatedLinear(gate_OI, up_OI, biases_O, activation)
         assert activation == "silu", activation  # the one that the kernels fuse
+        if self._gemm is not None:
+            return InvariantGatedLinear(gate_OI, up_OI, biases_O, self._gemm)
         return DenseGatedLinear(gate_OI, up_OI, biases_O, self._ops)
 
 

@@ -29,7 +29,7 @@ from specbatch.kernels.triton.parts.launch import has_dependent_launch, launch_o
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 from specbatch.kernels.triton.skinny.dot import combine_kernel, dot_kernel
 from specbatch.kernels.triton.skinny.fma import fma_kernel
-from specbatch.kernels.triton.skinny.tile import GemmTile, fitting, gemm_tile_for, without_hopper
+from specbatch.kernels.triton.skinny.tile import GemmTile, fitting, gemm_tile_for, invariant_tile_for, without_hopper
 
 _COMBINE_BLOCK = 512  # output features of one program that sums splits
 
@@ -44,6 +44,13 @@ def linear(
     """x W^T + bias, rounded to x's dtype, then + residual, rounded again. Returns (M, O)."""
     tile = tile or _tile_for(x_MI, weight_OI)
     return _multiply(x_MI, None, 0.0, weight_OI, bias_O, residual_MO, False, tile)
+
+
+def invariant_linear(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x W^T, for at most MAX_TOKENS tokens: a token's bits do not depend on the number of tokens."""
+    tile = invariant_tile_for(x_MI.shape[0], weight_OI.shape[0])
+    assert tile is not None, x_MI.shape
+    return linear(x_MI, weight_OI, tile=_on_this_gpu(tile, x_MI))
 
 
 def norm_linear(
@@ -75,6 +82,10 @@ def norm_gated_linear(
 
 def _tile_for(x_MI: Tensor, weight_OI: Tensor) -> GemmTile:
     tile = gemm_tile_for(x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1], x_MI.dtype)
+    return _on_this_gpu(tile, x_MI)
+
+
+def _on_this_gpu(tile: GemmTile, x_MI: Tensor) -> GemmTile:
     is_hopper = x_MI.is_cuda and has_dependent_launch(x_MI.get_device())
     return fitting(tile if is_hopper else without_hopper(tile), shared_bytes(x_MI))
 

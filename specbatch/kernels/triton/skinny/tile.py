@@ -158,6 +158,17 @@ def gemm_tile_for(M: int, O: int, I: int, dtype: torch.dtype) -> GemmTile:  # no
     return tile
 
 
+def invariant_tile_for(M: int, O: int) -> GemmTile | None:  # noqa: E741
+    """A tile that gives a row the same bits whatever M is, and those of every other such tile; None for more than
+    MAX_TOKENS tokens. The input features are added up in order and in one part, on the tensor cores."""
+    if M > MAX_TOKENS:
+        return None
+    tile = _guess(max(M, _MAX_FMA_TOKENS + 1), O)
+    if tile.splits > 1:  # smaller programs instead, so that there are as many
+        tile = replace(tile, splits=1, block_o=32)
+    return replace(tile, pdl=True)
+
+
 def without_hopper(tile: GemmTile) -> GemmTile:
     """The tile for GPUs before compute capability 9: none of its instructions."""
     return replace(tile, tma=False, pdl=False, prefetch=0)

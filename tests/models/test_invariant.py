@@ -1,0 +1,98 @@
+"""Products for engine.deterministic: a row has the same bits whatever the number of rows, on CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.errors import ModelError
+from specbatch.kernels import ops_for
+from specbatch.models.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
+
+CUDA = torch.device("cuda")
+# (output, input) features: SmolLM2, Qwen2.5 0.5B and 1.5B, Llama-3.2-1B, Llama-3-8B, Qwen3-8B
+SHAPES = [
+    *((960, 576), (3072, 576), (576, 1536), (49152, 576)),
+    *((1152, 896), (896, 896), (9728, 896), (896, 4864)),
+    *((2048, 1536), (17920, 1536), (1536, 8960)),
+    *((3072, 2048), (16384, 2048), (2048, 8192)),
+    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (24576, 4096), (4096, 12288)),
+]
+COUNTS = [
+    *range(1, 70),
+    80,
+    95,
+    96,
+    97,
+    127,
+    128,
+    129,
+    160,
+    192,
+    255,
+    256,
+    257,
+    320,
+    333,
+    384,
+    512,
+    640,
+    777,
+    1000,
+    1024,
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_have_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """For each number of rows, and at each place among them."""
+    torch.manual_seed(0)
+    gemm = InvariantGemm(CUDA, dtype)
+    weight = (torch.randn(shape, device=CUDA) * shape[1] ** -0.5).to(dtype)
+    x = torch.randn(1024, shape[1], device=CUDA).to(dtype)
+    expected = gemm(x, weight)
+    torch.testing.assert_close(expected.float(), x.float() @ weight.float().T, rtol=2e-2, atol=2e-2)
+    for count in COUNTS:
+        assert torch.equal(gemm(x[:count], weight), expected[:count]), count
+        place = torch.randperm(1024, device=CUDA)[:count]
+        assert torch.equal(gemm(x[place], weight), expected[place]), count
+    gemm.check(weight)
+
+
+@pytest.mark.gpu
+def test_the_library_splits_some_of_these() -> None:
+    """Otherwise the test above proves nothing about the choice of algorithms."""
+    torch.manual_seed(0)
+    weight = (torch.randn(4096, 14336, device=CUDA) * 14336**-0.5).bfloat16()
+    x = torch.randn(1024, 14336, device=CUDA).bfloat16()
+    expected = InvariantGemm(CUDA, torch.bfloat16)(x, weight)
+    split = [n for n in (96, 128, 192, 256) if not torch.equal(torch.nn.functional.linear(x[:n], weight), expected[:n])]
+    assert split
+
+
+@pytest.mark.gpu
+def test_layers_round_each_step() -> None:
+    torch.manual_seed(0)
+    gemm, ops = InvariantGemm(CUDA, torch.bfloat16), ops_for(CUDA, torch.bfloat16)
+    weight, other = (torch.randn(256, 128, device=CUDA).bfloat16() for _ in range(2))
+    bias = torch.randn(256, device=CUDA).bfloat16()
+    x, residual = torch.randn(90, 128, device=CUDA).bfloat16(), torch.randn(90, 256, device=CUDA).bfloat16()
+    y = gemm(x, weight)
+    layer = InvariantLinear(weight, bias, gemm)
+    assert torch.equal(layer(x), y + bias)
+    assert torch.equal(layer.with_residual(x, residual.clone()), residual + (y + bias))
+    gated = InvariantGatedLinear(weight, other, None, gemm)
+    assert torch.equal(gated(x), ops.silu_mul(torch.cat((y, gemm(x, other)), dim=1)))
+    assert gemm(x[:0], weight).shape == (0, 256)
+    for count in (1, 7, 64, 65):
+        assert torch.equal(gated(x[:count]), gated(x)[:count])
+
+
+@pytest.mark.gpu
+def test_a_card_that_is_not_invariant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = InvariantGemm(CUDA, torch.bfloat16)
+    monkeypatch.setattr(InvariantGemm, "__call__", lambda self, x, w: x @ w.T + len(x))
+    with pytest.raises(ModelError, match=r"products of 1 and of 512 tokens differ for a weight of \(64, 32\)"):
+        InvariantLinear(torch.randn(64, 32, device=CUDA).bfloat16(), None, gemm)
