@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from specbatch.config import Config
 from specbatch.config_load import load_config, option_paths
 from specbatch.errors import ConfigError, InputError
 from specbatch.job.command import GenerateOptions, run_file_job
+from specbatch.job.pool import WorkerPool
 from specbatch.job.rows import RowParser
 from specbatch.job.runner import failed_row
 from specbatch.job.shard import Shard
@@ -50,16 +52,17 @@ class LLM:
     ) -> None:
         self._config = _configured(config, {"target": target, "draft": draft}, options)
         prepare_libraries()
-        self._pool = open_pool(self._config, Console(quiet=True))
+        pool = open_pool(self._config, Console(quiet=True))
         try:
-            what = self._pool.describe(with_chat_template_text(self._config))
+            what = pool.describe(with_chat_template_text(self._config))
             self._parser = RowParser(what.config.sampling, what.config.data)
             self.notes = list(what.notes)
-            self.notes += self._pool.load(lambda tokens: tokens, lambda step: None)
+            self.notes += pool.load(lambda tokens: tokens, lambda step: None)
         except BaseException:
-            self._pool.close()
+            pool.close()
             raise
-        self._running = self._closed = False
+        self._pool: WorkerPool | None = pool  # None: closed
+        self._running = False
 
     def generate(self, rows: Iterable[Mapping[str, Any] | str], *, in_order: bool = True) -> Iterator[dict[str, Any]]:
         """Run rows and yield their results, the same dicts as the lines of a result file.
@@ -73,7 +76,7 @@ class LLM:
 
     def _generate(self, rows: Iterator[Mapping[str, Any] | str], in_order: bool) -> Iterator[dict[str, Any]]:
         self._check_free()  # another iterator may have begun since the call
-        pool = self._pool
+        pool = self._opened()
         self._running = True
         try:
             while not pool.is_idle:
@@ -81,7 +84,7 @@ class LLM:
             held: dict[int, dict[str, Any]] = {}
             num_read, num_returned, exhausted = 0, 0, False
             while True:
-                self._check_open()
+                self._opened()
                 while not exhausted and pool.has_room and len(held) < _MAX_HELD:
                     try:
                         given = next(rows)
@@ -108,23 +111,27 @@ class LLM:
             self._running = False
 
     def _check_free(self) -> None:
-        self._check_open()
+        self._opened()
         if self._running:
             raise InputError("generate() is running already", "read its results to the end first, or close() it")
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _opened(self) -> WorkerPool:
+        if self._pool is None:
             raise InputError("the LLM is closed, so it runs no rows", "read the results before close()")
+        return self._pool
 
     @property
     def stats(self) -> EngineStats:
         """Counters since the model was loaded, summed over workers."""
-        return self._pool.stats
+        return self._pool.stats if self._pool is not None else self._last_stats
 
     def close(self) -> None:
         """Free the model and end the workers."""
-        self._closed = True
-        self._pool.close()
+        if self._pool is not None:
+            self._last_stats = self._pool.stats
+            self._pool.close()
+            self._pool = None
+            gc.collect()  # parts of an engine refer to each other
 
     def __enter__(self) -> LLM:
         return self

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from specbatch import LLM, generate_file, startup
 from specbatch.errors import ConfigError, InputError
 from specbatch.scaleout.pool import Pool
 from tests.scaleout.simulation import Simulation
-from tests.stub_engine import stub_modules
+from tests.stub_engine import StubEngine, StubRun, build_engine, stub_modules
 
 ROWS: list[Any] = [
     *({"prompt": f"p{i}", "id": i, "temperature": 1.0} for i in range(60)),
@@ -115,6 +116,23 @@ def test_a_closed_model_runs_nothing() -> None:
         llm.generate(["x"])
     with pytest.raises(InputError, match="closed"):
         list(begun)
+    assert llm.stats.generated_tokens > 0
+
+
+def test_close_frees_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that another model has room, while the closed LLM still exists."""
+    engines: list[weakref.ref[StubEngine]] = []
+
+    def build(run: StubRun, show: object) -> StubEngine:
+        engine = build_engine(run)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(sys.modules["specbatch.engine.build"], "build_engine", build)
+    with LLM() as llm:
+        assert len(list(llm.generate(["x"]))) == 1
+        assert engines[0]() is not None
+    assert engines[0]() is None
     assert llm.stats.generated_tokens > 0
 
 
