@@ -64,8 +64,10 @@ class RayTransport:
         self._make_worker = ray.cloudpickle.dumps(make_worker)  # plain pickle refuses what a script defines
         self._processes: dict[WorkerId, _Process] = {}
         self._has_noted = False
+        self._look_at = 0.0
 
     def start(self, worker: WorkerId) -> None:
+        self._check_nodes()
         actor = self._actor.remote(worker, self._make_worker, os.getcwd(), self._needs.threads)
         self._processes[worker] = _Process(actor, deque([actor.place.remote()]), time.monotonic())
 
@@ -77,7 +79,7 @@ class RayTransport:
         end = time.monotonic() + seconds
         while True:
             events = self._ready(max(0.0, end - time.monotonic()))
-            self._note_missing()
+            self._look_for_missing()
             if events or time.monotonic() >= end:
                 return events
 
@@ -136,11 +138,22 @@ class RayTransport:
         crash = self._session.crash_of(process.pid)
         return Died(worker, f"its process crashed ({crash})" if crash else "its process was killed or crashed")
 
-    def _note_missing(self) -> None:
-        """Once: what keeps workers from being placed."""
-        late = time.monotonic() - self._note_seconds
-        missing = [p for p in self._processes.values() if p.pid is None and p.asked_at < late]
-        if missing and not self._has_noted:
+    def _check_nodes(self) -> None:
+        """Without a node, workers would wait for ever: Ray of this host was killed, for example."""
+        if not self._session.nodes():
+            raise SpecbatchError("Ray has ended: it has no node", "run the same command again: finished rows are kept")
+
+    def _look_for_missing(self) -> None:
+        """Now and then: what keeps workers from being placed. The note comes once."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        missing = [p for p in self._processes.values() if p.pid is None and p.asked_at < now - self._note_seconds]
+        if not missing:
+            return
+        self._look_at = now + self._note_seconds
+        self._check_nodes()
+        if not self._has_noted:
             self._has_noted = True
             has, free = amounts(ray.cluster_resources()), amounts(ray.available_resources())
             self._log(

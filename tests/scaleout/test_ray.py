@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from specbatch.errors import SpecbatchError
 from specbatch.scaleout.needs import WorkerNeeds
 from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply
 from tests.scaleout.ray_workers import NeverMade, StubWorker
@@ -176,6 +177,21 @@ def test_a_killed_worker_sends_nothing(calls: Calls) -> None:
     calls.transport.kill(1)
     assert calls.transport.wait(0.5) == []
     assert not psutil.pid_exists(event.value)
+
+
+class NoNodes(RaySession):
+    """A Ray that was killed."""
+
+    def __init__(self) -> None:
+        pass
+
+    def nodes(self) -> list[Mapping[str, float]]:
+        return []
+
+
+def test_no_worker_waits_for_a_ray_that_has_ended(session: RaySession) -> None:
+    with pytest.raises(SpecbatchError, match="Ray has ended"):
+        RayTransport(NoNodes(), StubWorker, WorkerNeeds()).start(1)
 
 
 def test_an_idle_transport_waits(calls: Calls) -> None:
