@@ -184,10 +184,11 @@ def tiny_oracle(
     num_layers: int | None = None,
     spoil: Spoil | None = None,
     spoil_draft: Spoil | None = None,
+    coupled: bool = False,
     **traits: Any,
 ) -> OracleEngine:
     """The oracle: one sequence after the other, in plain Python. `draft_seed` 0 makes a draft that often agrees with
-    the target (draft_model: the target itself with one layer less). `traits`: of an EAGLE head."""
+    the target (draft_model: the target itself with one layer less). `coupled`: see `DraftParts`. `traits`: of an EAGLE head."""
     config = tiny_config(num_layers or num_target_layers(method), hidden, vocab)
     target = tiny_decoder(config, dtype, scale=scale, device=device, spoil=spoil)
     pool = PagePool(num_pages, page_size)
@@ -206,7 +207,7 @@ def tiny_oracle(
             **traits,
         )
 
-    parts = DraftParts(device, ops_for(device, dtype), net, (1, 3))
+    parts = DraftParts(device, ops_for(device, dtype), net, (1, 3), coupled)
     proposer = proposer_of(method, as_schedule(shape), parts, vocab, page_size)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
     return OracleEngine(
@@ -251,6 +252,7 @@ def tiny_device_engine(
     chunk_cost: ChunkCost | None = None,
     spoil: Spoil | None = None,
     spoil_draft: Spoil | None = None,
+    coupled: bool = False,
     **traits: Any,
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
@@ -277,7 +279,7 @@ def tiny_device_engine(
             method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
             scale=scale, attention=paged, spoil=spoil_draft, **traits,
         )  # fmt: skip
-    parts = DraftParts(device, ops, net, (1, 3))
+    parts = DraftParts(device, ops, net, (1, 3), coupled)
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead
     parts_of_rounds = RoundParts(target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes)

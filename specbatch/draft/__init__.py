@@ -28,6 +28,7 @@ class DraftParts:
     ops: ModuleType  # the device's kernels, see `kernels.ops_for`
     net: DraftNet | None = None  # of a method with a draft network
     ngram_match: tuple[int, int] = (2, 5)  # shortest and longest match
+    coupled: bool = False  # sampled chains are drawn with the target's random numbers, see `chain`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class MethodEntry:
 
 def _from_network(shape: DraftShape, parts: DraftParts) -> DraftMethod:
     assert parts.net is not None, "the method has a draft network"
-    return (ChainDraft if shape.is_chain else TreeDraft)(parts.net, shape, parts.ops)
+    if shape.is_chain:
+        return ChainDraft(parts.net, shape, parts.ops, parts.coupled)
+    return TreeDraft(parts.net, shape, parts.ops)
 
 
 def _ngram(shape: DraftShape, parts: DraftParts) -> DraftMethod:

@@ -1,5 +1,10 @@
 """Chains from a draft network: each draft is the network's own choice after the one before it.
 
+Where a request samples, drafts are drawn. Usually their random numbers are their own, and acceptance compares the two
+distributions. *Coupled* drafts are drawn with the very numbers that the target draws with at their positions. So both
+often draw the same token, and a draft is accepted if it is that token, as in trees: the text is that of plain decoding,
+whatever drafts (drafter-invariant speculative decoding, Daliri et al. 2024, there by Gumbel noise).
+
 Shape suffixes: B requests, E hidden size.
 """
 
@@ -20,10 +25,10 @@ from specbatch.draft.shape import DraftShape, num_lookahead
 class ChainDraft(DraftMethod):
     """Chains of num_steps drafts, whatever topk is: drawn where a request samples, else the most likely tokens."""
 
-    def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType) -> None:
+    def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
         self._num_steps = shape.num_steps
-        self._ops = ops
+        self._ops, self._coupled = ops, coupled
         self.num_nodes = self.max_path = shape.num_steps + 1
         # An EAGLE head drafts from its own features, and extends with the target's.
         self.num_reusable = shape.num_steps - 1 if net.draft_kv_offset else 0
@@ -39,10 +44,12 @@ class ChainDraft(DraftMethod):
                 hidden_BE = self._net.forward(tokens[-1], hidden_BE, view.layout(1, start=offset, position=offset))
             logits = self._net.raw_logits(hidden_BE)
             if sampled:
-                u = self._ops.uniform(*view.rng, view.length_B + (step + 1), Draw.DRAFT)
+                which = Draw.SAMPLE if self._coupled else Draw.DRAFT
+                u = self._ops.uniform(*view.rng, view.length_B + (step + 1), which)
                 probs.append(self._ops.distribution(logits, *view.sampling))
                 ids = self._ops.draw(probs[-1], u)
             else:
                 ids = self._ops.argmax(logits)
             tokens.append(ids if self._net.target_ids is None else self._net.target_ids[ids])
-        return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=torch.stack(probs, dim=1) if probs else None)
+        drawn_from = torch.stack(probs, dim=1) if probs and not self._coupled else None
+        return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=drawn_from)

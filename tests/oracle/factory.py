@@ -24,4 +24,4 @@ def proposer_of(method: str, schedule: Schedule, parts: DraftParts, vocab_size: 
 
 def neural_proposer(shape: DraftShape, parts: DraftParts, vocab_size: int, page_size: int) -> NeuralProposer:
     assert parts.net is not None, "the method has a draft network"
-    return NeuralProposer(parts.net, shape, vocab_size, page_size, parts.device)
+    return NeuralProposer(parts.net, shape, vocab_size, page_size, parts.device, parts.coupled)

@@ -39,13 +39,21 @@ class NeuralProposer:
     """Chain or tree drafting with a `DraftNet`."""
 
     def __init__(
-        self, net: DraftNet, shape: DraftShape, target_vocab_size: int, page_size: int, device: torch.device
+        self,
+        net: DraftNet,
+        shape: DraftShape,
+        target_vocab_size: int,
+        page_size: int,
+        device: torch.device,
+        coupled: bool = False,
     ) -> None:
+        """`coupled`: sampled chains are drawn with the target's random numbers, and count as a deterministic choice."""
         self._net = net
         self._shape = shape
         self._vocab_size = target_vocab_size
         self._page_size = page_size
         self._device = device
+        self._coupled = coupled
 
     @property
     def num_lookahead(self) -> int:
@@ -132,8 +140,10 @@ class NeuralProposer:
                 position = seq.num_computed_tokens + step + 1
                 # Of NaN, `best` is the first draft token: any will do, for it is rejected.
                 is_drawn = not is_broken(q)
-                chains[b].append(draw(q, uniform(seq.request.rng, position, Draw.DRAFT)) if is_drawn else best[b])
-                probs[b].append(q)
+                u = uniform(seq.request.rng, position, Draw.SAMPLE if self._coupled else Draw.DRAFT)
+                chains[b].append(draw(q, u) if is_drawn else best[b])
+                if not self._coupled:
+                    probs[b].append(q)
         if self._net.draft_kv_offset:
             for state in states:
                 state.num_kept = self._shape.num_steps - 1

@@ -20,7 +20,7 @@ class DraftTree:
     num_nodes: list[int]
     is_chain: bool
     # Chains of a sampling draft: for sequence b the distributions (num_nodes[b] - 1, V) its drafts were drawn from.
-    # None for a sequence whose drafts are a deterministic choice.
+    # None for a sequence whose drafts are compared with the target's own tokens.
     draft_probs: list[Tensor | None]
 
     def depths(self, b: int) -> list[int]:
