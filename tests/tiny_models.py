@@ -188,7 +188,8 @@ def tiny_oracle(
     **traits: Any,
 ) -> OracleEngine:
     """The oracle: one sequence after the other, in plain Python. `draft_seed` 0 makes a draft that often agrees with
-    the target (draft_model: the target itself with one layer less). `coupled`: see `DraftParts`. `traits`: of an EAGLE head."""
+    the target (draft_model: the target itself with one layer less). `coupled`: see `DraftParts`.
+    `traits`: of an EAGLE head."""
     config = tiny_config(num_layers or num_target_layers(method), hidden, vocab)
     target = tiny_decoder(config, dtype, scale=scale, device=device, spoil=spoil)
     pool = PagePool(num_pages, page_size)

@@ -26,8 +26,8 @@ class DraftTrees:
     parents_BN: Tensor | None = None  # int64; -1: the root; -2: past num_nodes
     depths_BN: Tensor | None = None  # int64; 0: the root, and nodes past num_nodes
     mask_BNW: Tensor | None = None  # int32 words: which nodes a node sees, see `kernels.torch.tree.select_nodes`
-    # What a chain's drafts were drawn from, for rejection sampling. None: a draft is accepted if it is the token that the
-    # target itself draws.
+    # What a chain's drafts were drawn from, for rejection sampling. None: a draft is accepted if it is the token that
+    # the target itself draws.
     probs_BDW: Tensor | None = None
 
 

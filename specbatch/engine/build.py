@@ -146,7 +146,8 @@ def read_models(run: ResolvedRun) -> tuple[DraftParts, RoundParts]:
     )
     net = _build_net(run, target, num_positions, gemm) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
-    parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match)
+    coupled = run.config.engine.deterministic
+    parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled)
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
     return parts, RoundParts(target, methods, run.kv_dtype, page_size, eos, speculation.simulate_acceptance)

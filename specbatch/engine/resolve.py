@@ -83,7 +83,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     Raises ConfigError or ModelError. Downloads the models where they are not there yet.
     """
     notes: list[str] = []
-    speculation = resolve_speculation(config.speculation, config.model.target, notes)
+    speculation = resolve_speculation(config.speculation, config.model.target, notes, config.engine.deterministic)
     device = resolve_device(config.engine.device, notes)
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = _resolve_engine(config.engine, device, dtype, notes)

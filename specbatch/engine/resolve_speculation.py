@@ -64,9 +64,11 @@ def decide_method(section: SpeculationSection, target: str, notes: list[str]) ->
     return replace(section, method="eagle3", draft=head)
 
 
-def resolve_speculation(section: SpeculationSection, target: str, notes: list[str]) -> Speculation:
+def resolve_speculation(
+    section: SpeculationSection, target: str, notes: list[str], coupled: bool = False
+) -> Speculation:
     """Decide the method and the draft shapes, and check them. `target`: model.target. What was decided is added to
-    `notes`."""
+    `notes`. `coupled`: see `DraftParts`."""
     section = decide_method(section, target, notes)
     if section.method == "none":
         section = replace(
@@ -89,7 +91,8 @@ def resolve_speculation(section: SpeculationSection, target: str, notes: list[st
     if section.schedule is not None:
         schedule = _resolve_schedule(section, section.schedule)
         filled = tuple(map(_schedule_section, schedule.bounds, schedule.items))
-        _note_chains(schedule, entry, notes)
+        if not coupled:
+            _note_chains(schedule, entry, notes)
         return Speculation(replace(section, schedule=filled), schedule)
     shape = _resolve_shape(section, section)
     section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)

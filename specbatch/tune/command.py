@@ -119,7 +119,7 @@ def tune_file(
         trace = tuner.trace(left(_TRACE_SHARE), max(until, time.perf_counter() + options.budget_seconds / 2))
     outputs = sum(row.num_output for row in trace.rows)
     log(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {seconds_of['trace']:.1f} s")
-    if trace.sampled and search_limits.depth:
+    if trace.sampled and search_limits.depth and not run.config.engine.deterministic:
         log("the rows are sampled: the gain of chains is estimated from greedy ones, and the live runs measure it")
     context = round(np.mean([row.num_prompt + row.num_output / 2 for row in trace.rows]))
     with part("timing", "timing rounds and prompts"):

@@ -5,9 +5,10 @@ A round at position p that accepts a drafts commits a + 1 tokens: those and the 
 past it is cut. The prefill drew the first token. That is what `types.SpeculationCounts` counts in a run: rounds, tokens
 committed, and drafts kept by depth.
 
-Exact for greedy text with chains and n-grams, for sampled text with trees and n-grams (whose acceptance draws the
-numbers that plain sampling draws), and for smaller trees but for the rounds counted in `num_unknown` (see `subtrees`).
-For sampled text with chains it is an estimate, from greedy chains instead of sampled ones.
+Exact for greedy text with chains and n-grams, for sampled text with trees, n-grams and coupled chains (whose acceptance
+draws the numbers that plain sampling draws), and for smaller trees but for the rounds counted in `num_unknown` (see
+`subtrees`).
+For sampled text with other chains it is an estimate, from greedy chains instead of sampled ones.
 
 Shape suffixes: R rows, P positions of all rows, S draft steps, Q draft shapes, T tokens of all rows.
 """

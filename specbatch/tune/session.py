@@ -155,10 +155,11 @@ class Session:
 class TracingDraft(DraftMethod):
     """Records what a draft network would draft, token after token, along the target's own text.
 
-    Rounds draft a wide tree and a greedy chain and then verify the root alone: each commits one token, the text is that
-    of plain decoding, and every position where a round could begin is seen once. What a narrower shape would have
-    gained is computed from the record (`specbatch.tune.replay`). Rounds may be graphs: they leave their record on the
-    device, where the host reads it before the next round.
+    Rounds draft a wide tree and a chain and then verify the root alone: each commits one token, the text is that of
+    plain decoding, and every position where a round could begin is seen once. The chain is greedy, unless drafts are
+    coupled: then it is what a round from that position would draft. What a narrower shape would have gained is computed
+    from the record (`specbatch.tune.replay`). Rounds may be graphs: they leave their record on the device, where the
+    host reads it before the next round.
     """
 
     num_nodes = max_path = 1
@@ -166,14 +167,15 @@ class TracingDraft(DraftMethod):
     def __init__(self, wide: DraftShape, parts: DraftParts) -> None:
         assert parts.net is not None, "without a draft network nothing is traced"
         self.wide = wide
-        self._tree, self._chain = TreeDraft(parts.net, wide, parts.ops), ChainDraft(parts.net, wide, parts.ops)
+        self._tree = TreeDraft(parts.net, wide, parts.ops)
+        self._chain, self._coupled = ChainDraft(parts.net, wide, parts.ops, parts.coupled), parts.coupled
         self._last: list[Tensor] | None = None  # whether each request goes on, then the record
         self.net = parts.net
         self.num_lookahead = self._tree.num_lookahead
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         candidates = self._tree.candidates(view, table)
-        chains = self._chain.draft(view, table, sampled=False).tokens_BN
+        chains = self._chain.draft(view, table, sampled and self._coupled).tokens_BN
         is_running = view.field(Field.DONE) == 0  # neither padding nor a request that ended in the round before
         parts = (is_running, view.field(Field.STREAM), view.length_B, chains[:, 1:], *candidates)
         if self._last is None:  # where graphs of all sizes write

@@ -115,6 +115,7 @@ def loaded(*sets: str) -> Any:
 
 
 SETS = ("speculation.method=draft_model", "speculation.draft=random:tiny")
+DETERMINISTIC = ["engine.deterministic=true"]
 
 
 def test_read_and_resolved() -> None:
@@ -129,6 +130,12 @@ def test_read_and_resolved() -> None:
     plain = resolve(loaded(f"speculation.schedule={text}", "speculation.method=none"))
     assert plain.speculation.schedule == ByBatch.always(None)
     assert plain.config.speculation.schedule is None
+
+
+def test_no_note_where_drafts_are_coupled() -> None:
+    text = "[{max_batch: 4, num_steps: 5}, {max_batch: 32, num_steps: 3}]"
+    notes = [resolve(loaded(*SETS, f"speculation.schedule={text}", *more)).notes for more in ([], DETERMINISTIC)]
+    assert ["requests run at the same time" in "".join(lines) for lines in notes] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,11 @@ def gpu_session(method: str, graphs: GraphMode) -> Session:
     return Session(engine, method, parts, graphs)
 
 
-def session(method: str, on_device: bool, num_pages: int = 512) -> Session:
+def session(method: str, on_device: bool, num_pages: int = 512, coupled: bool = False) -> Session:
     """Over a tiny engine that was built for the widest shape: as it runs on a GPU, or as on a CPU."""
     make = tiny_device_engine if on_device else tiny_engine
     engine = make(method, WIDE, num_pages=num_pages, prefix_cache=False, **SMALL.get(method, {}))
-    return Session(engine, method, DraftParts(CPU, OPS, net_of(engine), (1, 3)), "none")
+    return Session(engine, method, DraftParts(CPU, OPS, net_of(engine), (1, 3), coupled), "none")
 
 
 def net_of(engine: Engine) -> DraftNet | None:
@@ -174,6 +174,17 @@ def test_plain_again_and_sampled_trees() -> None:
     live = tuned.run(requests(0.9))
     assert [c.token_ids for c in live.completions] == expected
     assert replayed(Replayer(trace), SHAPES[-1]).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
+
+
+@pytest.mark.parametrize(("method", "on_device"), [("draft_model", False), ("eagle3", True)])
+def test_coupled_sampled_chains_are_replayed_exactly(method: str, on_device: bool) -> None:
+    tuned = session(method, on_device, coupled=True)
+    found = Replayer(tuned.trace(requests(0.9), TOPK, DEPTH))
+    for shape in SHAPES[:2]:
+        tuned.use(ByBatch.always(shape))
+        live = tuned.run(requests(0.9))
+        assert replayed(found, shape).rounds_R.tolist() == [c.speculation.rounds for c in live.completions]
+        assert live.counts.accepted > 0
 
 
 def test_what_ran_before_does_not_change_what_is_gathered() -> None:
