@@ -13,7 +13,7 @@ from enum import IntEnum
 class Draw(IntEnum):
     """What a draw decides about the token at its position. All draws are independent."""
 
-    SAMPLE = 0  # the token itself, drawn from the target's distribution
+    SAMPLE = 0  # the token itself, drawn from the target's distribution; and coupled drafts, see `draft.chain`
     DRAFT = 1  # the token that the draft network drafts
     ACCEPT = 2  # whether this draft is accepted
     RESIDUAL = 3  # the token instead of a rejected draft
