@@ -150,9 +150,8 @@ class EngineSection:
     )
     deterministic: bool = option(
         False,
-        "A row's tokens depend on nothing but the row: not on the batch, the chunk, the draft method, or speculation "
-        "being on at all, also in bfloat16 on a GPU. It is somewhat slower. On CUDA it needs `attention: triton` and "
-        "bfloat16 or float16.",
+        "A row's tokens depend on nothing but the row: not on the draft method or on speculation being on at all, also "
+        "where it is sampled. Sampled chains are accepted less often. On a CPU only, in float32.",
     )
     seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.", SEED)
 

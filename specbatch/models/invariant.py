@@ -1,4 +1,5 @@
-"""Linear layers for `engine.deterministic` on CUDA: a row's bits do not depend on how many rows are computed with it.
+"""Linear layers for a deterministic mode on CUDA: a row's bits do not depend on how many rows are computed with it.
+Attention is not invariant yet, so `resolve` refuses the mode there.
 
 Tensor cores add the input features in order, whatever tile a kernel has. Only a kernel that splits them into parts, to
 be summed afterwards, gives other bits. So few rows go to our kernels without splits, and more rows to those of cuBLASLt
@@ -20,7 +21,6 @@ from specbatch.kernels.cublaslt import Algorithm, CublasLt
 from specbatch.kernels.triton.skinny.tile import MAX_TOKENS
 from specbatch.models.linear import GatedLinear, Linear
 
-INVARIANT_DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 256  # bytes, of what cuBLASLt reads
 _CHECKED_TOKENS = (1, 8, 9, 33, 64, 65, 96, 200, 512)
 
