@@ -234,11 +234,13 @@ class Crew:
         self._remove(worker, message, blame=False)
 
     def _end(self, worker: PoolWorker, reason: str, *, blame: bool) -> None:
-        """A worker has died. It is replaced, but not too often."""
+        """A worker has died. It is replaced, but not too often: a row that runs alone is left out after its death, so
+        such deaths do not count."""
         member = worker.member
         member.deaths += 1
         member.deaths_at_start += worker.loaded is None
-        is_replaced = member.deaths <= self._limits.max_deaths
+        member.deaths_by_row += worker.holding is not None and worker.holding.alone
+        is_replaced = member.deaths - member.deaths_by_row <= self._limits.max_deaths
         then = "it is replaced" if is_replaced else f"it is not replaced after {member.deaths} deaths"
         self._log(f"warning: {worker.name} died ({reason}); {then}")
         self._remove(worker, reason, blame=blame)

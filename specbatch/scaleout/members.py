@@ -41,6 +41,7 @@ class Member:
     restart_at: float | None = None  # when the next process is asked for
     deaths: int = 0
     deaths_at_start: int = 0  # the last ones, before an engine was built
+    deaths_by_row: int = 0  # while a row ran alone, which is the cause then
     node: str = ""
     device: str = ""
     rows: int = 0

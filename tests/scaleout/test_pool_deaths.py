@@ -67,11 +67,11 @@ def test_no_worker_left_is_an_error_after_the_finished_rows() -> None:
     assert "finished rows are kept" in str(caught.value.hint)
 
 
-def test_workers_that_are_lost_after_the_last_row_are_no_error() -> None:
+def test_workers_that_are_gone_after_the_last_row_are_no_error() -> None:
     simulation = Simulation(killers=[9])
     job = loaded_job(simulation, 1, limits=PoolLimits(max_deaths=2), quarantine=True).run(10)
     assert job.indices == list(range(10))
-    assert job.pool.state().workers[0].state == "lost"
+    assert job.pool.state().workers[0].state == "starting", "its last death was that of a row alone"
 
 
 def test_a_lost_node_blames_no_row() -> None:
@@ -157,6 +157,16 @@ def test_quarantine_makes_it_an_error_row() -> None:
     assert bad[17]["id"] == "row-17"
     assert job.finished.totals.errors == {"worker_died": 3}
     assert job.finished.totals.ok == 97
+
+
+def test_many_rows_that_kill_do_not_use_up_the_worker() -> None:
+    """Deaths of rows that run alone are not the worker's fault."""
+    killers = [1, 7, 20, 21, 22, 23]
+    simulation = Simulation(batch=4, killers=killers)
+    job = loaded_job(simulation, 1, quarantine=True, limits=PoolLimits(max_deaths=4)).run(40)
+    assert job.finished.totals.errors == {"worker_died": len(killers)}
+    assert job.finished.totals.ok == 40 - len(killers)
+    assert len(simulation.deaths_with) == 4 + len(killers)
 
 
 def test_a_suspect_runs_alone_and_last() -> None:
