@@ -18,7 +18,6 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.cublaslt import Algorithm, CublasLt
-from specbatch.kernels.triton.skinny.tile import MAX_TOKENS
 from specbatch.models.linear import GatedLinear, Linear
 
 _ALIGNMENT = 256  # bytes, of what cuBLASLt reads
@@ -29,9 +28,11 @@ class InvariantGemm:
     """x W^T for the weights of one device, for launches in order on one stream. `dtype`: bfloat16 or float16."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        # Triton exists where CUDA does.
+        # Triton exists where CUDA does, and need not exist elsewhere.
         from specbatch.kernels.triton.skinny.ops import invariant_linear
+        from specbatch.kernels.triton.skinny.tile import MAX_TOKENS
 
+        self._max_skinny = MAX_TOKENS
         self.silu_mul = ops_for(device, dtype).silu_mul
         self._skinny = invariant_linear
         self._library = CublasLt(device, dtype, unsplit=True)
@@ -43,7 +44,7 @@ class InvariantGemm:
         size = (x_TI.shape[0], num_out, num_in)
         if not x_TI.shape[0]:
             return x_TI.new_empty(0, num_out)
-        if x_TI.shape[0] <= MAX_TOKENS and num_out % 8 == 0 and num_in % 8 == 0:
+        if x_TI.shape[0] <= self._max_skinny and num_out % 8 == 0 and num_in % 8 == 0:
             return self._skinny(x_TI, weight_OI)
         if size not in self._algorithms:
             found = self._library.algorithms(*size)

@@ -116,6 +116,13 @@ def test_no_circle_between_modules() -> None:
     assert circle(graph | {"errors": {"job.results"}}), "a circle was missed"
 
 
+def test_triton_is_not_needed_on_a_cpu() -> None:
+    """A machine without CUDA need not have the package. So Triton's kernels are imported when they are needed."""
+    pairs = [(module_name(f), name) for f in FILES for name in imports(f, within_functions=False)]
+    wrong = [pair for pair in pairs if pair[1].startswith("kernels.triton") and not pair[0].startswith("kernels.")]
+    assert not wrong
+
+
 def test_imports_run_downward() -> None:
     # The package itself offers what is above it, and imports that when it is used first.
     pairs = [(name, imported) for file in FILES if (name := module_name(file)) for imported in imports(file)]
