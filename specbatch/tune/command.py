@@ -194,7 +194,7 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     # What is measured is for batches of these sizes: they are not to be lowered where memory is short.
     batch, chunk = first.engine.max_batch_size, first.engine.prefill_chunk_tokens
     engine = replace(engine, max_batch_size=batch, prefill_chunk_tokens=chunk)
-    limits = SearchLimits.of(method, on_cuda, config.engine.deterministic)
+    limits = SearchLimits.of(method, on_cuda)
     schedule = tuple(ScheduleSection(*entry) for entry in limits.schedule(batch))
     engine = replace(engine, cuda_graphs="none") if on_cuda else engine  # the session captures its own
     if on_cuda and engine.kv_cache_tokens is None:  # room for graphs that are captured later

@@ -40,12 +40,9 @@ class SearchLimits:
     verify_tokens: int  # of a round
 
     @staticmethod
-    def of(method: str, on_cuda: bool, deterministic: bool = False) -> SearchLimits:
-        """`deterministic`: engine.deterministic, which has no trees on CUDA."""
+    def of(method: str, on_cuda: bool) -> SearchLimits:
         if method == "ngram":
             return SearchLimits(0, 0, 33, 8192 if on_cuda else 512)
-        if on_cuda and deterministic:
-            return SearchLimits(8, 1, 9, 4096)
         return SearchLimits(8, 8, 64, 4096) if on_cuda else SearchLimits(6, 4, 24, 256)
 
     def schedule(self, max_batch_size: int) -> list[tuple[int, int, int, int]]:
@@ -59,8 +56,7 @@ class SearchLimits:
         if few >= max_batch_size:
             return [wide]
         narrow = max(2, min(nodes, self.verify_tokens // max_batch_size))
-        depth = min(self.depth, narrow - 1) if self.topk == 1 else self.depth
-        return [wide, (max_batch_size, depth, self.topk, narrow)]
+        return [wide, (max_batch_size, self.depth, self.topk, narrow)]
 
 
 class TuneCache:

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from specbatch.draft.schedule import ByBatch
-from specbatch.draft.shape import DraftShape
 from specbatch.errors import TuningError
 from specbatch.tune import tuner as tuner_module
 from specbatch.tune.costs import Measurement
-from specbatch.tune.search import neural_space
 from specbatch.tune.session import OutOfTime
 from specbatch.tune.trace import RowTrace, Trace
 from specbatch.tune.tuner import SearchLimits, TuneCache, Tuner, spread_out
@@ -312,15 +310,3 @@ def test_plain_rounds_have_a_third_of_the_time_and_what_is_compiled_is_no_part_o
     cache = TuneCache(tmp_path / "cache", {})
     timing_tuner(session, time_one, cache, lambda line: None, monkeypatch).measure(100, 30.0)
     assert found == [*(("plain", batch) for batch in plain), *(("verify", batch) for batch in verify)]
-
-
-@pytest.mark.parametrize("max_batch_size", [1, 455, 456, 4096])
-def test_deterministic_jobs_on_cuda_search_chains(max_batch_size: int) -> None:
-    limits = SearchLimits.of("eagle3", on_cuda=True, deterministic=True)
-    assert all(shape.is_chain for shape in neural_space(limits.topk, limits.depth, limits.nodes))
-    bounds, *shapes = zip(*limits.schedule(max_batch_size), strict=True)
-    assert bounds[-1] == max_batch_size
-    for steps, topk, nodes in zip(*shapes, strict=True):
-        shape = DraftShape(steps, topk, nodes)
-        shape.check()
-        assert shape.is_chain
