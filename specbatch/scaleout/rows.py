@@ -165,8 +165,9 @@ class PoolRows:
         others = [other for other in self._holdings if other is not holding and not other.alone]
         unstarted = [(_without(other.own, other.started), other) for other in others]
         rows, victim = max(unstarted, key=lambda pair: len(pair[0]), default=([], holding))
-        if rows:
-            for index in _youngest(rows, min(len(victim.own) // 2, holding.credit)):
+        count = min(len(victim.own) // 2, holding.credit)
+        if rows and count:
+            for index in _youngest(rows, count):
                 holding.copies[index] = self._copied[index] = victim.own.pop(index)
                 victim.drop.append(index)
             return list(holding.copies.values())

@@ -175,6 +175,16 @@ def test_a_fast_worker_gets_more_rows_and_keeps_its_credit() -> None:
     assert few.has_room
 
 
+def test_the_last_row_of_a_slow_worker_is_copied() -> None:
+    """Also if the worker has not answered since it got it."""
+    rows, (a,) = pool_rows(8, num_rows=1)
+    hand_out(rows, a)
+    b = rows.open(4)
+    assert hand_out(rows, b, last=True) == [], "it may be about to begin it"
+    a.is_slow = True
+    assert hand_out(rows, b, last=True) == [0]
+
+
 def test_no_more_rows_are_taken_than_the_credit() -> None:
     rows, (a,) = pool_rows(20, num_rows=20)
     hand_out(rows, a)
