@@ -119,7 +119,7 @@ class Worker:
         self.models.check_loaded()
         self.models.hash_later()
         self.runner = RowRunner(engine, self._texts, self._run.config)
-        # Of the rows of an exchange, most wait here, where they can be dropped.
+        # A full engine, and a few rows more. The others of an exchange wait here, where they can be dropped.
         self._max_started = batch + max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
         return Loaded(engine.limit_length(None), list(self._run.notes[known:]))
 

@@ -239,7 +239,7 @@ class Crew:
         member = worker.member
         member.deaths += 1
         member.deaths_at_start += worker.loaded is None
-        member.deaths_by_row += worker.holding is not None and worker.holding.alone
+        member.deaths_by_row += blame and worker.holding is not None and worker.holding.alone
         is_replaced = member.deaths - member.deaths_by_row <= self._limits.max_deaths
         then = "it is replaced" if is_replaced else f"it is not replaced after {member.deaths} deaths"
         self._log(f"warning: {worker.name} died ({reason}); {then}")

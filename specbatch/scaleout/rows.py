@@ -164,7 +164,7 @@ class PoolRows:
         self._was_taken_over = True
         others = [other for other in self._holdings if other is not holding and not other.alone]
         unstarted = [(_without(other.own, other.started), other) for other in others]
-        rows, victim = max(unstarted, key=lambda pair: len(pair[0]), default=([], holding))
+        rows, victim = max(unstarted, key=lambda pair: (len(pair[0]), len(pair[1].own)), default=([], holding))
         count = min(len(victim.own) // 2, holding.credit)
         if rows and count:
             for index in _youngest(rows, count):
