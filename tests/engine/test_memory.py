@@ -203,9 +203,10 @@ def test_the_address_space_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "tokens", "limit", "said"),
     [
-        ("config", 10**12, None, "error: engine.kv_cache_tokens: "),
+        pytest.param("config", 10**12, None, "error: engine.kv_cache_tokens: ", marks=pytest.mark.slow),
         ("generate", 10**12, None, "error: engine.kv_cache_tokens: "),
-        ("config", 2_000_000, 3 * GIB, "error: engine.kv_cache_tokens: "),  # ulimit -v
+        # ulimit -v
+        pytest.param("config", 2_000_000, 3 * GIB, "error: engine.kv_cache_tokens: ", marks=pytest.mark.slow),
         ("generate", 1000, GIB // 4, "error: memory ran out: "),  # not even the libraries can be loaded
     ],
 )

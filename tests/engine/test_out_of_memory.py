@@ -22,7 +22,7 @@ from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 4, 8)
-CASES = [("ngram", CHAIN), ("draft_model", CHAIN), ("draft_model", TREE), ("eagle3", TREE)]
+CASES = [("ngram", CHAIN), ("draft_model", CHAIN), ("eagle3", TREE)]
 GREEDY = SamplingParams(max_tokens=10)
 SAMPLED = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.9, logprobs=2)
 
@@ -101,14 +101,14 @@ def check_shortages(
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_operations_run_out(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
-    check_shortages(method, shape, params, runs=2, padded=params is GREEDY)
+    check_shortages(method, shape, params, runs=1, padded=params is GREEDY)
     check_shortages(method, shape, params, runs=1, padded=False, cpu=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True], ids=["as they are", "padded"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("method", "shape"), CASES)
+@pytest.mark.parametrize(("method", "shape"), [*CASES, ("draft_model", TREE)])
 def test_many_operations_run_out(method: str, shape: DraftShape | None, params: SamplingParams, padded: bool) -> None:
     check_shortages(method, shape, params, runs=60, padded=padded)
 

@@ -257,7 +257,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("is_terminated", [False, True])
+@pytest.mark.parametrize("is_terminated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_remains_of_a_killed_job(is_terminated: bool, tmp_path: Path) -> None:
     """No process and no file; and Ray prints nothing, though a worker has crashed. `is_terminated`: each process gets
     SIGTERM, as from a scheduler that ends a job."""
