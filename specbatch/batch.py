@@ -39,7 +39,8 @@ NUM_FIELDS = int(Field.STOP) + MAX_STOP_IDS
 
 
 class Output(IntEnum):
-    """Columns of the round output, which is all that the host reads of a round. The tokens are the last columns."""
+    """Columns of the round output, which is all that the host reads of a round. The last columns are the M tokens, and
+    then the bits of their M margins (float32, see `kernels.torch.sampling.argmax_and_margin`)."""
 
     NUM_NEW = 0  # new tokens; 0: the request is done
     NUM_DRAFTED = 1  # drafts that were verified

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from specbatch.errors import FieldError
 from specbatch.option import SEED, Range, option
@@ -102,6 +103,17 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
+class Margin(NamedTuple):
+    """How close a greedy completion came to another token: the smallest difference of the two largest logits for one of
+    its tokens, and the first position with it. Logits are those that the token was chosen by, as float32."""
+
+    value: float  # infinite: no second token was possible anywhere
+    position: int  # index among the completion's tokens
+
+
+NO_MARGIN = Margin(math.inf, 0)
+
+
 @dataclass(slots=True)
 class SpeculationCounts:
     """Speculation statistics of one completion, or summed over many. They do not depend on scheduling."""
@@ -171,6 +183,7 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None  # one for each generated token, if the request wants them
     speculation: SpeculationCounts
+    margin: Margin = NO_MARGIN  # a sampled completion has none
 
 
 @dataclass(frozen=True, slots=True)

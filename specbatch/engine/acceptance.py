@@ -8,7 +8,7 @@ Shape suffixes: B requests, N nodes, D = N - 1 drafts of a chain, M longest path
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -30,6 +30,7 @@ class Decision:
     num_path_B: Tensor | None = None
     next_token_B: Tensor | None = None
     num_broken_B: Tensor | None = None
+    margin_BN: Tensor | None = None  # float32, of the target's logits after each node
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +56,25 @@ class Acceptance:
         if sampled and trees.probs_BDW is not None:
             found = self._accept_drawn(view, trees, logits_TV, target_ids)
         else:
-            found = Decision(self.choose(view, trees, logits_TV, index_BN, sampled))
+            choice_BN, margin_BN = self.choose(view, trees, logits_TV, index_BN, sampled)
+            found = Decision(choice_BN, margin_BN=margin_BN)
         if self.simulate is None:
             return found
         path_BN, num_path_B = self._simulated(view, trees, self.simulate)
-        return Decision(found.choice_BN, path_BN, num_path_B, found.next_token_B, found.num_broken_B)
+        return replace(found, path_BN=path_BN, num_path_B=num_path_B)
 
     def choose(
         self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor | None, sampled: bool
-    ) -> Tensor:
-        """(B, N) the target's own token after each node; NO_TOKEN where its logits are not finite."""
-        if not sampled:
-            best_T: Tensor = self.ops.argmax(logits_TV, NO_TOKEN)
-            return best_T.view(trees.tokens_BN.shape) if index_BN is None else best_T[index_BN]
+    ) -> tuple[Tensor, Tensor]:
+        """(B, N) the target's own token after each node; NO_TOKEN where its logits are not finite. (B, N) float32, the
+        margins of the logits, see `kernels.torch.sampling.argmax_and_margin`."""
+        best_T, margin_T = self.ops.argmax_and_margin(logits_TV, NO_TOKEN)
+        shape = trees.tokens_BN.shape
+        best_BN, margin_BN = (x.view(shape) if index_BN is None else x[index_BN] for x in (best_T, margin_T))
+        return self._draw(view, trees, logits_TV, index_BN) if sampled else best_BN, margin_BN
+
+    def _draw(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor | None) -> Tensor:
+        """As `choose`, where some request may have a positive temperature."""
         num_nodes = trees.tokens_BN.shape[1]
         depth = torch.arange(num_nodes, device=logits_TV.device) if trees.depths_BN is None else trees.depths_BN
         position_BN = view.length_B[:, None] + depth + 1
@@ -103,6 +110,7 @@ class Acceptance:
         """Of chains that were drawn from `probs_BDW`."""
         assert trees.probs_BDW is not None
         batch, num_nodes = trees.tokens_BN.shape
+        _, margin_T = self.ops.argmax_and_margin(logits_TV)
         position_BN = view.length_B[:, None] + torch.arange(1, num_nodes + 1, device=logits_TV.device)
         rng = tuple(values[:, None] for values in view.rng)
         accept_BN, residual_BN, sample_BN = (
@@ -127,7 +135,12 @@ class Acceptance:
             residual_BN[:, :-1],
             sample_BN,
         )
-        return Decision(num_path_B=num_path_B, next_token_B=next_token_B, num_broken_B=num_broken_B)
+        return Decision(
+            num_path_B=num_path_B,
+            next_token_B=next_token_B,
+            num_broken_B=num_broken_B,
+            margin_BN=margin_T.view(batch, num_nodes),
+        )
 
     def _distributions_on_path(
         self, view: BatchView, drafts_BD: Tensor, q_BDV: Tensor, logits_BNV: Tensor, u_accept_BN: Tensor

@@ -9,7 +9,7 @@ from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
-from specbatch.types import Completion, EngineLimits, EngineStats, FinishReason, Request
+from specbatch.types import NO_MARGIN, Completion, EngineLimits, EngineStats, FinishReason, Request
 
 
 def check_finite(completions: Iterable[Completion]) -> None:
@@ -114,5 +114,7 @@ class EngineBase:
         seq.is_finished = True
         self._scheduler.finish(seq, failed=reason is FinishReason.ERROR)
         self._stats.speculation.add(seq.counts)
-        logprobs = seq.logprobs if seq.request.params.logprobs is not None else None
-        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts)
+        params = seq.request.params
+        logprobs = seq.logprobs if params.logprobs is not None else None
+        margin = seq.margin if params.temperature == 0 else NO_MARGIN
+        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts, margin)

@@ -44,6 +44,7 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.types import (
     Completion,
     FinishReason,
+    Margin,
     TokenLogprob,
 )
 
@@ -56,7 +57,7 @@ class _Report:
     """What a launch will have decided."""
 
     sequences: Seq[Sequence | None]  # None: nothing to read
-    rows: Download  # (B, Z) int32 of a round, (R, 1) of a prompt chunk
+    rows: Download  # (B, Z) int32 of a round, (R, 2) of a prompt chunk
     logprobs: tuple[Download, Download, Download] | None
     max_path: int | None  # tokens that the round may commit; None: a prompt chunk
 
@@ -247,7 +248,10 @@ class Engine(EngineBase):
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
         finished = []
-        words_of = rows[: len(report.sequences)].tolist()  # padding has words, too
+        rows = rows[: len(report.sequences)]  # padding has words, too
+        first_margin = 1 if report.max_path is None else Output.TOKENS + report.max_path
+        words_of, margins = rows[:, :first_margin].tolist(), rows[:, first_margin:].view(np.float32)
+        lowest = margins.min(axis=1).tolist()
         for row, (seq, words) in enumerate(zip(report.sequences, words_of, strict=True)):
             if seq is None or seq.is_finished:
                 continue
@@ -258,6 +262,8 @@ class Engine(EngineBase):
                 reason = self._read_round(seq, words, report.max_path)
             count = len(seq.tokens) - before
             self._stats.generated_tokens += count
+            if count and lowest[row] < seq.margin.value:  # hardly ever, after a request's first rounds
+                seq.margin = _lower_margin(seq.margin, margins[row, :count], before - seq.num_prompt)
             if seq.request.params.logprobs is not None and logprobs is not None:
                 chosen, values, ids = (part[row] for part in logprobs)
                 for i, token in enumerate(seq.tokens[before:]):
@@ -373,6 +379,12 @@ def _async_depth(rounds: Seq[Round]) -> int:
 def _surely_ends(seq: Sequence) -> bool:
     """Each round in flight commits at least one token; with these the request is at its end."""
     return len(seq.tokens) + seq.rounds_in_flight >= seq.max_length or not seq.prefill_done
+
+
+def _lower_margin(margin: Margin, of_new: np.ndarray, position: int) -> Margin:
+    """The lower one of a request's margin and those of its new tokens, the first of which has the index `position`."""
+    i = int(of_new.argmin())
+    return min(margin, Margin(float(of_new[i]), position + i))
 
 
 def _token_logprob(

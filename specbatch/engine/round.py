@@ -151,6 +151,7 @@ class Round:
             num_path_B=decision.num_path_B,
             next_token_B=decision.next_token_B,
             num_broken_B=decision.num_broken_B,
+            margin_BN=decision.margin_BN,
         )
         return committed
 
@@ -196,8 +197,9 @@ class Round:
     def prefill(self, chunk: PromptChunk, sampled: bool, logprobs: bool = False) -> tuple[Tensor, Logprobs | None]:
         """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
 
-        Returns the tokens (R, 1) int32 of the prompts that end here, with logprobs (R, 1) where asked. NO_TOKEN where
-        the target's logits are not finite: then the slot is done, and what goes on to be computed sees token 0.
+        Returns (R, 2) int32, the token of each prompt that ends here and the bits of its margin, with logprobs (R, 1)
+        where asked. NO_TOKEN where the target's logits are not finite: then the slot is done, and what goes on to be
+        computed sees token 0.
         """
         logits_indices = None if self._reads_hidden else chunk.logits_indices
         hidden, aux_hidden_states = self._target.forward(
@@ -205,17 +207,18 @@ class Round:
         )
         if chunk.ready_R.shape[0] == 0:
             self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states)
-            return chunk.ready_R[:, None].int(), None
+            return chunk.ready_R[:, None].int().expand(-1, 2), None
         rows = BatchView.gather(self.state, chunk.ready_R, self._page_size, self._ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
         roots = DraftTrees(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
-        chosen = self._acceptance.choose(rows, roots, logits, None, sampled)[:, 0]
-        reported = torch.where(chunk.roots_R < 0, chosen, chunk.roots_R)  # recomputed requests have theirs already
+        choice, margin = self._acceptance.choose(rows, roots, logits, None, sampled)
+        is_new = chunk.roots_R < 0  # a request that is computed again has its root already
+        reported = torch.where(is_new, choice[:, 0], chunk.roots_R)
         tokens = reported.clamp(min=0)
         limit = rows.field(Field.LIMIT)
-        done = self._ends(rows, tokens[:, None], (chunk.roots_R < 0)[:, None]) | (chunk.lengths_R + 1 >= limit)
+        done = self._ends(rows, tokens[:, None], is_new[:, None]) | (chunk.lengths_R + 1 >= limit)
         done |= reported == NO_TOKEN
         ints = rows.ints_BF.clone()
         ints[:, Field.LENGTH], ints[:, Field.ROOT], ints[:, Field.DONE] = chunk.lengths_R, tokens, done.long()
@@ -224,7 +227,8 @@ class Round:
             everything = torch.ones_like(tokens, dtype=torch.bool)[:, None]
             self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
         self._extend_prompt(chunk, tokens, hidden, aux_hidden_states)
-        return reported[:, None].int(), logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None
+        output = torch.cat((reported[:, None].int(), margin.view(torch.int32)), dim=1)
+        return output, logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None
 
     def _extend_prompt(
         self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, aux_hidden_states: list[Tensor]

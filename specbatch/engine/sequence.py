@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbatch.types import Request, SpeculationCounts, TokenLogprob
+from specbatch.types import NO_MARGIN, Margin, Request, SpeculationCounts, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +32,7 @@ class Sequence:
     num_draft_computed: int = 0  # valid slots of the draft network's cache, while the prompt is computed
     draft_state: Any = None  # the draft method's own, of a method on the host
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    margin: Margin = NO_MARGIN  # of the generated tokens, whether they are sampled or not
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     @property

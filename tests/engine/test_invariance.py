@@ -17,7 +17,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.packed import PackedGatedLinear, PackedLinear
-from specbatch.types import SamplingParams, TokenLogprob
+from specbatch.types import Margin, SamplingParams, TokenLogprob
 from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, random_prompts, run, tiny_engine
 
@@ -151,8 +151,8 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
         ("eagle", DraftShape(3, 1, 4)),
     ],
 )
-def test_engine_logprobs_have_the_same_bits(method: str, shape: DraftShape | None) -> None:
-    """Log-probabilities, not only tokens: equal between plain and speculative decoding and between all schedules."""
+def test_engine_logprobs_and_margins_have_the_same_bits(method: str, shape: DraftShape | None) -> None:
+    """Not only tokens are equal between plain and speculative decoding and between all schedules."""
     options: list[dict[str, Any]] = [
         {},
         {"max_batch_size": 1, "prefix_cache": False},
@@ -162,12 +162,15 @@ def test_engine_logprobs_have_the_same_bits(method: str, shape: DraftShape | Non
         assert logprobs_of(method, shape, **option) == plain_logprobs(), option
 
 
-def logprobs_of(method: str, shape: DraftShape | None, **settings: Any) -> list[list[TokenLogprob] | None]:
+Bits = list[tuple[list[TokenLogprob] | None, Margin]]
+
+
+def logprobs_of(method: str, shape: DraftShape | None, **settings: Any) -> Bits:
     engine = tiny_engine(method, shape, dtype=torch.float32, **{"num_pages": 256, **settings})
     params = SamplingParams(max_tokens=16, logprobs=2)
-    return [c.logprobs for c in run(engine, random_prompts(6, shared=10), params)]
+    return [(c.logprobs, c.margin) for c in run(engine, random_prompts(6, shared=10), params)]
 
 
 @cache
-def plain_logprobs() -> list[list[TokenLogprob] | None]:
+def plain_logprobs() -> Bits:
     return logprobs_of("none", None)

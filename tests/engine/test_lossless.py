@@ -50,7 +50,8 @@ SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_k=30, top_p=0.95, m
 
 
 def texts(completions: list) -> list[tuple[list[int], str]]:
-    return [(c.token_ids, str(c.finish_reason)) for c in completions]
+    """With the margins, to 5 digits: the oracle adds up in another order."""
+    return [(c.token_ids, f"{c.finish_reason}, {c.margin.value:.5g} at {c.margin.position}") for c in completions]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,8 @@ def test_plain_output_is_worth_comparing(plain: list[tuple[list[int], str]]) -> 
     """Different prompts give different texts, and those are not one token over and over."""
     assert len({tuple(tokens) for tokens, _ in plain}) == len(plain)
     assert sum(len(set(tokens)) > 4 for tokens, _ in plain) > len(plain) // 2
+    assert len({ending for _, ending in plain}) == len(plain), "two margins are equal"
+    assert any(not ending.endswith("at 0") for _, ending in plain)
 
 
 @pytest.mark.parametrize(("method", "shape"), FAST)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specbatch.batch import NO_TOKEN
 from specbatch.draft.rng import Draw
 from specbatch.kernels import torch as reference
 from specbatch.types import RngKey, SamplingParams
@@ -38,6 +39,32 @@ def host_distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
 def test_argmax(ops: Ops) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-1.0, -1.0, -2.0, -1.0], [0.0, -0.0, -3.0, -math.inf]])
     assert ops.argmax(logits).tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("vocab", [1, 4, 50, 768, 9001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_argmax_and_margin(ops: Ops, vocab: int, dtype: torch.dtype) -> None:
+    """Against a sort, with ties, masked tokens (-inf and the lowest number), and rows that are not finite."""
+    logits = random_logits(12, vocab, 5, ties=False)
+    logits[1, vocab // 3] = logits[1, vocab // 2] = 100.0
+    logits[2] = -math.inf
+    logits[2, vocab // 2] = -7.0
+    logits[3] = torch.finfo(dtype).min
+    logits[3, 0] = 1.0
+    logits[4, -1], logits[5, 0], logits[6] = math.nan, math.inf, -math.inf
+    logits = logits.to(dtype)
+    ids, margins = ops.argmax_and_margin(logits, NO_TOKEN)
+    assert ids.tolist() == ops.argmax(logits, NO_TOKEN).tolist()
+    expected = [math.inf] * len(logits)
+    for row, values in enumerate(logits.float().sort(descending=True).values.tolist()):
+        if row < 4 or row > 6:
+            assert logits[row, ids[row]] == values[0]
+            if row not in (2, 3) and vocab > 1:
+                expected[row] = float(torch.tensor(values[0]) - torch.tensor(values[1]))
+    assert margins.dtype == torch.float32
+    assert margins.tolist() == expected
+    assert ids[4:7].tolist() == [NO_TOKEN] * 3
+    assert margins[1] == (0.0 if vocab > 1 else math.inf)
 
 
 def noise_cases() -> tuple[list[RngKey], list[int]]:

@@ -162,6 +162,9 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
             options["path_BN"] = on_device([path + [7] * (num_nodes - len(path)) for path in paths])
         if case == "drawn":
             options |= {"next_token_B": on_device(drawn), "num_broken_B": on_device(broken)}
+        margins = [[rng.random() for _ in range(num_nodes)] for _ in rows]
+        if case != "short chains":
+            options["margin_BN"] = on_device(margins)
         found: Committed = ops.raw.commit_round(
             state.ints_SF,
             state.tokens_SL,
@@ -182,7 +185,11 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
             assert found.tokens_BM[b].tolist() == [*new[b][:-1], max(new[b][-1], 0), *pad]
             depth = max(depths[b]) if is_tree else sizes[b] - 1
             report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], *new[b], *pad]
-            assert found.output_BZ[b].tolist() == report
+            assert found.output_BZ[b, : len(report)].tolist() == report
+            on_path = torch.full((max_path,), torch.inf)
+            if case != "short chains":
+                on_path[: len(path)] = torch.tensor([margins[b][node] for node in path])
+            assert torch.equal(found.output_BZ[b, len(report) :].cpu().view(torch.float32), on_path)
             assert found.accept_index_T.view(batch, -1)[b].tolist() == [b * num_nodes + node for node in path + pad]
             for index, node in enumerate(path):
                 moved = live and node != index

@@ -22,7 +22,7 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.decoder import Decoder
 from specbatch.types import Completion, FinishReason
 from tests.oracle.proposer import Proposer, TargetOutput
-from tests.oracle.sampling import token_logprob
+from tests.oracle.sampling import margin_of, token_logprob
 from tests.oracle.spans import Span, batch_of
 from tests.oracle.tree import DraftTree
 from tests.oracle.verify import Accepted, sample_token, verify
@@ -201,6 +201,8 @@ class OracleEngine(EngineBase):
         before = len(seq.tokens)
         reason = append_tokens(seq, tokens, self._eos)
         new = seq.tokens[before:]
+        margins = [margin_of(logits, i) for i, logits in enumerate(logits_RV[: len(new)], before - seq.num_prompt)]
+        seq.margin = min([seq.margin, *margins])
         self._stats.generated_tokens += len(new)
         params = seq.request.params
         if params.logprobs is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specbatch.kernels.torch.sampling import finite_peak
-from specbatch.types import SamplingParams, TokenLogprob
+from specbatch.types import Margin, SamplingParams, TokenLogprob
 
 _PART = 1 << 14
 
@@ -60,6 +60,12 @@ def draw(p_V: Tensor, u: float) -> int:
     if token < p_V.shape[0]:
         return token
     return int(torch.nonzero(p_V)[-1])  # u * total rounded up to the total
+
+
+def margin_of(logits_V: Tensor, position: int) -> Margin:
+    """Of the token at `position`: how far the two largest logits are apart."""
+    first, second = sorted(logits_V.tolist(), reverse=True)[:2]
+    return Margin(first - second, position)
 
 
 def token_logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:

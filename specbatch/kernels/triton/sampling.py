@@ -22,18 +22,27 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
-def _argmax_of_chunk(logits_ptr, value_ptr, id_ptr, stride, vocab, CHUNK: tl.constexpr):
+def _argmax_of_chunk(
+    logits_ptr, value_ptr, second_ptr, id_ptr, stride, vocab, CHUNK: tl.constexpr, HAS_MARGIN: tl.constexpr
+):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(value_ptr.dtype.element_ty)
     x = tl.where(x == x, x, float("inf"))
     best = tl.max(x)
-    tl.store(value_ptr + row * tl.num_programs(1) + chunk, best)
-    tl.store(id_ptr + row * tl.num_programs(1) + chunk, tl.min(tl.where(x == best, ids, NO_ID)))
+    best_id = tl.min(tl.where(x == best, ids, NO_ID))
+    at = row * tl.num_programs(1) + chunk
+    tl.store(value_ptr + at, best)
+    tl.store(id_ptr + at, best_id)
+    if HAS_MARGIN:
+        tl.store(second_ptr + at, tl.max(tl.where(ids == best_id, float("-inf"), x)))
 
 
 @triton.jit
-def _argmax_of_chunks(value_ptr, id_ptr, out_ptr, num_chunks, CHUNKS: tl.constexpr, OTHERWISE: tl.constexpr):
+def _argmax_of_chunks(
+    value_ptr, second_ptr, id_ptr, out_ptr, margin_ptr, num_chunks,
+    CHUNKS: tl.constexpr, OTHERWISE: tl.constexpr, HAS_MARGIN: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS)
     at = row * num_chunks + chunks
@@ -43,22 +52,43 @@ def _argmax_of_chunks(value_ptr, id_ptr, out_ptr, num_chunks, CHUNKS: tl.constex
     best = tl.min(tl.where(value == peak, ids, NO_ID))
     finite = (peak > LOWEST) & (peak < float("inf"))
     tl.store(out_ptr + row, tl.where(finite, best, OTHERWISE).to(tl.int64))
+    if HAS_MARGIN:
+        # The second value of the whole row is that of the best chunk, or the best of another chunk.
+        second = tl.load(second_ptr + at, mask=chunks < num_chunks, other=float("-inf"))
+        second = tl.max(tl.where(ids == best, second, value))
+        margin = tl.where(finite & (second > LOWEST), peak - second, float("inf"))
+        tl.store(margin_ptr + row, margin.to(tl.float32))
 
 
 def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
     """See `kernels/torch/sampling.py`: in parallel chunks of a row. Rows may lie apart."""
+    return _argmax(logits_RV, otherwise, None)
+
+
+def argmax_and_margin(logits_RV: Tensor, otherwise: int = 0) -> tuple[Tensor, Tensor]:
+    """See `kernels/torch/sampling.py`: in one pass over the logits, as `argmax`."""
+    margin = torch.empty(logits_RV.shape[0], dtype=torch.float32, device=logits_RV.device)
+    return _argmax(logits_RV, otherwise, margin), margin
+
+
+def _argmax(logits_RV: Tensor, otherwise: int, margin_R: Tensor | None) -> Tensor:
+    """`margin_R` is written, if it is given."""
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1
     chunk = min(4096, triton.next_power_of_2(vocab))
     num_chunks = triton.cdiv(vocab, chunk)
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    value = torch.empty((rows, num_chunks), dtype=wide, device=logits_RV.device)
+    value, second = torch.empty((2, rows, num_chunks), dtype=wide, device=logits_RV.device)
     ids = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits_RV.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    _argmax_of_chunk[(rows, num_chunks)](logits_RV, value, ids, logits_RV.stride(0), vocab, CHUNK=chunk)
-    _argmax_of_chunks[(rows,)](
-        value, ids, out, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), OTHERWISE=otherwise, num_warps=1
+    has_margin = margin_R is not None
+    _argmax_of_chunk[(rows, num_chunks)](
+        logits_RV, value, second, ids, logits_RV.stride(0), vocab, CHUNK=chunk, HAS_MARGIN=has_margin
     )
+    _argmax_of_chunks[(rows,)](
+        value, second, ids, out, out if margin_R is None else margin_R, num_chunks,
+        CHUNKS=triton.next_power_of_2(num_chunks), OTHERWISE=otherwise, HAS_MARGIN=has_margin, num_warps=1,
+    )  # fmt: skip
     return out
 
 

@@ -87,12 +87,14 @@ def span_layout(
 def _commit_round(
     ints_ptr, history_ptr, table_ptr, req_idx_ptr, eos_ptr,
     tokens_ptr, choice_ptr, parents_ptr, depths_ptr, num_nodes_ptr, given_path_ptr, given_num_path_ptr, given_next_ptr,
-    num_broken_ptr, path_ptr, num_path_ptr, new_tokens_ptr, output_ptr, accept_index_ptr, source_ptr, target_ptr,
+    num_broken_ptr, margin_ptr,
+    path_ptr, num_path_ptr, new_tokens_ptr, output_ptr, accept_index_ptr, source_ptr, target_ptr,
     num_fields, max_length, stride_table, num_pages, num_eos, num_nodes, max_path,
     LENGTH: tl.constexpr, ROOT: tl.constexpr, LIMIT: tl.constexpr, DONE: tl.constexpr, IGNORE_EOS: tl.constexpr,
     STOP: tl.constexpr, NUM_STOPS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     HAS_PARENTS: tl.constexpr, HAS_DEPTHS: tl.constexpr, HAS_COUNTS: tl.constexpr,
     HAS_PATH: tl.constexpr, HAS_NUM_PATH: tl.constexpr, HAS_NEXT: tl.constexpr, HAS_BROKEN: tl.constexpr,
+    HAS_MARGIN: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
     req_idx = tl.load(req_idx_ptr + seq)
@@ -177,7 +179,7 @@ def _commit_round(
     tl.store(path_ptr + seq * max_path + offset, path, mask=written)
     tl.store(new_tokens_ptr + seq * max_path + offset, tokens, mask=written)
     tl.store(num_path_ptr + seq, count.to(tl.int64))
-    output = output_ptr + seq * (max_path + _TOKENS)
+    output = output_ptr + seq * (2 * max_path + _TOKENS)
     depth = real - 1
     if HAS_DEPTHS:
         depth = tl.max(tl.load(depths_ptr + first + offset, mask=in_tree, other=0)).to(tl.int32)
@@ -189,6 +191,10 @@ def _commit_round(
         broken = tl.load(num_broken_ptr + seq).to(tl.int32)
     tl.store(output + _NUM_BROKEN, broken)
     tl.store(output + _TOKENS + offset, sampled.to(tl.int32), mask=written)
+    margin = tl.full((BLOCK,), float("inf"), tl.float32)
+    if HAS_MARGIN:
+        margin = tl.load(margin_ptr + first + path, mask=on_path, other=float("inf"))
+    tl.store(output + _TOKENS + max_path + offset, margin.to(tl.int32, bitcast=True), mask=written)
     tl.store(accept_index_ptr + seq * max_path + offset, first + path, mask=written)
     pages_ptr = table_ptr + req_idx * stride_table
     source = _slot_of(pages_ptr, length + path, num_pages, written, PAGE)
@@ -216,6 +222,7 @@ def commit_round(
     num_path_B: Tensor | None = None,
     next_token_B: Tensor | None = None,
     num_broken_B: Tensor | None = None,
+    margin_BN: Tensor | None = None,
 ) -> Committed:
     """See `kernels/torch/steps.py`."""
     batch, num_nodes = tokens_BN.shape
@@ -225,7 +232,7 @@ def commit_round(
     assert tokens_SL.is_contiguous()
     path, tokens, accept_index, source, target = torch.empty((5, batch, max_path), dtype=torch.int64, device=device)
     count = torch.empty(batch, dtype=torch.int64, device=device)
-    output = torch.empty((batch, Output.TOKENS + max_path), dtype=torch.int32, device=device)
+    output = torch.empty((batch, Output.TOKENS + 2 * max_path), dtype=torch.int32, device=device)
 
     def given(x: Tensor | None) -> Tensor:
         return req_idx_B if x is None else x.contiguous()  # any tensor: it is not read
@@ -233,7 +240,7 @@ def commit_round(
     _commit_round[(batch,)](
         ints_SF, tokens_SL, page_table_SP, req_idx_B, eos_K,
         tokens_BN.contiguous(), given(choice_BN), given(parents_BN), given(depths_BN), given(num_nodes_B),
-        given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B),
+        given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B), given(margin_BN),
         path, count, tokens, output, accept_index, source, target,
         ints_SF.shape[1], tokens_SL.shape[1], page_table_SP.stride(0), page_table_SP.shape[1], eos_K.shape[0],
         num_nodes, max_path,
@@ -242,6 +249,7 @@ def commit_round(
         BLOCK=max(16, triton.next_power_of_2(num_nodes)),
         HAS_PARENTS=parents_BN is not None, HAS_DEPTHS=depths_BN is not None,
         HAS_COUNTS=num_nodes_B is not None, HAS_PATH=path_BN is not None, HAS_NUM_PATH=num_path_B is not None,
-        HAS_NEXT=next_token_B is not None, HAS_BROKEN=num_broken_B is not None, num_warps=1,
+        HAS_NEXT=next_token_B is not None, HAS_BROKEN=num_broken_B is not None,
+        HAS_MARGIN=margin_BN is not None, num_warps=1,
     )  # fmt: skip
     return Committed(path, count, tokens, output, accept_index.view(-1), source.view(-1), target.view(-1))
