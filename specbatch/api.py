@@ -20,6 +20,7 @@ from specbatch.config_load import load_config, option_paths
 from specbatch.errors import ConfigError, InputError
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.pool import WorkerPool
+from specbatch.job.result_files import result_rows
 from specbatch.job.rows import RowParser
 from specbatch.job.runner import failed_row
 from specbatch.job.shard import Shard
@@ -160,9 +161,7 @@ class Report:
 
     def results(self) -> Iterator[dict[str, Any]]:
         """The result lines, in the order of the input."""
-        with self.output.open("rb") as lines:
-            for line in lines:
-                yield json.loads(line)
+        return result_rows(self.output)
 
 
 def generate_file(

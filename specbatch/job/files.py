@@ -100,8 +100,13 @@ def disk_errors(path: Path) -> Iterator[None]:
 def replace_durably(source: Path, target: Path) -> None:
     """Rename over `target`, so that the rename itself survives a power cut."""
     os.replace(source, target)
-    folder = os.open(target.parent, os.O_RDONLY)
+    force_to_disk(target.parent)
+
+
+def force_to_disk(path: Path) -> None:
+    """A file's content, or the names in a folder."""
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)

@@ -7,6 +7,7 @@ its statistics (bytes, rows, sha256) while it is read: the merged file is put in
 from __future__ import annotations
 
 import heapq
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from specbatch.job.files import FileFacts
 from specbatch.job.fingerprint import ModelFiles, differences
 from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict
 from specbatch.job.paths import ELSEWHERE, partial_path, stats_path_of
+from specbatch.job.result_files import identity, is_table, open_results, result_suffix
 from specbatch.job.results import ResultFile, write_in_order
 from specbatch.job.results_format import line_index
 from specbatch.job.shard import whole_path
@@ -27,7 +29,6 @@ from specbatch.job.shard_files import FinishedShard, model_records, read_shards
 from specbatch.job.stats import RowTotals, write_report
 from specbatch.job.terminal import closing_table, print_notes, print_table
 
-_BUFFER_BYTES = 64 << 10  # of each shard
 _OF_EACH = ("rows", "session", "commit", "device", "longest_row", "notes")  # statistics that each shard keeps
 
 
@@ -44,6 +45,7 @@ def merge_files(options: MergeOptions, console: Console) -> int:
     """Merge the results of all shards of a job; returns the exit code. Raises SpecbatchError."""
     shards = read_shards(options.shards)
     output = checked_output(_output_path(options), _reads(shards), console, overwrite=options.overwrite)
+    _check_formats(shards, output)
     first = shards[0]
     if not options.overwrite and is_finished(output):
         verifiable = _is_merged(output, shards) or first.verifiable
@@ -85,6 +87,13 @@ def _reads(shards: Sequence[FinishedShard]) -> dict[str, Path]:
     return reads | {"the input": Path(name), "the input of the shards": shards[0].path.parent / Path(name).name}
 
 
+def _check_formats(shards: Sequence[FinishedShard], output: Path) -> None:
+    """A table has ids as text: lines made of it could differ from those of one process. Raises InputError."""
+    tables = [shard.path for shard in shards if is_table(shard.path)]
+    if tables and result_suffix(output) != ".parquet":
+        raise InputError(f"{tables[0]} is a table, so the merged file must be one, too", "-o NAME.parquet")
+
+
 def _is_merged(output: Path, shards: Sequence[FinishedShard]) -> bool:
     """Whether an output was merged from these shards. Raises InputError if one of them was computed again since."""
     merged = {entry["shard"]: entry["output_file"] for entry in report_of(output).get("shards", ())}
@@ -105,17 +114,18 @@ def _indexed_lines(shard: FinishedShard) -> Iterator[tuple[int, bytes]]:
     facts = FileFacts()
     last = -1
     try:
-        with shard.path.open("rb", _BUFFER_BYTES) as file:
-            for line in file:
+        with open_results(shard.path) as lines:
+            for line in lines:
                 facts.add(line)
                 index = _index_of(line)
                 if index is None or index <= last or index not in shard.shard:
                     raise shard.changed([f"line {facts.num_newlines} is not the result that belongs there"])
                 last = index
                 yield index, line
-    except OSError as exc:
-        raise InputError(f"{shard.path} cannot be read: {exc.strerror}") from exc
-    if changed := differences(shard.written, facts.of_results()):
+        now = identity(shard.path, facts)
+    except (OSError, EOFError, ValueError, zlib.error) as exc:
+        raise InputError(f"{shard.path} cannot be read: {exc}") from exc
+    if changed := differences(shard.written, now):
         raise shard.changed(changed)
 
 

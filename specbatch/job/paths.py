@@ -21,6 +21,7 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.config_load import LOCAL_NAME
 from specbatch.errors import InputError
+from specbatch.job.result_files import RESULT_SUFFIXES, first_line, result_suffix
 
 ELSEWHERE = "-o PATH writes elsewhere"
 _MAX_BYTES = 64 << 20  # of a result line and of statistics
@@ -28,9 +29,10 @@ _MAX_BYTES = 64 << 20  # of a result line and of statistics
 _PARTIAL_MARKS = (b'{"check":"', b'{"specbatch_job":')
 _RUNNING_MARK = b'{"specbatch_running":'
 _RESULT_MARK = b'{"id": '
+_SORTED = ".sorted"
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _FORMATS = (
-    *(".parquet", ".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".json", ".xlsx", ".xls", ".ods", ".xml"),
+    *(".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".json", ".xlsx", ".xls", ".ods", ".xml"),
     *(".html", ".yaml", ".yml", ".toml", ".sqlite", ".db", ".npy", ".npz", ".pkl", ".h5", ".hdf5", ".tar", ".tgz"),
     *(".safetensors", ".gguf", ".bin", ".pt", ".pth"),
 )
@@ -57,12 +59,14 @@ def running_path(output: Path) -> Path:
 
 
 def sorted_path(output: Path) -> Path:
-    return output.with_name(output.name + ".sorted")
+    return output.with_name(output.name + _SORTED)
 
 
 def stats_path_of(output: Path) -> Path:
-    """data.results.jsonl -> data.results.stats.json"""
-    return output.with_name((output.stem if output.suffix == ".jsonl" else output.name) + ".stats.json")
+    """data.results.jsonl -> data.results.stats.json, and the same for the other formats of results"""
+    suffix = result_suffix(output)
+    stem = output.name[: -len(suffix)] if suffix else ""
+    return output.with_name((stem or output.name) + ".stats.json")
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def files_read(config: Config, config_file: Path | None, **others: Path | None) 
     return found
 
 
-def output_file(path: Path, formats: str = "results are JSON lines") -> Path:
+def output_file(path: Path, formats: str = "results are JSON lines or parquet") -> Path:
     """`path`, or the file that it links to. Raises InputError if it is not a regular file and cannot become one.
 
     `formats`: what is written, for messages; "": any suffix is right.
@@ -137,7 +141,7 @@ def output_file(path: Path, formats: str = "results are JSON lines") -> Path:
             raise InputError(f"the output {path} is {_kind(mode)}, and results need a file", "-o results.jsonl")
         if not target.parent.is_dir():
             raise InputError(f"the folder of the output, {target.parent}, does not exist", "make it, or use -o PATH")
-    if formats:
+    if formats and not result_suffix(target):
         for name in (path, target):
             _refuse_format(name, formats)
     return target
@@ -155,9 +159,10 @@ def refuse_remote(path: Path) -> None:
 def _refuse_format(path: Path, formats: str) -> None:
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
+        jsonl = path.with_suffix("")
         raise InputError(
-            f"the output {path}: {suffix} is not supported; results are not compressed",
-            f"-o {path.with_suffix('')}, and compress the file when the job is finished",
+            f"the output {path}: results are written as {', '.join(RESULT_SUFFIXES)}, not as other files in {suffix}",
+            f"-o {jsonl if result_suffix(jsonl) else f'{jsonl}.jsonl'}.gz",
         )
     if suffix in _FORMATS:
         raise InputError(f"the output {path}: {formats}, not {suffix}", f"-o {path.with_suffix('.jsonl')}")
@@ -228,9 +233,11 @@ def _begins_with(path: Path, marks: Sequence[bytes]) -> bool:
 
 
 def holds_results(path: Path) -> bool:
-    """Whether it begins with a result line, or is empty: nothing is lost with an empty file."""
-    with path.open("rb") as file:
-        line = file.readline(_MAX_BYTES)
+    """Whether it begins with a result line, or is empty: nothing is lost with an empty file. A torn compressed file
+    or table counts as empty if nothing of it can be read."""
+    line = first_line(path)
+    if line is None:
+        return path.name.endswith(_SORTED)
     row = _json(line)
     if not row and not line.endswith(b"\n"):  # torn
         return line.startswith(_RESULT_MARK[: len(line)])

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
-from specbatch.job.files import FileFacts, disk_errors, replace_durably
+from specbatch.job.files import disk_errors, force_to_disk, replace_durably
 from specbatch.job.fingerprint import INPUT_FACTS, ModelFiles, ModelRecord, differences
 from specbatch.job.jsonl import encode_line
 from specbatch.job.partial import Entry, PartialLines, RowDeaths, RowIndex, header_line, read_header
 from specbatch.job.paths import ELSEWHERE, partial_path, running_path, sorted_path
+from specbatch.job.result_files import result_suffix, write_lines
 from specbatch.job.results_format import index_of
 from specbatch.job.runner import Finished
 from specbatch.job.sources import RawRow
@@ -327,17 +328,12 @@ def write_in_order(output: Path, lines: Iterable[bytes]) -> dict[str, Any]:
     """Write the lines of a finished job and replace `output` atomically; returns what identifies the file. The caller
     has the lock of the output's partial file."""
     path = sorted_path(output)
-    facts = FileFacts()
     with disk_errors(output):
         path.unlink(missing_ok=True)  # of a session that was killed here
         try:
-            with path.open("xb", _COPY_BUFFER) as out:  # "x" follows no link
-                for line in lines:
-                    out.write(line)
-                    facts.add(line)
-                out.flush()
-                os.fsync(out.fileno())
+            written = write_lines(path, lines, result_suffix(output))
+            force_to_disk(path)
             replace_durably(path, output)
         finally:
             path.unlink(missing_ok=True)
-    return facts.of_results()
+    return written

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specbatch.errors import InputError
+from specbatch.job.result_files import result_suffix
 from specbatch.job.sources import RawRow, Source
 
 _TEXT = re.compile(r"([0-9]{1,9})/([0-9]{1,9})", re.ASCII)
-_NAME = re.compile(r"(.+)\.[0-9]+-of-[0-9]+\.jsonl", re.ASCII | re.DOTALL)
+_NAME = re.compile(r"(.+)\.[0-9]+-of-[0-9]+(\.jsonl|\.jsonl\.gz|\.jsonl\.zst|\.parquet)", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,14 @@ class Shard:
         """data.results.jsonl -> data.results.03-of-16.jsonl. The number is padded with zeros, so that names are listed
         in the order of the shards."""
         number = str(self.number).zfill(len(str(self.count)))
-        return whole.with_name(f"{whole.stem}.{number}-of-{self.count}.jsonl")
+        suffix = result_suffix(whole)
+        return whole.with_name(f"{whole.name.removesuffix(suffix)}.{number}-of-{self.count}{suffix}")
 
 
 def whole_path(path: Path) -> Path | None:
     """The argument of `Shard.path`; None if the name is not that of a shard."""
     found = _NAME.fullmatch(path.name)
-    return None if found is None else path.with_name(f"{found[1]}.jsonl")
+    return None if found is None else path.with_name(f"{found[1]}{found[2]}")
 
 
 def part_of(source: Source, limit: int | None, shard: Shard | None) -> Source:

@@ -51,18 +51,17 @@ def check(output: Path, reads: dict[str, Path] | None = None) -> None:
         ("s3://bucket/out.jsonl", "s3: is not supported"),
         ("gs://bucket/out.jsonl", "gs: is not supported"),
         ("hf://org/name", "hf: is not supported"),
-        ("out.jsonl.gz", ".gz is not supported; results are not compressed"),
-        ("out.jsonl.zst", ".zst is not supported"),
-        ("out.parquet", "results are JSON lines, not .parquet"),
-        ("out.CSV", "results are JSON lines, not .csv"),
-        ("out.json", "results are JSON lines, not .json"),
+        ("out.gz", "results are written as .jsonl, .jsonl.gz, .jsonl.zst, .parquet, not as other files in .gz"),
+        ("out.jsonl.bz2", "not as other files in .bz2"),
+        ("out.CSV", "results are JSON lines or parquet, not .csv"),
+        ("out.json", "results are JSON lines or parquet, not .json"),
         ("weights.safetensors", "not .safetensors"),
         ("pipe", "is a pipe"),
         ("socket", "is a socket"),
         ("null", "is a device"),
         ("/dev/null", "is a device"),
         ("loop", "cannot use loop as output: "),
-        ("to_parquet", "not .parquet"),
+        ("to_csv", "not .csv"),
         ("nowhere", "does not exist"),
         ("x" * 250, "File name too long"),
         ("x" * 300, "File name too long"),
@@ -73,7 +72,7 @@ def test_outputs_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     Path("folder").mkdir()
     Path("file").touch()
     os.mkfifo("pipe")
-    for link, target in (("null", "/dev/null"), ("loop", "loop"), ("to_parquet", "x.parquet"), ("nowhere", "no/x")):
+    for link, target in (("null", "/dev/null"), ("loop", "loop"), ("to_csv", "x.csv"), ("nowhere", "no/x")):
         os.symlink(target, link)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket")
@@ -86,7 +85,21 @@ def test_outputs_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert sorted(os.listdir()) == before
 
 
-@pytest.mark.parametrize("name", ["out", "out.jsonl", "out.ndjson", "out.txt", "a b.jsonl", "s3:", "x.2026", "ü.jsonl"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "out",
+        "out.jsonl",
+        "out.jsonl.gz",
+        "out.parquet",
+        "out.ndjson",
+        "out.txt",
+        "a b.jsonl",
+        "s3:",
+        "x.2026",
+        "ü.jsonl",
+    ],
+)
 def test_outputs_that_can_be(tmp_path: Path, name: str) -> None:
     check(tmp_path / name)
     assert output_file(tmp_path / name) == tmp_path / name
