@@ -8,7 +8,7 @@ C candidates, M longest path (root counted), Z columns of the round output.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,16 @@ class Field(IntEnum):
 
 
 NUM_FIELDS = int(Field.STOP) + MAX_STOP_IDS
+
+
+class Edits(IntFlag):
+    """Kinds of changes to logits. The host knows before a launch which ones the batch needs: each combination has CUDA
+    graphs of its own, and a batch without any runs as if there were none."""
+
+    NONE = 0
+    MASK = 1  # tokens that are forbidden whatever the text: `RuleTable.masks_S2W`
+    NODE_MASK = 2  # tokens that the host forbids at each node: `RuleTable.node_masks_SNW`
+    VALUES = 4  # what depends on the text: bad words of several tokens, penalties; and biases
 
 
 class Output(IntEnum):

@@ -57,7 +57,7 @@ class RowError(Exception):
     """One row cannot run. It becomes an error line; other rows are not affected.
 
     `type` is a stable machine-readable word such as `invalid_json`, `missing_prompt`, `invalid_type`,
-    `prompt_too_long`, `unsupported_parameter`, `empty_prompt`, `invalid_text`, `non_finite`.
+    `prompt_too_long`, `unsupported_parameter`, `empty_prompt`, `invalid_text`, `non_finite`, `no_token_left`.
     """
 
     def __init__(self, type: str, message: str) -> None:

@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from specbatch.errors import FieldError
+from specbatch.errors import FieldError, shown
 from specbatch.option import SEED, Range, option
 
 
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens, or the end of the model's context or of the KV cache
-    ERROR = "error"  # the model's logits for the next token are not finite
+    ERROR = "error"  # the model's logits for the next token are not finite, or rules forbid all tokens
 
 
 def _not_empty(path: str, text: str) -> None:
     if not text:
         raise FieldError("invalid_value", f"{path} must not be an empty text, which would match everywhere")
+
+
+def _not_blank(path: str, text: str) -> None:
+    if not text.strip():
+        raise FieldError("invalid_value", f"{path} must have a visible character")
+
+
+def _biases(reader: Any, value: Any, path: str) -> Mapping[int, float]:
+    """Token ids are keys of text in JSON, and may be integers elsewhere."""
+    if not isinstance(value, dict):
+        raise FieldError("invalid_type", f"{path} must map token ids to numbers, not {shown(value)}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        is_text = isinstance(key, str) and key.isdecimal() and key.isascii() and len(key) <= 10
+        if not (type(key) is int or is_text) or not 0 <= int(key) < 2**31:
+            raise FieldError("invalid_value", f"{path} must have token ids as keys, not {shown(key)}")
+        if not isinstance(bias, int | float) or isinstance(bias, bool):
+            raise FieldError("invalid_type", f"{path}[{key}] must be a number, not {shown(bias)}")
+        if not -100 <= bias <= 100:
+            raise FieldError("invalid_value", f"{path}[{key}] must be >= -100 and <= 100, not {shown(bias)}")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+TOKEN_ID = Range(">= 0 and < 2^31", lambda v: 0 <= v < 2**31)
+_PENALTY = Range(">= -2 and <= 2 (0 = off)", lambda v: -2 <= v <= 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +74,39 @@ class SamplingParams:
     )
     seed: int | None = option(None, "Seeds the sampling. null: `engine.seed`, together with the row's index.", SEED)
     stop: tuple[str, ...] = option((), "Texts that end a completion. They are not part of its text.", _not_empty)
-    stop_token_ids: tuple[int, ...] = option(
-        (), "Token ids that end a completion.", Range(">= 0 and < 2^31", lambda v: 0 <= v < 2**31)
-    )
+    stop_token_ids: tuple[int, ...] = option((), "Token ids that end a completion.", TOKEN_ID)
     ignore_eos: bool = option(False, "Continue after the end-of-sequence token.")
     logprobs: int | None = option(
         None,
         "Log-probabilities. null = off, 0 = of the chosen tokens, k = also of the k most likely (at most 20).",
         Range(">= 0 and <= 20", lambda v: 0 <= v <= 20),
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Divides the positive logits, and multiplies the negative ones, of tokens that the prompt or the output has. "
+        "1 = off.",
+        Range("> 0 and <= 100 (1 = off)", lambda v: 0 < v <= 100),
+    )
+    frequency_penalty: float = option(
+        0.0, "Taken off a token's logit for each time that the output has the token.", _PENALTY
+    )
+    presence_penalty: float = option(0.0, "Taken off the logit of each token that the output has.", _PENALTY)
+    logit_bias: Mapping[int, float] | None = option(
+        None, "Added to the logits of tokens: {token id: -100 to 100}, up to 1024 of them.", read=_biases
+    )
+    allowed_token_ids: tuple[int, ...] | None = option(
+        None, "The only token ids that may be chosen. null: all.", TOKEN_ID
+    )
+    bad_words: tuple[str, ...] = option(
+        (), "Texts that the model must not write, with or without a space before them. Capitals matter.", _not_blank
+    )
+    min_tokens: int = option(
+        0,
+        "Tokens before which no end-of-sequence or stop token is chosen, and no stop text ends the completion.",
+        Range(">= 0 and <= max_tokens", lambda v: 0 <= v < 2**31),
+    )
+    include_stop_str_in_output: bool = option(
+        False, "The stop text, or the text of the stop token, stays at the end of the completion."
     )
     n: int = option(
         1,
@@ -92,6 +143,7 @@ class Request:
     params: SamplingParams
     rng: RngKey
     check_stop: StopCheck | None = None  # None: no stop strings
+    bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +236,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None  # one for each generated token, if the request wants them
     speculation: SpeculationCounts
     margin: Margin = NO_MARGIN  # a sampled completion has none
+    no_token_left: bool = False  # of ERROR: the request's own rules forbid all tokens; else the logits are not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +246,7 @@ class EngineLimits:
     max_prompt_tokens: int  # longest prompt that leaves room for one token
     vocab_size: int
     max_logprobs: int = 20
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

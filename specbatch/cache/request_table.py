@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import NUM_FIELDS, Field, PagedBatch
+from specbatch.cache.rule_table import RuleTable
 
 
 class RequestTable:
@@ -43,14 +44,26 @@ class RequestTable:
         self.page_table_SP = torch.zeros(rows, pages_per_slot, dtype=torch.int32, device=device)
         # The draft's hidden state at the root, from which drafting starts.
         self.features_SE = torch.zeros(rows, feature_size, dtype=dtype, device=device)
-        # All tokens, for n-gram drafts on the device only.
+        # All tokens, for n-gram drafts on the device and for rules.
         self.tokens_SL = torch.zeros(rows, max_length if keeps_tokens else 0, dtype=torch.int32, device=device)
         self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
+        self.rules: RuleTable | None = None
+        self._max_length = max_length
 
     @property
     def padding(self) -> int:
         """The request index of no request."""
         return self.ints_SF.shape[0] - 1
+
+    def add_rules(self, vocab_size: int) -> RuleTable:
+        """The rules' table, made at the first call. From then on tokens are kept: of requests that start later, and
+        graphs that were captured before do not write them."""
+        if self.rules is None:
+            lines, device = self.ints_SF.shape[0], self.ints_SF.device
+            if not self.tokens_SL.shape[1]:
+                self.tokens_SL = torch.zeros(lines, self._max_length, dtype=torch.int32, device=device)
+            self.rules = RuleTable(lines, vocab_size, self.floats_S3.dtype, device)
+        return self.rules
 
     def saved(self) -> Callable[[], None]:
         """Returns what restores all requests to what they are now. Restoring allocates nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from specbatch.batch import NO_TOKEN
+from specbatch.engine.rules import make_rules
 from specbatch.engine.sequence import Sequence
 from specbatch.types import EngineLimits, FinishReason, Request
 
@@ -16,7 +17,8 @@ def new_sequence(request: Request, limits: EngineLimits, max_length: int) -> Seq
         raise ValueError(f"a prompt has 1 to {limits.max_prompt_tokens} tokens here, got {len(prompt)}")
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         raise ValueError(f"a token id is outside the vocabulary of {limits.vocab_size}")
-    return Sequence(request, prompt, min(len(prompt) + request.params.max_tokens, max_length))
+    rules = make_rules(request.params, request.bad_words, limits)
+    return Sequence(request, prompt, min(len(prompt) + request.params.max_tokens, max_length), rules=rules)
 
 
 def append_tokens(seq: Sequence, tokens: list[int], eos: Set[int]) -> FinishReason | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from specbatch.engine.append import new_sequence
 from specbatch.engine.gathering import ChunkCost
@@ -25,12 +26,19 @@ class EngineBase:
     chunk_cost: ChunkCost | None = None  # for which short prompts are gathered; None: they are not
     waited_seconds = 0.0  # for a device: what is left of the time is the host's own
 
-    def __init__(self, scheduler: Scheduler, vocab_size: int, capacity: int, longest_row: int | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        vocab_size: int,
+        capacity: int,
+        longest_row: int | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
         self._scheduler = scheduler
         self._capacity = capacity
         self._longest_row = capacity if longest_row is None else longest_row
         self._stats = EngineStats()
-        self.limits = EngineLimits(0, vocab_size)
+        self.limits = EngineLimits(0, vocab_size, eos_token_ids=eos_token_ids)
         self.limit_length(None)
 
     @property
@@ -79,7 +87,7 @@ class EngineBase:
                 "or start again with --overwrite",
             )
         self._max_length = tokens
-        self.limits = EngineLimits(tokens - 1, self.limits.vocab_size)
+        self.limits = replace(self.limits, max_prompt_tokens=tokens - 1)
         return tokens
 
     def submit(self, request: Request) -> None:
@@ -117,4 +125,5 @@ class EngineBase:
         params = seq.request.params
         logprobs = seq.logprobs if params.logprobs is not None else None
         margin = seq.margin if params.temperature == 0 else NO_MARGIN
-        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts, margin)
+        failed = reason is FinishReason.ERROR and seq.rules is not None and seq.rules.leaves_none(seq.generated)
+        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts, margin, failed)

@@ -8,17 +8,19 @@ device, writes nothing. On a CPU nothing is in flight.
 
 from __future__ import annotations
 
+import functools
 import gc
+import operator
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from specbatch.batch import Output
+from specbatch.batch import Edits, Output
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
@@ -94,7 +96,7 @@ class Engine(EngineBase):
             pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens,
             min_prefill_tokens=1 if chunk_cost is None else chunk_cost.tokens,
         )  # fmt: skip
-        super().__init__(scheduler, vocab_size, max_length, longest_row)
+        super().__init__(scheduler, vocab_size, max_length, longest_row, eos_token_ids)
         self.chunk_cost = chunk_cost
         self.device = device
         self._threads = threads
@@ -102,7 +104,7 @@ class Engine(EngineBase):
         self._packer = PromptPacker(pool.page_size, None if net is None else net.draft_kv_offset)
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
         self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, graph_tokens)
-        self._rows = TableWriter(self._state, self._transfers, max_batch_size)
+        self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
         self._max_batch_size = max_batch_size
         self._async_depth = _async_depth(rounds)
         self._forget_rounds()
@@ -193,7 +195,7 @@ class Engine(EngineBase):
         if isinstance(method, HostDraftMethod):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         launched = self.executor.run(
-            [seq.req_idx for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs
+            [seq.req_idx for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs, _edits(rows)
         )
         max_path = method.max_path
         report, logprobs = self._transfers.download(launched.output_BZ), self._download(launched.logprobs)
@@ -210,7 +212,9 @@ class Engine(EngineBase):
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
         params = [seq.request.params for seq in ready]
         sampled, wants_logprobs = any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
-        tokens, logprobs = self._prompts.run(self._round, packed, sampled, wants_logprobs, self.executor.mode)
+        tokens, logprobs = self._prompts.run(
+            self._round, packed, sampled, wants_logprobs, self.executor.mode, _edits(ready)
+        )
         chosen, downloads = self._transfers.download(tokens), self._download(logprobs)
         for s in spans:
             self._count_prefill(s)
@@ -367,6 +371,11 @@ class Engine(EngineBase):
         super().check_integrity()
         slots = [seq.req_idx for seq in self._scheduler.running]
         assert len(set(slots)) == len(slots), "two requests share a slot"
+
+
+def _edits(sequences: Iterable[Sequence]) -> Edits:
+    """What the rules of a batch change in logits."""
+    return functools.reduce(operator.or_, (seq.edits for seq in sequences), Edits.NONE)
 
 
 def _async_depth(rounds: Seq[Round]) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbatch.batch import Edits
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.round import Logprobs, Round, Verified
 from specbatch.engine.transfers import Transfers
@@ -72,7 +73,7 @@ class RoundExecutor:
         self._padding = rounds.items[0].state.padding
         self._req_idx_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
-        self._uncaptured: set[tuple[int, int, bool]] = set()  # for want of memory
+        self._uncaptured: set[tuple[int, int, bool, Edits]] = set()  # for want of memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
 
     @property
@@ -99,10 +100,10 @@ class RoundExecutor:
             for sampled in (False, True):
                 self._capture(size, i, sampled)
 
-    def _capture(self, size: int, i: int, sampled: bool) -> None:
+    def _capture(self, size: int, i: int, sampled: bool, edits: Edits = Edits.NONE) -> None:
         """Leaves the size uncaptured where memory runs out."""
         assert self.runner is not None
-        key, saved = (size, i, sampled), self._uploaded
+        key, saved = (size, i, sampled, edits), self._uploaded
         self._uploaded = []
         self._req_idx_B[:size].fill_(self._padding)
         try:
@@ -116,14 +117,14 @@ class RoundExecutor:
         if saved:
             self._upload(saved)
 
-    def _capture_round(self, runner: GraphRunner, size: int, i: int, sampled: bool) -> None:
-        req_idx_B, round_, key = self._req_idx_B[:size], self.rounds.items[i], (size, i, sampled)
+    def _capture_round(self, runner: GraphRunner, size: int, i: int, sampled: bool, edits: Edits) -> None:
+        req_idx_B, round_, key = self._req_idx_B[:size], self.rounds.items[i], (size, i, sampled, edits)
         if self.mode == "round":
             # The report alone: what else a round leaves is memory that other sizes can use.
-            runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, sampled)))
+            runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, sampled, edits=edits)))
             return
         rows, draft = runner.capture(("draft", *key), lambda: round_.draft(req_idx_B, sampled))
-        verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, sampled))
+        verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, sampled, edits=edits))
         runner.capture(("extend", *key), lambda: round_.extend(verified))
         runner.replace_output(("draft", *key), None)
         runner.replace_output(("verify", *key), Launched.of(verified))
@@ -133,19 +134,19 @@ class RoundExecutor:
             self._req_idx_B[: len(padded)].copy_(self._transfers.upload(np.array(padded, dtype=np.int64)))
             self._uploaded = padded
 
-    def run(self, slots: list[int], sampled: bool, logprobs: bool) -> Launched:
+    def run(self, slots: list[int], sampled: bool, logprobs: bool, edits: Edits = Edits.NONE) -> Launched:
         """Launch a round of these slots."""
         size, i = self.padded_size(len(slots)), self.rounds.index(len(slots))
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._req_idx_B[:size]
-        round_, key = self.rounds.items[i], (size, i, sampled)
+        round_, key = self.rounds.items[i], (size, i, sampled, edits)
         if self.runner is None or logprobs:
-            return self._eager(round_, req_idx_B, sampled, logprobs)
+            return self._eager(round_, req_idx_B, sampled, logprobs, edits)
         first = ("round" if self.mode == "round" else "draft", *key)
         if first not in self.runner and key not in self._uncaptured:  # the first batch of its kind
             self._capture(*key)
         if key in self._uncaptured:
-            return self._eager(round_, req_idx_B, sampled, logprobs)
+            return self._eager(round_, req_idx_B, sampled, logprobs, edits)
         launched: Launched
         if self.mode == "round":
             launched = self.runner.replay(("round", *key))
@@ -155,10 +156,10 @@ class RoundExecutor:
         self.runner.replay(("extend", *key))
         return launched
 
-    def _eager(self, round_: Round, req_idx_B: Tensor, sampled: bool, logprobs: bool) -> Launched:
+    def _eager(self, round_: Round, req_idx_B: Tensor, sampled: bool, logprobs: bool, edits: Edits) -> Launched:
         restore = round_.state.saved()
         try:
-            return Launched.of(round_(req_idx_B, sampled, logprobs))
+            return Launched.of(round_(req_idx_B, sampled, logprobs, edits))
         except Exception as error:
             # Past the commit, the slots have moved on, and nobody would ever read where to. What else a round writes
             # lies past the committed slots of each row: the next one writes it again.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specbatch.batch import Edits
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.prompts import ChunkArrays, ChunkShape, PackedPrompts, PromptPacker
 from specbatch.engine.round import Logprobs, Round
@@ -43,13 +44,19 @@ class PromptGraphs:
         self._runner = GraphRunner(device) if device.type == "cuda" else None
 
     def run(
-        self, round_: Round, packed: PackedPrompts, sampled: bool, logprobs: bool, mode: GraphMode
+        self,
+        round_: Round,
+        packed: PackedPrompts,
+        sampled: bool,
+        logprobs: bool,
+        mode: GraphMode,
+        edits: Edits = Edits.NONE,
     ) -> tuple[Tensor, Logprobs | None]:
         """As `Round.prefill`, but more tokens can follow those of the prompts that end here. `mode`: of the rounds;
         prompts are graphs with whole rounds only. The output is valid until the next chunk."""
         may_pad = not logprobs and (mode == "round" or self._runner is None)
         shape = self.shape_of(packed) if may_pad else None
-        key = (shape, sampled, round_.method.net is not None)
+        key = (shape, sampled, round_.method.net is not None, edits)
         if shape is not None and key not in self._uncaptured:
             try:
                 return self._padded(round_, packed, shape, key), None
@@ -61,7 +68,7 @@ class PromptGraphs:
         arrays = packed.arrays()
         buffer = self._transfers.upload(arrays.buffer)
         chunk = self._packer.chunk(arrays, buffer, round_.state.page_table_SP, packed.max_queries)
-        return round_.prefill(chunk, sampled, logprobs)
+        return round_.prefill(chunk, sampled, logprobs, edits)
 
     def shape_of(self, packed: PackedPrompts) -> ChunkShape | None:
         """The smallest shape that holds these, if one does."""
@@ -83,14 +90,14 @@ class PromptGraphs:
             self._buffers.clear()
 
     def _padded(self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]) -> Tensor:
-        sampled, padding = key[1], round_.state.padding
+        sampled, edits, padding = key[1], key[3], round_.state.padding
         arrays = packed.padded(shape, padding)
         if shape not in self._buffers:
             self._buffers[shape] = self._transfers.upload(arrays.buffer)
 
         def prefill() -> Tensor:
             chunk = self._packer.chunk(arrays, self._buffers[shape], round_.state.page_table_SP, shape.max_queries)
-            return round_.prefill(chunk, sampled)[0]
+            return round_.prefill(chunk, sampled, edits=edits)[0]
 
         if self._runner is not None and key not in self._runner:
             # Over no prompt: what is captured is run, and must write to no request's slots.

@@ -16,11 +16,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, Field, LogitsIndices, PagedBatch
+from specbatch.batch import NO_TOKEN, Committed, Edits, Field, LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.engine.acceptance import Acceptance, Decision
+from specbatch.engine.edits import edited_logits
 from specbatch.models.decoder import Decoder
 
 MAX_TOP_LOGPROBS = 20
@@ -92,11 +93,11 @@ class Round:
     def num_positions(self) -> int:
         return self._target.num_positions
 
-    def __call__(self, req_idx_B: Tensor, sampled: bool, logprobs: bool = False) -> Verified:
+    def __call__(self, req_idx_B: Tensor, sampled: bool, logprobs: bool = False, edits: Edits = Edits.NONE) -> Verified:
         """One round of the requests `req_idx_B` (int64; padding's index may repeat). `sampled`: some request may have a
-        positive temperature."""
+        positive temperature. `edits`: what the requests' rules change in logits."""
         view, trees = self.draft(req_idx_B, sampled)
-        verified = self.verify(view, trees, sampled, logprobs)
+        verified = self.verify(view, trees, sampled, logprobs, edits)
         self.extend(verified)
         return verified
 
@@ -104,7 +105,14 @@ class Round:
         view = BatchView.gather(self.state, req_idx_B, self._page_size, self._ops)
         return view, self.method.draft(view, self.state, sampled)
 
-    def verify(self, view: BatchView, trees: DraftTrees, sampled: bool, logprobs: bool = False) -> Verified:
+    def verify(
+        self,
+        view: BatchView,
+        trees: DraftTrees,
+        sampled: bool,
+        logprobs: bool = False,
+        edits: Edits = Edits.NONE,
+    ) -> Verified:
         """The target's forward pass over all nodes, acceptance, commit, and the accepted paths made contiguous."""
         batch, num_nodes = trees.tokens_BN.shape
         mask = None if trees.mask_BNW is None else trees.mask_BNW.view(batch * num_nodes, -1)
@@ -119,7 +127,8 @@ class Round:
         logits = self._target.raw_logits(hidden)
         target_ids = None if self.method.net is None else self.method.net.target_ids
         index_BN = None if index_T is None else index_T.view(batch, num_nodes)
-        decision = self._acceptance.decide(view, trees, logits, index_BN, target_ids, sampled)
+        edited = self._edited(view, trees, logits, edits, keep=logprobs)
+        decision = self._acceptance.decide(view, trees, edited, index_BN, target_ids, sampled)
         committed = self._commit(view, trees, decision)
         accept_index_T = committed.accept_index_T if index_T is None else index_T[committed.accept_index_T]
         if trees.parents_BN is not None:  # a chain's path is contiguous
@@ -130,6 +139,11 @@ class Round:
             width = committed.path_BM.shape[1]
             chosen = logprobs_of(logits[accept_index_T].view(batch, width, -1), committed.tokens_BM)
         return Verified(view, committed, accept_index_T, hidden, aux_hidden_states, chosen)
+
+    def _edited(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, edits: Edits, keep: bool) -> Tensor:
+        return edited_logits(
+            self.state, view, trees, logits_TV, edits, self._ops, fixed_shapes=self.fixed_shapes, keep=keep
+        )
 
     def _commit(self, view: BatchView, trees: DraftTrees, decision: Decision) -> Committed:
         """End-of-sequence and stop tokens are looked for before the length is. The host cuts what comes after them by
@@ -194,7 +208,9 @@ class Round:
             hidden = net.forward(tokens_T, features, layout, logits_indices)
         self.state.features_SE.index_copy_(0, view.req_idx_B, hidden)
 
-    def prefill(self, chunk: PromptChunk, sampled: bool, logprobs: bool = False) -> tuple[Tensor, Logprobs | None]:
+    def prefill(
+        self, chunk: PromptChunk, sampled: bool, logprobs: bool = False, edits: Edits = Edits.NONE
+    ) -> tuple[Tensor, Logprobs | None]:
         """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
 
         Returns (R, 2) int32, the token of each prompt that ends here and the bits of its margin, with logprobs (R, 1)
@@ -213,7 +229,8 @@ class Round:
         roots = DraftTrees(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
-        choice, margin = self._acceptance.choose(rows, roots, logits, None, sampled)
+        edited = self._edited(rows, roots, logits, edits, keep=logprobs)
+        choice, margin = self._acceptance.choose(rows, roots, edited, None, sampled)
         is_new = chunk.roots_R < 0  # a request that is computed again has its root already
         reported = torch.where(is_new, choice[:, 0], chunk.roots_R)
         tokens = reported.clamp(min=0)

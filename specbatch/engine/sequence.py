@@ -6,6 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbatch.batch import Edits
+from specbatch.engine.rules import Rules
 from specbatch.types import NO_MARGIN, Margin, Request, SpeculationCounts, TokenLogprob
 
 
@@ -34,10 +36,16 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     margin: Margin = NO_MARGIN  # of the generated tokens, whether they are sampled or not
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+    rules: Rules | None = None
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def edits(self) -> Edits:
+        """What its rules change in logits."""
+        return Edits.NONE if self.rules is None else self.rules.edits
 
     @property
     def generated(self) -> Seq[int]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from specbatch.batch import MAX_STOP_IDS, NUM_FIELDS, Field
 from specbatch.cache.request_table import RequestTable
+from specbatch.cache.rule_table import ANY_TOKEN, RuleTable
+from specbatch.engine.rules import Rules
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
 
@@ -20,12 +24,14 @@ from specbatch.engine.transfers import Transfers
 class TableWriter:
     """`num_slots`: of `state`, the padding not counted."""
 
-    def __init__(self, state: RequestTable, transfers: Transfers, num_slots: int) -> None:
+    def __init__(self, state: RequestTable, transfers: Transfers, num_slots: int, vocab_size: int) -> None:
         self._state = state
         self._transfers = transfers
         self._page_table = np.zeros(state.page_table_SP.shape, dtype=np.int32)
         self._num_pages_of = [0] * num_slots  # of each slot, in the table
+        self._vocab_size = vocab_size
         self._started: list[Sequence] = []  # not yet on the device
+        self._with_rules: set[int] = set()  # request indices whose line in the rules' table changes something
 
     def start(self, seq: Sequence, running: Iterable[Sequence]) -> None:
         """Give a request a slot that none of `running` has."""
@@ -40,6 +46,7 @@ class TableWriter:
     def upload_started(self) -> None:
         if not self._started:
             return
+        self._upload_rules()
         ints = np.zeros((len(self._started), NUM_FIELDS), dtype=np.int64)
         floats = np.ones((len(self._started), 3))
         for i, seq in enumerate(self._started):
@@ -58,6 +65,17 @@ class TableWriter:
         self._state.ints_SF.index_copy_(0, slots, self._transfers.upload(ints))
         self._state.floats_S3.index_copy_(0, slots, self._transfers.upload(floats).to(self._state.floats_S3.dtype))
         self._started.clear()
+
+    def _upload_rules(self) -> None:
+        """Of the requests that start. Before their tokens: the first rules make room for these."""
+        if stale := [seq.req_idx for seq in self._started if seq.req_idx in self._with_rules]:
+            self._state.add_rules(self._vocab_size).clear(self._transfers.upload(np.array(stale, dtype=np.int64)))
+            self._with_rules.difference_update(stale)
+        for seq in self._started:
+            if seq.rules is not None:
+                self._with_rules.add(seq.req_idx)
+                table = self._state.add_rules(self._vocab_size)
+                write_rules(table, self._transfers, seq.req_idx, seq.rules, seq.num_prompt)
 
     def upload_pages(self, sequences: Iterable[Sequence]) -> None:
         """Tell the device the page tables that changed."""
@@ -78,6 +96,30 @@ class TableWriter:
         req_idx = self._transfers.upload(np.array([seq.req_idx for seq in sequences], dtype=np.int64))
         table_SZ = self._state.host_trees_SZ[:, : packed_BZ.shape[1]]
         table_SZ.index_copy_(0, req_idx, self._transfers.upload(packed_BZ))
+
+
+def write_rules(table: RuleTable, transfers: Transfers, line: int, rules: Rules, num_prompt: int) -> None:
+    """Into a line that has none."""
+
+    def put(buffer: Tensor, values: Any) -> None:
+        array = np.asarray(values)
+        first = buffer[line] if buffer.ndim > 1 else buffer[line : line + 1]
+        first[: len(array)].copy_(transfers.upload(array))
+
+    put(table.edits_S, [int(rules.edits)])
+    put(table.num_prompt_S, [num_prompt])
+    put(table.min_tokens_S, [rules.min_tokens])
+    put(table.penalties_S3, rules.penalties)
+    put(table.masks_S2W, rules.masks_2W)
+    if rules.biases:
+        put(table.bias_ids_SK, list(rules.biases))
+        put(table.biases_SK, list(rules.biases.values()))
+    if rules.bad_words:
+        starts = np.full((len(rules.bad_words), table.bad_starts_SCM.shape[2]), ANY_TOKEN)
+        for start, word in zip(starts, rules.bad_words, strict=True):
+            start[: len(word) - 1] = word[-2::-1]
+        put(table.bad_ends_SC, [word[-1] for word in rules.bad_words])
+        put(table.bad_starts_SCM, starts)
 
 
 def _signed64(value: int) -> int:

@@ -12,7 +12,6 @@ from types import FrameType
 from specbatch.errors import InputError, RowError
 from specbatch.job.eta import Work
 from specbatch.job.partial import RowDeaths
-from specbatch.job.plan import RowPlan
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress, Snapshot
 from specbatch.job.remarks import Remarks, low_acceptance_warning
@@ -32,8 +31,7 @@ class _InputChanged(InputError):
 
 @dataclass
 class FileJob:
-    """One run over a source. `load`: makes the pool ready; it is called when the first row needs it. `plan`: decides
-    the order in which rows start; None: that of the source."""
+    """One run over a source. `load`: makes the pool ready; it is called when the first row needs it."""
 
     source: Source
     results: ResultFile
@@ -44,7 +42,6 @@ class FileJob:
     low_acceptance: str | None = None  # likely causes, if hardly any draft is accepted; None: no warning
     warn: Callable[[str], None] = lambda warning: None
     quarantine: Callable[[RawRow, RowError], Finished] | None = None  # makes error rows of those that are left out
-    plan: Callable[[Iterator[RawRow]], RowPlan] | None = None
     session: Session = field(default_factory=Session, init=False)
     interrupted: bool = field(default=False, init=False)
 
@@ -52,7 +49,6 @@ class FileJob:
         self._rows_seen = self._lines_seen = 0  # of the input; blank lines are lines, not rows
         self._rows_started = 0  # of the rows seen, those that were not finished before
         self._exhausted = False
-        self._held: RowPlan | None = None  # rows that were seen and have not started
         self._left_out: dict[int, RowDeaths] = {}
 
     def run(self) -> bool:
@@ -82,9 +78,7 @@ class FileJob:
         self.load()
         loaded = time.perf_counter()
         with on_signals(self._on_signal), self.pool.recording(self.results):
-            rows = itertools.chain([first], rows)
-            self._held = None if self.plan is None else self.plan(rows)
-            self._loop(self._held or rows)
+            self._loop(itertools.chain([first], rows))
         self.session.load_seconds = loaded - began
         self.session.run_seconds = time.perf_counter() - loaded
         self.session.engine = self.pool.stats
@@ -178,21 +172,19 @@ class FileJob:
         load, stats = state.load, state.load.stats
         rows_in_flight = self._rows_started - self.session.rows
         total = self.source.total
-        held = [] if self._held is None else self._held.limits()
         unread = None
         if self._exhausted:
             total, unread = totals.rows + rows_in_flight, 0.0
         elif total is not None:
             rows = total * self._rows_seen / max(self._lines_seen, 1)
-            to_start = max(rows - totals.rows - rows_in_flight, 0) * load.num_submitted / max(self._rows_started, 1)
-            unread = max(to_start - len(held), 0)
+            unread = max(rows - totals.rows - rows_in_flight, 0) * load.num_submitted / max(self._rows_started, 1)
         work = Work(
             tokens=stats.generated_tokens,
             prefill_seconds=stats.prefill_seconds / max(state.num_workers, 1),
             admitted=load.num_admitted,
             finished=totals.lengths,
             running=load.running,
-            waiting=[*load.waiting, *held],
+            waiting=load.waiting,
             unread=unread,
         )
         self.progress.show(

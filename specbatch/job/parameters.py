@@ -16,7 +16,12 @@ from specbatch.types import SamplingParams
 
 SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__)
 # Other engines' names for a sampling field of the same meaning.
-ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
+ALIASES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+}
 SAMPLING_NAMES = {**{name: name for name in SAMPLING_FIELDS}, **ALIASES}  # -> the field
 
 # (values that change nothing, names). null changes nothing in every case. A type means all of its values: engines that
@@ -26,7 +31,7 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
         (),
         """
         exponential_decay_length_penalty repetition_detection embedding_bias dola_layers watermarking_config
-        custom_logit_processor allowed_token_ids forced_bos_token_id forced_eos_token_id trace_decode_token_ids
+        custom_logit_processor forced_bos_token_id forced_eos_token_id trace_decode_token_ids
         top_h top_p_min top_p_reset_ids sampling_seed beam_width_array
         max_length max_output_tokens max_time eos_token_id end_id truncate_prompt_tokens
         json_schema regex ebnf structural_tag structured_outputs
@@ -41,15 +46,15 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         (0,),
         """
-        presence_penalty frequency_penalty diversity_penalty beam_search_diversity_rate penalty_alpha
+        diversity_penalty beam_search_diversity_rate penalty_alpha
         no_repeat_ngram_size encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff
-        min_length min_tokens min_new_tokens top_logprobs top_logprobs_num top_n_tokens
+        min_length top_logprobs top_logprobs_num top_n_tokens
         """,
     ),
     (
         (1,),
         """
-        repetition_penalty encoder_repetition_penalty guidance_scale typical_p top_p_decay
+        encoder_repetition_penalty guidance_scale typical_p top_p_decay
         num_beams num_beam_groups beam_width best_of num_return_sequences
         """,
     ),
@@ -59,7 +64,7 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
         (False,),
         """
         remove_invalid_values renormalize_logits watermark watermarking apply_batched_logits_processor token_healing
-        use_beam_search no_stop_trim include_stop_str_in_output separate_reasoning require_reasoning
+        use_beam_search separate_reasoning require_reasoning
         echo continue_final_message stream
         return_logprob flat_logprobs return_tokens_as_token_ids return_token_ids return_prompt_token_ids
         return_prompt_text return_full_text return_hidden_states return_entropy
@@ -74,14 +79,14 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         ([],),
         """
-        logits_processor logits_processors logit_processors bad_words bad_words_ids bad_token_ids
+        logits_processor logits_processors logit_processors bad_words_ids bad_token_ids
         suppress_tokens begin_suppress_tokens force_words_ids stop_sequences stop_strings
         tools functions token_ids_logprob additional_model_outputs
         """,
     ),
     (
         ({},),
-        "logit_bias custom_params extra_args vllm_xargs sampling_params chat_template_kwargs session_params",
+        "custom_params extra_args vllm_xargs sampling_params chat_template_kwargs session_params",
     ),
     (({}, []), "sequence_bias"),
     (([], "", bool), "bad"),
@@ -103,6 +108,8 @@ _INSTEAD = {
     "max_output_tokens": "max_tokens",
     "eos_token_id": "stop_token_ids",
     "end_id": "stop_token_ids",
+    "bad_words_ids": "bad_words, texts",
+    "min_length": "min_tokens, which does not count the prompt",
     "stop_sequences": "stop",
     "stop_strings": "stop",
     "top_logprobs": "logprobs, a number",

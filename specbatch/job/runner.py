@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbatch.config import Config
+from specbatch.engine.rules import NO_TOKEN_LEFT, names_of
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
 from specbatch.job.jsonl import encode_line
 from specbatch.job.partial import RowDeaths
@@ -16,7 +17,16 @@ from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.types import BatchEngine, Completion, EngineStats, FinishReason, Request, RngKey, SpeculationCounts
+from specbatch.types import (
+    BatchEngine,
+    Completion,
+    EngineStats,
+    FinishReason,
+    Request,
+    RngKey,
+    SamplingParams,
+    SpeculationCounts,
+)
 
 _WAITING_BATCHES = 2  # of requests that wait in the engine; then no more rows are started
 _MAX_UNREAD = 256  # rows that failed at once and were not taken yet; then no more rows are started
@@ -110,6 +120,7 @@ class RowRunner:
             if isinstance(prompt, RowError):
                 raise prompt
             token_ids = self._texts.encode(prompt, self.engine.limits)
+            bad_words = self._texts.bad_words(prompt.params, self.engine.limits)
         except RowError as exc:
             self._fail(row, digest, exc)
             return
@@ -125,7 +136,8 @@ class RowRunner:
             request_id = self._num_submitted
             self._num_submitted += 1
             self._in_flight[request_id] = (in_flight, sample)
-            self.engine.submit(Request(request_id, token_ids, params, rng, self._texts.stop_check(params)))
+            check_stop = self._texts.stop_check(params)
+            self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, bad_words))
 
     def step(self) -> None:
         """One step of the engine."""
@@ -163,7 +175,7 @@ class RowRunner:
             return
         row, params = in_flight.row, in_flight.prompt.params
         if any(c.finish_reason is FinishReason.ERROR for c in done):
-            self._fail(row, in_flight.digest, _not_finite(done))
+            self._fail(row, in_flight.digest, _failure(done, params))
             return
         choices = [
             Choice(self._texts.final_text(c, params), c.token_ids, c.finish_reason, c.logprobs, c.speculation)
@@ -204,8 +216,11 @@ def failed_line(row: RowInfo, error: RowError) -> dict[str, Any]:
     return error_line(row, error)
 
 
-def _not_finite(completions: Sequence[Completion]) -> RowError:
+def _failure(completions: Sequence[Completion], params: SamplingParams) -> RowError:
     """One completion without an end makes the row an error: the other completions are not returned."""
     number, first = next((i, c) for i, c in enumerate(completions, 1) if c.finish_reason is FinishReason.ERROR)
     of = f" of completion {number} of {len(completions)}" if len(completions) > 1 else ""
-    return RowError("non_finite", f"{NOT_FINITE} at token {len(first.token_ids) + 1}{of}: {NOT_FINITE_HINT}")
+    at = f"at token {len(first.token_ids) + 1}{of}"
+    if first.no_token_left:
+        return RowError("no_token_left", f"{NO_TOKEN_LEFT} {at}: {' and '.join(names_of(params))} forbid all of them")
+    return RowError("non_finite", f"{NOT_FINITE} {at}: {NOT_FINITE_HINT}")

@@ -9,7 +9,8 @@ from typing import Any
 
 from specbatch.config import Config, DataSection
 from specbatch.engine.resolve_data import runs_prompts_as_chat
-from specbatch.errors import ConfigError, RowError
+from specbatch.engine.rules import make_rules
+from specbatch.errors import ConfigError, FieldError, RowError
 from specbatch.job.rows import Prompt
 from specbatch.job.templates import ChatTemplate
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck
@@ -27,10 +28,12 @@ class StopChecker:
     tokens a call brings.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], min_tokens: int = 0) -> None:
+        """`min_tokens`: a stop string that these first tokens complete is part of the text."""
         assert stops, "no stop strings"
         assert all(stops), stops
         self._decode = decode
+        self._min_tokens = min_tokens
         self._stops = tuple(stops)
         self._tail_chars = max(map(len, stops)) - 1
         self._seen = 0  # tokens searched
@@ -42,7 +45,7 @@ class StopChecker:
         for position in range(self._seen, len(tokens)):
             hit = self._feed(tokens, position)
             self._seen = position + 1
-            if hit and self._seen > len(tokens) - num_new:
+            if hit and self._seen > max(len(tokens) - num_new, self._min_tokens):
                 return self._seen
         return None
 
@@ -66,15 +69,21 @@ class StopChecker:
             self._given = len(context if whole == text else context.rstrip("\ufffd"))
         else:
             self._given = max(self._given, len(whole))
-        region = self._tail + fresh
+        region, num_old = self._tail + fresh, len(self._tail)
         self._tail = region[-self._tail_chars :] if self._tail_chars else ""
-        return any(stop in region for stop in self._stops)
+        return any(find_stop(region, stop, num_old) >= 0 for stop in self._stops)
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str | None:
-    """`text` before the earliest stop string; None if it has none."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found)] if found else None
+def find_stop(text: str, stop: str, num_old: int) -> int:
+    """Where the first `stop` in `text` begins that ends after the first `num_old` characters; -1: there is none."""
+    return text.find(stop, max(0, num_old - len(stop) + 1))
+
+
+def cut_at_stop(text: str, stops: Sequence[str], num_old: int = 0, include: bool = False) -> str | None:
+    """`text` before the earliest stop string; None if it has none. `num_old`: see `find_stop`. `include`: the text with
+    its stop string."""
+    found = [(at, at + len(stop)) for stop in stops if (at := find_stop(text, stop, num_old)) >= 0]
+    return text[: min(found)[include]] if found else None
 
 
 def with_chat_template_text(config: Config) -> Config:
@@ -155,17 +164,36 @@ class TextProcessor:
             self._token_texts[token_id] = text  # bounded by the vocabulary
         return text
 
+    def bad_words(self, params: SamplingParams, limits: EngineLimits) -> tuple[tuple[int, ...], ...]:
+        """`params.bad_words` as token ids, without and with a space before them. Raises RowError for these and for all
+        other rules that the engine cannot follow."""
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                self._check_vocabulary("bad_words", ids, limits)
+                words[tuple(ids)] = None
+        try:
+            make_rules(params, tuple(words), limits)
+        except FieldError as exc:
+            raise RowError(exc.type, exc.message) from exc
+        return tuple(words)
+
     def stop_check(self, params: SamplingParams) -> StopCheck | None:
-        return StopChecker(self.decode, params.stop) if params.stop else None
+        return StopChecker(self.decode, params.stop, params.min_tokens) if params.stop else None
 
     def final_text(self, completion: Completion, params: SamplingParams) -> str:
-        """The completion's text before its stop string, or without the token that stopped it."""
-        ids = completion.token_ids
+        """The completion's text before its stop string, or without the token that stopped it; with
+        `include_stop_str_in_output` the text up to that."""
+        ids, include = completion.token_ids, params.include_stop_str_in_output
         if completion.finish_reason != FinishReason.STOP:
             return self.decode(ids)
-        if params.stop and (cut := cut_at_stop(self.decode(ids), params.stop)) is not None:
-            return cut
-        return self.decode(ids[:-1])
+        if params.stop:
+            # As `StopChecker`: a character that the first tokens leave unfinished is not theirs.
+            num_old = len(self.decode(ids[: params.min_tokens]).rstrip("\ufffd")) if params.min_tokens else 0
+            if (cut := cut_at_stop(self.decode(ids), params.stop, num_old, include)) is not None:
+                return cut
+        return self.decode(ids if include else ids[:-1])
 
     def chat_text(self, messages: list[dict[str, Any]]) -> str:
         """The messages as the chat template writes them, with the beginning of the answer. Raises RowError."""

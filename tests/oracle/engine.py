@@ -22,6 +22,7 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.decoder import Decoder
 from specbatch.types import Completion, FinishReason
 from tests.oracle.proposer import Proposer, TargetOutput
+from tests.oracle.rules import edited_logits, path_tokens
 from tests.oracle.sampling import margin_of, token_logprob
 from tests.oracle.spans import Span, batch_of
 from tests.oracle.tree import DraftTree
@@ -54,7 +55,7 @@ class OracleEngine(EngineBase):
         self._threads = threads
         prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
         scheduler = Scheduler(pool, prefix, proposer.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens)
-        super().__init__(scheduler, target.config.vocab_size, max_length, longest_row)
+        super().__init__(scheduler, target.config.vocab_size, max_length, longest_row, eos_token_ids)
         # What drafting, the target and draft-extend took in the last round.
         self.phase_seconds = 0.0, 0.0, 0.0
 
@@ -115,8 +116,9 @@ class OracleEngine(EngineBase):
             s.seq.num_computed_tokens = s.end
             if s.end == len(s.seq.tokens):
                 logits = next(first_logits)
-                token = sample_token(logits, s.seq, position=len(s.seq.tokens))
-                reason = self._append(s.seq, [token], logits[None])
+                edited = edited_logits(logits, s.seq, [], self._eos)
+                token = sample_token(edited, s.seq, position=len(s.seq.tokens))
+                reason = self._append(s.seq, [token], logits[None], edited[None])
                 if reason is not None:
                     finished.append((s.seq, reason))
         # A request that ends with its first token is drafted for all the same: later rows may share its pages, and
@@ -134,7 +136,11 @@ class OracleEngine(EngineBase):
         drafted = time.perf_counter()
         hidden, aux_hidden_states, logits = self._verify_forward(sequences, tree)
         verified = time.perf_counter()
-        accepted = verify(sequences, tree, logits)
+        paths = [(seq, path) for b, seq in enumerate(sequences) for path in path_tokens(tree, b)]
+        edited = torch.stack(
+            [edited_logits(row, seq, path, self._eos) for row, (seq, path) in zip(logits, paths, strict=True)]
+        )
+        accepted = verify(sequences, tree, edited)
         self._compact(sequences, tree, accepted)
 
         finished, rows, starts, first = [], [], [], 0
@@ -145,7 +151,7 @@ class OracleEngine(EngineBase):
             starts.append((seq, seq.num_computed_tokens))
             drafts = tree.tokens_BN[b, kept.path[1:]].tolist()
             before = len(seq.tokens)
-            reason = self._append(seq, [*drafts, kept.next_token], logits[path_rows])
+            reason = self._append(seq, [*drafts, kept.next_token], logits[path_rows], edited[path_rows])
             committed = len(seq.tokens) - before
             seq.counts.record(
                 drafted=tree.num_nodes[b] - 1,
@@ -196,12 +202,13 @@ class OracleEngine(EngineBase):
         if source:
             self._cache.move(self._tensor(source), self._tensor(target))
 
-    def _append(self, seq: Sequence, tokens: list[int], logits_RV: Tensor) -> FinishReason | None:
-        """Append new tokens up to where the request ends; `logits_RV` are those that each was drawn from."""
+    def _append(self, seq: Sequence, tokens: list[int], logits_RV: Tensor, edited_RV: Tensor) -> FinishReason | None:
+        """Append new tokens up to where the request ends. `edited_RV`: what each was drawn from, `logits_RV`: what the
+        model said before its rules."""
         before = len(seq.tokens)
         reason = append_tokens(seq, tokens, self._eos)
         new = seq.tokens[before:]
-        margins = [margin_of(logits, i) for i, logits in enumerate(logits_RV[: len(new)], before - seq.num_prompt)]
+        margins = [margin_of(logits, i) for i, logits in enumerate(edited_RV[: len(new)], before - seq.num_prompt)]
         seq.margin = min([seq.margin, *margins])
         self._stats.generated_tokens += len(new)
         params = seq.request.params

@@ -1,0 +1,100 @@
+"""The rules of one request on the host: what its sampling options forbid and change. `edits` applies them.
+
+Shape suffixes: W words of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specbatch.batch import Edits
+from specbatch.cache.rule_table import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
+from specbatch.errors import FieldError, shown
+from specbatch.types import EngineLimits, SamplingParams
+
+NO_TOKEN_LEFT = "no token is left to choose"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Of one request. The masks are those of `RuleTable`."""
+
+    masks_2W: np.ndarray  # int32
+    min_tokens: int
+    biases: Mapping[int, float]
+    bad_words: tuple[tuple[int, ...], ...]  # of several tokens
+    penalties: tuple[float, float, float]  # repetition, frequency, presence
+    edits: Edits
+
+    def leaves_none(self, output: Sequence[int]) -> bool:
+        """Whether they forbid all tokens after this output."""
+        mask_W = self.masks_2W[int(len(output) >= self.min_tokens)].copy()
+        for word in self.bad_words:
+            if tuple(output[1 - len(word) :]) == word[:-1]:
+                _remove(mask_W, word[-1:])
+        return not mask_W.any()
+
+
+def make_rules(params: SamplingParams, bad_words: Sequence[tuple[int, ...]], limits: EngineLimits) -> Rules | None:
+    """None: the request has no rules. `bad_words`: as token ids. Raises FieldError where a token id is not in the
+    vocabulary, where there are more of something than the device has room for, or where no token is allowed."""
+    if params.min_tokens > params.max_tokens:
+        raise FieldError(
+            "invalid_value", f"min_tokens must be <= max_tokens ({params.max_tokens}), not {params.min_tokens}"
+        )
+    biases = dict(params.logit_bias or {})
+    penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    several = tuple(dict.fromkeys(word for word in bad_words if len(word) > 1))
+    edits = Edits.NONE
+    if params.allowed_token_ids is not None or params.min_tokens or len(several) < len(bad_words):
+        edits |= Edits.MASK
+    if several or biases or penalties != (1.0, 0.0, 0.0):
+        edits |= Edits.VALUES
+    if edits is Edits.NONE:
+        return None
+    allowed = params.allowed_token_ids
+    _check_ids("logit_bias", biases, limits.vocab_size)
+    _check_ids("allowed_token_ids", allowed or (), limits.vocab_size)
+    _check_count("logit_bias", "entries", len(biases), MAX_BIASES)
+    _check_count("bad_words", "words of several tokens", len(several), MAX_BAD_WORDS)
+    _check_count("bad_words", "tokens in a word", max(map(len, several), default=0), MAX_BAD_WORD_TOKENS)
+    mask_W = _mask(limits.vocab_size, allowed)
+    _remove(mask_W, [word[0] for word in bad_words if len(word) == 1])
+    early_W = mask_W.copy()
+    if params.min_tokens:
+        _remove(early_W, [*limits.eos_token_ids, *params.stop_token_ids])
+    rules = Rules(np.stack((early_W, mask_W)), params.min_tokens, biases, several, penalties, edits)
+    if not mask_W.any() or rules.leaves_none(()):
+        raise FieldError("invalid_value", f"{NO_TOKEN_LEFT}: {' and '.join(names_of(params))} forbid all of them")
+    return rules
+
+
+def names_of(params: SamplingParams) -> list[str]:
+    """The options that forbid tokens."""
+    return [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise FieldError("invalid_value", f"{name}: {shown(token)} is not a token id (0 .. {vocab_size - 1})")
+
+
+def _check_count(name: str, what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise FieldError("invalid_value", f"{name} may have up to {limit} {what}, not {count}")
+
+
+def _mask(vocab_size: int, allowed: Sequence[int] | None) -> np.ndarray:
+    """(W,) int32 words. None: all tokens are allowed."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+    bits[slice(vocab_size) if allowed is None else np.array(allowed, dtype=np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _remove(mask_W: np.ndarray, tokens: Iterable[int]) -> None:
+    ids = np.array(list(tokens), dtype=np.int64)
+    np.bitwise_and.at(mask_W.view(np.uint32), ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))

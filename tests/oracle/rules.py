@@ -1,0 +1,42 @@
+"""What a request's rules make of logits, one token after the other: `engine.edits` in plain Python.
+
+Shape suffixes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbatch.engine.sequence import Sequence
+from tests.oracle.tree import DraftTree
+
+
+def path_tokens(tree: DraftTree, b: int) -> list[list[int]]:
+    """Of each node of a sequence's tree the drafts that lead to it, itself included."""
+    paths: list[list[int]] = [[]]
+    for node in range(1, tree.num_nodes[b]):
+        paths.append([*paths[int(tree.parents_BN[b, node])], int(tree.tokens_BN[b, node])])
+    return paths
+
+
+def edited_logits(logits_V: Tensor, seq: Sequence, path: list[int], eos: frozenset[int]) -> Tensor:
+    """The logits of the token after `path`, which comes after the sequence's tokens."""
+    params, text = seq.request.params, [*seq.tokens, *path]
+    output, forbidden = text[seq.num_prompt :], set[int]()
+    if params.allowed_token_ids is not None:
+        forbidden |= set(range(len(logits_V))) - set(params.allowed_token_ids)
+    if len(output) < params.min_tokens:
+        forbidden |= {*eos, *params.stop_token_ids}
+    for *start, last in seq.request.bad_words:
+        if not start or output[-len(start) :] == start:
+            forbidden.add(last)
+    edited = logits_V.clone()
+    for token, bias in (params.logit_bias or {}).items():
+        edited[token] += bias
+    for token in set(text):
+        x, count = float(edited[token]), output.count(token)
+        x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        edited[token] = x - params.frequency_penalty * count - params.presence_penalty * (count > 0)
+    edited[list(forbidden)] = -torch.inf
+    return edited
