@@ -178,6 +178,13 @@ class DataSection:
         "true: run `prompt` as one user message through the chat template. false: as text to continue. "
         "null: true if the model has a chat template.",
     )
+    plan_rows: int = option(
+        65536,
+        "Rows that are read ahead to decide in which order rows start: those whose prompts begin alike together, and "
+        "the one with the highest `max_tokens` first. Results do not depend on it, and are written in input order. "
+        "0: rows start in input order, as those of standard input always do.",
+        AT_LEAST_0,
+    )
 
 
 def _amounts(reader: Reader, value: Any, path: str) -> Mapping[str, float]:

@@ -19,6 +19,7 @@ from specbatch.errors import InputError
 from specbatch.job.generate import FileJob
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict
 from specbatch.job.paths import check_input_name, files_read, partial_path, stats_path_of
+from specbatch.job.plan import RowPlan
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks, draft_remarks
@@ -97,7 +98,12 @@ def _run(
 
         with closing(JobProgress(console)) as progress:
             quarantine = partial(failed_row, parser=parser) if options.quarantine else None
-            file_job = FileJob(source, results, pool, load, remarks, progress, what.low_acceptance, warn, quarantine)
+            # Rows of standard input can come slowly: they are not waited for.
+            max_rows = 0 if options.input == "-" else config.data.plan_rows
+            plan = partial(RowPlan, parser=parser, max_rows=max_rows) if max_rows else None
+            file_job = FileJob(
+                source, results, pool, load, remarks, progress, what.low_acceptance, warn, quarantine, plan
+            )
             completed = file_job.run()
         session = file_job.session
         remarked = [*remarks.lines(), *draft_remarks(session.engine)]

@@ -33,7 +33,7 @@ class Work:
     finished: Mapping[tuple[int, bool], int]  # (tokens, whether it ended before its limit) -> completions, all sessions
     running: Sequence[tuple[int, int]]  # (tokens so far, limit) of each request that was started
     waiting: Sequence[int]  # limits of requests that wait
-    unread: float | None  # estimated requests of rows that were not read yet; None: unknown
+    unread: float | None  # estimated number of other requests to come; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,11 @@ def _tokens_left(work: Work, batch: int) -> tuple[float, float]:
     # The end of the job is simulated. Before it, the batch is full and only the mean counts.
     simulated = min(round(to_come), 2 * batch)
     so_far = np.array([tokens for tokens, _ in work.running] + [0] * simulated, dtype=np.float64)
-    new_limits = (work.waiting or limits) if simulated else []
-    limit = np.array([most for _, most in work.running] + [new_limits[i % len(new_limits)] for i in range(simulated)])
+    new_limits = work.waiting or limits
+    spread = max(len(new_limits) / max(simulated, 1), 1)  # they can be sorted by their limits
+    limit = np.array(
+        [most for _, most in work.running] + [new_limits[int(i * spread) % len(new_limits)] for i in range(simulated)]
+    )
     if not len(so_far):
         return 0.0, 0.0
     hazard, last_rate = _fit(work.finished, so_far[: len(work.running)], float(np.mean(limits)))

@@ -32,6 +32,7 @@ _NOT_IN_RESULTS = (
     "engine.memory_fraction",
     "engine.prefix_cache",
     "engine.prefill_chunk_tokens",
+    "data.plan_rows",
     "cluster.",
 )
 SHARD = "shard"  # the name of the shard; a job that runs the whole input has none

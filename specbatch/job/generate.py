@@ -12,6 +12,7 @@ from types import FrameType
 from specbatch.errors import InputError, RowError
 from specbatch.job.eta import Work
 from specbatch.job.partial import RowDeaths
+from specbatch.job.plan import RowPlan
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress, Snapshot
 from specbatch.job.remarks import Remarks, low_acceptance_warning
@@ -31,7 +32,8 @@ class _InputChanged(InputError):
 
 @dataclass
 class FileJob:
-    """One run over a source. `load`: makes the pool ready; it is called when the first row needs it."""
+    """One run over a source. `load`: makes the pool ready; it is called when the first row needs it. `plan`: decides
+    the order in which rows start; None: that of the source."""
 
     source: Source
     results: ResultFile
@@ -42,6 +44,7 @@ class FileJob:
     low_acceptance: str | None = None  # likely causes, if hardly any draft is accepted; None: no warning
     warn: Callable[[str], None] = lambda warning: None
     quarantine: Callable[[RawRow, RowError], Finished] | None = None  # makes error rows of those that are left out
+    plan: Callable[[Iterator[RawRow]], RowPlan] | None = None
     session: Session = field(default_factory=Session, init=False)
     interrupted: bool = field(default=False, init=False)
 
@@ -49,6 +52,7 @@ class FileJob:
         self._rows_seen = self._lines_seen = 0  # of the input; blank lines are lines, not rows
         self._rows_started = 0  # of the rows seen, those that were not finished before
         self._exhausted = False
+        self._held: RowPlan | None = None  # rows that were seen and have not started
         self._left_out: dict[int, RowDeaths] = {}
 
     def run(self) -> bool:
@@ -78,7 +82,9 @@ class FileJob:
         self.load()
         loaded = time.perf_counter()
         with on_signals(self._on_signal), self.pool.recording(self.results):
-            self._loop(itertools.chain([first], rows))
+            rows = itertools.chain([first], rows)
+            self._held = None if self.plan is None else self.plan(rows)
+            self._loop(self._held or rows)
         self.session.load_seconds = loaded - began
         self.session.run_seconds = time.perf_counter() - loaded
         self.session.engine = self.pool.stats
@@ -172,19 +178,21 @@ class FileJob:
         load, stats = state.load, state.load.stats
         rows_in_flight = self._rows_started - self.session.rows
         total = self.source.total
+        held = [] if self._held is None else self._held.limits()
         unread = None
         if self._exhausted:
             total, unread = totals.rows + rows_in_flight, 0.0
         elif total is not None:
             rows = total * self._rows_seen / max(self._lines_seen, 1)
-            unread = max(rows - totals.rows - rows_in_flight, 0) * load.num_submitted / max(self._rows_started, 1)
+            to_start = max(rows - totals.rows - rows_in_flight, 0) * load.num_submitted / max(self._rows_started, 1)
+            unread = max(to_start - len(held), 0)
         work = Work(
             tokens=stats.generated_tokens,
             prefill_seconds=stats.prefill_seconds / max(state.num_workers, 1),
             admitted=load.num_admitted,
             finished=totals.lengths,
             running=load.running,
-            waiting=load.waiting,
+            waiting=[*load.waiting, *held],
             unread=unread,
         )
         self.progress.show(

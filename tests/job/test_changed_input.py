@@ -9,6 +9,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from specbatch.errors import InputError
 from specbatch.job import jsonl
 from specbatch.job.sources import open_source
 from specbatch.types import Completion
-from tests.job.test_generate import Run
+from tests.job.test_generate import CONFIG, Run
 from tests.stub_engine import StubEngine
 
 ROWS = [{"prompt": f"row {i}", "note": "x" * 3000} for i in range(800)]  # more than is read at once
@@ -118,8 +119,9 @@ def test_a_change_that_is_taken_back_before_the_end(run: Run) -> None:
         os.utime(run.input, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     acts = {1: lambda: run.input.write_bytes(content.replace(b"row 7", b"RAW 7")), 95: restore}
+    in_file_order = replace(CONFIG, data=replace(CONFIG.data, plan_rows=0))  # so that not all rows are read at once
     with pytest.raises(InputError, match="changed while"):
-        run(engine=Meddling(acts))
+        run(in_file_order, Meddling(acts))
     assert run() == 0
     assert run.stats()["session"]["rows"] > 50
     assert run.output.read_bytes() == undisturbed(run.folder / "fresh", content)

@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ from rich.console import Console
 from specbatch.config import Config, DataSection, EngineSection
 from specbatch.job.eta import Forecast, Work
 from specbatch.job.generate import FileJob
+from specbatch.job.plan import RowPlan
 from specbatch.job.pool import LocalPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks
 from specbatch.job.results import ResultFile
+from specbatch.job.rows import RowParser
 from specbatch.job.shard import Shard, part_of
 from specbatch.job.sources import open_source
 from specbatch.job.worker import Runtime, Worker
@@ -128,14 +131,15 @@ class Simulation:
     between: str = ""  # lines of the input after each row
     total: bool = True  # whether the number of rows is known
     shards: int = 1  # of the input; one of them runs, and has `rows`
+    plan_rows: int = 0
+    own_limits: bool = False  # rows may write from an eighth of `most` to all of it
     etas: list[tuple[float, float]] = field(default_factory=list)
 
     def run(self, stop_after: int | None = None) -> float:
         """Returns the time that it took; `stop_after`: the job is interrupted after so many rows."""
         path = self.folder / "d.jsonl"
-        path.write_text(
-            "".join(json.dumps({"prompt": f"p{i}"}) + "\n" + self.between for i in range(self.shards * self.rows))
-        )
+        lines = [{"prompt": f"p{i}"} | self._own_limit(i) for i in range(self.shards * self.rows)]
+        path.write_text("".join(json.dumps(line) + "\n" + self.between for line in lines))
         source = part_of(open_source(str(path), DataSection()), None, Shard(self.shards - 1, self.shards))
         if not self.total:
             source = replace(source, total=None)
@@ -164,9 +168,14 @@ class Simulation:
         pool.load(lambda tokens: tokens, lambda step: None)
         watched = Watched(Console(file=log, width=200), clock=lambda: engine.now)
         job = FileJob(source, results, pool, lambda: None, Remarks("stub", columns=False), watched)
+        if self.plan_rows:
+            job.plan = partial(RowPlan, parser=RowParser(config.sampling, config.data), max_rows=self.plan_rows)
         job.run()
         results.close()
         return engine.now
+
+    def _own_limit(self, row: int) -> dict[str, int]:
+        return {"max_tokens": self.most * (1 + row * 5 % 8) // 8} if self.own_limits else {}
 
     def ratios(self) -> list[float]:
         """Shown against true seconds left, at each of SHARES of the time."""
@@ -199,6 +208,13 @@ def test_eta_is_within_a_third_of_the_truth(
 
 def test_the_eta_of_a_shard_is_for_its_own_rows(tmp_path: Path) -> None:
     ratios = Simulation(tmp_path, 320, 16, lognormal(150, 0.6), 1024, shards=4).ratios()
+    assert all(1 / 1.3 < ratio < 1.3 for ratio in ratios[:-1]), ratios
+
+
+@pytest.mark.parametrize("plan_rows", [64, 1000])
+def test_the_eta_of_rows_that_start_by_their_limits(tmp_path: Path, plan_rows: int) -> None:
+    simulation = Simulation(tmp_path, 320, 16, lognormal(400, 1.0), 400, plan_rows=plan_rows, own_limits=True)
+    ratios = simulation.ratios()
     assert all(1 / 1.3 < ratio < 1.3 for ratio in ratios[:-1]), ratios
 
 

@@ -1,0 +1,204 @@
+"""The order in which the rows of a file start.
+
+Rows whose prompts begin alike start one after the other, so that the pages that they share are computed once and stay
+in use. Among such rows, and among groups of them, the one that may write the most tokens starts first: a long row that
+starts last would run almost alone at the end of the job.
+
+The order is decided before prompts are tokenized. Texts that begin alike have tokens that begin alike, but for one
+token at the end of what they share. So the job needs no tokenizer, and the rows of a group go to the same worker.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice, pairwise
+
+from specbatch.errors import InputError
+from specbatch.job.rows import Prompt, RowParser
+from specbatch.job.sources import RawRow
+
+_BLOCK_BYTES = 256  # of a prompt: 64 token ids, or text of about as many tokens. Prompts that share less are no group
+_MAX_BLOCKS = 64  # of a prompt that are compared
+_HASH_BYTES = 8
+_FIRST_ROWS = 1024  # that are read before the first one starts: a few milliseconds
+_READ_AHEAD = 4  # rows that are read for each one that starts
+_MAX_BYTES = 64 << 20  # of rows that are read and have not started
+_SAMPLE = 1024  # rows
+_ROW_BYTES = 512  # of the objects of a row, in addition to its text
+
+
+def prefix_of(content: bytes) -> bytes:
+    """A hash of each of the first blocks of a prompt, joined. Two prompts that share N blocks share 8 N bytes of it."""
+    ends = range(_BLOCK_BYTES, min(len(content), _MAX_BLOCKS * _BLOCK_BYTES) + 1, _BLOCK_BYTES)
+    return array("q", (hash(content[end - _BLOCK_BYTES : end]) for end in ends)).tobytes()
+
+
+def start_order(prefixes: Sequence[bytes], lengths: Sequence[int]) -> list[int]:
+    """The indices of rows in the order in which they should start. `prefixes`: of `prefix_of`. `lengths`: the tokens
+    that each may write. Rows that are alike in both keep their order.
+
+    Sorted by prefix, the rows are the leaves of the tree of all prefixes, from left to right. The inner nodes are found
+    on the way, as a suffix array's are by its common prefixes (Abouelhoda, Kurtz and Ohlebusch, 2004).
+    """
+    if not prefixes:
+        return []
+    rows = sorted(range(len(prefixes)), key=prefixes.__getitem__)
+    open_nodes: list[_Node] = []  # from the root on, each below the one before
+    for row, following in pairwise(rows):
+        shared = _common_bytes(prefixes[row], prefixes[following])
+        branch = _Branch(-lengths[row], row)
+        while open_nodes and open_nodes[-1].depth > shared:
+            branch = open_nodes.pop().closed_with(branch)
+        if not open_nodes or open_nodes[-1].depth < shared:
+            open_nodes.append(_Node(shared))
+        open_nodes[-1].branches.append(branch)
+    branch = _Branch(-lengths[rows[-1]], rows[-1])
+    while open_nodes:
+        branch = open_nodes.pop().closed_with(branch)
+    return list(branch.rows())
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Branch:
+    """A row, or all rows that share a prefix. Sorts by its longest row, then by its first one."""
+
+    minus_length: int
+    row: int
+    branches: Sequence[_Branch] = field(default=(), compare=False)
+
+    def rows(self) -> Iterator[int]:
+        stack = [self]
+        while stack:
+            branch = stack.pop()
+            if branch.branches:
+                stack.extend(reversed(branch.branches))
+            else:
+                yield branch.row
+
+
+class _Node:
+    """A prefix of `depth` bytes, and what was found below it."""
+
+    __slots__ = ("branches", "depth")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.branches: list[_Branch] = []
+
+    def closed_with(self, last: _Branch) -> _Branch:
+        branches = sorted([*self.branches, last])
+        return _Branch(branches[0].minus_length, min(branch.row for branch in branches), branches)
+
+
+def _common_bytes(one: bytes, other: bytes) -> int:
+    """Of whole hashes at the beginning."""
+    least, most = 0, min(len(one), len(other)) // _HASH_BYTES
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[: middle * _HASH_BYTES] == other[: middle * _HASH_BYTES]:
+            least = middle
+        else:
+            most = middle - 1
+    return least * _HASH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldRow:
+    raw: RawRow
+    num_bytes: int
+    prefix: bytes = b""
+    num_requests: int = 0  # 0: the row is an error
+    max_tokens: int = 0
+
+
+class RowPlan:
+    """Iterates over `rows` in the order in which they should start.
+
+    At most `max_rows` rows are held, and 64 MiB of them. The first ones start at once, while the next ones are read.
+    The order is decided again when as many rows are new as are left. It depends on nothing but the rows.
+
+    An InputError of `rows` is raised after all rows before it.
+    """
+
+    def __init__(self, rows: Iterator[RawRow], parser: RowParser, max_rows: int) -> None:
+        self._rows = rows
+        self._parser = parser
+        self._max_rows = max_rows
+        self._ordered: deque[_HeldRow] = deque()
+        self._new: list[_HeldRow] = []
+        self._num_bytes = 0
+        self._exhausted = False
+        self._error: InputError | None = None
+        self._num_to_read = _FIRST_ROWS
+
+    def __iter__(self) -> Iterator[RawRow]:
+        return self
+
+    def __next__(self) -> RawRow:
+        self._read()
+        if self._new and (self._exhausted or len(self._new) >= len(self._ordered)):
+            self._order()
+        if not self._ordered:
+            if self._error is not None:
+                raise self._error
+            raise StopIteration
+        row = self._ordered.popleft()
+        self._num_bytes -= row.num_bytes
+        return row.raw
+
+    def limits(self) -> list[int]:
+        """The most tokens of requests of the rows that were read and have not started. Of many rows, of some: for an
+        estimate of their time."""
+        step = self._num_held // _SAMPLE + 1
+        held = islice(chain(self._ordered, self._new), 0, None, step)
+        return [row.max_tokens for row in held for _ in range(row.num_requests)]
+
+    @property
+    def _num_held(self) -> int:
+        return len(self._ordered) + len(self._new)
+
+    def _read(self) -> None:
+        for _ in range(self._num_to_read):
+            is_full = self._num_held >= self._max_rows or self._num_bytes >= _MAX_BYTES
+            if self._exhausted or (is_full and self._num_held):
+                break
+            try:
+                raw = next(self._rows, None)
+            except InputError as error:
+                self._error, raw = error, None
+            if raw is None:
+                self._exhausted = True
+                break
+            row = self._held(raw)
+            self._new.append(row)
+            self._num_bytes += row.num_bytes
+        self._num_to_read = _READ_AHEAD
+
+    def _held(self, raw: RawRow) -> _HeldRow:
+        values = [raw.data] if isinstance(raw.data, bytes) else raw.data.values()
+        num_bytes = _ROW_BYTES + sum(len(value) for value in values if isinstance(value, bytes | str))
+        _, prompt = self._parser.parse(raw)
+        if not isinstance(prompt, Prompt):
+            return _HeldRow(raw, num_bytes)
+        return _HeldRow(raw, num_bytes, prefix_of(_content(prompt)), prompt.num_requests, prompt.params.max_tokens)
+
+    def _order(self) -> None:
+        held = [*self._ordered, *self._new]
+        order = start_order([row.prefix for row in held], [row.max_tokens for row in held])
+        self._ordered, self._new = deque(held[i] for i in order), []
+
+
+def _content(prompt: Prompt) -> bytes:
+    """Bytes that begin alike where the prompts' tokens do."""
+    max_bytes = _MAX_BLOCKS * _BLOCK_BYTES
+    if prompt.kind == "token_ids":
+        try:
+            return array("i", prompt.content[: max_bytes // 4]).tobytes()
+        except OverflowError:  # not a token; the row will be an error
+            return b""
+    text = prompt.content if prompt.kind == "prompt" else json.dumps(prompt.content, ensure_ascii=False)
+    return str(text)[:max_bytes].encode("utf-8", "surrogatepass")
