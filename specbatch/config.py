@@ -7,6 +7,7 @@ values.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -156,6 +157,18 @@ class EngineSection:
     seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.", SEED)
 
 
+def read_variables(reader: Reader, value: Any, path: str) -> Mapping[str, Any]:
+    """Variables of a chat template. Raises FieldError."""
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise FieldError("invalid_type", f"{path} must be a mapping of names to values, not {described(value)}")
+    for name, item in value.items():
+        try:
+            json.dumps(item, allow_nan=False)
+        except (TypeError, ValueError) as exc:
+            raise FieldError("invalid_type", f"{join(path, name)} is a value that JSON does not have") from exc
+    return value
+
+
 @dataclass(frozen=True)
 class DataSection:
     """How rows become prompts."""
@@ -169,6 +182,17 @@ class DataSection:
     subset: str | None = option(None, "The subset of a hub data set.")
     chat_template: str | None = option(
         None, "A Jinja chat template, or the path of one. It replaces the model's own template."
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "Variables of the chat template, such as {enable_thinking: false}. A row's `chat_template_kwargs` has "
+        "precedence, name by name.",
+        read=read_variables,
+    )
+    separate_reasoning: bool | None = option(
+        None,
+        "true: `<think>...</think>` at the begin of a chat's answer becomes `reasoning_content`. false: it stays in "
+        "`text`. null: true if the chat template has `</think>`.",
     )
     system_prompt: str | None = option(
         None, "A system message for rows that have none: `messages` without one, and prompts that run as chat."

@@ -16,6 +16,7 @@ from specbatch.option import SEED, Range, option
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens, or the end of the model's context or of the KV cache
+    TOOL_CALLS = "tool_calls"  # of a result line: STOP, and the text has calls of tools
     ERROR = "error"  # the model's logits for the next token are not finite, or rules forbid all tokens
 
 

@@ -56,6 +56,7 @@ class StubTokenizer:
         tokenize: bool,
         add_generation_prompt: bool,
         date_string: str,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         assert tokenize is False
         assert add_generation_prompt is True
@@ -63,7 +64,7 @@ class StubTokenizer:
             raise ValueError("no such role")
         if chat_template == "date":
             return date_string
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+        return "".join(f"<{m['role']}>{m.get('content', '')}" for m in messages) + "<assistant>"
 
 
 def stub_tokens(prompt: Sequence[int], rng: RngKey, max_tokens: int, ignore_eos: bool) -> list[int]:

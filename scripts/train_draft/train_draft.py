@@ -171,6 +171,7 @@ def run(args: argparse.Namespace) -> None:
         write_job(files.prompts, rows, files.answers, overwrite=args.overwrite)
         # Rows have temperatures of their own; the engine prepares for sampling by the config's.
         how = [*PLAIN, f"sampling.temperature={max(temperatures)}"]
+        how.append("data.separate_reasoning=false")  # the head learns from all tokens
         report = run_rows(files.prompts, files.answers, [*sets, *how], args.config, overwrite=args.overwrite)
         tokens = report["tokens"]["completion"]
         say(f"answers: {report['rows']['ok']:,} with {tokens:,} tokens ({_seconds(began)} so far)")

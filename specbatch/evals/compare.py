@@ -31,15 +31,31 @@ class Difference:
 def differing_rows(results: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> list[int]:
     """Rows that both have answered, and not with the same text."""
     pairs = enumerate(zip(results, others, strict=True))
-    return [i for i, (a, b) in pairs if "error" not in a and "error" not in b and a["text"] != b["text"]]
+    return [i for i, (a, b) in pairs if "error" not in a and "error" not in b and _texts(a) != _texts(b)]
 
 
-def difference(index: int, text: str, plain: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> Difference:
-    """Where `text` leaves `plain`, the row's result without speculation, run with LOGPROBS."""
+def _texts(result: Mapping[str, Any]) -> tuple[str, str]:
+    return result.get("reasoning_content", ""), result["text"]
+
+
+def _as_written(result: Mapping[str, Any], plain: Mapping[str, Any], raw: str) -> str:
+    """`result` as text with the marks around its reasoning, up to where it differs from `raw`, the text of `plain`."""
+    (thought, text), (plain_thought, plain_text) = _texts(result), _texts(plain)
+    begin = raw.find(plain_thought)
+    if thought != plain_thought:
+        return raw[:begin] + thought
+    return raw[: raw.find(plain_text, begin + len(thought))] + text
+
+
+def difference(
+    index: int, result: Mapping[str, Any], plain: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
+) -> Difference:
+    """Where `result` leaves `plain`, the row's result without speculation, run with LOGPROBS."""
     logprobs = plain.get("logprobs", ())  # a row that failed this time has none
     ids = [entry["token_id"] for entry in logprobs]
-    if plain["text"] == text or not ids:
+    if _texts(plain) == _texts(result) or not ids:
         return Difference(index, plain["id"], None, None)
+    text = _as_written(result, plain, decode(ids))
     # Tokens in common are a beginning: once a token differs, no longer text is the beginning of the other.
     lengths = range(1, len(ids) + 1)
     common = bisect.bisect_left(lengths, 1, key=lambda n: int(not text.startswith(decode(ids[:n]).rstrip("\ufffd"))))

@@ -61,6 +61,8 @@ def _check_relations(task: Task) -> None:
             raise ConfigError(f"few_shot.count is {few.count}, and there are {len(few.examples)} examples")
         if not task.prompt.answer and not task.prompt.example_answer:
             raise ConfigError("prompt.answer is missing: few_shot shows questions with their answers")
+    if task.prompt.chat_template_kwargs is not None and task.prompt.kind != "chat":
+        raise ConfigError("prompt.chat_template_kwargs is for prompt.kind: chat")
     if task.prompt.system is not None and task.prompt.kind != "chat":
         raise ConfigError("prompt.system is for chat prompts", "put the text into prompt.question")
     if not task.filters:

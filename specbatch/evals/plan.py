@@ -81,8 +81,14 @@ def plan_config(config: Config, plan: Plan, stop_token_ids: Sequence[int]) -> Co
     """`config` for the rows of `plan`: the task samples, and its prompts run as they are.
     `stop_token_ids`: further ones."""
     ids = (*plan.sampling.stop_token_ids, *stop_token_ids)
+    given = config.data
+    kwargs = {**(plan.task.prompt.chat_template_kwargs or {}), **(given.chat_template_kwargs or {})}
     data = DataSection(
-        chat_template=config.data.chat_template, system_prompt=config.data.system_prompt, prompts_as_chat=False
+        chat_template=given.chat_template,
+        chat_template_kwargs=kwargs or None,
+        separate_reasoning=given.separate_reasoning,
+        system_prompt=given.system_prompt,
+        prompts_as_chat=False,
     )
     return dataclasses.replace(config, sampling=dataclasses.replace(plan.sampling, stop_token_ids=ids), data=data)
 

@@ -21,11 +21,11 @@ from specbatch.evals.files import answers_path, differing_paths, prompts_path, r
 from specbatch.evals.plan import Plan, plan_config, prompt_lines, stop_tokens
 from specbatch.evals.report import Measured
 from specbatch.evals.score import read_results, score
+from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.files import disk_errors, write_whole
 from specbatch.job.paths import stats_path_of
 from specbatch.job.pool import LocalPool
-from specbatch.job.templates import ChatTemplate
 from specbatch.job.terminal import print_notes
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.job.worker import Runtime, Worker
@@ -68,7 +68,7 @@ class Runner:
         tokenizer = self._shared.resolved.tokenizer
         for plan in plans:
             if plan.task.prompt.kind == "chat":
-                _check_chat_template(ChatTemplate(tokenizer, config.data), plan)
+                _check_chat_template(ChatTemplate(tokenizer, plan_config(config, plan, ()).data), plan)
         if self._overwrite:  # until this run has its own
             for path in (results_path(self._folder), samples_path(self._folder)):
                 with disk_errors(path):
@@ -100,7 +100,7 @@ class Runner:
         self._generate(prompts, answers, own, overwrite=True)  # quick, and derived from the other two: always new
         texts = TextProcessor(self._shared.resolved.tokenizer, own.data)
         pairs = zip(rows, read_results(answers), strict=True)
-        return [difference(i, results[i]["text"], again, texts.decode) for i, again in pairs]
+        return [difference(i, results[i], again, texts.decode) for i, again in pairs]
 
     def _measure(self, plan: Plan, variant: str) -> Measured:
         answers = answers_path(plan, variant)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specbatch.config import read_variables
 from specbatch.errors import ConfigError, FieldError, shown
 from specbatch.evals.filters import Filter
 from specbatch.evals.metrics import Metric, read_metric
@@ -60,6 +61,12 @@ class Prompt:
     answer_delimiter: str = option(" ", "completion: between the question and the answer of an example.")
     example_delimiter: str = option("\n\n", "completion: after each example.")
     system: str | None = option(None, "chat: the system message.")
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "chat: variables of the chat template, such as {enable_thinking: false}. Those of the configuration have "
+        "precedence, name by name.",
+        read=read_variables,
+    )
 
 
 @dataclass(frozen=True)

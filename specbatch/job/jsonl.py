@@ -83,6 +83,24 @@ def decode_line(line: bytes) -> dict[str, Any]:
     return row
 
 
+def decode_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text of a row or of a model is; None if it is none."""
+    found = begin_object(text, 0)
+    return found[0] if found is not None and not text[found[1] :].strip() else None
+
+
+def begin_object(text: str, position: int) -> tuple[dict[str, Any], int] | None:
+    """The JSON object that begins at `position` or after white space, and where it ends; None if there is none."""
+    start = len(text) - len(text[position:].lstrip())
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):  # also numbers too long to convert
+        return None
+    if not isinstance(value, dict) or _is_deeper(value, MAX_DEPTH // 2):
+        return None
+    return value, end
+
+
 def _is_deeper(value: Any, depth: int) -> bool:
     if not isinstance(value, dict | list):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specbatch.errors import RowError
+from specbatch.job.chat_fields import CHAT_FIELDS
 from specbatch.job.parameters import ALIASES, SAMPLING_FIELDS
 from specbatch.job.results_format import RowInfo
 
@@ -12,7 +13,7 @@ _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _SAMPLING = (*(name for name in SAMPLING_FIELDS if name != "logprobs"), *ALIASES)
 # What changes no output here: who asks, where it is stored and billed.
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-_OTHERS = ("messages", "prompt", "logprobs", "top_logprobs", "parallel_tool_calls", "stream_options")
+_OTHERS = ("messages", "prompt", "logprobs", "top_logprobs", "stream_options", *CHAT_FIELDS)
 KNOWN_BODY = frozenset((*_SAMPLING, *_IGNORED, *_OTHERS))
 
 

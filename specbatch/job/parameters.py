@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specbatch.errors import RowError
+from specbatch.job.chat_fields import CHAT_FIELDS
 from specbatch.types import SamplingParams
 
 SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__)
@@ -36,7 +37,7 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
         max_length max_output_tokens max_time eos_token_id end_id truncate_prompt_tokens
         json_schema regex ebnf structural_tag structured_outputs
         guided_decoding guided_json guided_regex guided_choice guided_grammar
-        web_search_options reasoning_effort enable_thinking thinking_budget max_thinking_tokens verbosity
+        web_search_options enable_thinking thinking_budget max_thinking_tokens verbosity
         system chat_template input_ids input_embeds prompt_embeds image_data video_data audio_data multi_modal_data
         lora_path lora_id lora_name lora_request adapter_id
         prompt_logprobs prompt_logprob_token_ids logprob_token_ids
@@ -64,7 +65,7 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
         (False,),
         """
         remove_invalid_values renormalize_logits watermark watermarking apply_batched_logits_processor token_healing
-        use_beam_search separate_reasoning require_reasoning
+        use_beam_search require_reasoning
         echo continue_final_message stream
         return_logprob flat_logprobs return_tokens_as_token_ids return_token_ids return_prompt_token_ids
         return_prompt_text return_full_text return_hidden_states return_entropy
@@ -81,12 +82,12 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
         """
         logits_processor logits_processors logit_processors bad_words_ids bad_token_ids
         suppress_tokens begin_suppress_tokens force_words_ids stop_sequences stop_strings
-        tools functions token_ids_logprob additional_model_outputs
+        functions token_ids_logprob additional_model_outputs
         """,
     ),
     (
         ({},),
-        "custom_params extra_args vllm_xargs sampling_params chat_template_kwargs session_params",
+        "custom_params extra_args vllm_xargs sampling_params session_params",
     ),
     (({}, []), "sequence_bias"),
     (([], "", bool), "bad"),
@@ -97,7 +98,7 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
     (([], str), "documents"),
     (({"type": "text"},), "response_format"),
     ((["text"],), "modalities"),
-    (("none", "auto"), "tool_choice function_call"),
+    (("none", "auto"), "function_call"),
 )
 UNSUPPORTED = {name: values for values, names in _BY_NEUTRAL_VALUES for name in names.split()}
 _INSTEAD = {
@@ -119,11 +120,13 @@ _INSTEAD = {
     "system": "messages, or data.system_prompt of the configuration",
     "input_ids": "prompt_token_ids",
     "chat_template": "data.chat_template of the configuration",
-    "chat_template_kwargs": "a chat template with these values (data.chat_template)",
-    "enable_thinking": "a chat template with this value (data.chat_template)",
+    "enable_thinking": "chat_template_kwargs: {enable_thinking: ...}",
+    "reasoning": "reasoning_effort",
+    "functions": "tools",
+    "function_call": "tool_choice",
 }
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
-KNOWN_NAMES = (*SAMPLING_NAMES, *UNSUPPORTED, "do_sample", *PROMPTS)
+KNOWN_NAMES = (*SAMPLING_NAMES, *CHAT_FIELDS, *UNSUPPORTED, "do_sample", *PROMPTS)
 MAX_NAME_CHARS = 60  # of a name that are compared and shown
 _MIN_SIMILARITY = 0.82  # difflib's ratio: `temprature` and `topk` are similar to a parameter, `topic` is not
 

@@ -2,10 +2,11 @@
 
 Native:
 
-    {"id", "index", "text", "finish_reason", "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...},
-     "logprobs": [...] if requested, "choices": [...] if n > 1, "metadata": {...} if there is any}
+    {"id", "index", "text", "reasoning_content" and "tool_calls" if there are any, "finish_reason",
+     "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...}, "logprobs": [...] if requested,
+     "choices": [...] if n > 1, "metadata": {...} if there is any}
 
-With n > 1, text, finish_reason and logprobs are those of choice 0; usage and speculation are sums. A failed row has
+With n > 1, usage and speculation are sums, and what is not in `choices` is that of choice 0. A failed row has
 text null, finish_reason "error" and `error: {type, message}`.
 
 OpenAI Batch (platform.openai.com/docs/guides/batch): a failed line has `response: null` and `error: {code, message}`.
@@ -23,7 +24,8 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from specbatch.errors import RowError
-from specbatch.types import FinishReason, SpeculationCounts, TokenLogprob
+from specbatch.job.chat_output import Answer, ToolCall
+from specbatch.types import Completion, FinishReason, SpeculationCounts, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value is OpenAI's
 _BATCH_ID = "batch_req_"
@@ -50,6 +52,24 @@ class Choice:
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None
     speculation: SpeculationCounts
+    reasoning: str | None = None
+    tool_calls: Sequence[ToolCall] = ()
+
+
+def choice_of(completion: Completion, answer: Answer) -> Choice:
+    """`answer`: what the completion's text holds."""
+    reason = completion.finish_reason
+    if answer.tool_calls and reason is FinishReason.STOP:
+        reason = FinishReason.TOOL_CALLS
+    return Choice(
+        answer.text,
+        completion.token_ids,
+        reason,
+        completion.logprobs,
+        completion.speculation,
+        answer.reasoning,
+        answer.tool_calls,
+    )
 
 
 TokenText = Callable[[int], str]  # the text of one token, for logprobs
@@ -94,6 +114,7 @@ def result_line(
         "id": row.id,
         "index": row.index,
         "text": first.text,
+        **_chat_parts(row, 0, first),
         "finish_reason": str(first.finish_reason),
         "usage": usage,
         "speculation": speculation,
@@ -101,7 +122,7 @@ def result_line(
     if first.logprobs is not None:
         line["logprobs"] = _logprobs(first.logprobs, token_text)
     if len(choices) > 1:
-        line["choices"] = [_choice(i, choice, token_text, simulated) for i, choice in enumerate(choices)]
+        line["choices"] = [_choice(row, i, choice, token_text, simulated) for i, choice in enumerate(choices)]
     if row.metadata is not None:
         line["metadata"] = row.metadata
     return line
@@ -148,10 +169,11 @@ def _speculation(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
     }
 
 
-def _choice(i: int, choice: Choice, token_text: TokenText, simulated: bool) -> dict[str, Any]:
+def _choice(row: RowInfo, i: int, choice: Choice, token_text: TokenText, simulated: bool) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "index": i,
         "text": choice.text,
+        **_chat_parts(row, i, choice),
         "finish_reason": str(choice.finish_reason),
         "usage": {"completion_tokens": len(choice.token_ids)},
         "speculation": _speculation(choice.speculation, simulated),
@@ -159,6 +181,24 @@ def _choice(i: int, choice: Choice, token_text: TokenText, simulated: bool) -> d
     if choice.logprobs is not None:
         entry["logprobs"] = _logprobs(choice.logprobs, token_text)
     return entry
+
+
+def _chat_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
+    """Reasoning and calls of completion `i` of a row, as far as there are any. OpenAI makes ids at random; here they
+    are the row's index, `i`, and the number of the call."""
+    parts: dict[str, Any] = {}
+    if choice.reasoning:
+        parts["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        parts["tool_calls"] = [
+            {
+                "id": f"call_{row.index:012d}_{i}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(choice.tool_calls)
+        ]
+    return parts
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> list[dict[str, Any]]:
@@ -182,7 +222,7 @@ def _openai_line(
         "object": "chat.completion" if chat else "text_completion",
         "created": 0,
         "model": model,
-        "choices": [_openai_choice(i, choice, chat, token_text) for i, choice in enumerate(choices)],
+        "choices": [_openai_choice(row, i, choice, token_text) for i, choice in enumerate(choices)],
         "usage": {**usage, "total_tokens": sum(usage.values())},
         "speculation": speculation,
     }
@@ -198,10 +238,13 @@ def _batch_id(row: RowInfo) -> str:
     return f"{_BATCH_ID}{row.index:012d}"
 
 
-def _openai_choice(i: int, choice: Choice, chat: bool, token_text: TokenText) -> dict[str, Any]:
+def _openai_choice(row: RowInfo, i: int, choice: Choice, token_text: TokenText) -> dict[str, Any]:
+    chat = row.api == "chat"
     text: dict[str, Any] = {"text": choice.text}
     if chat:
-        text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        content = choice.text if choice.text or not choice.tool_calls else None
+        message = {"role": "assistant", "content": content, "refusal": None, **_chat_parts(row, i, choice)}
+        text = {"message": message}
     logprobs = None
     if choice.logprobs is not None:
         logprobs = (_chat_logprobs if chat else _completion_logprobs)(choice.logprobs, token_text)

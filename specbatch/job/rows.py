@@ -1,13 +1,14 @@
 """Input rows -> prompts: what a row asks for, checked field by field, or the error that becomes its result.
 
-Fields of a native row: exactly one of `prompt`, `messages`, `prompt_token_ids`; `id`; any sampling field. All other
-fields are `metadata` and come back unchanged. An input `metadata` object is merged into that. If its keys collide with
-fields of the row, or if it is not an object, it stays nested under its own name, so that nothing is lost. A field that
-is null counts as absent.
+Fields of a native row: exactly one of `prompt`, `messages`, `prompt_token_ids`; `id`; any sampling field; those of
+chats (see `chat_fields`). All other fields are `metadata` and come back unchanged. An input `metadata` object is merged
+into that. If its keys collide with fields of the row, or if it is not an object, it stays nested under its own name, so
+that nothing is lost. A field that is null counts as absent.
 
 A parameter of another engine that would change the output is an error (see `parameters`). With data.prompt_template or
 data.prompt_column, all columns of tables and data sets are data: a column `temperature` is no sampling option then.
-JSON lines keep their sampling fields in every case; only other engines' parameters (`suffix`, `tools`) are data there.
+JSON lines keep their sampling fields in every case; fields of chats (`tools`) and other engines' parameters (`suffix`)
+are data there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any, Literal
 
 from specbatch.config import DataSection, sampling_value
 from specbatch.errors import FieldError, InputError, RowError
+from specbatch.job.chat_fields import CHAT_FIELDS, NO_CHAT_FIELDS, ChatFields, read_chat_fields
 from specbatch.job.jsonl import decode_line, json_type
+from specbatch.job.messages import check_messages
 from specbatch.job.openai_batch import KNOWN_BODY, is_openai_line, read_batch_line, sampling_fields
 from specbatch.job.parameters import PROMPTS, SAMPLING_NAMES, UNSUPPORTED, meant_by, refuse_unsupported, shown_name
 from specbatch.job.results_format import RowInfo
@@ -42,6 +45,7 @@ class Prompt:
     params: SamplingParams
     own_seed: bool = False  # the row has a seed
     raw: bool = False  # never through the chat template (OpenAI completions)
+    chat: ChatFields = NO_CHAT_FIELDS
 
     @property
     def num_requests(self) -> int:
@@ -57,6 +61,7 @@ class RowParser:
         self.makes_prompts = data.prompt_template is not None or data.prompt_column is not None  # of columns
         self._template = PromptTemplate(data.prompt_template) if data.prompt_template is not None else None
         self._column = data.prompt_column
+        self._kwargs = data.chat_template_kwargs or {}
 
     @property
     def needs(self) -> dict[str, tuple[str, ...]]:
@@ -87,17 +92,21 @@ class RowParser:
             used.add(self._column)
         elif self._template is None:
             used.update(PROMPTS)
+        if not self.makes_prompts:
+            used.update(CHAT_FIELDS)
         extra = {k: v for k, v in fields.items() if k not in used}
         row.metadata = _metadata(extra)
         row.id = _scalar_id(fields.get("id"))
         params = self._defaults if columns_are_data else override(self._defaults, fields)
+        chat = NO_CHAT_FIELDS
         if not self.makes_prompts:
             refuse_unsupported(fields, params, "put it under `metadata`, or set data.prompt_column")
+            chat = read_chat_fields(fields, self._kwargs)
         own_seed = not columns_are_data and fields.get("seed") is not None
         kind, content = self._prompt(fields)
         if not columns_are_data:
             row.unread_fields = [name for name in extra if name != "metadata"]
-        return Prompt(kind, content, params, own_seed)
+        return Prompt(kind, content, params, own_seed, chat=chat)
 
     def _prompt(self, fields: dict[str, Any]) -> tuple[PromptKind, Any]:
         if self._template is not None:
@@ -143,7 +152,10 @@ class RowParser:
         if content is None:
             raise RowError("missing_prompt", f"body has no {'messages' if chat else 'prompt'}")
         if chat:
-            return Prompt("messages", check_messages(content), params, own_seed)
+            asked = read_chat_fields(body, self._kwargs)
+            return Prompt("messages", check_messages(content), params, own_seed, chat=asked)
+        if names := [name for name in CHAT_FIELDS if body.get(name) is not None]:
+            raise RowError("unsupported_parameter", f"body.{names[0]} is a parameter of chat completions")
         if isinstance(content, str):
             return Prompt("prompt", content, params, own_seed, raw=True)
         if isinstance(content, list) and any(isinstance(part, str | list) for part in content):
@@ -165,45 +177,6 @@ def override(defaults: SamplingParams, fields: Mapping[str, Any]) -> SamplingPar
         if changes.setdefault(field, value) != value:
             raise RowError("invalid_value", f"{name} is {value}, but another name of {field} has {changes[field]}")
     return replace(defaults, **changes) if changes else defaults
-
-
-def check_messages(value: Any) -> list[dict[str, Any]]:
-    """Checks chat messages; their text parts are joined with newlines. Raises RowError."""
-    if not isinstance(value, list):
-        raise RowError("invalid_type", f"messages must be a list, not {json_type(value)}")
-    if not value:
-        raise RowError("empty_prompt", "messages is empty")
-    return [_message(i, message) for i, message in enumerate(value)]
-
-
-def _message(i: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise RowError("invalid_type", f"messages[{i}] must be an object, not {json_type(message)}")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise RowError("invalid_type", f"messages[{i}].role must be text")
-    for name in ("tool_calls", "function_call", "tool_call_id", "audio"):
-        if message.get(name):
-            raise RowError("unsupported_parameter", f"messages[{i}].{name} is not supported")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(_part(i, part) for part in content)
-    if not isinstance(content, str):
-        found = "missing" if content is None else json_type(content)
-        raise RowError("invalid_type", f"messages[{i}].content must be text, but is {found}")
-    return {**message, "content": content}
-
-
-def _part(i: int, part: Any) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise RowError("invalid_type", f"messages[{i}].content must be a list of objects with a type")
-    if part["type"] != "text":
-        raise RowError(
-            "unsupported_parameter", f"messages[{i}].content: parts of type {part['type']!r:.40} are not supported"
-        )
-    if not isinstance(part.get("text"), str):
-        raise RowError("invalid_type", f"messages[{i}].content: the text of a part must be text")
-    return part["text"]
 
 
 def check_token_ids(name: str, value: Any) -> list[int]:

@@ -9,10 +9,11 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.engine.rules import NO_TOKEN_LEFT, names_of
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
+from specbatch.job.chat_output import AnswerReader
 from specbatch.job.jsonl import encode_line
 from specbatch.job.partial import RowDeaths
 from specbatch.job.remarks import Remark, remark_on
-from specbatch.job.results_format import Choice, RowInfo, error_line, result_line
+from specbatch.job.results_format import RowInfo, choice_of, error_line, result_line
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
@@ -74,6 +75,7 @@ class _RowInFlight:
     row: RowInfo
     prompt: Prompt
     prompt_tokens: int
+    reader: AnswerReader
     completions: list[Completion | None] = field(default_factory=list)
 
 
@@ -125,7 +127,8 @@ class RowRunner:
             self._fail(row, digest, exc)
             return
         params = prompt.params
-        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), [None] * prompt.num_requests)
+        reader = self._texts.answer_reader(prompt, token_ids)
+        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), reader, [None] * prompt.num_requests)
         for sample in range(prompt.num_requests):
             # A row's own seed gives the same text wherever the row is. Any other seed is combined with the row's index.
             if prompt.own_seed and params.seed is not None:
@@ -177,10 +180,7 @@ class RowRunner:
         if any(c.finish_reason is FinishReason.ERROR for c in done):
             self._fail(row, in_flight.digest, _failure(done, params))
             return
-        choices = [
-            Choice(self._texts.final_text(c, params), c.token_ids, c.finish_reason, c.logprobs, c.speculation)
-            for c in done
-        ]
+        choices = [choice_of(c, in_flight.reader.read(self._texts.final_text(c, params))) for c in done]
         # The others are copies. They took no rounds, so that sums over choices are what was computed.
         copy = replace(choices[0], speculation=SpeculationCounts())
         choices += [copy] * (params.n - len(choices))

@@ -98,7 +98,7 @@ class RowTotals:
         )
         self.ok += times
         _count(self.finish_reasons, str(reason), times)
-        _count(self.lengths, (completion // completions, reason == "stop"), times)
+        _count(self.lengths, (completion // completions, reason != "length"), times)
         self.prompt_tokens += times * prompt
         self.completion_tokens += times * completion
         self.speculation.add(rounds, times)

@@ -1,8 +1,4 @@
-"""Templates that write prompts, with bounds on their time and memory.
-
-A prompt template comes from the configuration, a chat template with a model from anywhere. transformers runs chat
-templates in Jinja's sandbox; a template can still ask for hours and for gigabytes.
-"""
+"""The prompt template of a configuration, and bounds on the time and memory of all templates."""
 
 from __future__ import annotations
 
@@ -20,11 +16,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-import jinja2
-
-from specbatch.config import DataSection
-from specbatch.engine.resolve_data import has_chat_template
-from specbatch.errors import ConfigError, ModelError, RowError, SpecbatchError
+from specbatch.errors import ConfigError, RowError
 
 SECONDS = 10.0  # of this thread's CPU time; a template takes a millisecond
 MEMORY = 1 << 30  # bytes more than the process has
@@ -164,98 +156,3 @@ def _takes(value: Any, spec: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-# Some templates take the date that they print as a variable. A row must not depend on the day: Llama 3.2's default.
-_DATE_STRING = "26 Jul 2024"
-_GREETING = [{"role": "user", "content": "Hello"}]
-_MAX_GREETING = 1 << 20  # characters
-
-
-class ChatTemplate:
-    """Writes messages as text. `tokenizer` is a transformers tokenizer."""
-
-    def __init__(self, tokenizer: Any, data: DataSection, bounded: Bounded | None = None) -> None:
-        self.exists = has_chat_template(data, tokenizer)
-        self._tokenizer = tokenizer
-        self._given = data.chat_template  # None: the tokenizer's own
-        self._bounded = bounded or Bounded()
-
-    @property
-    def prints_today(self) -> bool:
-        """Whether it prints the current date, and takes none as a variable. The job then includes the date."""
-        return "strftime_now" in self._text and "date_string" not in self._text
-
-    def write(self, messages: list[dict[str, Any]]) -> str:
-        """The text, with the beginning of the answer. Raises RowError."""
-        if not self.exists:
-            raise RowError("no_chat_template", "the model has no chat template; set data.chat_template")
-        if self._problem is not None:
-            raise RowError("chat_template_error", self._problem.message)
-        try:
-            return self._render(messages)
-        except OutOfBounds as exc:
-            raise RowError("chat_template_error", f"the chat template does not end: {exc}") from exc
-        except Exception as exc:  # templates raise many kinds: unknown roles, a wrong order of roles
-            raise RowError("chat_template_error", f"the chat template refuses these messages: {exc}") from exc
-
-    def check(self) -> None:
-        """Raises ConfigError (ModelError for the model's own template) if it is not valid or does not end."""
-        if self._problem is not None:
-            raise self._problem
-
-    @functools.cached_property
-    def _problem(self) -> SpecbatchError | None:
-        if not self.exists:
-            return None
-        try:
-            with self._bounded:
-                _refuse_powers(self._text)
-            text = self._render(_GREETING)
-        except jinja2.TemplateSyntaxError as exc:
-            return self._unusable(f"is not valid: {exc.message} (line {exc.lineno})")
-        except (SyntaxError, RecursionError) as exc:  # the Python code made of it is nested too deeply
-            return self._unusable(f"is not valid: {exc}")
-        except OutOfBounds as exc:
-            return self._unusable(f"does not end: {exc} for a message of one word")
-        except Exception:  # it refuses this message; those of the rows can be right
-            return None
-        if len(text) > _MAX_GREETING:
-            return self._unusable(f"writes {len(text):,} characters for a message of one word")
-        return None
-
-    @property
-    def _text(self) -> str:
-        template = self._given or getattr(self._tokenizer, "chat_template", None) or ""
-        if isinstance(template, dict):  # several by name; chats use this one
-            template = template.get("default", "")
-        return str(template)
-
-    def _render(self, messages: list[dict[str, Any]]) -> str:
-        with self._bounded:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._given,
-                tokenize=False,
-                add_generation_prompt=True,
-                date_string=_DATE_STRING,
-            )
-
-    def _unusable(self, why: str) -> SpecbatchError:
-        if self._given is not None:
-            return ConfigError(f"data.chat_template {why}")
-        return ModelError(
-            f"the model's chat template {why}",
-            "data.chat_template gives another; data.prompts_as_chat: false runs prompts as text to continue",
-        )
-
-
-def _refuse_powers(template: str) -> None:
-    """`9 ** 9 ** 9` is one operation that takes hours, and nothing can interrupt it."""
-    before = "("
-    for line, kind, value in jinja2.Environment().lex(template):
-        if kind == "whitespace":
-            continue
-        if kind == "operator" and value == "**" and before not in ("(", ","):  # those pass arguments on
-            raise jinja2.TemplateSyntaxError("powers (**) are not supported", line)
-        before = value

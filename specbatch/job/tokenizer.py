@@ -11,8 +11,10 @@ from specbatch.config import Config, DataSection
 from specbatch.engine.resolve_data import runs_prompts_as_chat
 from specbatch.engine.rules import make_rules
 from specbatch.errors import ConfigError, FieldError, RowError
+from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
+from specbatch.job.chat_output import MARKS, AnswerReader, Thinking, ends_in_reasoning
+from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.rows import Prompt
-from specbatch.job.templates import ChatTemplate
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck
 
 # Maximum tokens without visible text (special tokens, pieces of a character) that are held back. Characters take at
@@ -104,6 +106,7 @@ def with_chat_template_text(config: Config) -> Config:
 # A prompt with more characters than both of these is too long without being tokenized: that could take minutes and
 # gigabytes.
 _MAX_CHARS_PER_TOKEN, _MAX_CHARS = 64, 1 << 20
+_MARK_TOKENS = 16  # at most, in which a prompt's last mark is
 
 
 class TextProcessor:
@@ -116,10 +119,13 @@ class TextProcessor:
         self._tokenizer = tokenizer
         self._chat = ChatTemplate(tokenizer, data)
         self._system = data.system_prompt
+        self._separate_reasoning = data.separate_reasoning
         self._as_chat = runs_prompts_as_chat(data, tokenizer)
         if self._as_chat or data.chat_template is not None:
             self._chat.check()
         self._token_texts: dict[int, str] = {}
+        special = set(getattr(tokenizer, "all_special_tokens", ()))
+        self._marks = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS if mark in special}
 
     @property
     def prints_today(self) -> bool:
@@ -128,14 +134,16 @@ class TextProcessor:
 
     def encode(self, prompt: Prompt, limits: EngineLimits) -> list[int]:
         """The prompt as token ids within `limits`. Raises RowError."""
+        if prompt.chat.given and not self._is_chat(prompt):
+            raise RowError("invalid_value", f"{prompt.chat.given[0]} is for chats, and this prompt is not one")
         if prompt.kind == "token_ids":
             ids = list(prompt.content)
         elif prompt.kind == "messages":
-            ids = self._encode_chat(prompt.content, limits)
+            ids = self._encode_chat(prompt.content, prompt.chat, limits)
         elif not prompt.content:
             raise RowError("empty_prompt", "the prompt is empty")
-        elif self._as_chat and not prompt.raw:
-            ids = self._encode_chat([{"role": "user", "content": prompt.content}], limits)
+        elif self._is_chat(prompt):
+            ids = self._encode_chat([{"role": "user", "content": prompt.content}], prompt.chat, limits)
         else:
             ids = self._encode_text(prompt.content, limits, add_special_tokens=True)
         if not ids:
@@ -152,8 +160,31 @@ class TextProcessor:
             raise RowError("invalid_value", f"logprobs must be <= {limits.max_logprobs}, not {prompt.params.logprobs}")
         return ids
 
+    def answer_reader(self, prompt: Prompt, token_ids: Sequence[int]) -> AnswerReader:
+        """What reads the answers to `prompt`, which `encode` has made `token_ids` of."""
+        if not self._is_chat(prompt):
+            return AnswerReader()
+        chat, facts = prompt.chat, self._chat.facts
+        separate = self._separate_reasoning if chat.separate_reasoning is None else chat.separate_reasoning
+        thinking: Thinking = "none"
+        if facts.thinks if separate is None else separate:
+            end = self._tokenizer.decode(list(token_ids[-_MARK_TOKENS:]), skip_special_tokens=False)
+            thinking = "open" if ends_in_reasoning(end) else "marked"
+        calls = self._chat.tool_facts.calls if chat.tools else None
+        return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
+
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens, exactly as the tokenizer joins it."""
+        """Text without special tokens, exactly as the tokenizer joins it. Marks of reasoning and of tool calls stay,
+        also where they are special tokens."""
+        start = 0
+        texts: list[str] = []
+        for end, token in enumerate(token_ids if self._marks else ()):
+            if token in self._marks:
+                texts += [self._decode(token_ids[start:end]), self._marks[token]]
+                start = end + 1
+        return "".join([*texts, self._decode(token_ids[start:])]) if texts else self._decode(token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def token_text(self, token_id: int) -> str:
@@ -195,15 +226,18 @@ class TextProcessor:
                 return cut
         return self.decode(ids if include else ids[:-1])
 
-    def chat_text(self, messages: list[dict[str, Any]]) -> str:
+    def chat_text(self, messages: list[dict[str, Any]], chat: ChatFields = NO_CHAT_FIELDS) -> str:
         """The messages as the chat template writes them, with the beginning of the answer. Raises RowError."""
         if self._system is not None and not any(m["role"] in ("system", "developer") for m in messages):
             messages = [{"role": "system", "content": self._system}, *messages]
-        return self._chat.write(messages)
+        return self._chat.write(messages, chat.kwargs, chat.tools)
 
-    def _encode_chat(self, messages: list[dict[str, Any]], limits: EngineLimits) -> list[int]:
+    def _is_chat(self, prompt: Prompt) -> bool:
+        return prompt.kind == "messages" or (prompt.kind == "prompt" and self._as_chat and not prompt.raw)
+
+    def _encode_chat(self, messages: list[dict[str, Any]], chat: ChatFields, limits: EngineLimits) -> list[int]:
         # The template writes the special tokens: the tokenizer must not add them again (double BOS).
-        return self._encode_text(self.chat_text(messages), limits, add_special_tokens=False)
+        return self._encode_text(self.chat_text(messages, chat), limits, add_special_tokens=False)
 
     def _encode_text(self, text: str, limits: EngineLimits, add_special_tokens: bool) -> list[int]:
         max_chars = max(_MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens, _MAX_CHARS)

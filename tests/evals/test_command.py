@@ -35,7 +35,7 @@ from specbatch.types import (
 )
 from tests import processes
 from tests.evals.test_evals import ROWS, write_task
-from tests.stub_engine import EOS, StubEngine, StubRun, resolve
+from tests.stub_engine import EOS, StubEngine, StubRun, StubTokenizer, resolve
 
 EXACT = {
     "sampling": {"max_tokens": 40, "stop": ["Q:"]},
@@ -395,6 +395,32 @@ def test_chat_tasks_want_a_template(run: Eval, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SpecbatchError, match="needs a chat template"):
         run(tasks=("mt_bench_speed",))
     assert not run.engines
+
+
+def test_chat_tasks_give_variables_to_the_template(run: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def write(self: StubTokenizer, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        seen.append(kwargs)
+        return "Q: " + messages[-1]["content"]
+
+    monkeypatch.setattr(StubTokenizer, "apply_chat_template", write)
+    monkeypatch.setattr(StubTokenizer, "chat_template", "{{ thinking, effort }}")
+    chat = {
+        "kind": "chat",
+        "question": "{{q}}",
+        "answer": "{{a}}",
+        "chat_template_kwargs": {"thinking": False, "effort": "low"},
+    }
+    path = write_task(run.folder, {**EXACT, "prompt": chat})
+    config = Config(data=DataSection(chat_template_kwargs={"effort": "high"}))
+    assert run(config, task_files=(path,)) == 0
+    assert (seen[-1]["thinking"], seen[-1]["effort"]) == (False, "high"), (
+        "the configuration has precedence, name by name"
+    )
+    path = write_task(run.folder, {**EXACT, "prompt": {**chat, "chat_template_kwargs": {"thinkin": 1}}})
+    with pytest.raises(SpecbatchError, match="reads effort, thinking; did you mean thinking"):
+        run(task_files=(path,), overwrite=True)
 
 
 def test_the_command_line(tmp_path: Path) -> None:

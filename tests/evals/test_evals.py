@@ -312,13 +312,16 @@ def test_differences_are_found_with_their_margin() -> None:
     def decode(ids: Any) -> str:
         return "".join(map(chr, ids))
 
-    found = difference(3, "abXd", plain("abcd"), decode)
+    found = difference(3, {"text": "abXd"}, plain("abcd"), decode)
     assert (found.index, found.id, found.token, found.margin, found.tokens) == (3, 7, 2, 0.25, ("c", "y"))
-    assert difference(3, "Xbcd", plain("abcd"), decode).token == 0
-    assert difference(3, "abcdef", plain("abcd"), decode).token == 3  # where this one ended
-    assert difference(3, "ab", plain("abcd"), decode).token == 2
-    assert difference(3, "abcd", plain("abcd"), decode).token is None  # not the same text again
-    assert difference(3, "abcd", {"id": 7, "text": None, "error": {}}, decode).token is None
+    assert difference(3, {"text": "Xbcd"}, plain("abcd"), decode).token == 0
+    assert difference(3, {"text": "abcdef"}, plain("abcd"), decode).token == 3  # where this one ended
+    assert difference(3, {"text": "ab"}, plain("abcd"), decode).token == 2
+    assert difference(3, {"text": "abcd"}, plain("abcd"), decode).token is None  # not the same text again
+    thinks = {**plain("(a)cd"), "reasoning_content": "a", "text": "cd"}
+    assert difference(3, {"reasoning_content": "X", "text": "cd"}, thinks, decode).token == 1
+    assert difference(3, {"reasoning_content": "a", "text": "cX"}, thinks, decode).token == 4
+    assert difference(3, {"text": "abcd"}, {"id": 7, "text": None, "error": {}}, decode).token is None
 
 
 def test_tokens_that_part_before_texts_do() -> None:
@@ -333,14 +336,14 @@ def test_tokens_that_part_before_texts_do() -> None:
 
     ended = entry(6, 1, 9.0)
     plain = {"id": 7, "text": "of the art", "logprobs": [entry(1, 4, 8.0), entry(2, 3, 0.5), entry(4, 5, 7.0), ended]}
-    found = difference(3, "of theory of", plain, decode)  # and not at " art", which "ory" is not
+    found = difference(3, {"text": "of theory of"}, plain, decode)  # and not at " art", which "ory" is not
     assert (found.token, found.margin, found.tokens) == (1, 0.5, (" the", " theory"))
-    assert difference(3, "of the sea", plain, decode).token == 2
-    assert difference(3, "of the art of", plain, decode).token == 3  # where this one ended
-    assert difference(3, "of thé", plain, decode).token == 1  # neither of the two: as the texts part
+    assert difference(3, {"text": "of the sea"}, plain, decode).token == 2
+    assert difference(3, {"text": "of the art of"}, plain, decode).token == 3  # where this one ended
+    assert difference(3, {"text": "of thé"}, plain, decode).token == 1  # neither of the two: as the texts part
     plain["logprobs"][2] = last = entry(4, 6, 0.25)
     last["top"].insert(1, {"token": pieces[5], "token_id": 5, "logprob": -0.2})
-    assert difference(3, "of the", plain, decode).tokens == (" art", "")  # where the other one ended
+    assert difference(3, {"text": "of the"}, plain, decode).tokens == (" art", "")  # where the other one ended
 
 
 def test_a_third_token_as_likely_as_two_others() -> None:
@@ -356,16 +359,16 @@ def test_a_third_token_as_likely_as_two_others() -> None:
 
     logprobs = [entry((1, -0.1), (3, -9.0)), entry((2, -0.01), (3, -5.01)), entry((4, -1.0), (5, -1.0), (6, -1.125))]
     plain = {"id": 7, "text": "costs $3", "logprobs": logprobs}
-    found = difference(3, "costs $5", plain, decode)
+    found = difference(3, {"text": "costs $5"}, plain, decode)
     assert (found.token, found.margin, found.tokens) == (2, 0.125, ("3", "5"))
     # Of two that are equal to the last bit, the one that was not taken may be told first.
     logprobs[2]["top"] = [logprobs[2]["top"][i] for i in (1, 0, 2)]
     logprobs[2]["top"][0]["logprob"] = -0.875  # by arithmetic that rounds
-    assert difference(3, "costs $4", plain, decode).margin == 0.125
+    assert difference(3, {"text": "costs $4"}, plain, decode).margin == 0.125
     logprobs[2]["top"][0]["logprob"] = -1.0
-    found = difference(3, "costs $4", plain, decode)
+    found = difference(3, {"text": "costs $4"}, plain, decode)
     assert (found.token, found.margin, found.tokens) == (2, 0.0, ("3", "4"))
-    found = difference(3, "costs $9", plain, decode)  # which is none of the likeliest
+    found = difference(3, {"text": "costs $9"}, plain, decode)  # which is none of the likeliest
     assert (found.token, found.margin, found.tokens) == (2, 0.0, ("3", "4"))
 
 

@@ -32,12 +32,11 @@ def refused(row: dict[str, Any]) -> str | None:
 
 
 CHANGING: list[dict[str, Any]] = [
-    {"chat_template_kwargs": {"enable_thinking": False}},
     {"enable_thinking": False},
     {"thinking_budget": 100},
     {"thinking_token_budget": 0},
-    {"reasoning_effort": "none"},
     {"reasoning": {"effort": "low"}},
+    {"functions": [{}]},
     {"regex": "[0-9]+"},
     {"json_schema": "{}"},
     {"ebnf": "root ::= 'a'"},

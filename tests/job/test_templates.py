@@ -17,8 +17,9 @@ from specbatch.cli import app
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, ModelError, RowError
 from specbatch.evals.templates import Renderer
+from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.rows import Prompt
-from specbatch.job.templates import Bounded, ChatTemplate, OutOfBounds, PromptTemplate
+from specbatch.job.templates import Bounded, OutOfBounds, PromptTemplate
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.types import EngineLimits, SamplingParams

@@ -1,0 +1,134 @@
+"""What a chat's answer holds: reasoning, text, and calls of tools.
+
+A part that is not in the model's format stays text, so that nothing is lost: reasoning without `<think>`, a call whose
+JSON is not valid, a call of a function that `tools` does not have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specbatch.job.jsonl import begin_object
+
+CallFormat = Literal["hermes", "llama3"]
+Thinking = Literal["none", "marked", "open"]  # "open": the prompt ends with the begin of the reasoning
+_THINK, _END_THINK = "<think>", "</think>"
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_PYTHON = "<|python_tag|>"
+MARKS = (_THINK, _END_THINK, _CALL, _END_CALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: str  # the JSON of an object
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    reasoning: str | None = None
+    tool_calls: Sequence[ToolCall] = ()
+
+
+def call_format(template: str) -> CallFormat | None:
+    """How the model of this chat template writes calls; None: unknown here."""
+    if _CALL in template:  # Qwen3-Coder and GLM write XML between the same marks
+        return None if "<function=" in template or "<arg_key>" in template else "hermes"
+    if _PYTHON in template or ("<|start_header_id|>" in template and '"parameters"' in template):
+        return "llama3"
+    return None
+
+
+def thinks(template: str) -> bool:
+    """Whether the model of this chat template writes `<think>reasoning</think>` before its answer."""
+    return _END_THINK in template
+
+
+def ends_in_reasoning(prompt: str) -> bool:
+    return prompt.rstrip().endswith(_THINK)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    """Reads the answers of a row. Without arguments, all of an answer is text."""
+
+    thinking: Thinking = "none"
+    calls: CallFormat | None = None
+    tool_names: frozenset[str] = frozenset()
+    max_calls: int | None = None  # None: no limit
+
+    def read(self, text: str) -> Answer:
+        reasoning = None
+        if self.thinking != "none":
+            text, reasoning = _split_reasoning(text, opened=self.thinking == "open")
+        if self.calls is None:
+            return Answer(text, reasoning)
+        found = _hermes_calls(text) if self.calls == "hermes" else _llama3_calls(text)
+        if found is None or not all(call.name in self.tool_names for call in found[1]):
+            return Answer(text, reasoning)
+        return Answer(found[0], reasoning, found[1][: self.max_calls])
+
+
+def _split_reasoning(text: str, *, opened: bool) -> tuple[str, str | None]:
+    """(answer, reasoning). Reasoning without an end takes all: the answer was cut in it."""
+    if (body := text.lstrip()).startswith(_THINK):
+        text = body.removeprefix(_THINK)
+    elif not opened:
+        return text, None
+    reasoning, _, answer = text.partition(_END_THINK)
+    return answer.lstrip("\n"), reasoning.strip("\n")
+
+
+def _hermes_calls(text: str) -> tuple[str, list[ToolCall]] | None:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, with text between them; (text, calls),
+    or None without a call or if one is not valid. The last end mark can be missing."""
+    rest: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    while (start := text.find(_CALL, position)) >= 0:
+        rest.append(text[position:start])
+        found = begin_object(text, start + len(_CALL))
+        call = _call(found[0], "arguments") if found is not None else None
+        if found is None or call is None:
+            return None
+        calls.append(call)
+        after = text[found[1] :].lstrip()
+        if after and not after.startswith(_END_CALL):
+            return None
+        position = len(text) - len(after.removeprefix(_END_CALL))
+    rest.append(text[position:])
+    return ("\n".join(part for part in map(str.strip, rest) if part), calls) if calls else None
+
+
+def _llama3_calls(text: str) -> tuple[str, list[ToolCall]] | None:
+    """`{"name": ..., "parameters": {...}}`, several with semicolons between them, and nothing else."""
+    body = text.strip().removeprefix(_PYTHON)
+    calls: list[ToolCall] = []
+    position = 0
+    while True:
+        found = begin_object(body, position)
+        call = _call(found[0], "parameters", "arguments") if found is not None else None
+        if found is None or call is None:
+            return None
+        calls.append(call)
+        after = body[found[1] :].lstrip()
+        if not after:
+            return "", calls
+        if not after.startswith(";"):
+            return None
+        position = len(body) - len(after) + 1
+
+
+def _call(value: dict[str, Any], *names: str) -> ToolCall | None:
+    """`names`: of the arguments."""
+    arguments = next((value[name] for name in names if name in value), None)
+    if not isinstance(name := value.get("name"), str) or not isinstance(arguments, dict):
+        return None
+    try:
+        return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except ValueError:  # 1e999
+        return None

@@ -1,0 +1,185 @@
+"""The chat template of a model or of the configuration: it writes messages, tools and its variables as one text.
+
+It can come from anywhere. transformers runs it in Jinja's sandbox, where it can still ask for hours and for gigabytes.
+What it reads and how its model answers is seen in its text.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+from specbatch.config import DataSection
+from specbatch.engine.resolve_data import has_chat_template
+from specbatch.errors import ConfigError, ModelError, RowError, SpecbatchError
+from specbatch.job.chat_output import CallFormat, call_format, thinks
+from specbatch.job.template_variables import variables_of
+from specbatch.job.templates import Bounded, OutOfBounds
+from specbatch.strict import nearest
+
+# Some templates take the date that they print as a variable. A row must not depend on the day: Llama 3.2's default.
+_DATE_STRING = "26 Jul 2024"
+_GREETING = [{"role": "user", "content": "Hello"}]
+_MAX_GREETING = 1 << 20  # characters
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What the text of a template shows."""
+
+    variables: frozenset[str]  # that it reads
+    calls: CallFormat | None = None  # how its model calls tools
+    thinks: bool = False  # whether its model writes reasoning before its answer
+
+    @classmethod
+    def of(cls, template: str) -> TemplateFacts:
+        """Raises jinja2.TemplateSyntaxError for a template that is not valid."""
+        return cls(variables_of(template), call_format(template), thinks(template))
+
+
+class ChatTemplate:
+    """Writes messages as text. `tokenizer` is a transformers tokenizer."""
+
+    def __init__(self, tokenizer: Any, data: DataSection, bounded: Bounded | None = None) -> None:
+        self.exists = has_chat_template(data, tokenizer)
+        self._tokenizer = tokenizer
+        self._given = data.chat_template  # None: the tokenizer's own
+        self._kwargs = data.chat_template_kwargs or {}
+        self._bounded = bounded or Bounded()
+
+    @functools.cached_property
+    def facts(self) -> TemplateFacts:
+        """Without chats, and for a template that does not work, it reads nothing."""
+        return self._facts(self._text)
+
+    @property
+    def prints_today(self) -> bool:
+        """Whether it prints the current date, and takes none as a variable. The job then includes the date."""
+        return "strftime_now" in self._text and "date_string" not in self._text
+
+    def write(
+        self,
+        messages: list[dict[str, Any]],
+        kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
+        """The text, with the beginning of the answer. `kwargs`: variables of the template; None: the configuration's.
+        Raises RowError."""
+        if not self.exists:
+            raise RowError("no_chat_template", "the model has no chat template; set data.chat_template")
+        if self._problem is not None:
+            raise RowError("chat_template_error", self._problem.message)
+        kwargs = self._kwargs if kwargs is None else kwargs
+        facts = self.tool_facts if tools else self.facts
+        if tools and "tools" not in facts.variables:
+            raise RowError("unsupported_parameter", "the chat template does not read tools, so it cannot show them")
+        if unread := self._unread(kwargs, facts):
+            raise RowError("unsupported_parameter", unread)
+        try:
+            return self._render(messages, kwargs, tools)
+        except OutOfBounds as exc:
+            raise RowError("chat_template_error", f"the chat template does not end: {exc}") from exc
+        except Exception as exc:  # templates raise many kinds: unknown roles, a wrong order of roles
+            raise RowError("chat_template_error", f"the chat template refuses these messages: {exc}") from exc
+
+    def check(self) -> None:
+        """Raises ConfigError (ModelError for the model's own template) if it is not valid or does not end, or if it
+        does not read a variable of the configuration."""
+        if self._problem is not None:
+            raise self._problem
+        if unread := self._unread(self._kwargs, self.facts):
+            raise ConfigError(f"data.{unread.removeprefix('data.')}")
+
+    @functools.cached_property
+    def _problem(self) -> SpecbatchError | None:
+        if not self.exists:
+            return None
+        try:
+            with self._bounded:
+                _refuse_powers(self._text)
+            text = self._render(_GREETING, {})
+        except jinja2.TemplateSyntaxError as exc:
+            return self._unusable(f"is not valid: {exc.message} (line {exc.lineno})")
+        except (SyntaxError, RecursionError) as exc:  # the Python code made of it is nested too deeply
+            return self._unusable(f"is not valid: {exc}")
+        except OutOfBounds as exc:
+            return self._unusable(f"does not end: {exc} for a message of one word")
+        except Exception:  # it refuses this message; those of the rows can be right
+            return None
+        if len(text) > _MAX_GREETING:
+            return self._unusable(f"writes {len(text):,} characters for a message of one word")
+        return None
+
+    @property
+    def _text(self) -> str:
+        return self._variant("default")
+
+    @functools.cached_property
+    def tool_facts(self) -> TemplateFacts:
+        """`facts` of the template for rows with tools."""
+        return self._facts(self._variant("tool_use"))
+
+    def _variant(self, name: str) -> str:
+        """Some models have several templates by name. transformers takes `tool_use` for rows with tools."""
+        template = self._given or getattr(self._tokenizer, "chat_template", None) or ""
+        if isinstance(template, dict):
+            template = template.get(name) or template.get("default", "")
+        return str(template)
+
+    def _facts(self, text: str) -> TemplateFacts:
+        if self._problem is not None:
+            return TemplateFacts(frozenset())
+        with self._bounded:
+            return TemplateFacts.of(text)
+
+    def _unread(self, kwargs: Mapping[str, Any], facts: TemplateFacts) -> str | None:
+        """Which of `kwargs` would have no effect, as a message."""
+        legal = facts.variables - set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"messages"}
+        name = next((name for name in kwargs if name not in legal), None)
+        if name is None:
+            return None
+        shown = name if name == "reasoning_effort" else f"chat_template_kwargs.{name[:60]}"
+        if name in facts.variables:
+            return f"{shown} cannot be set: {name} has its own field"
+        near = nearest(name, legal)
+        meant = f"; did you mean {near}?" if near is not None else ""
+        special = getattr(self._tokenizer, "special_tokens_map", {})
+        names = ", ".join(sorted(legal - set(special))) or "no variable of this kind"
+        return f"{shown} has no effect: the chat template reads {names}{meant}"
+
+    def _render(
+        self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        with self._bounded:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) or None,
+                chat_template=self._given,
+                tokenize=False,
+                add_generation_prompt=True,
+                **{"date_string": _DATE_STRING, **kwargs},
+            )
+
+    def _unusable(self, why: str) -> SpecbatchError:
+        if self._given is not None:
+            return ConfigError(f"data.chat_template {why}")
+        return ModelError(
+            f"the model's chat template {why}",
+            "data.chat_template gives another; data.prompts_as_chat: false runs prompts as text to continue",
+        )
+
+
+def _refuse_powers(template: str) -> None:
+    """`9 ** 9 ** 9` is one operation that takes hours, and nothing can interrupt it."""
+    before = "("
+    for line, kind, value in jinja2.Environment().lex(template):
+        if kind == "whitespace":
+            continue
+        if kind == "operator" and value == "**" and before not in ("(", ","):  # those pass arguments on
+            raise jinja2.TemplateSyntaxError("powers (**) are not supported", line)
+        before = value
