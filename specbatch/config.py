@@ -149,6 +149,11 @@ class EngineSection:
         "Most prompt tokens computed in one pass. null: 512 on CPU, 8192 on CUDA, or fewer if memory is short.",
         AT_LEAST_1,
     )
+    tensor_parallel: int = option(
+        1,
+        "Processes that compute the target together. Each has a part of its weights and KV cache. On a CPU only.",
+        AT_LEAST_1,
+    )
     deterministic: bool = option(
         False,
         "A row's tokens depend on nothing but the row: not on the draft method or on speculation being on at all, also "

@@ -24,7 +24,7 @@ from specbatch.engine.resolve import AttentionName, ResolvedRun
 from specbatch.engine.round_parts import RoundParts
 from specbatch.engine.sizing import CardBudget, Sized, measured, planned
 from specbatch.engine.trial import Trials
-from specbatch.errors import ModelError
+from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.config import ModelConfig
@@ -34,7 +34,9 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.invariant import InvariantGemm
 from specbatch.models.packed import is_packable
+from specbatch.models.sharded import ModelShard
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.parallel.group import Group
 from specbatch.types import BatchEngine
 
 
@@ -56,10 +58,15 @@ def build_engine(run: ResolvedRun, on_progress: Callable[[str], None] = lambda p
     return build(run, on_progress).engine
 
 
-def build(run: ResolvedRun, on_progress: Callable[[str], None] = lambda progress: None) -> Built:
-    """As `build_engine`."""
+def build(
+    run: ResolvedRun, on_progress: Callable[[str], None] = lambda progress: None, group: Group | None = None
+) -> Built:
+    """As `build_engine`. `group`: the ranks that share the target; None: this process holds all of it."""
+    num_ranks = run.config.engine.tensor_parallel
+    if num_ranks != (1 if group is None else group.size):
+        raise ConfigError(f"engine.tensor_parallel: {num_ranks} is not possible here", "leave it out")
     try:
-        return _build(run, on_progress)
+        return _build(run, on_progress, group)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -72,15 +79,15 @@ def build(run: ResolvedRun, on_progress: Callable[[str], None] = lambda progress
         ) from error
 
 
-def _build(run: ResolvedRun, on_progress: Callable[[str], None]) -> Built:
+def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | None) -> Built:
     on_cuda, clock = run.device.type == "cuda", _Clock()
-    threads = None if on_cuda else _prepare_cpu(run)
+    threads = None if on_cuda else _prepare_cpu(run, group)
     if on_cuda:
         if run.device.index is not None:
             torch.cuda.set_device(run.device)  # Triton, graphs and events go to the current device
         torch.cuda.empty_cache()  # of an engine before this one
     available = available_memory(run.device)
-    parts, rounds = read_models(run)
+    parts, rounds = read_models(run, group)
     if on_cuda:
         torch.cuda.synchronize(run.device)
     clock.passed("weights")
@@ -104,6 +111,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None]) -> Built:
         eos_token_ids=rounds.eos_token_ids,
         chunk_cost=sized.chunk_cost,
         threads=threads,
+        shrinks=group is None,
     )
     engine.start_bytes = sized.bytes or {}
     if executor.runner is not None:
@@ -128,21 +136,34 @@ class _Clock:
         self.seconds[part], self._last = now - self._last, now
 
 
-def _prepare_cpu(run: ResolvedRun) -> ThreadGovernor | None:
+def _prepare_cpu(run: ResolvedRun, group: Group | None) -> ThreadGovernor | None:
     limit_threads()
+    if group is not None:  # each rank has its share of the cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // group.size))
+        return None
     # Of products that are not packed nobody checks the bits.
     return new_governor(_configs(run)) if is_packable(torch.empty(0, dtype=run.dtype)) else None
 
 
-def read_models(run: ResolvedRun) -> tuple[DraftParts, RoundParts]:
-    """Reads the weights of the target and of the draft network."""
+def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftParts, RoundParts]:
+    """Reads the weights of the target, or this rank's part of them, and of the draft network, which is small: each rank
+    has all of it."""
     speculation = run.config.speculation
     num_positions = run.cache.capacity + run.speculation.num_lookahead + 1
     attention = run.engine.attention
     is_invariant = run.config.engine.deterministic and run.on_cuda
     gemm = InvariantGemm(run.device, run.dtype) if is_invariant else None
+    shard = None if group is None else ModelShard.of(run.target.config, group)
     target = build_decoder(
-        run.target.config, run.target.tensors, num_positions, run.dtype, run.device, attention, run.kv_dtype, gemm
+        run.target.config,
+        run.target.tensors,
+        num_positions,
+        run.dtype,
+        run.device,
+        attention,
+        run.kv_dtype,
+        gemm,
+        shard,
     )
     net = _build_net(run, target, num_positions, gemm) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
@@ -192,11 +213,13 @@ def build_decoder(
     attention: AttentionName = "torch",
     kv_dtype: torch.dtype | None = None,
     gemm: InvariantGemm | None = None,
+    shard: ModelShard | None = None,
 ) -> Decoder:
     """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`. `gemm`: of a
-    deterministic run on CUDA."""
+    deterministic run on CUDA. `shard`: the part to load; None: all."""
+    config = config if shard is None else shard.config
     backend = _attention(config, dtype, device, attention, kv_dtype, deterministic=gemm is not None)
-    return Decoder(config, WeightLoader(tensors, dtype, device, gemm), backend, num_positions)
+    return Decoder(config, WeightLoader(tensors, dtype, device, gemm, shard), backend, num_positions)
 
 
 def _attention(

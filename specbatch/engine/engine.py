@@ -82,8 +82,10 @@ class Engine(EngineBase):
         eos_token_ids: tuple[int, ...],
         chunk_cost: ChunkCost | None = None,
         threads: ThreadGovernor | None = None,
+        shrinks: bool = True,
     ) -> None:
-        """`chunk_cost` None: short prompts are not held. `threads`: of a CPU."""
+        """`chunk_cost` None: short prompts are not held. `threads`: of a CPU. `shrinks`: batches and chunks that run
+        out of memory are made smaller."""
         rounds = executor.rounds.items
         self.executor = executor
         self._round: Round = rounds[0]  # for prompts, which no draft method changes
@@ -99,7 +101,7 @@ class Engine(EngineBase):
         super().__init__(scheduler, vocab_size, max_length, longest_row, eos_token_ids)
         self.chunk_cost = chunk_cost
         self.device = device
-        self._threads = threads
+        self._threads, self._shrinks = threads, shrinks
         self._transfers = Transfers(device)
         self._packer = PromptPacker(pool.page_size, None if net is None else net.draft_kv_offset)
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
@@ -153,6 +155,8 @@ class Engine(EngineBase):
             if not is_out_of_memory(error):
                 raise
             shortage = self._shortage(error)
+        if not self._shrinks:
+            raise shortage
         # Only here the failed launch's tensors are gone, which the error's traceback held.
         self._stats.memory_shortages += 1
         self._failed += 1

@@ -34,6 +34,7 @@ from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
+from specbatch.models.sharded import local_config
 
 _KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
 
@@ -118,7 +119,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             check_device_shape(shape)
     lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
-    models = _cached_models(target, draft, is_packed=device.type == "cpu" and dtype == torch.float32)
+    held = _part_of_a_rank(target.config, config.engine.tensor_parallel, device)
+    models = _cached_models(held, draft, is_packed=device.type == "cpu" and dtype == torch.float32)
     rows = Rows(
         sum(model.bytes_per_token(kv_dtype) for model in models),
         engine.page_size,
@@ -129,7 +131,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     )
     num_nodes = max((shape.num_draft_tokens for shape in shapes), default=1)
     measured = (num_nodes, engine.prefill_chunk_tokens) if on_cuda else None
-    cache = resolve_cache(CacheRequest(models, rows, dtype, device, given, engine.memory_fraction, measured), notes)
+    num_ranks, fraction = config.engine.tensor_parallel, engine.memory_fraction
+    wanted = CacheRequest(models, rows, dtype, device, given, fraction, measured, num_ranks)
+    cache = resolve_cache(wanted, notes)
     max_length = cache.capacity
     if engine.attention == "flashinfer":
         for shape in shapes:
@@ -177,9 +181,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
 
 
 def _cached_models(
-    target: Checkpoint, draft: Checkpoint | EagleCheckpoint | None, is_packed: bool
+    target: ModelConfig, draft: Checkpoint | EagleCheckpoint | None, is_packed: bool
 ) -> list[CachedModel]:
-    models = [CachedModel.whole(target.config, is_packed)]
+    models = [CachedModel.whole(target, is_packed)]
     if isinstance(draft, EagleCheckpoint):
         models.append(CachedModel(draft.config.decoder, 1, draft.config.draft_vocab_size))
     elif draft is not None:
@@ -236,6 +240,25 @@ def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
         raise ConfigError(f"engine.attention: flashinfer needs heads of {dims}, not {model.head_dim}", hint=hint)
     if kv_dtype == torch.float8_e4m3fn and model.head_dim == 64:
         raise ConfigError("engine.attention: flashinfer reads no fp8_e4m3 cache with heads of 64", hint=hint)
+
+
+def _part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device) -> ModelConfig:
+    """The sizes of the target that the first rank holds, which has the most."""
+    if num_ranks == 1:
+        return config
+    if device.type == "cuda":
+        raise ConfigError(
+            "engine.tensor_parallel does not run on CUDA yet",
+            hint="leave it out; --workers N runs N engines on N GPUs",
+        )
+    try:
+        part = local_config(config, 0, num_ranks)
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.tensor_parallel: {num_ranks} is too many for this model ({error})",
+            hint=f"use at most {config.num_heads}, and a number that divides the model's heads",
+        ) from error
+    return replace(part, vocab_size=-(-config.vocab_size // num_ranks))
 
 
 def _check_deterministic(device: torch.device, dtype: torch.dtype) -> None:

@@ -34,6 +34,7 @@ class CacheRequest:
     # On a GPU, whose memory is measured when the engine is built: (nodes of a request in a round, tokens of a prompt
     # chunk). None: on a CPU, where the size is decided here.
     measured: tuple[int, int] | None
+    num_ranks: int = 1  # processes that share this memory
 
     @property
     def weights(self) -> int:
@@ -45,7 +46,8 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
 
     Raises ConfigError where it does not fit into memory, or does not hold one request.
     """
-    available, weights, rows = available_memory(wanted.device), wanted.weights, wanted.rows
+    available = available_memory(wanted.device) // wanted.num_ranks
+    weights, rows = wanted.weights, wanted.rows
     if wanted.given_tokens is not None:
         plan = given_cache(wanted.given_tokens, rows)
         _check_given(wanted.given_tokens, available, weights, rows)

@@ -47,7 +47,7 @@ class Attention:
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._window = config.sliding_windows[layer]
         self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in "qkv"), has_bias=config.qkv_bias)
-        self._out = weights.linear(f"{prefix}o_proj", has_bias=config.output_bias)
+        self._out = weights.summed_linear(f"{prefix}o_proj", has_bias=config.output_bias)
         self._q_norm, self._k_norm = (
             weights.norm(f"{prefix}{name}_norm", config.rms_norm_eps) if config.qk_norm else None for name in "qk"
         )
@@ -111,7 +111,7 @@ class MLP:
     def __init__(self, config: ModelConfig, weights: WeightLoader, prefix: str) -> None:
         gate, up = f"{prefix}gate_proj", f"{prefix}up_proj"
         self._gated = weights.gated_linear(gate, up, config.activation, has_bias=config.mlp_bias)
-        self._down = weights.linear(f"{prefix}down_proj", has_bias=config.mlp_bias)
+        self._down = weights.summed_linear(f"{prefix}down_proj", has_bias=config.mlp_bias)
 
     def __call__(self, x_TE: Tensor, *, norm: RMSNorm, residual_TE: Tensor) -> Tensor:
         """residual + mlp(norm(x)). The residual, which may be x, may be overwritten."""
@@ -181,11 +181,12 @@ class Decoder(PagedModel):
         self, config: ModelConfig, weights: WeightLoader, backend: AttentionBackend, num_positions: int
     ) -> None:
         super().__init__(config, weights, backend, num_positions)
-        self.embedding_VE = weights.tensor("model.embed_tokens.weight")
+        self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # of a rank: a part
+        self.embed = weights.embedding(self.embedding_VE)
         self._layers = [DecoderLayer(config, i, weights, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._norm = weights.norm("model.norm", config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.lm_head = weights.new_linear(self.embedding_VE) if tied else weights.linear("lm_head")
+        head_VE = self.embedding_VE if config.tie_word_embeddings else weights.tensor("lm_head.weight")
+        self.lm_head = weights.lm_head(head_VE, config.vocab_size)
 
     def forward(
         self,
@@ -199,7 +200,7 @@ class Decoder(PagedModel):
         states, (T, E) each: the inputs of `aux_layers`. There the number of layers means the last layer's output, which
         needs all tokens."""
         step = ForwardPass(batch, self._backend, cache, self._rotary)
-        x_TE = self.embedding_VE[tokens_T]
+        x_TE = self.embed(tokens_T)
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self._layers):
             if i in aux_layers:

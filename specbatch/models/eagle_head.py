@@ -40,7 +40,7 @@ class EagleHead(PagedModel):
         self.reads_hidden = head.kind == "eagle" or target.config.num_layers in head.aux_layers
         self._kind = head.kind
         self._norm_before_residual = head.norm_before_residual
-        self._embedding_VE = weights.tensor("embed_tokens.weight") if head.has_embedding else target.embedding_VE
+        self._embed = weights.embedding(weights.tensor("embed_tokens.weight")) if head.has_embedding else target.embed
         self._fc = weights.linear("fc", has_bias=head.has_fc_bias)
         self._layer = DecoderLayer(c, 0, weights, layer_prefix(head.kind), input_norm=False)
         self.lm_head = weights.linear("lm_head") if head.has_lm_head else target.lm_head
@@ -69,7 +69,7 @@ class EagleHead(PagedModel):
         """Hidden states (T, E), or (R, E) of the selected tokens: the next position's features, and what `logits`
         takes. `features_TE` may be overwritten."""
         step = ForwardPass(batch, self._backend, cache, self._rotary)
-        embedded = self._embedding_VE[tokens_T]
+        embedded = self._embed(tokens_T)
         if self._kind == "eagle3":
             normed = self._hidden_norm(features_TE)
             residual = normed if self._norm_before_residual else features_TE

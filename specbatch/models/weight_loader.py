@@ -16,6 +16,7 @@ from specbatch.models.invariant import InvariantGatedLinear, InvariantGemm, Inva
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
 from specbatch.models.packed import PackedGatedLinear, PackedLinear, is_packable
+from specbatch.models.sharded import Embedding, GatheredLinear, ModelShard, SummedLinear, part_of
 
 
 class TensorReader(Protocol):
@@ -26,24 +27,36 @@ class TensorReader(Protocol):
 
 class WeightLoader:
     """Makes the layers of a model that computes in `dtype` on `device`. Layers are named as in the checkpoint, without
-    the ending `.weight` or `.bias`. `gemm`: for layers whose rows do not depend on their number, on CUDA."""
+    the ending `.weight` or `.bias`. `gemm`: for layers whose rows do not depend on their number, on CUDA. `shard`: the
+    part of the model that this process holds; None: all of it."""
 
     def __init__(
-        self, tensors: TensorReader, dtype: torch.dtype, device: torch.device, gemm: InvariantGemm | None = None
+        self,
+        tensors: TensorReader,
+        dtype: torch.dtype,
+        device: torch.device,
+        gemm: InvariantGemm | None = None,
+        shard: ModelShard | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
         self._tensors = tensors
         self._ops = ops_for(device, dtype)
         self._gemm = gemm
+        self._shard = shard
 
     def stored(self, name: str) -> Tensor:
         """A tensor as the checkpoint holds it."""
         return self._tensors.load(name)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in the dtype and on the device of the model."""
-        return self.stored(name).to(device=self.device, dtype=self.dtype)
+        """A tensor in the dtype and on the device of the model, or this process's part of it."""
+        stored = self.stored(name)
+        own = stored if self._shard is None else part_of(name, stored, self._shard)
+        return own.to(device=self.device, dtype=self.dtype)
+
+    def embedding(self, weight_VE: Tensor) -> Embedding:
+        return Embedding(weight_VE, self._shard)
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight"), eps)
@@ -53,6 +66,18 @@ class WeightLoader:
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
         return self.new_linear(_joined(weights), _joined(biases) if has_bias else None)
+
+    def summed_linear(self, name: str, has_bias: bool = False) -> Linear:
+        """A layer that reads the heads, or the inner features of an MLP, which may be divided among ranks."""
+        linear = self.linear(name, has_bias=has_bias)
+        return linear if self._shard is None else SummedLinear(linear, self._shard.group)
+
+    def lm_head(self, weight_VE: Tensor, vocab_size: int) -> Linear:
+        """`weight_VE`: as `tensor` returns it."""
+        linear = self.new_linear(weight_VE)
+        if self._shard is None:
+            return linear
+        return GatheredLinear(linear, self._shard.group, self._shard.vocab_width, vocab_size)
 
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None

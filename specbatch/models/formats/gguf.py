@@ -74,6 +74,10 @@ class GgufFile:
         except (struct.error, UnicodeDecodeError) as error:
             raise self._damaged(f"its header ends early or is malformed ({error})") from error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the file itself."""
+        return GgufFile, (self.path,)
+
     def _damaged(self, why: str) -> ModelError:
         return ModelError(f"{self.path} is truncated or damaged: {why}", hint="download the file again")
 

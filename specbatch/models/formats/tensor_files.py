@@ -38,6 +38,7 @@ class SafetensorsSource:
     """One or more safetensors files. Only their headers are read until `load`."""
 
     def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
         self._handles: list[Any] = []
         self._owner: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -58,6 +59,10 @@ class SafetensorsSource:
                 self._shapes[name] = tuple(part.get_shape())
                 self.dtypes[name] = _SAFETENSORS_FLOATS.get(part.get_dtype(), part.get_dtype())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the files itself."""
+        return type(self), (self._files,)
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
@@ -73,6 +78,7 @@ class TorchBinSource:
     """One or more `pytorch_model*.bin` files, memory-mapped and unpickled with weights_only=True."""
 
     def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
             try:
@@ -92,6 +98,10 @@ class TorchBinSource:
     @property
     def dtypes(self) -> dict[str, str]:
         return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the files itself."""
+        return type(self), (self._files,)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}

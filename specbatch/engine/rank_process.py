@@ -1,0 +1,93 @@
+"""The process of a rank other than 0: it repeats each call of rank 0's engine. See `ranks.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from specbatch.engine.build import build
+from specbatch.engine.engine import Engine
+from specbatch.engine.resolve import ResolvedRun
+from specbatch.errors import SpecbatchError
+from specbatch.parallel.gloo import GlooGroup
+from specbatch.types import Request
+
+_LOOK_SECONDS = 0.5
+# Rank 0 decides what a signal to all processes of a job means.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a rank gets first. `meeting`: a file by which the ranks find each other."""
+
+    run: ResolvedRun  # its files are opened again
+    rank: int
+    meeting: str
+    parent: int  # process id
+
+
+def main() -> None:
+    run_rank(Connection(int(sys.argv[2])))
+
+
+def run_rank(connection: Connection) -> None:
+    """Until the connection ends."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        start: RankStart = connection.recv()
+        _end_with(start.parent)
+        connection.send(("started",))
+        group = GlooGroup(start.rank, start.run.config.engine.tensor_parallel, start.meeting)
+        engine = build(start.run, group=group).engine
+        connection.send(("ready",))
+        _repeat(engine, connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # rank 0 has ended
+    except SpecbatchError as error:
+        connection.send(("failed", error.message, error.hint))
+        raise SystemExit(2) from None
+    except Exception as error:
+        traceback.print_exc()
+        connection.send(("failed", f"{type(error).__name__}: {error}", None))
+        raise SystemExit(3) from None
+
+
+def _repeat(engine: Engine, connection: Connection) -> None:
+    def answer(tokens: Sequence[int], num_new: int) -> int | None:
+        """What rank 0 has found in these tokens."""
+        name, keep = connection.recv()
+        assert name == "stop", f"this rank looks for a stop string, and rank 0 calls {name}"
+        return keep  # type: ignore[no-any-return]
+
+    while True:
+        message: tuple[Any, ...] = connection.recv()
+        if message[0] == "submit":
+            request: Request = message[1]
+            engine.submit(replace(request, check_stop=answer) if message[2] else request)
+        elif message[0] == "step":
+            mine = engine.stats.generated_tokens
+            assert mine == message[1], f"rank 0 has {message[1]} tokens, and this rank {mine}"
+            engine.step()
+        else:
+            engine.limit_length(message[1])
+
+
+def _end_with(parent: int) -> None:
+    """A rank that waits for others in the middle of a step does not see that its connection ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

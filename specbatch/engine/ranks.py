@@ -1,0 +1,213 @@
+"""One engine on several ranks: processes of this host that compute one model together (`models/sharded.py`).
+
+This process is rank 0. It reads rows and writes results. It starts the other ranks, and sends each of them every call
+of its own engine. All ranks run the same scheduler on the same calls and the same tokens, so they agree on batches and
+pages without asking. Only stop strings are looked for here alone, and the others get what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Protocol
+
+from specbatch.engine.build import build
+from specbatch.engine.engine import Engine
+from specbatch.engine.rank_process import RankStart
+from specbatch.engine.resolve import ResolvedRun
+from specbatch.errors import ModelError, SpecbatchError
+from specbatch.parallel.gloo import GlooGroup
+from specbatch.types import Completion, EngineLimits, EngineStats, Request, StopCheck
+
+_END_SECONDS = 5.0  # a rank ends when its connection does
+_NOTICE_SECONDS = 2.0  # from a broken connection to the end of the process that had it
+
+
+class RankProcess(Protocol):
+    """Of subprocess.Popen; tests fork instead, which is faster."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start_process(connection: Connection) -> RankProcess:
+    """A rank that reads `connection`. It looks for modules where this process does. Its standard output is not ours: a
+    command's results may go there."""
+    code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    code += "from specbatch.engine.rank_process import main; main()"
+    number = connection.fileno()
+    command = [sys.executable, "-c", code, json.dumps(sys.path), str(number)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(number,))
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: RankProcess
+    connection: Connection
+
+
+class OtherRanks:
+    """All ranks but this one."""
+
+    def __init__(self, run: ResolvedRun, start: Callable[[Connection], RankProcess] = start_process) -> None:
+        size = run.config.engine.tensor_parallel
+        self._folder = Path(tempfile.mkdtemp(prefix="specbatch-ranks-"))
+        self.meeting = self._folder / "meeting"
+        self._ranks: list[_Rank] = []
+        self._finalizer = weakref.finalize(self, _end, self._ranks, self._folder)
+        for number in range(1, size):
+            mine, theirs = Pipe()
+            self._ranks.append(_Rank(number, start(theirs), mine))
+            theirs.close()
+            mine.send(RankStart(run, number, str(self.meeting), os.getpid()))
+        for rank in self._ranks:
+            self._expect(rank, "started")
+
+    def wait_ready(self) -> None:
+        for rank in self._ranks:
+            self._expect(rank, "ready")
+
+    def send(self, *message: Any) -> None:
+        for rank in self._ranks:
+            try:
+                rank.connection.send(message)
+            except OSError:
+                raise self.failure() or _ended(rank.number, None, None) from None
+
+    def failure(self) -> SpecbatchError | None:
+        """The error of a rank that has ended, if there is one."""
+        end = time.monotonic() + _NOTICE_SECONDS
+        while time.monotonic() < end:
+            for rank in self._ranks:
+                if (code := rank.process.poll()) is not None:
+                    return _ended(rank.number, code, _last_word(rank))
+            time.sleep(0.01)
+        return None
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _expect(self, rank: _Rank, word: str) -> None:
+        try:
+            message = rank.connection.recv()
+        except (EOFError, OSError):
+            raise self.failure() or _ended(rank.number, None, None) from None
+        if message != (word,):
+            raise _ended(rank.number, rank.process.poll(), message)
+
+
+def _last_word(rank: _Rank) -> Any:
+    try:
+        return rank.connection.recv() if rank.connection.poll() else None
+    except (EOFError, OSError):
+        return None
+
+
+def _ended(number: int, code: int | None, message: Any) -> SpecbatchError:
+    """`message`: ("failed", message, hint) of a rank that could say why."""
+    if isinstance(message, tuple) and message[0] == "failed":
+        return ModelError(f"rank {number} of engine.tensor_parallel: {message[1]}", message[2])
+    how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by signal {-code}"
+    return ModelError(
+        f"rank {number} of engine.tensor_parallel ended{how}",
+        "finished rows are kept: run the same command again to go on",
+    )
+
+
+def _end(ranks: Sequence[_Rank], folder: Path) -> None:
+    for rank in ranks:
+        rank.connection.close()
+    for rank in ranks:
+        try:
+            rank.process.wait(_END_SECONDS)
+        except (subprocess.TimeoutExpired, TimeoutError):
+            rank.process.kill()
+            rank.process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class RankedEngine:
+    """The engine of rank 0, as a `types.BatchEngine`."""
+
+    def __init__(self, engine: Engine, others: OtherRanks) -> None:
+        self._engine, self._others = engine, others
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._engine.limits
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
+
+    @property
+    def num_running(self) -> int:
+        return self._engine.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._engine.num_waiting
+
+    def tokens_so_far(self) -> dict[int, int]:
+        return self._engine.tokens_so_far()
+
+    def limit_length(self, tokens: int | None) -> int:
+        limit = self._engine.limit_length(tokens)
+        self._others.send("limit_length", tokens)
+        return limit
+
+    def submit(self, request: Request) -> None:
+        check = request.check_stop
+        self._engine.submit(request if check is None else replace(request, check_stop=self._sent(check)))
+        self._others.send("submit", replace(request, check_stop=None), check is not None)
+
+    def step(self) -> list[Completion]:
+        self._others.send("step", self._engine.stats.generated_tokens)
+        try:
+            return self._engine.step()
+        except RuntimeError as error:  # of Gloo, when the other side of a connection is gone
+            raise self._others.failure() or error from error
+
+    def _sent(self, check: StopCheck) -> StopCheck:
+        """As `check`; the other ranks get each answer, in this order."""
+
+        def answer(tokens: Sequence[int], num_new: int) -> int | None:
+            keep = check(tokens, num_new)
+            self._others.send("stop", keep)
+            return keep
+
+        return answer
+
+
+def build_ranked(
+    run: ResolvedRun,
+    on_progress: Callable[[str], None] = lambda progress: None,
+    start: Callable[[Connection], RankProcess] = start_process,
+) -> RankedEngine:
+    """As `build_engine`, on `engine.tensor_parallel` ranks. They end with the engine, or with this process."""
+    size = run.config.engine.tensor_parallel
+    on_progress(f"starting {size - 1} more ranks")
+    others = OtherRanks(run, start)
+    try:
+        engine = build(run, on_progress, GlooGroup(0, size, str(others.meeting))).engine
+        others.wait_ready()
+    except BaseException:
+        others.close()
+        raise
+    return RankedEngine(engine, others)

@@ -1,0 +1,117 @@
+"""A decoder whose weights are divided among ranks (tensor parallelism; Shoeybi et al. 2019, "Megatron-LM").
+
+A rank holds some heads of each attention, a part of each MLP's inner features and a part of the vocabulary. The layers
+that read what is divided (`o_proj`, `down_proj`) give a part of a sum, which the ranks add up: twice in a layer. The
+embedding of a token is on one rank, and each rank's logits are those of its part of the vocabulary.
+
+Shape suffixes: T packed tokens, I input features, O output features, V vocabulary (of a rank: a part of it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specbatch.models.config import ModelConfig
+from specbatch.models.linear import Linear
+from specbatch.parallel.group import Group
+from specbatch.parallel.shares import HeadShare, even_shares, head_shares
+
+
+@dataclass(frozen=True)
+class ModelShard:
+    """What one rank holds of a decoder. `config`: with the rank's number of heads and inner features; the vocabulary's
+    size is that of the model."""
+
+    group: Group
+    config: ModelConfig
+    heads: HeadShare
+    inner: range
+    vocab: range
+    vocab_width: int  # logits that each rank computes: of the largest part
+
+    @staticmethod
+    def of(config: ModelConfig, group: Group) -> ModelShard:
+        """`config`: of the whole model. Raises ValueError where a rank would have no head."""
+        rank, size = group.rank, group.size
+        heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
+        inner = even_shares(config.intermediate_size, size)[rank]
+        vocab = even_shares(config.vocab_size, size)
+        return ModelShard(group, local_config(config, rank, size), heads, inner, vocab[rank], len(vocab[0]))
+
+
+def local_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
+    """The sizes of a rank's part. Raises ValueError where it would have no head."""
+    heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
+    inner = even_shares(config.intermediate_size, size)[rank]
+    return replace(config, num_heads=len(heads.query), num_kv_heads=len(heads.kv), intermediate_size=len(inner))
+
+
+def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
+    """The rank's part of a checkpoint's tensor, as a copy: the whole one can be freed. A bias that is added to a sum
+    over ranks is the first rank's; it is zero on the others."""
+    parts = name.split(".")
+    layer, kind = (parts[-2], parts[-1]) if len(parts) > 1 else (name, "")
+    head_dim = shard.config.head_dim
+    if layer in ("o_proj", "down_proj"):
+        if kind == "bias":
+            return tensor.clone() if shard.group.rank == 0 else torch.zeros_like(tensor)
+        inputs = shard.inner if layer == "down_proj" else _features(shard.heads.query, head_dim)
+        return tensor[:, inputs.start : inputs.stop].clone()
+    outputs = {
+        "q_proj": _features(shard.heads.query, head_dim),
+        "k_proj": _features(shard.heads.kv, head_dim),
+        "v_proj": _features(shard.heads.kv, head_dim),
+        "gate_proj": shard.inner,
+        "up_proj": shard.inner,
+        "embed_tokens": shard.vocab,
+        "lm_head": shard.vocab,
+    }.get(layer)
+    return tensor if outputs is None else tensor[outputs.start : outputs.stop].clone()
+
+
+def _features(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+class SummedLinear(Linear):
+    """A layer whose input features are divided. A residual is added to the sum."""
+
+    def __init__(self, part: Linear, group: Group) -> None:
+        self._part, self._group = part, group
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return self._group.sum(self._part(x_TI))
+
+
+class GatheredLinear(Linear):
+    """A layer whose output features are divided: the LM head. `width`: of the largest part, `total`: of all."""
+
+    def __init__(self, part: Linear, group: Group, width: int, total: int) -> None:
+        self._part, self._group, self._width, self._total = part, group, width, total
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        y_TO = self._part(x_TI)
+        num_own = y_TO.shape[1]
+        parts = self._group.gather(torch.nn.functional.pad(y_TO, (0, self._width - num_own)))
+        if self._width * self._group.size == self._total:
+            return parts.transpose(0, 1).reshape(len(x_TI), self._total)
+        sizes = even_shares(self._total, self._group.size)
+        return torch.cat([part[:, : len(own)] for part, own in zip(parts, sizes, strict=True)], dim=1)
+
+
+class Embedding:
+    """The embeddings of tokens. `shard` None: this process holds all of them."""
+
+    def __init__(self, weight_VE: Tensor, shard: ModelShard | None = None) -> None:
+        self._weight, self._shard = weight_VE, shard
+
+    def __call__(self, tokens_T: Tensor) -> Tensor:
+        if self._shard is None:
+            return self._weight[tokens_T]
+        own = tokens_T - self._shard.vocab.start
+        is_own = (own >= 0) & (own < len(self._weight))
+        # Zeros of the other ranks are added, which changes no bit but the sign of a zero.
+        return self._shard.group.sum(self._weight[torch.where(is_own, own, 0)] * is_own[:, None])

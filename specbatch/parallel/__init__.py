@@ -1,0 +1,1 @@
+"""Several processes that compute one model together."""
