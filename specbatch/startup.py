@@ -60,9 +60,9 @@ def runtime(console: Console) -> Runtime:
         from specbatch.engine.build import build_engine
         from specbatch.engine.ranks import build_ranked
 
-        return (
-            build_engine(run, on_progress) if run.config.engine.tensor_parallel == 1 else build_ranked(run, on_progress)
-        )
+        if run.config.engine.tensor_parallel > 1:
+            return build_ranked(run, on_progress)
+        return build_engine(run, on_progress)
 
     return Runtime(resolving(console), build, model_paths)
 

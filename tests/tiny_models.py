@@ -31,7 +31,9 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_config import EagleConfig, expected_eagle_tensors
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.rope import RopeConfig
+from specbatch.models.sharded import ModelShard
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.parallel.group import Group
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.oracle.engine import OracleEngine
 from tests.oracle.factory import proposer_of
@@ -113,11 +115,16 @@ def tiny_decoder(
     attention: AttentionOf = attention_of,
     num_positions: int = MAX_LENGTH + 128,
     spoil: Spoil | None = None,
+    group: Group | None = None,
 ) -> Decoder:
+    """`group`: of ranks that share the model."""
     tensors = RandomTensors(decoder_tensors(config), seed, scale)
     if spoil is not None:
         spoil(tensors._tensors)
-    return Decoder(config, WeightLoader(tensors, dtype, device), attention(config, device), num_positions)
+    shard = None if group is None else ModelShard.of(config, group)
+    own = config if shard is None else shard.config
+    weights = WeightLoader(tensors, dtype, device, shard=shard)
+    return Decoder(own, weights, attention(own, device), num_positions)
 
 
 def tiny_draft_net(
@@ -254,6 +261,7 @@ def tiny_device_engine(
     spoil: Spoil | None = None,
     spoil_draft: Spoil | None = None,
     coupled: bool = False,
+    group: Group | None = None,
     **traits: Any,
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
@@ -270,7 +278,7 @@ def tiny_device_engine(
             lookahead = max(lookahead, num_lookahead(one, None if kind is None else kind.draft_kv_offset))
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
     # As large as they are in earnest: what reads past them must show.
-    target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil)
+    target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil, group)
     pool = PagePool(num_pages, page_size)
     num_slots = (num_pages + 1) * page_size  # the last page is spare
     ops = ops_for(device, dtype)

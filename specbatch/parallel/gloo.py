@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +16,17 @@ _LOOPBACK = "127.0.0.1"
 
 
 class GlooGroup(Group):
-    """By Gloo over the loopback interface, which no other host can reach. `meeting`: a file that does not exist yet, by which
-    they find each other. Raises RuntimeError if one of them does not come."""
+    """By Gloo over the loopback interface, which no other host can reach. `meeting`: a file that does not exist yet, by
+    which the processes find each other. Raises RuntimeError if one of them does not come."""
 
     def __init__(self, rank: int, size: int, meeting: str) -> None:
         self.rank, self.size = rank, size
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        gloo: Any = dist.ProcessGroupGloo  # its stubs lack most of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
         options._timeout = _FIRST_CONTACT
         self._store = dist.FileStore(meeting, size)
-        self._processes = dist.ProcessGroupGloo(self._store, rank, size, options)
+        self._processes = gloo(self._store, rank, size, options)
         self._processes.barrier().wait()
 
     def gather(self, x: Tensor) -> Tensor:

@@ -1,0 +1,169 @@
+"""Ranks as processes: they answer as one engine does, and end with it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from specbatch.config_load import load_config
+from specbatch.engine.build import build_engine
+from specbatch.engine.rank_process import run_rank
+from specbatch.engine.ranks import RankedEngine, build_ranked
+from specbatch.engine.resolve import ResolvedRun, resolve
+from specbatch.errors import ConfigError, ModelError
+from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
+
+_CONTEXT = multiprocessing.get_context("fork")
+PROMPTS = [[7, 8, 9, 10] * 3, [7, 8, 9, 10, 11, 12], [200, 3, 5]]
+GREEDY = SamplingParams(max_tokens=12)
+SETS = ["engine.device=cpu", "engine.kv_cache_tokens=2048", "speculation.method=ngram"]
+
+
+class Forked:
+    """A rank without seconds of imports. It has no file of this process but its connection, as a new one."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._process = _CONTEXT.Process(target=self._main, args=(connection,))
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    @staticmethod
+    def _main(connection: Connection) -> None:
+        sys.stderr = sys.__stderr__  # pytest's is a file
+        os.closerange(3, connection.fileno())
+        os.closerange(connection.fileno() + 1, 1024)
+        run_rank(connection)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def resolved(model: Path, *sets: str) -> ResolvedRun:
+    return resolve(load_config(None, [f"model.target={model}", *SETS, *sets]))
+
+
+def answers(engine: BatchEngine, params: SamplingParams = GREEDY, stop: Any = None) -> list[Completion]:
+    for i, prompt in enumerate(PROMPTS):
+        engine.submit(Request(i, prompt, params, RngKey(0, i, 0), stop))
+    done: dict[int, Completion] = {}
+    while len(done) < len(PROMPTS):
+        done |= {c.request_id: c for c in engine.step()}
+    return [done[i] for i in range(len(PROMPTS))]
+
+
+@pytest.fixture
+def ranked(tiny_model: Path) -> Iterator[RankedEngine]:
+    engine = build_ranked(resolved(tiny_model, "engine.tensor_parallel=2"), start=Forked)
+    yield engine
+    engine._others.close()
+
+
+def test_two_processes_answer_as_one(ranked: RankedEngine, tiny_model: Path) -> None:
+    alone = build_engine(resolved(tiny_model))
+
+    def stop(tokens: Sequence[int], num_new: int) -> int | None:
+        """A stop string that ends with the fifth token."""
+        return 5 if len(tokens) >= 5 else None
+
+    sampled = SamplingParams(max_tokens=12, temperature=0.9, seed=3, logprobs=1)
+    for params, check in ((GREEDY, None), (sampled, None), (GREEDY, stop)):
+        mine, theirs = answers(ranked, params, check), answers(alone, params, check)
+        assert [(c.token_ids, c.finish_reason, c.speculation) for c in mine] == [
+            (c.token_ids, c.finish_reason, c.speculation) for c in theirs
+        ]
+        assert check is None or [len(c.token_ids) for c in mine] == [5, 5, 5]
+    assert ranked.limit_length(100) == alone.limit_length(100) == 100
+    assert ranked.limits == alone.limits
+    assert ranked.stats.speculation == alone.stats.speculation
+
+
+def test_a_rank_that_is_killed_is_an_error(ranked: RankedEngine) -> None:
+    (rank,) = ranked._others._ranks
+    answers(ranked)
+    os.kill(rank.process.pid, signal.SIGKILL)
+    with pytest.raises(ModelError, match="rank 1 .* ended") as error:
+        answers(ranked)
+    assert "run the same command again" in str(error.value.hint)
+
+
+def test_a_rank_that_runs_other_calls_is_an_error(ranked: RankedEngine) -> None:
+    ranked._others.send("step", 123)
+    with pytest.raises(ModelError, match="rank 0 has 123 tokens"):
+        answers(ranked)
+
+
+def test_ranks_end_with_the_engine(tiny_model: Path) -> None:
+    engine = build_ranked(resolved(tiny_model, "engine.tensor_parallel=2"), start=Forked)
+    others = engine._others
+    process, folder = psutil.Process(others._ranks[0].process.pid), others.meeting.parent
+    assert folder.is_dir()
+    del engine, others
+    gc.collect()
+    assert psutil.wait_procs([process], timeout=5)[1] == []
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["engine.tensor_parallel=5"], "too many for this model"),
+        (["engine.tensor_parallel=0"], "engine.tensor_parallel"),
+    ],
+)
+def test_what_cannot_run_is_refused(tiny_model: Path, sets: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolved(tiny_model, *sets)
+
+
+def test_commands_that_run_one_process_refuse_it(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="2 is not possible here"):
+        build_engine(resolved(tiny_model, "engine.tensor_parallel=2"))
+
+
+def command(model: Path, output: str, *sets: str) -> list[str]:
+    more = [part for one in (f"model.target={model}", *SETS, *sets) for part in ("--set", one)]
+    return [sys.executable, "-m", "specbatch", "generate", "d.jsonl", "-o", output, *more]
+
+
+@pytest.mark.slow
+def test_a_killed_job_leaves_nothing_and_resumes(tiny_model: Path, tmp_path: Path) -> None:
+    """By the command: kill -9 of rank 0 and of rank 1, then the file of a run that nobody disturbed."""
+    rows = [{"prompt_token_ids": [7, i % 100 + 5, 9], "max_tokens": 200, "ignore_eos": True} for i in range(60)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "TMPDIR": str(tmp_path)}
+    ranks = "engine.tensor_parallel=2"
+    options = {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE}
+    subprocess.run(command(tiny_model, "whole.jsonl", ranks), check=True, **options)
+    for victim in (0, 1):
+        with subprocess.Popen(command(tiny_model, "r.jsonl", ranks), **options) as job:
+            end, partial = time.monotonic() + 60, tmp_path / "r.jsonl.partial"
+            while time.monotonic() < end and (not partial.exists() or partial.stat().st_size < 5000 * (victim + 1)):
+                time.sleep(0.02)
+            (other,) = psutil.Process(job.pid).children()
+            (job if victim == 0 else other).kill()
+            assert job.wait(30) == (-9 if victim == 0 else 2)
+            assert psutil.wait_procs([other], timeout=5)[1] == []
+    subprocess.run(command(tiny_model, "r.jsonl", ranks), check=True, **options)
+    assert (tmp_path / "r.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

@@ -1,0 +1,136 @@
+"""A model that ranks share computes what the whole one does, on every path of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.draft.shape import DraftShape
+from specbatch.models.sharded import ModelShard, part_of
+from specbatch.models.weight_loader import WeightLoader
+from specbatch.parallel.group import Group
+from specbatch.types import Completion, SamplingParams
+from tests.coins import plain_logits
+from tests.parallel.threads import ThreadGroup, on_ranks
+from tests.tiny_models import (
+    CPU,
+    RandomTensors,
+    random_prompts,
+    run,
+    tiny_config,
+    tiny_decoder,
+    tiny_device_engine,
+    tiny_engine,
+    tiny_oracle,
+)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "uneven": {"num_heads": 9, "num_kv_heads": 3, "intermediate_size": 47, "tie_word_embeddings": True},
+    "fewer kv heads than ranks": {"num_heads": 6, "num_kv_heads": 1},
+    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "norms of heads": {"qk_norm": True, "vocab": 60},
+}
+CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
+GREEDY = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=30, top_p=0.95, seed=5, logprobs=2)
+PROMPTS = random_prompts(3, shared=17) + random_prompts(2, seed=1) + [[5, 6, 7, 8, 9] * 4]
+ENGINES = {"CPU": tiny_engine, "fixed shapes": tiny_device_engine}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_are_those_of_the_whole_model(model: str, size: int) -> None:
+    config = tiny_config(**MODELS[model])
+    tokens = list(range(1, 40))
+    expected = plain_logits(tiny_decoder(config, torch.float64), tokens)
+    results = on_ranks(size, lambda group: plain_logits(tiny_decoder(config, torch.float64, group=group), tokens))
+    assert all(torch.equal(result, results[0]) for result in results), "ranks disagree"
+    torch.testing.assert_close(results[0], expected, rtol=0, atol=1e-12)
+
+
+def test_each_rank_holds_a_part() -> None:
+    """All parts together are the model, but for what each rank needs whole."""
+    config = tiny_config(num_heads=4, num_kv_heads=2)
+    shapes = {"q_proj": (32, 32), "o_proj": (32, 32), "down_proj": (32, 48), "lm_head": (61, 32)}
+    for name, shape in shapes.items():
+        whole = torch.arange(shape[0] * shape[1]).view(shape)
+        shards = [ModelShard.of(config, ThreadGroup(rank, 2, None)) for rank in range(2)]  # type: ignore[arg-type]
+        parts = [part_of(f"model.{name}.weight", whole, shard) for shard in shards]
+        dim = 1 if name in ("o_proj", "down_proj") else 0
+        assert torch.equal(torch.cat(parts, dim), whole)
+        assert all(part.untyped_storage().nbytes() < whole.untyped_storage().nbytes() for part in parts)
+
+
+def outputs(completions: list[Completion]) -> list[tuple[list[int], str]]:
+    return [(c.token_ids, str(c.finish_reason)) for c in completions]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("method", "shape", "kind"),
+    [
+        ("none", None, "CPU"),
+        ("ngram", CHAIN, "CPU"),
+        ("draft_model", TREE, "fixed shapes"),
+        ("eagle", CHAIN, "fixed shapes"),
+        ("eagle3", TREE, "CPU"),
+    ],
+)
+def test_texts_and_rounds_are_those_of_one_process(
+    method: str, shape: DraftShape | None, kind: str, params: SamplingParams
+) -> None:
+    """In float64, where no sum in another order moves a token."""
+    alone = run(tiny_oracle(method, shape, num_pages=256), PROMPTS, params)
+
+    def work(group: Group) -> list[Completion]:
+        return run(ENGINES[kind](method, shape, num_pages=256, group=group), PROMPTS, params)
+
+    for completions in on_ranks(2, work):
+        assert outputs(completions) == outputs(alone)
+        assert [c.speculation for c in completions] == [c.speculation for c in alone]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_pages": 24}, {"prefill_chunk_tokens": 3, "prefix_cache": False}, {"max_batch_size": 1, "page_size": 1}],
+    ids=["preempted", "small chunks", "alone"],
+)
+def test_scheduling_changes_nothing(settings: dict[str, Any]) -> None:
+    alone = run(tiny_oracle(), PROMPTS, SAMPLED)
+
+    def work(group: Group) -> tuple[list[Completion], int]:
+        engine = tiny_engine("draft_model", TREE, group=group, **{"num_pages": 256, **settings})
+        return run(engine, PROMPTS, SAMPLED), engine.stats.preemptions
+
+    for completions, preemptions in on_ranks(2, work):
+        assert outputs(completions) == outputs(alone)
+        assert (preemptions > 0) == (settings.get("num_pages") == 24)
+
+
+def test_speculation_equals_plain_bit_for_bit_in_float32() -> None:
+    """A sum over three ranks has one order, wherever a token lies in the batch."""
+
+    def work(group: Group) -> list[list[Any]]:
+        made = [
+            tiny_engine(method, shape, num_layers=3, dtype=torch.float32, num_pages=256, group=group)
+            for method, shape in (("none", None), ("draft_model", TREE))
+        ]
+        return [[(c.token_ids, c.logprobs) for c in run(engine, PROMPTS, SAMPLED)] for engine in made]
+
+    for plain, speculative in on_ranks(3, work):
+        assert plain == speculative
+
+
+def test_the_embedding_of_a_token_is_exact() -> None:
+    config = tiny_config(vocab=60)
+    weights = RandomTensors({"model.embed_tokens.weight": (60, 32)}, 0)
+
+    def work(group: Group) -> torch.Tensor:
+        loader = WeightLoader(weights, torch.float32, CPU, shard=ModelShard.of(config, group))
+        return loader.embedding(loader.tensor("model.embed_tokens.weight"))(torch.arange(60))
+
+    for rows in on_ranks(4, work):
+        assert torch.equal(rows, weights.load("model.embed_tokens.weight").float())
