@@ -64,7 +64,9 @@ def build(
     """As `build_engine`. `group`: the ranks that share the target; None: this process holds all of it."""
     num_ranks = run.config.engine.tensor_parallel
     if num_ranks != (1 if group is None else group.size):
-        raise ConfigError(f"engine.tensor_parallel: {num_ranks} is not possible here", "leave it out")
+        raise ConfigError(
+            f"engine.tensor_parallel: {num_ranks} is for generate and eval; this runs one process", "leave it out"
+        )
     try:
         return _build(run, on_progress, group)
     except Exception as error:

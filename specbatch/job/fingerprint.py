@@ -70,6 +70,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     keys = list(old) + [k for k in new if k not in old]
     # A file of an earlier version can have options that no longer exist. Their defaults are what every job does now.
     gone = {k: entry.default for k, entry in retired.OPTIONS.items() if k in old}
+    # And it can lack options of today. Without them a job did what their defaults do.
+    old = {**{k: default for k, default in _flat(config_to_dict(Config())) if k in new and k not in old}, **old}
     new = {**{k: old[k] if old[k] == default else "removed since" for k, default in gone.items()}, **new}
     return [f"{k}: {_short(old.get(k))} -> {_short(new.get(k))}" for k in keys if old.get(k) != new.get(k)]
 

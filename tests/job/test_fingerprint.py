@@ -35,6 +35,13 @@ def test_differences_name_options_that_were_removed() -> None:
     assert differences(unset, {"engine.seed": 0, "limit": None}) == []
 
 
+def test_a_file_from_before_an_option_existed_ran_with_its_default() -> None:
+    old = {"engine.seed": 0, "limit": None}
+    assert differences(old, {**old, "engine.tensor_parallel": 1, "engine.deterministic": False}) == []
+    assert differences(old, {**old, "engine.tensor_parallel": 2}) == ["engine.tensor_parallel: 1 -> 2"]
+    assert differences(old, {**old, "shard": "1/2"}) == ["shard: none -> 1/2"], "no option"
+
+
 def test_workers_are_no_part_of_a_job() -> None:
     many = load_config(None, ["cluster.workers=8", "cluster.resources={a100: 1}", "cluster.slice_seconds=1"])
     assert job_fingerprint(many, {}, None) == job_fingerprint(load_config(), {}, None)

@@ -103,7 +103,7 @@ def test_a_rank_that_is_killed_is_an_error(ranked: RankedEngine) -> None:
     (rank,) = ranked._others._ranks
     answers(ranked)
     os.kill(rank.process.pid, signal.SIGKILL)
-    with pytest.raises(ModelError, match="rank 1 .* ended") as error:
+    with pytest.raises(ModelError, match=r"rank 1 .* ended") as error:
         answers(ranked)
     assert "run the same command again" in str(error.value.hint)
 
@@ -138,7 +138,7 @@ def test_what_cannot_run_is_refused(tiny_model: Path, sets: list[str], words: st
 
 
 def test_commands_that_run_one_process_refuse_it(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="2 is not possible here"):
+    with pytest.raises(ConfigError, match="this runs one process"):
         build_engine(resolved(tiny_model, "engine.tensor_parallel=2"))
 
 
