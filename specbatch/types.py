@@ -30,7 +30,7 @@ def _not_blank(path: str, text: str) -> None:
         raise FieldError("invalid_value", f"{path} must have a visible character")
 
 
-def _biases(reader: Any, value: Any, path: str) -> Mapping[int, float]:
+def _biases(reader: Any, value: Any, path: str) -> Mapping[int, float] | None:
     """Token ids are keys of text in JSON, and may be integers elsewhere."""
     if not isinstance(value, dict):
         raise FieldError("invalid_type", f"{path} must map token ids to numbers, not {shown(value)}")
@@ -44,7 +44,7 @@ def _biases(reader: Any, value: Any, path: str) -> Mapping[int, float]:
         if not -100 <= bias <= 100:
             raise FieldError("invalid_value", f"{path}[{key}] must be >= -100 and <= 100, not {shown(bias)}")
         biases[int(key)] = float(bias)
-    return biases
+    return biases or None
 
 
 TOKEN_ID = Range(">= 0 and < 2^31", lambda v: 0 <= v < 2**31)
@@ -114,6 +114,14 @@ class SamplingParams:
         "Completions for each row. At temperature 0 one is computed, and the others are copies.",
         Range(">= 1 and <= 1024", lambda v: 1 <= v <= 1024),
     )
+
+    def __post_init__(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise FieldError(
+                "invalid_value", f"min_tokens must be <= max_tokens, which is {self.max_tokens}, not {self.min_tokens}"
+            )
+        if self.allowed_token_ids == ():
+            raise FieldError("invalid_value", "allowed_token_ids must not be empty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,6 @@ class Rules:
 def make_rules(params: SamplingParams, bad_words: Sequence[tuple[int, ...]], limits: EngineLimits) -> Rules | None:
     """None: the request has no rules. `bad_words`: as token ids. Raises FieldError where a token id is not in the
     vocabulary, where there are more of something than the device has room for, or where no token is allowed."""
-    if params.min_tokens > params.max_tokens:
-        raise FieldError(
-            "invalid_value", f"min_tokens must be <= max_tokens ({params.max_tokens}), not {params.min_tokens}"
-        )
     biases = dict(params.logit_bias or {})
     penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     several = tuple(dict.fromkeys(word for word in bad_words if len(word) > 1))

@@ -82,7 +82,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         if isinstance(value, Mapping):
             pairs += _flat(value, f"{prefix}{key}.")
         else:
-            pairs.append((prefix + key, value))
+            pairs.append((f"{prefix}{key}", value))
     return pairs
 
 

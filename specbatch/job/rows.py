@@ -176,7 +176,10 @@ def override(defaults: SamplingParams, fields: Mapping[str, Any]) -> SamplingPar
             raise RowError(exc.type, exc.message) from exc
         if changes.setdefault(field, value) != value:
             raise RowError("invalid_value", f"{name} is {value}, but another name of {field} has {changes[field]}")
-    return replace(defaults, **changes) if changes else defaults
+    try:
+        return replace(defaults, **changes) if changes else defaults
+    except FieldError as exc:
+        raise RowError(exc.type, exc.message) from exc
 
 
 def check_token_ids(name: str, value: Any) -> list[int]:

@@ -66,6 +66,7 @@ def sample_rows(
             continue
         try:
             prompt = texts.encode(job, limits)
+            bad_words = texts.bad_words(job.params, limits)
         except RowError:
             num_failed += 1
             continue
@@ -74,7 +75,7 @@ def sample_rows(
         completions += job.num_requests
         max_tokens = max(max_tokens, job.params.max_tokens)
         rng = RngKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
-        requests.append(Request(len(requests), prompt, job.params, rng, texts.stop_check(job.params)))
+        requests.append(Request(len(requests), prompt, job.params, rng, texts.stop_check(job.params), bad_words))
     if len(requests) < MIN_ROWS:
         raise _too_few(source, len(requests), f" ({num_failed} of {len(drawn)} rows fail)" if num_failed else "")
     expected = round(total * completions / len(drawn))
