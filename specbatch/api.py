@@ -20,6 +20,7 @@ from specbatch.config_load import load_config, option_paths
 from specbatch.errors import ConfigError, InputError
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.pool import WorkerPool
+from specbatch.job.remote import fetch
 from specbatch.job.result_files import result_rows
 from specbatch.job.rows import RowParser
 from specbatch.job.runner import failed_row
@@ -27,6 +28,7 @@ from specbatch.job.shard import Shard
 from specbatch.job.sources import RawRow
 from specbatch.job.suspects import died
 from specbatch.job.tokenizer import with_chat_template_text
+from specbatch.job.urls import url_of
 from specbatch.signals import INTERRUPTED
 from specbatch.startup import open_pool, prepare_libraries
 from specbatch.types import EngineStats
@@ -161,7 +163,8 @@ class Report:
 
     def results(self) -> Iterator[dict[str, Any]]:
         """The result lines, in the order of the input."""
-        return result_rows(self.output)
+        url = url_of(self.output)
+        return result_rows(self.output if url is None else fetch(url)[0])
 
 
 def generate_file(

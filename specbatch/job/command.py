@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
 from specbatch.job.generate import FileJob
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict
-from specbatch.job.paths import check_input_name, files_read, partial_path, stats_path_of
+from specbatch.job.paths import ELSEWHERE, check_input_name, files_read, partial_path, stats_path_of
 from specbatch.job.plan import RowPlan
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks, draft_remarks
+from specbatch.job.remote import RemoteOutput
 from specbatch.job.results import ResultFile
 from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.runner import failed_row
@@ -32,6 +33,7 @@ from specbatch.job.stats import build_report, write_report
 from specbatch.job.suspects import count_crash
 from specbatch.job.terminal import closing_table, print_notes, print_table
 from specbatch.job.tokenizer import with_chat_template_text
+from specbatch.job.urls import url_of
 from specbatch.job.worker import Description
 from specbatch.signals import INTERRUPTED
 
@@ -66,13 +68,34 @@ def run_file_job(
     Raises SpecbatchError for every problem that is not the fault of one row.
     """
     with closing(pool):
-        return _run(options, config, pool, console, began, summary)
+        named = _output_path(options)
+        url = url_of(named)
+        if url is None:
+            return _run(options, config, pool, console, began, summary, named)
+        store = RemoteOutput(url)
+        if url_of(options.input) in (url, store.stats_url):
+            raise InputError(f"{options.input} is the input, so it cannot be written", ELSEWHERE)
+        with store.named():
+            store.prepare(overwrite=options.overwrite)
+            outcome = _run(options, config, pool, console, began, summary, store.path, store)
+            if outcome.report is not None:
+                store.remove_copies()
+        return replace(outcome, output=Path(url))
 
 
 def _run(
-    options: GenerateOptions, config: Config, pool: WorkerPool, console: Console, began: float, summary: bool
+    options: GenerateOptions,
+    config: Config,
+    pool: WorkerPool,
+    console: Console,
+    began: float,
+    summary: bool,
+    named: Path,
+    store: RemoteOutput | None = None,
 ) -> Outcome:
-    output = _checked_output(options, config, console)
+    """`named`: the local file that the job writes; `store`: where it goes then."""
+    output = _checked_output(named, options, config, console)
+    shown = str(output) if store is None else store.url
     config = with_chat_template_text(config)
     parser = RowParser(config.sampling, config.data)
     source = with_checked_fields(open_source(options.input, config.data), parser)
@@ -82,7 +105,7 @@ def _run(
     start_seconds = time.perf_counter() - began  # with the import of the libraries: a part of loading
     job = what.fingerprint(source.identity, options.limit, options.shard)
     if not options.overwrite and is_finished(output):
-        report = already_finished(output, job, pool.models, console, verifiable=source.verifiable)
+        report = already_finished(output, job, pool.models, console, verifiable=source.verifiable, name=shown)
         return Outcome(verdict(report, console), output, report)
 
     with closing(ResultFile(output, job, pool.models, overwrite=options.overwrite)) as results:
@@ -122,7 +145,7 @@ def _run(
         report = build_report(
             job,
             source.name,
-            output,
+            shown,
             results.totals,
             results.resumed_rows - results.stale_rows,
             session,
@@ -133,6 +156,8 @@ def _run(
         )
         report |= {"output_file": written, "weights": pool.models.record(), "longest_row": results.longest_row}
         write_report(stats_path_of(output), report)
+        if store is not None:
+            store.upload()
         results.discard_partial()
     if summary:
         print_table(closing_table(report), console)
@@ -168,11 +193,11 @@ def _load(what: Description, pool: WorkerPool, results: ResultFile, console: Con
     return notes
 
 
-def _checked_output(options: GenerateOptions, config: Config, console: Console) -> Path:
+def _checked_output(named: Path, options: GenerateOptions, config: Config, console: Console) -> Path:
     check_input_name(options.input)
     source = None if options.input == "-" else Path(options.input)
     reads = files_read(config, options.config_file, input=source)
-    return checked_output(_output_path(options), reads, console, overwrite=options.overwrite)
+    return checked_output(named, reads, console, overwrite=options.overwrite)
 
 
 def _output_path(options: GenerateOptions) -> Path:

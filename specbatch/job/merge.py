@@ -21,6 +21,7 @@ from specbatch.job.files import FileFacts
 from specbatch.job.fingerprint import ModelFiles, differences
 from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict
 from specbatch.job.paths import ELSEWHERE, partial_path, stats_path_of
+from specbatch.job.remote import RemoteOutput
 from specbatch.job.result_files import identity, is_table, open_results, result_suffix
 from specbatch.job.results import ResultFile, write_in_order
 from specbatch.job.results_format import line_index
@@ -28,6 +29,7 @@ from specbatch.job.shard import whole_path
 from specbatch.job.shard_files import FinishedShard, model_records, read_shards
 from specbatch.job.stats import RowTotals, write_report
 from specbatch.job.terminal import closing_table, print_notes, print_table
+from specbatch.job.urls import url_of
 
 _OF_EACH = ("rows", "session", "commit", "device", "longest_row", "notes")  # statistics that each shard keeps
 
@@ -43,13 +45,28 @@ class MergeOptions:
 
 def merge_files(options: MergeOptions, console: Console) -> int:
     """Merge the results of all shards of a job; returns the exit code. Raises SpecbatchError."""
+    named = _output_path(options)
+    url = url_of(named)
+    if url is None:
+        return _merge(options, named, console)
+    store = RemoteOutput(url)
+    with store.named():
+        store.prepare(overwrite=options.overwrite)
+        code = _merge(options, store.path, console, store)
+        store.remove_copies()
+    return code
+
+
+def _merge(options: MergeOptions, named: Path, console: Console, store: RemoteOutput | None = None) -> int:
+    """`named`: the local file to write; `store`: where it goes then."""
     shards = read_shards(options.shards)
-    output = checked_output(_output_path(options), _reads(shards), console, overwrite=options.overwrite)
+    output = checked_output(named, _reads(shards), console, overwrite=options.overwrite)
+    shown = str(output) if store is None else store.url
     _check_formats(shards, output)
     first = shards[0]
     if not options.overwrite and is_finished(output):
         verifiable = _is_merged(output, shards) or first.verifiable
-        report = already_finished(output, first.job, ModelFiles({}), console, verifiable=verifiable)
+        report = already_finished(output, first.job, ModelFiles({}), console, verifiable=verifiable, name=shown)
         return verdict(report, console)
     with closing(ResultFile(output, first.job, overwrite=options.overwrite)) as lock:
         if lock.resumed_rows or lock.damaged_lines:
@@ -60,8 +77,10 @@ def merge_files(options: MergeOptions, console: Console) -> int:
         merging = console.status(f"merging {len(shards):,} shards") if console.is_terminal else nullcontext()
         with merging:
             written = write_in_order(output, _in_input_order(shards))
-        report = _merged_report(shards, output, written)
+        report = _merged_report(shards, shown, written)
         write_report(stats_path_of(output), report)
+        if store is not None:
+            store.upload()
         lock.discard_partial()
     print_table(closing_table(report), console)
     print_notes(_cautions(shards), console)
@@ -136,7 +155,7 @@ def _index_of(line: bytes) -> int | None:
         return None
 
 
-def _merged_report(shards: Sequence[FinishedShard], output: Path, written: dict[str, Any]) -> dict[str, Any]:
+def _merged_report(shards: Sequence[FinishedShard], output: str, written: dict[str, Any]) -> dict[str, Any]:
     """The statistics. Counts are sums over the shards. Seconds, speeds and remarks on rows are those of each
     shard."""
     totals = RowTotals()
@@ -146,12 +165,12 @@ def _merged_report(shards: Sequence[FinishedShard], output: Path, written: dict[
     of_all = [note for note in first["notes"] if all(note in shard.report["notes"] for shard in shards)]
     return {
         **{name: first[name] for name in ("simulated", "random_weights", "input")},
-        "output": str(output),
+        "output": output,
         **totals.report(),
         "shards": [
             {
                 "shard": str(shard.shard),
-                "output": str(shard.path),
+                "output": shard.name,
                 "output_file": shard.written,
                 **{name: shard.report[name] for name in _OF_EACH},
             }

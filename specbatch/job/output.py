@@ -55,9 +55,10 @@ def is_finished(output: Path) -> bool:
 
 
 def already_finished(
-    output: Path, job: Mapping[str, Any], models: ModelRecord, console: Console, *, verifiable: bool
+    output: Path, job: Mapping[str, Any], models: ModelRecord, console: Console, *, verifiable: bool, name: str = ""
 ) -> dict[str, Any]:
-    """The statistics of an output that is finished, if it is that of `job`. `verifiable`: see `Source`.
+    """The statistics of an output that is finished, if it is that of `job`. `verifiable`: see `Source`. `name`: of the
+    output in messages, if it is not its path.
 
     Raises InputError if it is the output of another job, or was changed.
     """
@@ -78,7 +79,7 @@ def already_finished(
             f"{output} was changed after it was finished: {'; '.join(changed)}",
             f"--overwrite computes it again; {ELSEWHERE}",
         )
-    print_notes([f"{output} is finished already: nothing to do (--overwrite runs it again)"], console)
+    print_notes([f"{name or output} is finished already: nothing to do (--overwrite runs it again)"], console)
     return report
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from specbatch.config import Config
 from specbatch.config_load import LOCAL_NAME
 from specbatch.errors import InputError
 from specbatch.job.result_files import RESULT_SUFFIXES, first_line, result_suffix
+from specbatch.job.urls import STORES, scheme_of, url_of
 
 ELSEWHERE = "-o PATH writes elsewhere"
 _MAX_BYTES = 64 << 20  # of a result line and of statistics
@@ -37,17 +37,8 @@ _FORMATS = (
     *(".safetensors", ".gguf", ".bin", ".pt", ".pth"),
 )
 _MODEL_FILES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja", ".txt")
-# At least two letters before the colon. One slash: Path() has made "s3://" "s3:/".
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _PIPE = "| specbatch generate - -o results.jsonl"
-_FETCH = {
-    "s3": f"aws s3 cp {{ref}} - {_PIPE}",
-    "gs": f"gcloud storage cat {{ref}} {_PIPE}",
-    "http": f"curl -L {{ref}} {_PIPE}",
-    "https": f"curl -L {{ref}} {_PIPE}",
-    "hf": "name a data set of the hub without hf://: specbatch generate org/name",
-    "file": "name it without file://",
-}
+_FETCH = {"file": "name it without file://", "ftp": f"curl {{ref}} {_PIPE}"}
 
 
 def partial_path(output: Path) -> Path:
@@ -149,9 +140,9 @@ def output_file(path: Path, formats: str = "results are JSON lines or parquet") 
 
 def refuse_remote(path: Path) -> None:
     """Raises InputError if the output is a URL."""
-    if (scheme := _URL.match(str(path))) and not os.path.exists(path.parent):
+    if (scheme := scheme_of(path)) and not os.path.exists(path.parent):
         raise InputError(
-            f"the output {path} is not on this machine: {scheme.group(1)}: is not supported",
+            f"the output {path} is not on this machine: {scheme}: is not supported",
             "write to this machine, and copy the file when the job is finished",
         )
 
@@ -267,13 +258,13 @@ def check_input_name(ref: str) -> None:
     """Raises InputError for an empty name, and for a URL, with a command that reads it."""
     if not ref.strip():
         raise InputError("the name of the input is empty", "name a file, or - for standard input")
-    scheme = _URL.match(ref)
-    if scheme is None or os.path.exists(ref):
+    scheme = scheme_of(ref)
+    if scheme is None or url_of(ref) is not None:
         return
-    how = _FETCH.get(scheme.group(1).lower(), "copy it to this machine, or pipe it: `specbatch generate -`")
+    how = _FETCH.get(scheme.lower(), "copy it to this machine, or pipe it: `specbatch generate -`")
     raise InputError(
-        f"the input {ref[:200]}: {scheme.group(1)}: is not supported. An input is a file on this machine, `-` for "
-        "standard input, or the name of a data set of the hub",
+        f"the input {ref[:200]}: {scheme}: is not supported. An input is a file on this machine, a URL "
+        f"({', '.join(STORES)}), `-` for standard input, or the name of a data set of the hub",
         how.format(ref=ref),
     )
 

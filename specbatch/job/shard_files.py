@@ -14,8 +14,10 @@ from typing import Any
 from specbatch.errors import InputError
 from specbatch.job.fingerprint import SHARD, differences
 from specbatch.job.paths import partial_path, read_stats, stats_path_of
+from specbatch.job.remote import fetch
 from specbatch.job.shard import Shard, whole_path
 from specbatch.job.stats import RowTotals
+from specbatch.job.urls import parent_url, url_of
 
 _MAX_NAMED = 8  # in a message
 _ALL_SHARDS = "specbatch merge data.results.*-of-16.jsonl"
@@ -24,7 +26,8 @@ _SAME_OPTIONS = "with the options of the other shards"
 
 @dataclass(frozen=True)
 class FinishedShard:
-    path: Path
+    name: str  # the path or URL that was given
+    path: Path  # of the file, or of the copy of a remote one
     stats_path: Path
     report: dict[str, Any]  # its statistics
     shard: Shard
@@ -89,6 +92,10 @@ class _NoShard(InputError):
 
 def _read_shard(path: Path) -> FinishedShard:
     """Raises _NoShard."""
+    name = str(path)
+    if (url := url_of(path)) is not None:
+        name = url
+        path = _fetched(url)
     if path.name.endswith(".partial") or partial_path(path).exists():
         raise _NoShard(f"{path} is not finished", "run the command of this shard again: it resumes")
     if not path.exists():
@@ -119,7 +126,17 @@ def _read_shard(path: Path) -> FinishedShard:
             f"{stats_path} is damaged, or of another version of specbatch", "compute the shard again with --overwrite"
         ) from exc
     job = {name: value for name, value in job.items() if name != SHARD}
-    return FinishedShard(path, stats_path, report, shard, job, totals, written)
+    return FinishedShard(name, path, stats_path, report, shard, job, totals, written)
+
+
+def _fetched(url: str) -> Path:
+    """A copy of a remote shard, with a copy of its statistics in the same folder. Raises _NoShard."""
+    try:
+        path, _ = fetch(url)
+        fetch(f"{parent_url(url)}/{stats_path_of(path).name}")
+    except InputError as exc:
+        raise _NoShard(exc.message, exc.hint) from exc
+    return path
 
 
 def _check_one_job(shards: Sequence[FinishedShard]) -> None:

@@ -11,7 +11,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +21,8 @@ from specbatch.errors import InputError
 from specbatch.job.files import identify_input
 from specbatch.job.jsonl import encode_line, finite, numbered_lines, open_lines
 from specbatch.job.paths import check_input_name
+from specbatch.job.remote import RemoteFile, fetch
+from specbatch.job.urls import url_name, url_of
 
 _JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 # Suffix -> (builder of `datasets`, its options). An empty CSV field is a missing one; "NA" and "None" are text.
@@ -67,10 +69,12 @@ class Source:
 
 
 def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> Source:
-    """The rows of `ref`: a file, `-`, a folder of tables, or `org/name` on the hub. Raises InputError."""
+    """The rows of `ref`: a file, a URL, `-`, a folder of tables, or `org/name` on the hub. Raises InputError."""
     if ref == "-":
         return _stdin_source(stdin)
     check_input_name(ref)
+    if (url := url_of(ref)) is not None:
+        return _remote_source(url)
     path = Path(ref)
     try:
         if path.is_file():
@@ -89,7 +93,8 @@ def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> S
 
 def input_stem(ref: str) -> str:
     """The name that outputs derive from: data.jsonl.gz -> data, org/name -> name."""
-    name = Path(ref).name
+    url = url_of(ref)
+    name = Path(ref).name if url is None else url_name(url)
     for suffix in sorted((*_JSONL, *_TABLES), key=len, reverse=True):
         if name.lower().endswith(suffix) and len(name) > len(suffix):
             return name[: -len(suffix)]
@@ -135,8 +140,21 @@ def _stdin_source(given: BinaryIO | None) -> Source:
     return Source("standard input", identity, whole, None, None, rows)
 
 
-def _file_source(path: Path) -> Source:
-    name = str(path)
+def _remote_source(url: str) -> Source:
+    """A copy in the cache folder is read. Its identity is its content, as that of a local file, so that a job goes on
+    where the file is moved to or copied from a store."""
+    path, state = fetch(url)
+    local = _file_source(path, url)
+    identity = local.identity
+    if identity.pop("mtime_ns", None) is not None:  # of a file that is not hashed whole: the copy's time says nothing
+        identity["state"] = state
+    remote = RemoteFile(url)
+    return replace(local, path=None, touched=lambda: remote.state() != state, reopen=lambda: _remote_source(url))
+
+
+def _file_source(path: Path, name: str = "") -> Source:
+    """`name`: for messages, if it is not the path."""
+    name = name or str(path)
     suffix = path.suffix.lower()
     touched = _watch([path])
     identity, num_lines = identify_input(path)
@@ -150,10 +168,10 @@ def _file_source(path: Path) -> Source:
         import datasets
 
         builder, options = _TABLES[suffix]
-        load = partial(datasets.load_dataset, builder, data_files=name, split="train", streaming=True, **options)
+        load = partial(datasets.load_dataset, builder, data_files=str(path), split="train", streaming=True, **options)
         return _table_rows(name, load)
 
-    if suffix not in _TABLES and not name.lower().endswith(_JSONL):
+    if suffix not in _TABLES and not path.name.lower().endswith(_JSONL):
         raise InputError(
             f"the input {name} has no known format",
             f"known: {', '.join(_JSONL + tuple(_TABLES))}; `-` reads JSON lines from standard input",

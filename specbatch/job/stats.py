@@ -156,7 +156,7 @@ class Session:
 def build_report(
     job: Mapping[str, Any],
     input_name: str,
-    output: Path,
+    output: str | Path,
     totals: RowTotals,
     resumed_rows: int,
     session: Session,

@@ -37,7 +37,7 @@ def test_wrong_paths_are_found_without_torch(tmp_path: Path) -> None:
         "tune d.jsonl -o '' -> the name is empty",
         "eval gsm8k -o '' -> the name is empty",
         "eval gsm8k --data '' -> the name is empty",
-        "generate s3://b/d.jsonl -> s3: is not supported",
+        "generate ftp://b/d.jsonl -> ftp: is not supported",
         "generate no.jsonl -> no.jsonl does not exist",
         "generate d.jsonl -o no/out.jsonl -> no, does not exist",
         "generate d.jsonl -o theirs.jsonl -> exists without theirs.stats.json, so the job that wrote it",

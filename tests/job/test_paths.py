@@ -271,10 +271,7 @@ def test_the_file_of_another_user_in_a_sticky_folder(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("ref", "hint"),
     [
-        ("s3://b/x.jsonl", "aws s3 cp s3://b/x.jsonl -"),
-        ("gs://b/x.jsonl", "gcloud storage cat gs://b/x.jsonl"),
-        ("https://h/x.jsonl", "curl -L https://h/x.jsonl |"),
-        ("hf://datasets/org/name", "specbatch generate org/name"),
+        ("ftp://h/x.jsonl", "curl ftp://h/x.jsonl |"),
         ("file:///x.jsonl", "without file://"),
         ("azure://b/x", "copy it to this machine"),
     ],
@@ -290,6 +287,8 @@ def test_an_input_without_a_name() -> None:
         check_input_name(" ")
 
 
-@pytest.mark.parametrize("ref", ["org/name", "x.jsonl", "/a/b", "-", "a:b", "c:/x", "a:b/c"])
-def test_these_are_no_urls(ref: str) -> None:
+@pytest.mark.parametrize(
+    "ref", ["org/name", "x.jsonl", "/a/b", "-", "a:b", "c:/x", "a:b/c", "s3://b/x.jsonl", "https://h/x"]
+)
+def test_these_are_no_urls_or_can_be_read(ref: str) -> None:
     check_input_name(ref)

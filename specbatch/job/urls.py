@@ -1,0 +1,57 @@
+"""Names of files that are URLs, and what their stores need."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Store:
+    """What a scheme of URLs needs."""
+
+    package: str  # that fsspec imports, and pip installs
+    writes: bool
+    login: str  # how to give credentials
+    check: Literal["upload", "token"] | None = None  # of the right to write: see RemoteFile.check_can_write
+
+
+_WEB = Store("aiohttp", False, "download the file with its credentials, and name the copy")
+STORES = {
+    "s3": Store("s3fs", True, "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run aws configure", "upload"),
+    "gs": Store("gcsfs", True, "run gcloud auth application-default login", "upload"),
+    "hf": Store("huggingface_hub", True, "set HF_TOKEN, or run hf auth login", "token"),
+    "https": _WEB,
+    "http": _WEB,
+}
+# At least two letters before the colon. One slash: Path() has made "s3://" "s3:/".
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
+
+
+def scheme_of(name: str | Path) -> str | None:
+    """Such as "ftp", also of a URL that is not supported; None: the name of a file here."""
+    found = _URL.fullmatch(str(name))
+    return None if found is None or os.path.exists(name) else found[1]
+
+
+def url_of(name: str | Path) -> str | None:
+    """The URL that a name is; None: the name of a file here, or of a scheme that is not supported."""
+    scheme = scheme_of(name)
+    if scheme is None or scheme.lower() not in STORES:
+        return None
+    found = _URL.fullmatch(str(name))
+    return None if found is None else f"{scheme.lower()}://{found[2]}"
+
+
+def parent_url(url: str) -> str:
+    """The folder of a file."""
+    return url.rpartition("/")[0]
+
+
+def url_name(url: str) -> str:
+    """The name of a file; "" for a folder. The part after "?" of a web address is none of it."""
+    path = url.partition("?")[0] if url.startswith("http") else url
+    return path.rpartition("/")[2]
