@@ -210,7 +210,7 @@ class DataSection:
     plan_rows: int = option(
         65536,
         "Rows that are read ahead to decide in which order rows start: those whose prompts begin alike together, and "
-        "the one with the highest `max_tokens` first. Results do not depend on it, and are written in input order. "
+        "at the end of the input those with the highest `max_tokens` first. Results are written in input order. "
         "0: rows start in input order, as those of standard input always do.",
         AT_LEAST_0,
     )

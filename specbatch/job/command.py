@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from specbatch.job.results import ResultFile
 from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.runner import failed_row
 from specbatch.job.shard import Shard, part_of
-from specbatch.job.sources import input_stem, open_source
+from specbatch.job.sources import RawRow, input_stem, open_source
 from specbatch.job.stats import build_report, write_report
 from specbatch.job.suspects import count_crash
 from specbatch.job.terminal import closing_table, print_notes, print_table
@@ -121,9 +122,7 @@ def _run(
 
         with closing(JobProgress(console)) as progress:
             quarantine = partial(failed_row, parser=parser) if options.quarantine else None
-            # Rows of standard input can come slowly: they are not waited for.
-            max_rows = 0 if options.input == "-" else config.data.plan_rows
-            plan = partial(RowPlan, parser=parser, max_rows=max_rows) if max_rows else None
+            plan = None if options.input == "-" else _plan(what.config, parser)
             file_job = FileJob(
                 source, results, pool, load, remarks, progress, what.low_acceptance, warn, quarantine, plan
             )
@@ -163,6 +162,18 @@ def _run(
         print_table(closing_table(report), console)
     print_notes(remarked, console)
     return Outcome(verdict(report, console), output, report)
+
+
+def _plan(config: Config, parser: RowParser) -> Callable[[Iterator[RawRow]], RowPlan] | None:
+    """Not for standard input: its rows can come slowly, and the first ones do not wait for others. `config`: the
+    resolved one."""
+    batch = config.engine.max_batch_size
+    assert batch is not None, "resolve() decides it"
+    if not config.data.plan_rows:
+        return None
+    return partial(
+        RowPlan, parser=parser, max_rows=config.data.plan_rows, num_last=batch * (config.cluster.workers or 1)
+    )
 
 
 def _load(what: Description, pool: WorkerPool, results: ResultFile, console: Console) -> list[str]:

@@ -1,8 +1,9 @@
 """The order in which the rows of a file start.
 
 Rows whose prompts begin alike start one after the other, so that the pages that they share are computed once and stay
-in use. Among such rows, and among groups of them, the one that may write the most tokens starts first: a long row that
-starts last would run almost alone at the end of the job.
+in use. Of the last rows, as many as run at the same time, the one that may write the most tokens starts first: a long
+row that starts last would run almost alone at the end of the job. If all rows started in this order, the long ones would
+run at the same time, and the KV cache would be too small for them.
 
 The order is decided before prompts are tokenized. Texts that begin alike have tokens that begin alike, but for one
 token at the end of what they share. So the job needs no tokenizer, and the rows of a group go to the same worker.
@@ -37,9 +38,18 @@ def prefix_of(content: bytes) -> bytes:
     return array("q", (hash(content[end - _BLOCK_BYTES : end]) for end in ends)).tobytes()
 
 
-def start_order(prefixes: Sequence[bytes], lengths: Sequence[int]) -> list[int]:
+def start_order(prefixes: Sequence[bytes], lengths: Sequence[int], num_last: int) -> list[int]:
     """The indices of rows in the order in which they should start. `prefixes`: of `prefix_of`. `lengths`: the tokens
-    that each may write. Rows that are alike in both keep their order.
+    that each may write. The order is that of the rows, but for those that begin alike, and for the last `num_last`."""
+    rows = _grouped(prefixes, [0] * len(prefixes))
+    num_first = max(len(rows) - num_last, 0)
+    last = rows[num_first:]
+    order = _grouped([prefixes[row] for row in last], [lengths[row] for row in last])
+    return rows[:num_first] + [last[i] for i in order]
+
+
+def _grouped(prefixes: Sequence[bytes], lengths: Sequence[int]) -> list[int]:
+    """Rows that begin alike together; of these, and of such groups, the longest first.
 
     Sorted by prefix, the rows are the leaves of the tree of all prefixes, from left to right. The inner nodes are found
     on the way, as a suffix array's are by its common prefixes (Abouelhoda, Kurtz and Ohlebusch, 2004).
@@ -119,15 +129,17 @@ class RowPlan:
     """Iterates over `rows` in the order in which they should start.
 
     At most `max_rows` rows are held, and 64 MiB of them. The first ones start at once, while the next ones are read.
-    The order is decided again when as many rows are new as are left. It depends on nothing but the rows.
+    The order is decided again when as many rows are new as are left, so the last rows of an order start only where the
+    input ends. It depends on nothing but the rows. `num_last`: see `start_order`.
 
     An InputError of `rows` is raised after all rows before it.
     """
 
-    def __init__(self, rows: Iterator[RawRow], parser: RowParser, max_rows: int) -> None:
+    def __init__(self, rows: Iterator[RawRow], parser: RowParser, max_rows: int, num_last: int) -> None:
         self._rows = rows
         self._parser = parser
         self._max_rows = max_rows
+        self._num_last = num_last
         self._ordered: deque[_HeldRow] = deque()
         self._new: list[_HeldRow] = []
         self._num_bytes = 0
@@ -188,7 +200,7 @@ class RowPlan:
 
     def _order(self) -> None:
         held = [*self._ordered, *self._new]
-        order = start_order([row.prefix for row in held], [row.max_tokens for row in held])
+        order = start_order([row.prefix for row in held], [row.max_tokens for row in held], self._num_last)
         self._ordered, self._new = deque(held[i] for i in order), []
 
 

@@ -14,6 +14,8 @@ from specbatch.job.runner import FinishedRow
 from specbatch.job.sources import RawRow
 from specbatch.job.suspects import ALONE_DEATHS, MAX_DEATHS
 
+_PORTIONS = 3  # in which a worker gets the rows that it may have
+
 
 @dataclass(slots=True, eq=False)
 class Holding:
@@ -77,8 +79,11 @@ class PoolRows:
         holding.credit = max(credit, holding.credit)
 
     def hand_out(self, holding: Holding, last: bool) -> list[RawRow]:
-        """New rows for a worker. `last`: no more rows will be submitted."""
-        if holding.alone:
+        """New rows for a worker. `last`: no more rows will be submitted.
+
+        Rows that begin alike follow each other. So a worker gets many at once, and not one for each that it finishes.
+        """
+        if holding.alone or (not last and holding.credit - holding.num_rows < holding.credit // _PORTIONS):
             return []
         if self._waiting:
             rows = [self._waiting.popleft() for _ in range(self._share(holding))]

@@ -169,7 +169,8 @@ class Simulation:
         watched = Watched(Console(file=log, width=200), clock=lambda: engine.now)
         job = FileJob(source, results, pool, lambda: None, Remarks("stub", columns=False), watched)
         if self.plan_rows:
-            job.plan = partial(RowPlan, parser=RowParser(config.sampling, config.data), max_rows=self.plan_rows)
+            parser = RowParser(config.sampling, config.data)
+            job.plan = partial(RowPlan, parser=parser, max_rows=self.plan_rows, num_last=self.rows)
         job.run()
         results.close()
         return engine.now

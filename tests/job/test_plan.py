@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +32,8 @@ def raw(index: int, prompt: Any = "", **fields: Any) -> RawRow:
     return RawRow(index, json.dumps({"prompt": prompt, **fields}).encode())
 
 
-def planned(rows: Sequence[RawRow], max_rows: int = 1000) -> list[int]:
-    return [row.index for row in RowPlan(iter(rows), PARSER, max_rows)]
+def planned(rows: Sequence[RawRow], num_last: int = 1000) -> list[int]:
+    return [row.index for row in RowPlan(iter(rows), PARSER, 1000, num_last)]
 
 
 def naive_order(texts: Sequence[str], lengths: Sequence[int]) -> list[int]:
@@ -55,16 +58,23 @@ def test_the_order_is_that_of_the_tree_of_prefixes(seed: int) -> None:
     texts = ["".join(rng.choices("ab", k=rng.randrange(6))) for _ in range(rng.randrange(30))]
     lengths = [rng.randrange(4) for _ in texts]
     prefixes = [prefix_of("".join(letter * BLOCK for letter in text).encode()) for text in texts]
-    assert start_order(prefixes, lengths) == naive_order(texts, lengths)
+    grouped, num_first = naive_order(texts, [0] * len(texts)), rng.randrange(len(texts) + 1)
+    first, last = grouped[:num_first], grouped[num_first:]
+    by_length = [last[i] for i in naive_order([texts[row] for row in last], [lengths[row] for row in last])]
+    assert start_order(prefixes, lengths, len(last)) == first + by_length
 
 
 def test_rows_that_are_alike_start_in_input_order() -> None:
     assert planned([raw(i, f"question {i}") for i in range(50)]) == list(range(50))
 
 
-def test_the_longest_row_starts_first_and_an_error_last() -> None:
+@pytest.mark.parametrize(
+    ("num_last", "order"), [(0, [0, 1, 2, 3, 4]), (3, [0, 1, 3, 2, 4]), (5, [3, 2, 4, 0, 1]), (9, [3, 2, 4, 0, 1])]
+)
+def test_of_the_last_rows_the_longest_starts_first(num_last: int, order: list[int]) -> None:
+    """An error takes no time."""
     rows = [raw(0, "a", max_tokens=5), raw(1, 7), raw(2, "b"), raw(3, "c", max_tokens=300), raw(4, "d")]
-    assert planned(rows) == [3, 2, 4, 0, 1]
+    assert planned(rows, num_last) == order
 
 
 @pytest.mark.parametrize("kind", ["prompt", "messages", "ids", "system"])
@@ -81,6 +91,7 @@ def test_rows_that_begin_alike_start_together(kind: str) -> None:
 
     rows = [RawRow(i, json.dumps({**fields(i), "max_tokens": 10 + i}).encode()) for i in range(12)]
     assert planned(rows) == [11, 8, 5, 2, 10, 7, 4, 1, 9, 6, 3, 0]
+    assert planned(rows, num_last=0) == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
 
 
 def test_numbers_that_are_no_tokens_and_broken_text_do_not_end_the_plan() -> None:
@@ -99,7 +110,7 @@ def test_each_row_starts_once_and_few_are_held(max_rows: int) -> None:
             yield raw(num_read, "x", max_tokens=rng.randrange(1, 900))
 
     started = []
-    for row in RowPlan(rows(), PARSER, max_rows):
+    for row in RowPlan(rows(), PARSER, max_rows, 20):
         started.append(row.index)
         assert num_read - len(started) < max_rows
         assert num_read <= 1024 + 4 * len(started), "the first rows do not wait for the file to be read"
@@ -116,7 +127,7 @@ def test_large_rows_are_held_in_small_numbers() -> None:
             held += 1
             yield RawRow(i, line)
 
-    for _ in RowPlan(rows(), PARSER, 1000):
+    for _ in RowPlan(rows(), PARSER, 1000, 1000):
         held -= 1
         assert held <= 64
 
@@ -126,7 +137,7 @@ def test_rows_before_a_fault_of_the_input_start() -> None:
         yield from (raw(i, "x", max_tokens=i + 1) for i in range(5))
         raise InputError("damaged")
 
-    plan = RowPlan(rows(), PARSER, 1000)
+    plan = RowPlan(rows(), PARSER, 1000, 1000)
     started = [next(plan).index for _ in range(5)]
     with pytest.raises(InputError, match="damaged"):
         next(plan)
@@ -135,7 +146,7 @@ def test_rows_before_a_fault_of_the_input_start() -> None:
 
 def test_limits_are_those_of_the_requests_that_have_not_started() -> None:
     rows = [raw(0, "x", n=3, temperature=1), raw(1, "x", max_tokens=7), raw(2), raw(3, 7), raw(4, "x", max_tokens=200)]
-    plan = RowPlan(iter(rows), PARSER, 1000)
+    plan = RowPlan(iter(rows), PARSER, 1000, 1000)
     assert plan.limits() == []
     assert next(plan).index == 4
     assert plan.limits() == [100, 100, 100, 100, 7]
@@ -155,7 +166,7 @@ class Recorded(StubEngine):
 
 def test_a_file_job_follows_the_plan_and_its_output_is_the_same(tmp_path: Path) -> None:
     rng = random.Random(1)
-    rows = [{"prompt": f"row {i}", "max_tokens": rng.randrange(1, 30), "n": 1 + i % 2} for i in range(300)]
+    rows = [{"prompt": f"row {i}", "max_tokens": rng.randrange(1, 30)} for i in range(300)]
     outputs, engines = [], [Recorded(), Recorded()]
     for name, config, engine in zip("ab", (CONFIG, IN_FILE_ORDER), engines, strict=True):
         (tmp_path / name).mkdir()
@@ -164,7 +175,16 @@ def test_a_file_job_follows_the_plan_and_its_output_is_the_same(tmp_path: Path) 
         assert run(config, engine) == 0
         outputs.append(run.output.read_bytes())
     assert outputs[0] == outputs[1]
-    assert sorted(engines[1].limits_seen, reverse=True) == engines[0].limits_seen != engines[1].limits_seen
+    by_plan, in_order = engines[0].limits_seen, engines[1].limits_seen
+    assert by_plan == in_order[:-16] + sorted(in_order[-16:], reverse=True) != in_order
+
+
+def test_rows_of_standard_input_start_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = b"".join(b'{"prompt": "x", "max_tokens": %d}\n' % (1 + i % 30) for i in range(100))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+    engine = Recorded()
+    assert Run(tmp_path)(engine=engine, input="-", output=tmp_path / "out.jsonl") == 0
+    assert engine.limits_seen == [1 + i % 30 for i in range(100)]
 
 
 def test_a_job_goes_on_with_another_plan(tmp_path: Path) -> None:

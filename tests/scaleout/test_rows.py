@@ -52,6 +52,15 @@ def test_many_rows_fill_each_worker_in_order() -> None:
     assert not rows.has_room
 
 
+def test_a_worker_gets_many_rows_at_once_as_they_can_begin_alike() -> None:
+    rows, (a, b) = pool_rows(6, 6, num_rows=30)
+    assert (hand_out(rows, a), hand_out(rows, b)) == ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11])
+    finish(rows, a, 0)
+    finish(rows, b, 6, 7)
+    assert (hand_out(rows, a), hand_out(rows, b)) == ([], [12, 13])
+    assert hand_out(rows, a, last=True) == [14]
+
+
 def test_few_rows_go_to_the_worker_with_the_fewest() -> None:
     rows, (a, b, c) = pool_rows(9, 9, 9, num_rows=9)
     assert [len(hand_out(rows, holding)) for holding in (a, b, c)] == [3, 3, 3]
