@@ -2,8 +2,8 @@
 
 Rows whose prompts begin alike start one after the other, so that the pages that they share are computed once and stay
 in use. Of the last rows, as many as run at the same time, the one that may write the most tokens starts first: a long
-row that starts last would run almost alone at the end of the job. If all rows started in this order, the long ones would
-run at the same time, and the KV cache would be too small for them.
+row that starts last would run almost alone at the end of the job. If all rows started in this order, the long ones
+would run at the same time, and the KV cache would be too small for them.
 
 The order is decided before prompts are tokenized. Texts that begin alike have tokens that begin alike, but for one
 token at the end of what they share. So the job needs no tokenizer, and the rows of a group go to the same worker.

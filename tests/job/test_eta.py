@@ -214,7 +214,7 @@ def test_the_eta_of_a_shard_is_for_its_own_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan_rows", [64, 1000])
 def test_the_eta_of_rows_that_start_by_their_limits(tmp_path: Path, plan_rows: int) -> None:
-    simulation = Simulation(tmp_path, 320, 16, lognormal(400, 1.0), 400, plan_rows=plan_rows, own_limits=True)
+    simulation = Simulation(tmp_path, 240, 16, lognormal(400, 1.0), 400, plan_rows=plan_rows, own_limits=True)
     ratios = simulation.ratios()
     assert all(1 / 1.3 < ratio < 1.3 for ratio in ratios[:-1]), ratios
 
