@@ -216,6 +216,17 @@ class DataSection:
     )
 
 
+@dataclass(frozen=True)
+class OutputSection:
+    """What result lines hold."""
+
+    certificate: bool = option(
+        False,
+        "Adds `certificate` to the result of each greedy row: the smallest difference of the two largest logits for a "
+        "token (`margin`), and which token this is (`position`). Rounding can change a row with a small margin.",
+    )
+
+
 def _amounts(reader: Reader, value: Any, path: str) -> Mapping[str, float]:
     if not isinstance(value, dict):
         raise FieldError("invalid_type", f"{path} must be a mapping of names to amounts, not {described(value)}")
@@ -269,6 +280,7 @@ class Config:
     engine: EngineSection = field(default_factory=EngineSection)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     data: DataSection = field(default_factory=DataSection)
+    output: OutputSection = field(default_factory=OutputSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
 
 

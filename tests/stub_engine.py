@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import struct
 import sys
 import time
 import types
@@ -22,10 +23,12 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.errors import ModelError
 from specbatch.types import (
+    NO_MARGIN,
     Completion,
     EngineLimits,
     EngineStats,
     FinishReason,
+    Margin,
     Request,
     RngKey,
     SpeculationCounts,
@@ -76,6 +79,13 @@ def stub_tokens(prompt: Sequence[int], rng: RngKey, max_tokens: int, ignore_eos:
     if length < max_tokens and not ignore_eos:
         tokens.append(EOS)
     return tokens
+
+
+def stub_margin(tokens: Sequence[int]) -> Margin:
+    """Of any decade, and sometimes a tie."""
+    number = zlib.crc32(repr(tokens).encode())
+    value = 0.0 if number % 19 == 0 else 10.0 ** -(number % 7) * (1 + number % 11)
+    return Margin(struct.unpack("f", struct.pack("f", value))[0], number % len(tokens))
 
 
 class StubEngine:
@@ -162,7 +172,8 @@ class StubEngine:
         self.stats.generated_tokens += len(tokens)
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self.stats.speculation.add(counts)
-        return Completion(request.request_id, tokens, reason, logprobs, counts)
+        margin = NO_MARGIN if params.temperature else stub_margin(tokens)
+        return Completion(request.request_id, tokens, reason, logprobs, counts, margin)
 
 
 @dataclass

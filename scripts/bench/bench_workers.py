@@ -180,7 +180,7 @@ class EchoPool(LocalPool):
             super().submit(self._rows[0])
             self._first = super().collect(last)
         made = self._first.rows[0]
-        rows = [FinishedRow(row.index, row.digest(), made.line, made.remark) for row in self._rows]
+        rows = [FinishedRow(row.index, row.digest(), made.line, made.remark, made.margin) for row in self._rows]
         self._rows = []
         return Finished(rows, self._first.totals)
 

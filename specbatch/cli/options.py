@@ -23,6 +23,7 @@ _SHORT_CUTS = {  # fields of `ConfigOptions`, and the options that they set
     "method": "speculation.method",
     "max_tokens": "sampling.max_tokens",
     "temperature": "sampling.temperature",
+    "certificate": "output.certificate",
     "workers": "cluster.workers",
     "cluster": "cluster.address",
 }
@@ -93,6 +94,10 @@ class ConfigOptions:
     ] = None
     max_tokens: Annotated[int | None, _option(metavar="N", help="sampling.max_tokens: the longest completion.")] = None
     temperature: Annotated[float | None, _option(metavar="T", help="sampling.temperature: 0 is greedy.")] = None
+    certificate: Annotated[
+        bool | None,
+        _option("--certificate", help="output.certificate: results have the row's smallest logit margin."),
+    ] = None
     workers: Annotated[
         int | None, _option(metavar="N", help="cluster.workers, for generate: N engines share the file, on Ray.")
     ] = None

@@ -153,7 +153,12 @@ def _run(
             made_by=what.made_by,
             notes=[*notes, *remarked],
         )
-        report |= {"output_file": written, "weights": pool.models.record(), "longest_row": results.longest_row}
+        report |= {
+            "margins": results.margins().report(),
+            "output_file": written,
+            "weights": pool.models.record(),
+            "longest_row": results.longest_row,
+        }
         write_report(stats_path_of(output), report)
         if store is not None:
             store.upload()

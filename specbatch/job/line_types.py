@@ -28,6 +28,13 @@ class Speculation(TypedDict):
     accept_histogram: list[int]
 
 
+class Certificate(TypedDict):
+    """The smallest margin of a row, and its token: see `types.Margin`."""
+
+    margin: float
+    position: int
+
+
 class Failure(TypedDict):
     """Why a row failed. A native line has `type`, an OpenAI Batch line has `code`."""
 
@@ -45,6 +52,7 @@ class NativeLine(TypedDict):
     finish_reason: Finish
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]
+    certificate: NotRequired[Certificate]
     error: NotRequired[Failure]
     logprobs: NotRequired[list[Any]]
     choices: NotRequired[list[Any]]

@@ -19,6 +19,7 @@ from rich.console import Console
 from specbatch.errors import InputError
 from specbatch.job.files import FileFacts
 from specbatch.job.fingerprint import ModelFiles, differences
+from specbatch.job.margins import MarginTotals
 from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict
 from specbatch.job.paths import ELSEWHERE, partial_path, stats_path_of
 from specbatch.job.remote import RemoteOutput
@@ -158,15 +159,17 @@ def _index_of(line: bytes) -> int | None:
 def _merged_report(shards: Sequence[FinishedShard], output: str, written: dict[str, Any]) -> dict[str, Any]:
     """The statistics. Counts are sums over the shards. Seconds, speeds and remarks on rows are those of each
     shard."""
-    totals = RowTotals()
+    totals, margins = RowTotals(), MarginTotals()
     for shard in shards:
         totals.merge(shard.totals)
+        margins.merge(shard.margins)
     first = shards[0].report
     of_all = [note for note in first["notes"] if all(note in shard.report["notes"] for shard in shards)]
     return {
         **{name: first[name] for name in ("simulated", "random_weights", "input")},
         "output": output,
         **totals.report(),
+        "margins": margins.report(),
         "shards": [
             {
                 "shard": str(shard.shard),

@@ -2,14 +2,15 @@
 
 JSON lines, each with a checksum of its rest:
 
-    {"check":"<16 hex digits>","specbatch_job":{...},"format":2}            the first line
-    {"check":"<16 hex digits>","input":"<16 hex digits>","row":{...}}       a result; `input`: RawRow.digest
+    {"check":"<16 hex digits>","specbatch_job":{...},"format":3}            the first line
+    {"check":"<16 hex digits>","input":"<16 hex digits>","margin":"<16 hex digits>","row":{...}}      a result
     {"check":"<16 hex digits>","specbatch_longest_row":N}                   maximum tokens of a row, in all sessions
     {"check":"<16 hex digits>","specbatch_input":{...}}                     the job's input from here on; null: any
     {"check":"<16 hex digits>","specbatch_weights":{...}}                   long files of models, see `fingerprint`
     {"check":"<16 hex digits>","specbatch_deaths":{"<row>":[...],...}}      `RowDeaths` that have changed
 
-The checksums of all lines but the first are keyed by the first, so that lines of another job's file are found.
+Of a result, `input` is RawRow.digest and `margin` a `types.Margin`. The checksums of all lines but the first are keyed
+by the first, so that lines of another job's file are found.
 """
 
 from __future__ import annotations
@@ -23,16 +24,27 @@ import numpy as np
 
 from specbatch.errors import InputError
 from specbatch.job.jsonl import encode_line
+from specbatch.job.margins import MARGIN_DIGITS, of_digits, to_digits
+from specbatch.types import NO_MARGIN, Margin
 
-FORMAT = 2  # 1 had no checksums
+FORMAT = 3  # 1 had no checksums, 2 no margins
 _JOB = "specbatch_job"
 _HEADER = b'"specbatch_job":'
 _START, _END = b'{"check":"', b'",'
 _CHECK_AT = len(_START)
 _FIELDS_AT = _CHECK_AT + 16 + len(_END)
-_INPUT, _ROW = b'"input":"', b'","row":'
+_INPUT, _MARGIN, _ROW = b'"input":"', b'","margin":"', b'","row":'
 _INPUT_AT = len(_INPUT)
-_ROW_AT = _INPUT_AT + 16 + len(_ROW)
+_MARGIN_AT = _INPUT_AT + 16 + len(_MARGIN)
+_ROW_AT = _MARGIN_AT + MARGIN_DIGITS + len(_ROW)
+
+
+class OpenedRow(NamedTuple):
+    """A result in a partial file."""
+
+    digest: int  # of the input row
+    margin: Margin
+    line: bytes  # the result line
 
 
 class PartialLines:
@@ -42,9 +54,10 @@ class PartialLines:
         self._key = blake2b(header, digest_size=32).digest()
         self.job_id = self._key.hex()[:16]
 
-    def row(self, digest: int, result: bytes) -> bytes:
+    def row(self, digest: int, result: bytes, margin: Margin = NO_MARGIN) -> bytes:
         """The line with a result line; `digest`: of the input row."""
-        return _seal(b"%s%016x%s%s}\n" % (_INPUT, digest, _ROW, result[:-1]), self._key)
+        fields = (_INPUT, digest, _MARGIN, to_digits(margin), _ROW, result[:-1])
+        return _seal(b"%s%016x%s%s%s%s}\n" % fields, self._key)
 
     def record(self, record: Mapping[str, Any]) -> bytes:
         """The line with anything but a result."""
@@ -60,12 +73,13 @@ class PartialLines:
         except (ValueError, RecursionError):
             return None
 
-    def open_row(self, line: bytes) -> tuple[int, bytes] | None:
+    def open_row(self, line: bytes) -> OpenedRow | None:
         """The arguments of `row`; None if the line is damaged or not a result."""
         fields = _unseal(line, self._key)
         if fields is None or not fields.startswith(_INPUT):
             return None
-        return int(fields[_INPUT_AT : _INPUT_AT + 16], 16), fields[_ROW_AT:-2] + b"\n"
+        margin = of_digits(fields[_MARGIN_AT : _MARGIN_AT + MARGIN_DIGITS])
+        return OpenedRow(int(fields[_INPUT_AT : _INPUT_AT + 16], 16), margin, fields[_ROW_AT:-2] + b"\n")
 
 
 def header_line(job: Mapping[str, Any]) -> bytes:
@@ -108,16 +122,19 @@ def _checksum(fields: bytes, key: bytes) -> bytes:
 
 
 _BLOCK = 1024
-_ENTRY = np.dtype([("offset", np.int64), ("length", np.uint32), ("digest", np.uint64), ("state", np.uint8)])
+_ENTRY = np.dtype(
+    [("offset", np.int64), ("length", np.uint32), ("digest", np.uint64), ("margin", np.float32), ("state", np.uint8)]
+)
 _FOUND, _CONFIRMED = 1, 2  # 0: none
 
 
 class Entry(NamedTuple):
-    """The position of a result line, and the digest of its input row."""
+    """The position of a result line, the digest of its input row, and its margin (`Margin.value`)."""
 
     offset: int
     length: int
     digest: int
+    margin: float
 
 
 class RowDeaths(NamedTuple):
@@ -129,7 +146,7 @@ class RowDeaths(NamedTuple):
 
 
 class RowIndex:
-    """Where the result of each row is in the partial file: 21 bytes a row. Entries of an earlier session count after
+    """Where the result of each row is in the partial file: 25 bytes a row. Entries of an earlier session count after
     they are confirmed. Entries are kept in blocks, so that a line with an absurd row number costs one block."""
 
     def __init__(self) -> None:
@@ -139,8 +156,7 @@ class RowIndex:
         block = self._blocks.get(row // _BLOCK)
         if block is None or not block[row % _BLOCK]["state"]:
             return None
-        offset, length, digest, _ = block[row % _BLOCK].item()
-        return Entry(offset, length, digest)
+        return Entry(*block[row % _BLOCK].item()[:-1])
 
     def put(self, row: int, entry: Entry, *, confirmed: bool) -> None:
         block = self._blocks.get(row // _BLOCK)
@@ -166,5 +182,12 @@ class RowIndex:
         """The confirmed entries by row number."""
         for number in sorted(self._blocks):
             block = self._blocks[number]
-            for offset, length, digest, _ in block[block["state"] == _CONFIRMED].tolist():
-                yield Entry(offset, length, digest)
+            for entry in block[block["state"] == _CONFIRMED].tolist():
+                yield Entry(*entry[:-1])
+
+    def margins(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(number of the first row, margins of the rows from there on), float32, by row number. Infinite: the row has
+        none, or is not confirmed."""
+        for number in sorted(self._blocks):
+            block = self._blocks[number]
+            yield number * _BLOCK, np.where(block["state"] == _CONFIRMED, block["margin"], np.float32(np.inf))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,10 +25,11 @@ from specbatch.errors import InputError
 from specbatch.job.files import disk_errors, force_to_disk, replace_durably
 from specbatch.job.fingerprint import INPUT_FACTS, ModelFiles, ModelRecord, differences
 from specbatch.job.jsonl import encode_line
-from specbatch.job.partial import Entry, PartialLines, RowDeaths, RowIndex, header_line, read_header
+from specbatch.job.margins import MarginTotals
+from specbatch.job.partial import Entry, OpenedRow, PartialLines, RowDeaths, RowIndex, header_line, read_header
 from specbatch.job.paths import ELSEWHERE, partial_path, running_path, sorted_path
 from specbatch.job.result_files import result_suffix, write_lines
-from specbatch.job.results_format import index_of
+from specbatch.job.results_format import certificate, index_of
 from specbatch.job.runner import Finished
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
@@ -109,12 +111,12 @@ class ResultFile:
 
     def append(self, finished: Finished) -> None:
         """Write results of input rows that are not done yet. Raises InputError for errors of the disk."""
-        lines = [self._lines.row(row.digest, row.line) for row in finished.rows]
+        lines = [self._lines.row(row.digest, row.line, row.margin) for row in finished.rows]
         self._has_rows |= bool(lines)
         self._write(b"".join(lines))
         for row, line in zip(finished.rows, lines, strict=True):
             assert self._rows.get(row.index) is None, row.index
-            self._rows.put(row.index, Entry(self._end, len(line), row.digest), confirmed=True)
+            self._rows.put(row.index, Entry(self._end, len(line), row.digest, row.margin.value), confirmed=True)
             self._end += len(line)
         self.totals.merge(finished.totals)
         if time.monotonic() - self._synced_at > _SYNC_SECONDS:
@@ -169,7 +171,22 @@ class ResultFile:
         for index in self._rows.unconfirmed():
             self._drop(index)
             self.stale_rows += 1
-        return write_in_order(self.output, (self._read(entry) for entry in self._rows.in_order()))
+        return write_in_order(self.output, (self._read(entry).line for entry in self._rows.in_order()))
+
+    def margins(self) -> MarginTotals:
+        """Of the rows that `is_done` was called for or that were appended."""
+        totals, lowest, index = MarginTotals(), math.inf, None
+        for first, values in self._rows.margins():
+            totals.add(values)
+            if values.min() < lowest:
+                lowest, index = values.min(), first + int(values.argmin())
+        if index is not None:
+            entry = self._rows.get(index)
+            assert entry is not None, index
+            opened = self._read(entry)
+            line = json.loads(opened.line)
+            totals.smallest = {"id": line.get("custom_id", line["id"]), "index": index, **certificate(opened.margin)}
+        return totals
 
     def discard_partial(self) -> None:
         """To be called when output and statistics are in place."""
@@ -275,34 +292,33 @@ class ResultFile:
         opened = self._lines.open_row(line)
         if opened is None:
             return False
-        digest, text = opened
         try:
-            result = json.loads(text)
+            result = json.loads(opened.line)
             index = index_of(result)
             if self._rows.get(index) is not None:  # a later line replaces an earlier one
                 self._drop(index)
             self.totals.add(result)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return False  # not a result of specbatch, although the checksum is right
-        self._rows.put(index, Entry(offset, len(line), digest), confirmed=False)
+        self._rows.put(index, Entry(offset, len(line), opened.digest, opened.margin.value), confirmed=False)
         return True
 
     def _drop(self, index: int) -> None:
         """Forget a result of an earlier session."""
         entry = self._rows.get(index)
         assert entry is not None, index
-        self.totals.add(json.loads(self._read(entry)), times=-1)
+        self.totals.add(json.loads(self._read(entry).line), times=-1)
         self._rows.remove(index)
 
-    def _read(self, entry: Entry) -> bytes:
-        """The result's line as it goes to the output. Raises InputError if it has changed since it was written."""
+    def _read(self, entry: Entry) -> OpenedRow:
+        """A result. Raises InputError if it has changed since it was written."""
         opened = self._lines.open_row(os.pread(self._file.fileno(), entry.length, entry.offset))
         if opened is None:
             raise InputError(
                 f"{self._path} was damaged while the job was running",
                 "run the same command again: only damaged rows are computed again",
             )
-        return opened[1]
+        return opened
 
     def _append(self, record: Mapping[str, Any]) -> None:
         line = self._lines.record(record)

@@ -3,11 +3,12 @@
 Native:
 
     {"id", "index", "text", "reasoning_content" and "tool_calls" if there are any, "finish_reason",
-     "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...}, "logprobs": [...] if requested,
+     "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...},
+     "certificate": {"margin", "position"} with output.certificate, "logprobs": [...] if requested,
      "choices": [...] if n > 1, "metadata": {...} if there is any}
 
-With n > 1, usage and speculation are sums, and what is not in `choices` is that of choice 0. A failed row has
-text null, finish_reason "error" and `error: {type, message}`.
+With n > 1, usage and speculation are sums, and what is not in `choices` is that of choice 0. Only greedy rows have a
+certificate; their choices are equal. A failed row has text null, finish_reason "error" and `error: {type, message}`.
 
 OpenAI Batch (platform.openai.com/docs/guides/batch): a failed line has `response: null` and `error: {code, message}`.
 OpenAI makes ids at random and `created` from the clock. Here ids are made from the row's index and `created` is 0, so
@@ -18,14 +19,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
 from specbatch.errors import RowError
 from specbatch.job.chat_output import Answer, ToolCall
-from specbatch.types import Completion, FinishReason, SpeculationCounts, TokenLogprob
+from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin, SpeculationCounts, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value is OpenAI's
 _BATCH_ID = "batch_req_"
@@ -100,15 +101,19 @@ def result_line(
     *,
     model: str,
     simulated: bool = False,
+    margin: Margin = NO_MARGIN,
 ) -> dict[str, Any]:
-    """The result line of a row that ran on `model`. `simulated`: speculation.simulate_acceptance is set."""
+    """The result line of a row that ran on `model`. `simulated`: speculation.simulate_acceptance is set. `margin`: the
+    row's certificate, if it is wanted."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sum(len(c.token_ids) for c in choices)}
     total = SpeculationCounts()
     for choice in choices:
         total.add(choice.speculation)
-    speculation = _speculation(total, simulated)
+    counts = {"speculation": _speculation(total, simulated)}
+    if margin != NO_MARGIN:
+        counts["certificate"] = certificate(margin)
     if row.api is not None:
-        return _openai_line(row, usage, speculation, choices, token_text, model)
+        return _openai_line(row, usage, counts, choices, token_text, model)
     first = choices[0]
     line: dict[str, Any] = {
         "id": row.id,
@@ -117,7 +122,7 @@ def result_line(
         **_chat_parts(row, 0, first),
         "finish_reason": str(first.finish_reason),
         "usage": usage,
-        "speculation": speculation,
+        **counts,
     }
     if first.logprobs is not None:
         line["logprobs"] = _logprobs(first.logprobs, token_text)
@@ -126,6 +131,11 @@ def result_line(
     if row.metadata is not None:
         line["metadata"] = row.metadata
     return line
+
+
+def certificate(margin: Margin) -> dict[str, Any]:
+    """Of a row with a margin."""
+    return {"margin": margin.value, "position": margin.position}
 
 
 def index_of(line: dict[str, Any]) -> int:
@@ -211,7 +221,7 @@ def _logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> list[d
 def _openai_line(
     row: RowInfo,
     usage: dict[str, int],
-    speculation: dict[str, Any],
+    counts: Mapping[str, Any],
     choices: Sequence[Choice],
     token_text: TokenText,
     model: str,
@@ -224,7 +234,7 @@ def _openai_line(
         "model": model,
         "choices": [_openai_choice(row, i, choice, token_text) for i, choice in enumerate(choices)],
         "usage": {**usage, "total_tokens": sum(usage.values())},
-        "speculation": speculation,
+        **counts,
     }
     return {
         "id": _batch_id(row),

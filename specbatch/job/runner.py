@@ -19,10 +19,12 @@ from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import (
+    NO_MARGIN,
     BatchEngine,
     Completion,
     EngineStats,
     FinishReason,
+    Margin,
     Request,
     RngKey,
     SamplingParams,
@@ -40,9 +42,10 @@ class FinishedRow:
     digest: int  # RawRow.digest
     line: bytes  # the result, with a newline
     remark: Remark
+    margin: Margin = NO_MARGIN
 
     def __reduce__(self) -> tuple[type[FinishedRow], tuple[Any, ...]]:
-        return FinishedRow, (self.index, self.digest, self.line, self.remark)  # see `RawRow`
+        return FinishedRow, (self.index, self.digest, self.line, self.remark, self.margin)  # see `RawRow`
 
 
 @dataclass(slots=True)
@@ -53,8 +56,15 @@ class Finished:
     totals: RowTotals = field(default_factory=RowTotals)
     left_out: list[tuple[RawRow, RowDeaths]] = field(default_factory=list)  # without a line: they end each process
 
-    def add(self, index: int, digest: int, line: dict[str, Any], remark: Remark | None = None) -> None:
-        self.rows.append(FinishedRow(index, digest, encode_line(line), remark or Remark()))
+    def add(
+        self,
+        index: int,
+        digest: int,
+        line: dict[str, Any],
+        remark: Remark | None = None,
+        margin: Margin = NO_MARGIN,
+    ) -> None:
+        self.rows.append(FinishedRow(index, digest, encode_line(line), remark or Remark(), margin))
         self.totals.add(line)
 
 
@@ -184,6 +194,7 @@ class RowRunner:
         # The others are copies. They took no rounds, so that sums over choices are what was computed.
         copy = replace(choices[0], speculation=SpeculationCounts())
         choices += [copy] * (params.n - len(choices))
+        margin = done[0].margin  # only greedy completions have one, and of these one is computed
         line = result_line(
             row,
             in_flight.prompt_tokens,
@@ -191,14 +202,15 @@ class RowRunner:
             self._texts.token_text,
             model=self._config.model.target,
             simulated=self._config.speculation.simulate_acceptance is not None,
+            margin=margin if self._config.output.certificate else NO_MARGIN,
         )
-        self._add(row, in_flight.digest, line)
+        self._add(row, in_flight.digest, line, margin)
 
     def _fail(self, row: RowInfo, digest: int, error: RowError) -> None:
         self._add(row, digest, failed_line(row, error))
 
-    def _add(self, row: RowInfo, digest: int, line: dict[str, Any]) -> None:
-        self._finished.add(row.index, digest, line, remark_on(row))
+    def _add(self, row: RowInfo, digest: int, line: dict[str, Any], margin: Margin = NO_MARGIN) -> None:
+        self._finished.add(row.index, digest, line, remark_on(row), margin)
 
 
 def failed_row(raw: RawRow, error: RowError, parser: RowParser) -> Finished:

@@ -13,6 +13,7 @@ from typing import Any
 
 from specbatch.errors import InputError
 from specbatch.job.fingerprint import SHARD, differences
+from specbatch.job.margins import MarginTotals
 from specbatch.job.paths import partial_path, read_stats, stats_path_of
 from specbatch.job.remote import fetch
 from specbatch.job.shard import Shard, whole_path
@@ -33,6 +34,7 @@ class FinishedShard:
     shard: Shard
     job: dict[str, Any]  # without the shard
     totals: RowTotals
+    margins: MarginTotals
     written: dict[str, Any]  # bytes, rows and sha256 of the file
 
     @property
@@ -119,6 +121,7 @@ def _read_shard(path: Path) -> FinishedShard:
     try:
         shard = Shard.parse(job[SHARD])
         totals, written = RowTotals.of_report(report), report["output_file"]
+        margins = MarginTotals.of_report(report["margins"])
         needed = ("simulated", "random_weights", "input", "session", "commit", "device", "longest_row", "versions")
         _ = [report[name] for name in (*needed, "models", "notes", "config", "weights")], written["bytes"]
     except (LookupError, TypeError, AttributeError, InputError) as exc:
@@ -126,7 +129,7 @@ def _read_shard(path: Path) -> FinishedShard:
             f"{stats_path} is damaged, or of another version of specbatch", "compute the shard again with --overwrite"
         ) from exc
     job = {name: value for name, value in job.items() if name != SHARD}
-    return FinishedShard(name, path, stats_path, report, shard, job, totals, written)
+    return FinishedShard(name, path, stats_path, report, shard, job, totals, margins, written)
 
 
 def _fetched(url: str) -> Path:

@@ -74,14 +74,16 @@ def test_generate_alone_shows_what_to_type(tmp_path: Path) -> None:
 
 
 SHORT_CUTS = ["--model", "m", "--draft", "d", "--method", "eagle", "--max-tokens", "7", "--temperature", "0.25"]
+SHORT_CUTS += ["--certificate"]
 
 
 def test_short_cuts_set_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ConfigOptions(None, "m", "d", "eagle", 7, 1e-7, 8, "auto", ["engine.seed=3"])
+    given = ConfigOptions(None, "m", "d", "eagle", 7, 1e-7, True, 8, "auto", ["engine.seed=3"])
     config = given.load()
     assert (config.model.target, config.speculation.draft, config.speculation.method) == ("m", "d", "eagle")
     assert (config.sampling.max_tokens, config.sampling.temperature, config.engine.seed) == (7, 1e-7, 3)
+    assert config.output.certificate
     assert (config.cluster.workers, config.cluster.address) == (8, "auto")
     assert ConfigOptions().sets == []
     with pytest.raises(ConfigError, match=r"--max-tokens and --set sampling.max_tokens are both given"):
@@ -94,7 +96,7 @@ def test_config_takes_all_short_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, name, module)
     done = CliRunner().invoke(app, ["config", *SHORT_CUTS])
     assert done.exit_code == 0, done.stderr
-    for line in ("target: m", "draft: d", "method: eagle", "max_tokens: 7", "temperature: 0.25"):
+    for line in ("target: m", "draft: d", "method: eagle", "max_tokens: 7", "temperature: 0.25", "certificate: true"):
         assert f"  {line}\n" in done.stdout
     for command in ("generate", "tune", "eval"):
         assert set(SHORT_CUTS[::2]) <= {

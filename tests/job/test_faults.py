@@ -93,7 +93,7 @@ def test_kill_9_crash_and_resume_give_the_same_bytes(
     options = [word for setting in settings for word in ("--set", setting)]
 
     def start(output: str) -> Command:
-        return Command(tmp_path, "generate", "d.jsonl", "-o", output, *options, main=cli.main)
+        return Command(tmp_path, "generate", "d.jsonl", "-o", output, "--certificate", *options, main=cli.main)
 
     def finish(output: str) -> str:
         command = start(output)
@@ -122,4 +122,6 @@ def test_kill_9_crash_and_resume_give_the_same_bytes(
     assert "resuming" in log
     assert log.count("the last run crashed (segmentation fault") == 1
     assert (tmp_path / "d.out").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert (tmp_path / "d.out").read_bytes().count(b'"certificate"') == stats["margins"]["rows"] == ROWS // 2
+    assert json.loads((tmp_path / "d.out.stats.json").read_text())["margins"] == stats["margins"]
     assert not partial.exists()
