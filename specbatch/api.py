@@ -19,6 +19,7 @@ from specbatch.config import Config
 from specbatch.config_load import load_config, option_paths
 from specbatch.errors import ConfigError, InputError
 from specbatch.job.command import GenerateOptions, run_file_job
+from specbatch.job.failures import MaxFailed
 from specbatch.job.pool import WorkerPool
 from specbatch.job.remote import fetch
 from specbatch.job.result_files import result_rows
@@ -176,6 +177,9 @@ def generate_file(
     shard: str | None = None,
     overwrite: bool = False,
     quarantine: bool = False,
+    retry_errors: bool = False,
+    max_failed: int | str | None = None,
+    keep_going: bool = False,
     progress: bool = False,
     **options: Any,
 ) -> Report:
@@ -184,7 +188,9 @@ def generate_file(
 
     `options`: as for `LLM`. `limit`: only the first rows. `shard`: a part of the rows, such as "3/16", see
     docs/cluster.md. `quarantine`: rows that end the process each time that they run become error rows; without it they
-    raise WorkerFailed when all others have finished. `progress`: print on stderr what the command prints.
+    raise WorkerFailed when all others have finished. `retry_errors`: of a finished output, run the rows that failed
+    again. `max_failed`: raise TooManyFailed if more rows fail, such as 50 or "0.1%"; `keep_going`: run on if each of
+    the first 100 rows fails, which raises TooManyFailed otherwise. `progress`: print on stderr what the command prints.
 
     Raises SpecbatchError for what the caller can mend, KeyboardInterrupt after SIGINT or SIGTERM; finished rows are
     kept.
@@ -200,6 +206,9 @@ def generate_file(
         None if config is None else Path(config),
         None if shard is None else Shard.parse(shard),
         quarantine,
+        retry_errors,
+        None if max_failed is None else MaxFailed.parse(str(max_failed)),
+        keep_going,
     )
     console = Console(stderr=True, highlight=False, quiet=not progress)
     outcome = run_file_job(given, configured, open_pool(configured, console), console, began=began, summary=progress)

@@ -39,6 +39,10 @@ class MemoryShortage(SpecbatchError):
     """Memory ran out during the run, and making batches smaller did not help. Finished rows are kept; exit code 2."""
 
 
+class TooManyFailed(SpecbatchError):
+    """More rows failed than the user allows. Finished rows are kept; exit code 4."""
+
+
 class TuningError(SpecbatchError):
     """The trace, the measurements or the limits leave nothing to choose from; exit code 2."""
 

@@ -94,7 +94,8 @@ def generate(
         str | None,
         typer.Argument(
             metavar="INPUT",
-            help="JSON lines (.gz, .zst), parquet, CSV, a data set of the Hugging Face hub, or - for standard input.",
+            help="JSON lines (.gz, .zst), parquet, CSV, a URL (s3, gs, hf, https) of these, a data set of the Hugging "
+            "Face hub, or - for standard input.",
         ),
     ] = None,
     output: Annotated[
@@ -104,7 +105,8 @@ def generate(
             "-o",
             metavar="PATH",
             parser=named_path,
-            help="The results. Default for data.jsonl: data.results.jsonl.",
+            help="The results: .jsonl, .jsonl.gz, .jsonl.zst or .parquet, here or at a URL (s3, gs, hf). Default for "
+            "data.jsonl: data.results.jsonl.",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Run only the first N rows.")] = None,
@@ -118,6 +120,18 @@ def generate(
     ] = None,
     overwrite: OverwriteOption = False,
     quarantine: QuarantineOption = False,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Of a finished output, run the rows that failed again.")
+    ] = False,
+    max_failed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|P%", help="End the job with exit code 4 if more rows fail: 50, or 0.1% of all. They are kept."
+        ),
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Run on if each of the first 100 rows fails.")
+    ] = False,
 ) -> None:
     """Run every row of INPUT through the model. The same command again resumes an unfinished job."""
     began = time.perf_counter()
@@ -125,12 +139,24 @@ def generate(
         if input is None:
             raise InputError("no input is given", _FIRST_RUN)
         from specbatch.job.command import GenerateOptions, run_file_job
+        from specbatch.job.failures import MaxFailed
         from specbatch.job.shard import Shard
 
         part = None if shard is None else Shard.parse(shard)
         config = given.load()
         prepare_libraries()
-        options = GenerateOptions(input, output, limit, overwrite, given.config, part, quarantine)
+        options = GenerateOptions(
+            input,
+            output,
+            limit,
+            overwrite,
+            given.config,
+            part,
+            quarantine,
+            retry_errors,
+            None if max_failed is None else MaxFailed.parse(max_failed),
+            keep_going,
+        )
         pool = startup.open_pool(config, console)
         raise typer.Exit(run_file_job(options, config, pool, console, began=began).exit_code)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specbatch.errors import SpecbatchError, WorkerFailed
+from specbatch.errors import SpecbatchError, TooManyFailed, WorkerFailed
 from specbatch.signals import INTERRUPTED, interrupt, on_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-USAGE_ERROR, INTERNAL_ERROR = 2, 3
+USAGE_ERROR, INTERNAL_ERROR, TOO_MANY_FAILED = 2, 3, 4
 _MORE_MEMORY = "free memory, or raise the limit (ulimit -v); finished rows are kept"
 # Texts of ImportError and OSError if there is no memory to load a library.
 _NO_MEMORY = ("cannot allocate memory", "failed to map segment")
@@ -33,7 +33,7 @@ def user_errors() -> Iterator[Console]:
             yield console
     except SpecbatchError as exc:
         _print_error(exc, console)
-        raise typer.Exit(USAGE_ERROR) from exc
+        raise typer.Exit(TOO_MANY_FAILED if isinstance(exc, TooManyFailed) else USAGE_ERROR) from exc
     except WorkerFailed as exc:  # its message has the traceback
         _print_error(exc, console)
         raise typer.Exit(INTERNAL_ERROR) from exc

@@ -17,6 +17,7 @@ from rich.markup import escape
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
+from specbatch.job.failures import FailureWatch, MaxFailed
 from specbatch.job.generate import FileJob
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict
 from specbatch.job.paths import ELSEWHERE, check_input_name, files_read, partial_path, stats_path_of
@@ -26,6 +27,7 @@ from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks, draft_remarks
 from specbatch.job.remote import RemoteOutput
 from specbatch.job.results import ResultFile
+from specbatch.job.retry import reopen_without_errors
 from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.runner import failed_row
 from specbatch.job.shard import Shard, part_of
@@ -50,6 +52,9 @@ class GenerateOptions:
     config_file: Path | None = None  # that `config` was read from; None: ./specbatch.yaml, if it exists
     shard: Shard | None = None  # None: the whole input
     quarantine: bool = False  # rows that end the process each time become error rows
+    retry_errors: bool = False  # of a finished output, run the rows that failed again
+    max_failed: MaxFailed | None = None  # the job ends early if more rows fail
+    keep_going: bool = False  # also if all of the first rows fail
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def run_file_job(
         if url_of(options.input) in (url, store.stats_url):
             raise InputError(f"{options.input} is the input, so it cannot be written", ELSEWHERE)
         with store.named():
-            store.prepare(overwrite=options.overwrite)
+            store.prepare(overwrite=options.overwrite, will_write=options.retry_errors)
             outcome = _run(options, config, pool, console, began, summary, store.path, store)
             if outcome.report is not None:
                 store.remove_copies()
@@ -106,8 +111,11 @@ def _run(
     start_seconds = time.perf_counter() - began  # with the import of the libraries: a part of loading
     job = what.fingerprint(source.identity, options.limit, options.shard)
     if not options.overwrite and is_finished(output):
-        report = already_finished(output, job, pool.models, console, verifiable=source.verifiable, name=shown)
-        return Outcome(verdict(report, console), output, report)
+        report = already_finished(output, job, pool.models, verifiable=source.verifiable)
+        if not (options.retry_errors and report["rows"]["failed"]):
+            print_notes([f"{shown} is finished already: nothing to do (--overwrite runs it again)"], console)
+            return Outcome(verdict(report, console), output, report)
+        reopen_without_errors(output, report, source)
 
     with closing(ResultFile(output, job, pool.models, overwrite=options.overwrite)) as results:
         print_notes([*results.notes(), *count_crash(results), *notes], console)
@@ -123,8 +131,9 @@ def _run(
         with closing(JobProgress(console)) as progress:
             quarantine = partial(failed_row, parser=parser) if options.quarantine else None
             plan = None if options.input == "-" else _plan(what.config, parser)
+            watch = FailureWatch(options.max_failed, not options.keep_going)
             file_job = FileJob(
-                source, results, pool, load, remarks, progress, what.low_acceptance, warn, quarantine, plan
+                source, results, pool, load, remarks, progress, what.low_acceptance, warn, quarantine, plan, watch
             )
             completed = file_job.run()
         session = file_job.session

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
-from specbatch.errors import InputError, RowError
+from specbatch.errors import InputError, RowError, TooManyFailed
 from specbatch.job.eta import Work
+from specbatch.job.failures import FailureWatch
 from specbatch.job.partial import RowDeaths
 from specbatch.job.plan import RowPlan
 from specbatch.job.pool import WorkerPool
@@ -45,6 +46,7 @@ class FileJob:
     warn: Callable[[str], None] = lambda warning: None
     quarantine: Callable[[RawRow, RowError], Finished] | None = None  # makes error rows of those that are left out
     plan: Callable[[Iterator[RawRow]], RowPlan] | None = None
+    failures: FailureWatch = field(default_factory=FailureWatch)
     session: Session = field(default_factory=Session, init=False)
     interrupted: bool = field(default=False, init=False)
 
@@ -54,16 +56,20 @@ class FileJob:
         self._exhausted = False
         self._held: RowPlan | None = None  # rows that were seen and have not started
         self._left_out: dict[int, RowDeaths] = {}
+        self._too_many_failed: TooManyFailed | None = None
 
     def run(self) -> bool:
         """Run all rows that are not finished; False if a signal ended it early. What is finished is always written.
 
         Raises InputError if the input cannot be read to its end, or has changed. The input of the next session can then
-        be another: rows that are the same there are kept. The same holds for WorkerFailed: rows were left out, see
-        `suspects`.
+        be another: rows that are the same there are kept. The same holds for WorkerFailed (rows were left out, see
+        `suspects`) and for TooManyFailed.
         """
         try:
             self._run_rows(self._rows_to_run())
+            if self._too_many_failed is not None:
+                self.results.release_input()
+                raise self._too_many_failed
             if not self.interrupted:
                 if self._left_out:
                     self.results.release_input()  # so that these rows can be changed
@@ -131,9 +137,9 @@ class FileJob:
 
     def _loop(self, rows: Iterator[RawRow]) -> None:
         pool = self.pool
-        while not self.interrupted:
+        while not self._ends_early:
             began = time.perf_counter()
-            while not self._exhausted and not self.interrupted and pool.has_room:
+            while not self._exhausted and not self._ends_early and pool.has_room:
                 raw = next(rows, None)
                 if raw is None:
                     self._exhausted = True
@@ -143,21 +149,28 @@ class FileJob:
                     pool.submit(raw, deaths.times if deaths is not None else 0)
                 self._show_progress()
             self.session.io_seconds += time.perf_counter() - began
-            if self.interrupted or (self._exhausted and pool.is_idle):
+            if self._ends_early or (self._exhausted and pool.is_idle):
                 break
             finished = pool.collect(self._exhausted)
             began = time.perf_counter()
             self._keep(finished)
+            ended = self._exhausted and pool.is_idle
+            self._too_many_failed = self.failures.verdict(self.results.totals, self.source.total, ended=ended)
             if finished.rows and (warning := low_acceptance_warning(pool.stats.speculation, self.low_acceptance)):
                 self.warn(warning)
                 self.low_acceptance = None  # once is enough
             self._show_progress()
             self.session.io_seconds += time.perf_counter() - began
-        if self.interrupted:
+        if self._ends_early:
             self._keep(pool.drain())
+
+    @property
+    def _ends_early(self) -> bool:
+        return self.interrupted or self._too_many_failed is not None
 
     def _keep(self, finished: Finished) -> None:
         self.results.append(finished)
+        self.failures.add(finished)
         self.session.rows += len(finished.rows)
         self.session.completion_tokens += finished.totals.completion_tokens
         for row in finished.rows:

@@ -46,28 +46,35 @@ class MergeOptions:
 
 def merge_files(options: MergeOptions, console: Console) -> int:
     """Merge the results of all shards of a job; returns the exit code. Raises SpecbatchError."""
+    shards = read_shards(options.shards)
     named = _output_path(options)
     url = url_of(named)
     if url is None:
-        return _merge(options, named, console)
+        return _merge(options, shards, named, console)
     store = RemoteOutput(url)
     with store.named():
         store.prepare(overwrite=options.overwrite)
-        code = _merge(options, store.path, console, store)
+        code = _merge(options, shards, store.path, console, store)
         store.remove_copies()
     return code
 
 
-def _merge(options: MergeOptions, named: Path, console: Console, store: RemoteOutput | None = None) -> int:
+def _merge(
+    options: MergeOptions,
+    shards: Sequence[FinishedShard],
+    named: Path,
+    console: Console,
+    store: RemoteOutput | None = None,
+) -> int:
     """`named`: the local file to write; `store`: where it goes then."""
-    shards = read_shards(options.shards)
     output = checked_output(named, _reads(shards), console, overwrite=options.overwrite)
     shown = str(output) if store is None else store.url
     _check_formats(shards, output)
     first = shards[0]
     if not options.overwrite and is_finished(output):
         verifiable = _is_merged(output, shards) or first.verifiable
-        report = already_finished(output, first.job, ModelFiles({}), console, verifiable=verifiable, name=shown)
+        report = already_finished(output, first.job, ModelFiles({}), verifiable=verifiable)
+        print_notes([f"{shown} is finished already: nothing to do (--overwrite merges again)"], console)
         return verdict(report, console)
     with closing(ResultFile(output, first.job, overwrite=options.overwrite)) as lock:
         if lock.resumed_rows or lock.damaged_lines:

@@ -54,11 +54,8 @@ def is_finished(output: Path) -> bool:
     return output.exists() and not partial_path(output).exists()
 
 
-def already_finished(
-    output: Path, job: Mapping[str, Any], models: ModelRecord, console: Console, *, verifiable: bool, name: str = ""
-) -> dict[str, Any]:
-    """The statistics of an output that is finished, if it is that of `job`. `verifiable`: see `Source`. `name`: of the
-    output in messages, if it is not its path.
+def already_finished(output: Path, job: Mapping[str, Any], models: ModelRecord, *, verifiable: bool) -> dict[str, Any]:
+    """The statistics of an output that is finished, if it is that of `job`. `verifiable`: see `Source`.
 
     Raises InputError if it is the output of another job, or was changed.
     """
@@ -79,7 +76,6 @@ def already_finished(
             f"{output} was changed after it was finished: {'; '.join(changed)}",
             f"--overwrite computes it again; {ELSEWHERE}",
         )
-    print_notes([f"{name or output} is finished already: nothing to do (--overwrite runs it again)"], console)
     return report
 
 

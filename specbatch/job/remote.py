@@ -135,15 +135,16 @@ class RemoteOutput:
         self.stats_url = f"{parent_url(url)}/{stats_path_of(self.path).name}"
         self._results, self._stats = RemoteFile(url), RemoteFile(self.stats_url)
 
-    def prepare(self, *, overwrite: bool) -> None:
+    def prepare(self, *, overwrite: bool, will_write: bool = False) -> None:
         """Make the local files those of the store, unless an unfinished job is here. Check that the store can be
-        written."""
-        if partial_path(self.path).exists():
+        written, unless the job is finished; `will_write`: also then."""
+        is_unfinished = partial_path(self.path).exists()
+        if not is_unfinished:
+            self.remove_copies()
+        is_new = is_unfinished or overwrite or self._results.state() is None
+        if is_new or will_write:
             self._results.check_can_write()
-            return
-        self.remove_copies()
-        if overwrite or self._results.state() is None:
-            self._results.check_can_write()
+        if is_new:
             return
         if self._stats.state() is not None:
             self._stats.download(stats_path_of(self.path))

@@ -38,8 +38,8 @@ _SYNC_SECONDS = 5.0
 _COPY_BUFFER = 1 << 20
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 _INPUT_NOW = "specbatch_input"  # the record of an input that is not that of the first line
-_LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
-_MODELS = "specbatch_weights"  # the record of the models' large files, see `fingerprint`
+LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
+MODELS = "specbatch_weights"  # the record of the models' large files, see `fingerprint`
 _DEATHS = "specbatch_deaths"  # the record of rows whose process died
 _START_AGAIN = f"--overwrite drops it and starts again; {ELSEWHERE}"
 
@@ -95,7 +95,7 @@ class ResultFile:
         and before the first row is written."""
         if self.longest_row is None:
             self.longest_row = tokens
-            self._append({_LONGEST_ROW: tokens})
+            self._append({LONGEST_ROW: tokens})
 
     def is_done(self, row: RawRow) -> bool:
         """Whether this row has a result. A result of another row with the same index is dropped."""
@@ -155,7 +155,7 @@ class ResultFile:
     def sync(self) -> None:
         """Force all lines to the disk, and first write what was learned of the models."""
         if (models := self._models.record()) != self._recorded_models:
-            self._append({_MODELS: models})
+            self._append({MODELS: models})
             self._recorded_models = models
         with disk_errors(self._path):
             os.fsync(self._file.fileno())
@@ -241,7 +241,7 @@ class ResultFile:
             # If the header is damaged, the checksums of the rows show whether they are of this job.
             self._lines = PartialLines(header if old is not None else header_line(job))
             self.damaged_lines += old is None
-            records: dict[str, Any] = {_INPUT_NOW: _input_of(old if old is not None else job), _MODELS: {}}
+            records: dict[str, Any] = {_INPUT_NOW: _input_of(old if old is not None else job), MODELS: {}}
             end = len(header)
             for line in lines:
                 if not line.endswith(b"\n"):
@@ -260,13 +260,13 @@ class ResultFile:
         self._input_released = records[_INPUT_NOW] is None
         if not self._input_released:
             self._check_job(records[_INPUT_NOW], _input_of(job))
-        self._recorded_models = records[_MODELS]
+        self._recorded_models = records[MODELS]
         if changed := self._models.differences(self._recorded_models):
             self._refuse(changed)
         self._file.truncate(end)
         self._end = end
         self._has_rows = bool(self.totals.rows or self.damaged_lines)
-        self.longest_row = records.get(_LONGEST_ROW)
+        self.longest_row = records.get(LONGEST_ROW)
         self.resumed_rows = self.totals.rows
         if self._input_released:
             self._append({_INPUT_NOW: _input_of(job)})

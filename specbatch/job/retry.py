@@ -1,0 +1,54 @@
+"""`--retry-errors`: a finished job becomes an unfinished one that lacks only the rows that failed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import InputError
+from specbatch.job.files import disk_errors, force_to_disk
+from specbatch.job.partial import PartialLines, header_line
+from specbatch.job.paths import partial_path, sorted_path
+from specbatch.job.result_files import open_results
+from specbatch.job.results import LONGEST_ROW, MODELS
+from specbatch.job.results_format import line_index
+from specbatch.job.sources import Source
+
+
+def reopen_without_errors(output: Path, report: Mapping[str, Any], source: Source) -> None:
+    """Write the partial file of the job that `output` and its statistics `report` are the result of, without the rows
+    that failed. All other rows keep their bytes. The output stays until the job is finished again."""
+    temporary, partial = sorted_path(output), partial_path(output)
+    with disk_errors(partial):
+        temporary.unlink(missing_ok=True)  # of a session that was killed here
+        try:
+            with temporary.open("xb") as file:
+                file.writelines(_partial_lines(output, report, source))
+            force_to_disk(temporary)
+            try:
+                os.link(temporary, partial)  # as a whole or not at all, and not over that of another process
+            except FileExistsError as exc:
+                raise InputError(f"another process is writing {output}", "wait for it") from exc
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _partial_lines(output: Path, report: Mapping[str, Any], source: Source) -> Iterator[bytes]:
+    header = header_line(report["job"])
+    lines = PartialLines(header)
+    yield header
+    yield lines.record({MODELS: report.get("weights", {})})
+    if (longest := report.get("longest_row")) is not None:
+        yield lines.record({LONGEST_ROW: longest})
+    rows = source.rows()
+    with open_results(output) as results:
+        for result in results:
+            index = line_index(result)
+            row = next((row for row in rows if row.index >= index), None)
+            if row is None or row.index != index:
+                raise InputError(f"{output} has a result of row {index}, which the input {source.name} does not have")
+            if not json.loads(result).get("error"):
+                yield lines.row(row.digest(), result)
