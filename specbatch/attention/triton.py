@@ -16,17 +16,16 @@ from specbatch.kernels import ops_for
 
 # Few splits leave multiprocessors idle, many cost more to merge. Measured on an H200 by
 # `scripts/bench/tune_attention.py`. Constants: results must not depend on the card.
-_MAX_PROGRAMS = 512
+MAX_PROGRAMS = 512
 _MAX_SPLITS = 8
 _MAX_SPLITS_SMALL, _SMALL_PROGRAMS = 16, 4
 _MAX_ROWS = 64  # (new token, query head) pairs of one program
-WORKSPACE_ROWS = _MAX_PROGRAMS * _MAX_ROWS
+WORKSPACE_ROWS = MAX_PROGRAMS * _MAX_ROWS
 
 
 class PagedAttention:
     """`num_heads` is a multiple of `num_kv_heads`. Splits follow the number of sequences, which is fixed in a captured
-    graph, never their lengths. `scale` None: head_dim ** -0.5. `deterministic`: one split, so that a token's bits do
-    not depend on that number."""
+    graph, never their lengths. `scale` None: head_dim ** -0.5."""
 
     def __init__(
         self,
@@ -37,9 +36,7 @@ class PagedAttention:
         device: torch.device,
         *,
         scale: float | None = None,
-        deterministic: bool = False,
     ) -> None:
-        self._deterministic = deterministic
         ops = ops_for(device, dtype)
         self._attend = ops.attend
         self._workspace = ops.Workspace(device, WORKSPACE_ROWS, head_dim)
@@ -48,8 +45,6 @@ class PagedAttention:
         self._scale = head_dim**-0.5 if scale is None else scale
 
     def plan(self, layout: PagedBatch) -> tuple[PagedBatch, int]:
-        if self._deterministic:
-            return layout, 1
         return layout, num_splits(layout.starts_B.shape[0], self._num_kv_heads, layout.max_queries * self._group)
 
     def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
@@ -63,6 +58,6 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
     programs = num_seqs * num_kv_heads * -(-num_rows // _MAX_ROWS)
     splits = 1
     max_splits = _MAX_SPLITS_SMALL if programs <= _SMALL_PROGRAMS else _MAX_SPLITS
-    while splits < max_splits and splits * 2 * programs <= _MAX_PROGRAMS:
+    while splits < max_splits and splits * 2 * programs <= MAX_PROGRAMS:
         splits *= 2
     return splits

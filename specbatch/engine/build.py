@@ -12,6 +12,7 @@ import torch
 from specbatch.attention.cpu import TorchAttention
 from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.attention.interface import AttentionBackend
+from specbatch.attention.invariant import InvariantAttention
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
 from specbatch.draft import DraftParts, make_method
@@ -235,7 +236,7 @@ def _attention(
 ) -> AttentionBackend:
     sizes, scale = (config.num_heads, config.num_kv_heads, config.head_dim), config.attention_scale
     if name == "triton":
-        return PagedAttention(*sizes, dtype, device, scale=scale, deterministic=deterministic)
+        return (InvariantAttention if deterministic else PagedAttention)(*sizes, dtype, device, scale=scale)
     if name == "flashinfer":
         return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale)
     if name == "torch":

@@ -1,0 +1,300 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Attention whose bits depend on a row alone (Triton): not on the batch, the number of new tokens, the prefill chunk or
+the draft tree that it is computed in.
+
+What a query's result is made of, and in which order, is a function of its position:
+
+- Keys are read in blocks that begin at multiples of BLOCK_N, and splits of blocks begin where `parts/attention_splits`
+  says. Each split has a softmax of its own. The splits are merged in order, by one program in registers, or by the last
+  of several programs from memory: the same arithmetic.
+- Within a block only tensor cores add: scores, values, and the weights themselves, which are multiplied by ones. They
+  add keys in order, whatever the tile (see `models/invariant.py`); a sum over a tile's columns would follow its layout.
+  What remains is exact (maxima, selections) or a function of single elements. No multiplication is fused with an
+  addition: the compiler could do so in one kernel and not in another.
+- A key that a query does not see has the weight 0, wherever it is. A block that a query does not see leaves its bits.
+- A node of a tree sees its ancestors in other slots than plain decoding has them. From the block on in which the trees'
+  slots begin, keys are read in the order of a path instead, for one leaf after the other: the nodes of that path take
+  the result, and others ignore it. It costs a block or two for each leaf.
+
+Shape suffixes as in `kernels/torch/model.py`; rows of a tile are (new token, query head of the group) pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specbatch.batch import PagedBatch
+from specbatch.kernels.triton.attention import Workspace
+from specbatch.kernels.triton.parts.attention_splits import SplitPlan, stored_rows
+from specbatch.kernels.triton.parts.attention_tile import Tile, padded
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.tree_paths import TreePaths
+
+_LOG2E = 1.4426950408889634
+_ONES = tl.constexpr(16)  # columns of ones: the least that a tensor core multiplies
+
+
+@triton.jit
+def _add_block(
+    acc, total, maximum, q, k_base, v_base, slots, key_ok, visible, sees, scale_log2, dims, dim_ok,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ALL_VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys and values of `slots`. Rows that do not `sees` any of them keep their bits."""
+    k_ok, v_ok = dim_ok[:, None], dim_ok[None, :]
+    if not ALL_VISIBLE:
+        k_ok, v_ok = k_ok & key_ok[None, :], v_ok & key_ok[:, None]
+    k = tl.load(k_base + slots[None, :] * D + dims[:, None], mask=k_ok, other=0.0).to(q.dtype)
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+    if not ALL_VISIBLE:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    # Nothing seen yet: any finite reference makes every weight an exact zero.
+    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores - reference[:, None]).to(q.dtype)
+    decay = tl.exp2(maximum - reference)[:, None]
+    v = tl.load(v_base + slots[:, None] * D + dims[None, :], mask=v_ok, other=0.0).to(q.dtype)
+    ones = tl.full([BLOCK_N, _ONES], 1.0, q.dtype)
+    new_acc = tl.dot(weights, v, acc * decay, input_precision=PRECISION)
+    new_total = tl.dot(weights, ones, total * decay, input_precision=PRECISION)
+    if not ALL_VISIBLE:
+        new_acc = tl.where(sees[:, None], new_acc, acc)
+        new_total = tl.where(sees[:, None], new_total, total)
+        new_maximum = tl.where(sees, new_maximum, maximum)
+    return new_acc, new_total, new_maximum
+
+
+@triton.jit
+def _merge(acc, total, maximum, split_acc, split_total, split_maximum, sees):
+    """Adds the result of a split, for rows that see any of its keys."""
+    new_maximum = tl.maximum(maximum, split_maximum)
+    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    share, split_share = tl.exp2(maximum - reference)[:, None], tl.exp2(split_maximum - reference)[:, None]
+    acc = tl.where(sees[:, None], acc * share + split_acc * split_share, acc)
+    total = tl.where(sees[:, None], total * share + split_total * split_share, total)
+    return acc, total, tl.where(sees, new_maximum, maximum)
+
+
+@triton.jit
+def _store(out_ptrs, out_ok, acc, total):
+    total_M = tl.max(total, 1)  # its columns are equal
+    out = acc / tl.where(total_M == 0.0, 1.0, total_M)[:, None]
+    tl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=out_ok)
+
+
+@triton.jit
+def _sees(limit, oldest, low, high):
+    """Whether a row sees a key of [low, high): it sees those of [oldest, limit)."""
+    return (limit > low) & (oldest < high)
+
+
+@triton.jit
+def _attend(
+    q_ptr, out_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, query_starts_ptr, positions_ptr,
+    mask_starts_ptr, limits_ptr, leaves_ptr, paths_ptr, bounds_ptr, ranks_ptr, listed_ptr,
+    partial_ptr, sums_ptr, counter_ptr, scale_log2, window, stride_kv_head, stride_table, num_bits, num_seqs,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDS: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_former(PDL)
+    NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    kv_head, row_block, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # A sequence has `parts` programs. The first is found by the sequence's number, the others come after all sequences.
+    part, parts, rank = seq * 0, seq * 0 + PARTS, seq
+    if PARTS > 1:
+        other = seq - num_seqs
+        part = tl.where(other >= 0, 1 + other % (PARTS - 1), 0)
+        rank = tl.where(other >= 0, other // (PARTS - 1), seq)
+        if LISTED:
+            found = tl.load(listed_ptr + tl.where(other >= 0, rank, 0))
+            own = tl.load(ranks_ptr + tl.minimum(seq, num_seqs - 1))
+            seq = tl.where(other >= 0, found, seq)
+            rank = tl.where(other >= 0, rank, own)
+            parts = tl.where(rank >= 0, PARTS, 1)
+            if seq < 0:
+                return
+        else:
+            seq = rank
+
+    first = tl.load(query_starts_ptr + seq)
+    num_queries = tl.load(query_starts_ptr + seq + 1) - first
+    if row_block * BLOCK_M >= num_queries * GROUP:
+        return
+    start = tl.load(starts_ptr + seq)
+    local = tl.arange(0, BLOCK_M)
+    rows = row_block * BLOCK_M + local
+    query = rows // GROUP
+    row_ok = query < num_queries
+    token = first + tl.minimum(query, num_queries - 1)
+    head = kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    dim_ok = dims < D
+    # A row sees the keys [oldest, limit), by their position. Those before `num_shared` have one slot for all rows.
+    if HAS_TREE:
+        limit = tl.load(limits_ptr + token)
+        leaf_of = tl.load(leaves_ptr + token)
+        mask_start = tl.load(mask_starts_ptr + seq)
+        num_shared = mask_start // BLOCK_N * BLOCK_N
+        num_seen = num_shared  # by every row
+    else:
+        limit = start + tl.minimum(query, num_queries - 1) + 1
+        num_shared = tl.max(limit, 0)
+        num_seen = start + row_block * BLOCK_M // GROUP + 1
+    end = tl.max(limit, 0)
+    oldest = limit * 0
+    if HAS_WINDOW:
+        oldest = tl.maximum(tl.load(positions_ptr + token).to(tl.int32) - window + 1, 0)
+        num_seen = num_seen * 0
+    begin = tl.min(oldest, 0) // BLOCK_N * BLOCK_N
+    num_splits = tl.sum((tl.load(bounds_ptr + tl.arange(0, BOUNDS)) < end).to(tl.int32))
+    parts = tl.minimum(parts, num_splits)
+    if part >= parts:
+        return
+
+    q_offsets = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * D + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
+    k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
+    v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
+    table = table_ptr + seq.to(tl.int64) * stride_table
+    columns = tl.arange(0, BLOCK_N)
+    base = ((rank * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head).to(tl.int64) * MAX_SPLITS
+    cell = local[:, None] * BLOCK_D + dims[None, :]
+
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M, _ONES], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(part, num_splits, parts):
+        split_low, split_high = tl.load(bounds_ptr + split), tl.load(bounds_ptr + split + 1)
+        low, high = tl.maximum(split_low, begin), tl.minimum(split_high, end)
+        split_maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        split_total = tl.zeros([BLOCK_M, _ONES], tl.float32)
+        split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        # Blocks that every row sees to their ends need no comparisons.
+        next_block = low // BLOCK_N
+        stop_seen = tl.maximum(tl.minimum(num_seen, high) // BLOCK_N, next_block)
+        stop_shared = tl.cdiv(tl.minimum(num_shared, high), BLOCK_N)
+        for block in range(next_block, stop_seen):
+            keys = block * BLOCK_N + columns
+            if PAGE % BLOCK_N == 0:
+                page = tl.load(table + block * BLOCK_N // PAGE).to(tl.int64)
+                slots = page * PAGE + (block * BLOCK_N) % PAGE + columns
+            else:
+                slots = tl.load(table + keys // PAGE).to(tl.int64) * PAGE + keys % PAGE
+            split_acc, split_total, split_maximum = _add_block(
+                split_acc, split_total, split_maximum, q, k_base, v_base, slots, row_ok, row_ok, row_ok,
+                scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, True,
+            )  # fmt: skip
+        for block in range(stop_seen, stop_shared):
+            keys = block * BLOCK_N + columns
+            key_ok = keys < end
+            slots = tl.load(table + keys // PAGE, mask=key_ok, other=0).to(tl.int64) * PAGE + keys % PAGE
+            visible = (keys[None, :] < limit[:, None]) & (keys[None, :] >= oldest[:, None])
+            sees = _sees(limit, oldest, block * BLOCK_N, block * BLOCK_N + BLOCK_N)
+            split_acc, split_total, split_maximum = _add_block(
+                split_acc, split_total, split_maximum, q, k_base, v_base, slots, key_ok, visible, sees,
+                scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, False,
+            )  # fmt: skip
+        if HAS_TREE:
+            first_own = tl.maximum(low, num_shared) // BLOCK_N
+            for leaf in range(0, num_queries):
+                on_path = row_ok & (leaf_of == leaf)
+                leaf_end = tl.minimum(tl.load(limits_ptr + first + leaf), split_high)
+                has_rows = tl.max(on_path.to(tl.int32), 0) > 0
+                stop_own = tl.where(has_rows, tl.cdiv(leaf_end, BLOCK_N), first_own)
+                for block in range(first_own, stop_own):
+                    keys = block * BLOCK_N + columns
+                    key_ok = keys < leaf_end
+                    depth = keys - mask_start
+                    on_tree = key_ok & (depth >= 0)
+                    bit = tl.load(paths_ptr + (first + leaf) * num_bits + depth, mask=on_tree, other=0)
+                    index = tl.where(on_tree, mask_start + bit, keys)
+                    slots = tl.load(table + index // PAGE, mask=key_ok, other=0).to(tl.int64) * PAGE + index % PAGE
+                    visible = (keys[None, :] < limit[:, None]) & (keys[None, :] >= oldest[:, None])
+                    sees = on_path & _sees(limit, oldest, block * BLOCK_N, block * BLOCK_N + BLOCK_N)
+                    split_acc, split_total, split_maximum = _add_block(
+                        split_acc, split_total, split_maximum, q, k_base, v_base, slots, key_ok, visible, sees,
+                        scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, False,
+                    )  # fmt: skip
+        if PARTS > 1 and parts > 1:
+            place = base + split
+            tl.store(partial_ptr + place * ROWS * BLOCK_D + cell, split_acc, mask=row_ok[:, None])
+            tl.store(sums_ptr + place * 2 * ROWS + local, split_maximum, mask=row_ok)
+            tl.store(sums_ptr + place * 2 * ROWS + ROWS + local, tl.max(split_total, 1), mask=row_ok)
+        sees = _sees(limit, oldest, split_low, split_high)
+        acc, total, maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum, sees)
+
+    out_ptrs, out_ok = out_ptr + q_offsets, row_ok[:, None] & dim_ok[None, :]
+    if PARTS == 1 or parts == 1:
+        _store(out_ptrs, out_ok, acc, total)
+    else:
+        counter = counter_ptr + (rank * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head
+        tl.debug_barrier()  # every thread's part is stored before the counter says so
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == parts - 1:
+            tl.debug_barrier()
+            maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M, _ONES], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for split in range(0, num_splits):
+                place = base + split
+                sums = sums_ptr + place * 2 * ROWS + local
+                split_maximum = tl.load(sums, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
+                split_sum = tl.load(sums + ROWS, mask=row_ok, other=0.0, cache_modifier=".cg")
+                split_total = tl.broadcast_to(split_sum[:, None], [BLOCK_M, _ONES])
+                split_acc = tl.load(
+                    partial_ptr + place * ROWS * BLOCK_D + cell, mask=row_ok[:, None], other=0.0, cache_modifier=".cg"
+                )
+                sees = _sees(limit, oldest, tl.load(bounds_ptr + split), tl.load(bounds_ptr + split + 1))
+                acc, total, maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum, sees)
+            _store(out_ptrs, out_ok, acc, total)
+            tl.store(counter, 0)  # ready for the next launch
+
+
+def attend(
+    tile: Tile,
+    q_THD: Tensor,
+    kv_2KSD: Tensor,
+    batch: PagedBatch,
+    paths: TreePaths | None,
+    splits: SplitPlan,
+    listed: tuple[Tensor, Tensor] | None,
+    bounds: Tensor,
+    workspace: Workspace,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """As `kernels/torch/attention.py`. `paths`: of a batch with a mask. `listed`: the long sequences, see
+    `long_sequences`; None: all have `splits.parts` programs. `bounds`: int32, the first key of each split, a power of
+    two of them."""
+    _, num_heads, head_dim = q_THD.shape
+    num_kv_heads = kv_2KSD.shape[1]
+    group = num_heads // num_kv_heads
+    block_d = padded(head_dim)
+    row_blocks = triton.cdiv(batch.max_queries * group, tile.block_m)
+    num_seqs = batch.starts_B.shape[0]
+    rows = stored_rows(batch.max_queries * group, tile)
+    assert (listed is None) == (splits.num_seqs == num_seqs), "some sequences are listed, or all have programs"
+    assert (paths is None) == (batch.mask_TW is None), "the paths are those of the mask"
+    tiles = splits.num_seqs * row_blocks * num_kv_heads if splits.parts > 1 else 0
+    limits, leaves, nodes = (batch.starts_B,) * 3 if paths is None else paths
+    out = torch.empty_like(q_THD)
+    pdl = dependent_launch(q_THD)
+    # The interpreter does not have the option.
+    options = {**launch_options(pdl), **({"enable_fp_fusion": False} if q_THD.is_cuda else {})}
+    _attend[(num_kv_heads, row_blocks, num_seqs + (splits.parts - 1) * splits.num_seqs)](
+        q_THD, out, kv_2KSD[0], kv_2KSD[1], batch.page_table_BP, batch.starts_B, batch.query_starts,
+        batch.positions_T, batch.starts_B if batch.mask_starts_B is None else batch.mask_starts_B,
+        limits, leaves, nodes, bounds, *(listed or (batch.starts_B, batch.starts_B)),
+        *workspace.reserve(tiles, splits.max_splits, rows, block_d),
+        scale * _LOG2E, window or 0, kv_2KSD.stride(1), batch.page_table_BP.stride(0), nodes.stride(0), num_seqs,
+        NUM_HEADS=num_heads, GROUP=group, D=head_dim, BLOCK_D=block_d, PAGE=batch.page_size,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BOUNDS=bounds.shape[0], PARTS=splits.parts,
+        LISTED=listed is not None, MAX_SPLITS=splits.max_splits, ROWS=rows, HAS_TREE=paths is not None,
+        HAS_WINDOW=window is not None, PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32", PDL=pdl,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,103 @@
+"""Where attention splits a sequence's keys, if results must not depend on the batch. Free of Triton.
+
+The splits are the same for every row: 256 keys each up to 2,048 tokens, then an eighth to a quarter of what came
+before. So a short context has some splits to compute at once, and 128k tokens have 32, whose results fit in a small
+workspace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specbatch.kernels.triton.parts.attention_tile import Tile, padded, shared_of
+from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
+
+MAX_SPLITS = 63  # up to 27 million tokens; with an end a power of two
+_SMALLEST = 256  # keys; a multiple of every tile's
+_NUM_SMALLEST = 8
+
+WORKSPACE_ROWS = 65_536  # of results of splits
+LONG_TOKENS = 8192
+_MAX_PROGRAMS = 512  # on the way to which sequences are given several
+_MAX_PARTS, _PARTS_OF_LONG = 16, 8
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Which programs compute a launch. It changes no bit.
+
+    parts: programs of a sequence (and head, and tile of rows), which share its splits.
+    num_seqs: sequences that have `parts` programs: all, or those that are listed as long. The others have one.
+    max_splits: of the longest sequence that there can be.
+    """
+
+    parts: int
+    num_seqs: int
+    max_splits: int
+
+
+def split_begin(number: int) -> int:
+    """The first key of a split: a multiple of 256, and a function of the split's number alone."""
+    if number <= _NUM_SMALLEST:
+        return number * _SMALLEST
+    doublings, quarter = divmod(number - _NUM_SMALLEST, 4)
+    return (_NUM_SMALLEST * _SMALLEST << doublings) // 4 * (4 + quarter)
+
+
+def bounds() -> list[int]:
+    """The first key of each split, and an end that no sequence comes to."""
+    return [*map(split_begin, range(MAX_SPLITS)), 2**31 - 1]
+
+
+def splits_of(num_keys: int) -> int:
+    """How many splits that many keys have."""
+    return next(number for number in range(1, MAX_SPLITS + 1) if split_begin(number) >= num_keys)
+
+
+def invariant_tile(head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES) -> Tile:
+    """The one tile of all launches, on a GPU with `shared` bytes of shared memory: 64 rows, as prompts need them.
+
+    Stages change no bit. Keys do: GPUs that differ in shared memory may differ from each other.
+    """
+    rows, keys = (16, 32) if itemsize == 4 else (64, 64)
+    warps = 8 if head_dim > 128 else 4
+    tile = Tile(rows, keys, warps, 2)
+    while shared_of(tile, head_dim, itemsize) + _ones_of(tile, itemsize) > shared:
+        if tile.num_stages > 1:
+            tile = Tile(rows, keys, warps, 1)
+        elif keys > 16:
+            keys //= 2
+            tile = Tile(rows, keys, warps, 2)
+        else:
+            break
+    return tile
+
+
+def stored_rows(num_rows: int, tile: Tile) -> int:
+    """Rows of a tile whose parts are kept, where a sequence has `num_rows`."""
+    return min(tile.block_m, padded(num_rows))
+
+
+def plan_splits(num_seqs: int, num_kv_heads: int, num_rows: int, max_keys: int, tile: Tile) -> SplitPlan:
+    """`num_rows`: of a sequence and key/value head, at most. `max_keys`: of a sequence, at most.
+
+    Few sequences have several programs each. Of many, only those that are long have, as far as the workspace suffices.
+    """
+    max_splits, tiles = splits_of(max_keys), num_kv_heads * -(-num_rows // tile.block_m)
+
+    def num_fitting(parts: int) -> int:
+        """Sequences that can have as many programs."""
+        in_workspace = WORKSPACE_ROWS // (tiles * max_splits * stored_rows(num_rows, tile))
+        return min(in_workspace, _MAX_PROGRAMS // (tiles * parts))
+
+    parts = _MAX_PARTS
+    while parts > 1 and (parts // 2 >= max_splits or num_fitting(parts) < num_seqs):
+        parts //= 2
+    if parts == 1 and max_keys > LONG_TOKENS and num_fitting(_PARTS_OF_LONG):
+        return SplitPlan(_PARTS_OF_LONG, num_fitting(_PARTS_OF_LONG), max_splits)
+    return SplitPlan(parts, num_seqs, max_splits)
+
+
+def _ones_of(tile: Tile, itemsize: int) -> int:
+    """Bytes of what the weights are multiplied with to add them up."""
+    return tile.block_n * 16 * itemsize
