@@ -121,7 +121,8 @@ class EngineSection:
     )
     max_batch_size: int | None = option(
         None,
-        "Most requests that run together. null: 16 on CPU, 256 on CUDA, or fewer if memory is short.",
+        "Most requests that run together. null: 16 on CPU; 256 on CUDA, up to 1024 if the KV cache is large enough, "
+        "fewer if memory is short.",
         AT_LEAST_1,
     )
     page_size: int | None = option(None, "Tokens in a page of the KV cache. null: 16 on CPU, 64 on CUDA.", AT_LEAST_1)

@@ -14,7 +14,7 @@ from specbatch.attention.flashinfer import HEAD_DIMS as FLASHINFER_HEAD_DIMS
 from specbatch.config import AttentionName, Config, EngineSection, KVDtypeName, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
-from specbatch.engine.resolve_cache import CacheRequest, resolve_cache
+from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.engine.resolve_speculation import (
@@ -133,6 +133,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     measured = (num_nodes, engine.prefill_chunk_tokens) if on_cuda else None
     num_ranks, fraction = config.engine.tensor_parallel, engine.memory_fraction
     wanted = CacheRequest(models, rows, dtype, device, given, fraction, measured, num_ranks)
+    # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.
+    if engine.attention == "triton" and "max_batch_size" in engine.left_open:
+        wanted = with_default_batch(wanted, config.sampling.max_tokens, notes)
+        engine = replace(engine, max_batch_size=wanted.rows.max_batch_size)
     cache = resolve_cache(wanted, notes)
     max_length = cache.capacity
     if engine.attention == "flashinfer":
@@ -172,7 +176,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         kv_dtype,
         engine,
         cache,
-        rows,
+        wanted.rows,
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation.section, draft),
@@ -311,11 +315,11 @@ def _resolve_engine(
         )
     if section.deterministic:
         _check_deterministic(device, dtype)
-    batch, page, chunk = (256, 64, 8192) if on_cuda else (16, 16, 512)
+    page, chunk = (64, 8192) if on_cuda else (16, 512)
     return EngineSettings(
         attention,
         graphs if graphs != "auto" else "round" if attention != "torch" else "none",
-        section.max_batch_size or batch,
+        section.max_batch_size or DEFAULT_BATCH[device.type],
         section.page_size or page,
         section.prefill_chunk_tokens or chunk,
         section.memory_fraction or MEMORY_FRACTION[device.type],

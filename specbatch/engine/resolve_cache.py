@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,11 @@ from specbatch.engine.memory import (
     plan_cache,
 )
 from specbatch.errors import ConfigError
+
+DEFAULT_BATCH = {"cpu": 16, "cuda": 256}  # engine.max_batch_size: null
+_LARGE_BATCHES = (1024, 768, 512)  # that are chosen on CUDA if the cache is large enough
+_MAX_VERIFY_TOKENS = 4096  # of a round, for which they are: with more, the fixed cost of a round is next to nothing
+_PROMPT_TOKENS = 1024  # of a row, before any was read
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,37 @@ class CacheRequest:
     @property
     def weights(self) -> int:
         return sum(model.num_parameters() for model in self.models) * self.dtype.itemsize
+
+    def of_batch(self, max_batch_size: int) -> CacheRequest:
+        return replace(self, rows=replace(self.rows, max_batch_size=max_batch_size))
+
+
+def default_batch_size(wanted: CacheRequest, available: int, max_tokens: int) -> int:
+    """engine.max_batch_size: null. `available`: bytes that are free. `max_tokens`: of a row's output.
+
+    The fixed cost of a round is shared by its rows, and a file ends with fewer rounds of few rows, so more rows at once
+    take less time. But rows that the cache does not hold are preempted and computed again. While a row runs, it holds
+    its prompt and half of its output, on average. On a CPU a round of more rows takes as much longer.
+    """
+    if wanted.measured is None:
+        return DEFAULT_BATCH["cpu"]
+    num_nodes, _ = wanted.measured
+    row_tokens = min(_PROMPT_TOKENS + max_tokens // 2, wanted.rows.max_positions)
+    for batch in _LARGE_BATCHES:
+        tokens = wanted.given_tokens
+        if tokens is None:
+            plan, _ = _likely(wanted.of_batch(batch), available)
+            tokens = plan.num_pages * wanted.rows.page_size
+        if tokens >= batch * row_tokens and batch * num_nodes <= _MAX_VERIFY_TOKENS:
+            return batch
+    return DEFAULT_BATCH["cuda"]
+
+
+def with_default_batch(wanted: CacheRequest, max_tokens: int, notes: list[str]) -> CacheRequest:
+    """`wanted` with `default_batch_size`."""
+    batch = default_batch_size(wanted, available_memory(wanted.device), max_tokens)
+    notes.append(f"engine.max_batch_size: {batch} (by what the KV cache holds)")
+    return wanted.of_batch(batch)
 
 
 def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
@@ -61,11 +97,7 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
         notes += row_notes(plan, rows)
     else:
         plan = plan_cache(bytes_for_cache(available, wanted.memory_fraction, weights, 0), rows)
-        nodes, chunk = wanted.measured
-        working = estimated_working_bytes(
-            wanted.models[0].config, rows.max_batch_size, nodes, chunk, wanted.dtype.itemsize
-        )
-        likely = plan_cache(bytes_for_cache(available, wanted.memory_fraction, weights, working), rows)
+        likely, working = _likely(wanted, available)
         notes.append(
             f"engine.kv_cache_tokens: about {likely.num_pages * rows.page_size} ({likely.gib(rows):.1f} GiB; "
             f"{available / GIB:.1f} GiB are free, {weights / GIB:.1f} GiB of weights, about {working / GIB:.1f} GiB "
@@ -74,6 +106,14 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
     if plan.capacity < 2:
         _refuse(wanted, plan, available)
     return plan
+
+
+def _likely(wanted: CacheRequest, available: int) -> tuple[CachePlan, int]:
+    """On a GPU: (an estimate of the cache, bytes of working memory and graphs)."""
+    assert wanted.measured is not None, "of a GPU"
+    (nodes, chunk), rows = wanted.measured, wanted.rows
+    working = estimated_working_bytes(wanted.models[0].config, rows.max_batch_size, nodes, chunk, wanted.dtype.itemsize)
+    return plan_cache(bytes_for_cache(available, wanted.memory_fraction, wanted.weights, working), rows), working
 
 
 def row_notes(plan: CachePlan, rows: Rows) -> list[str]:

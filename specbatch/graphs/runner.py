@@ -18,10 +18,10 @@ import torch
 
 
 def ladder(largest: int) -> list[int]:
-    """Batch sizes to capture, ascending: 1, 2, 4, then multiples of 8, of 16 from 32 on, of 32 from 128 on; and the
-    largest itself."""
+    """Batch sizes to capture, ascending: 1, 2, 4, then multiples of 8, of 16 from 32 on, of 32 from 128 on, of 64 from
+    512 on; and the largest itself."""
     sizes = {1, 2, 4, largest}
-    sizes |= set(range(8, 32, 8)) | set(range(32, 128, 16)) | set(range(128, largest + 1, 32))
+    sizes |= set(range(8, 32, 8)) | set(range(32, 128, 16)) | set(range(128, 512, 32)) | set(range(512, largest, 64))
     return sorted(size for size in sizes if size <= largest)
 
 

@@ -29,6 +29,7 @@ from specbatch.engine.memory import (
     sizes_to_try,
 )
 from specbatch.engine.resolve import resolve
+from specbatch.engine.resolve_cache import CacheRequest, default_batch_size
 from specbatch.errors import ConfigError
 from specbatch.models.config import ModelConfig
 from specbatch.models.random_weights import geometries
@@ -69,6 +70,42 @@ def start(model: ModelConfig, free_gib: float, nodes: int = 1) -> tuple[CachePla
         return plan_cache(bytes_for_cache(available, 0.9, weights, working), rows), (batch, chunk)
 
     return first_that_fits(USUAL, min(ENOUGH_ROW, model.max_position_embeddings), attempt)
+
+
+@pytest.mark.parametrize(
+    ("name", "free_gib", "nodes", "max_tokens", "batch"),
+    [
+        ("llama-3.1-8b", 139.0, 1, 256, 768),
+        ("llama-3.1-8b", 139.0, 1, 1024, 512),
+        ("llama-3.1-8b", 139.0, 4, 256, 512),
+        ("llama-3.1-8b", 139.0, 60, 256, 256),  # as many tokens in a round as a GPU computes at once
+        ("llama-3.1-8b", 139.0, 1, 65536, 256),  # rows that may be long
+        ("llama-3.1-8b", 78.7, 1, 256, 256),
+        ("llama-3.1-8b", 23.2, 1, 256, 256),
+        ("smollm2-135m", 139.0, 1, 256, 1024),
+        ("smollm2-135m", 23.2, 4, 256, 768),
+        ("smollm2-135m", 3.0, 1, 256, 256),
+    ],
+)
+def test_as_many_rows_run_at_once_as_the_cache_of_a_gpu_holds(
+    name: str, free_gib: float, nodes: int, max_tokens: int, batch: int
+) -> None:
+    wanted = cache_request(MODELS[name], (nodes, 8192))
+    assert default_batch_size(wanted, int(free_gib * GIB), max_tokens) == batch
+    # A cache that the user has set counts as it is.
+    for tokens, given_batch in ((10**9, min(1024, 4096 // nodes)), (10_000, 256)):
+        given = default_batch_size(dataclasses.replace(wanted, given_tokens=tokens), 0, min(max_tokens, 1024))
+        assert given == max(256, given_batch)
+
+
+def test_a_cpu_runs_16_rows_at_once_however_large_its_memory() -> None:
+    assert default_batch_size(cache_request(MODELS["smollm2-135m"], None), 1000 * GIB, 256) == 16
+
+
+def cache_request(model: ModelConfig, measured: tuple[int, int] | None) -> CacheRequest:
+    cached = CachedModel.whole(model, packs=False)
+    rows = Rows(cached.bytes_per_token(BF16), 64, 1, model.max_position_embeddings, 256, spare_pages=1)
+    return CacheRequest([cached], rows, BF16, CPU, None, 0.9, measured)
 
 
 @pytest.mark.parametrize(
