@@ -47,6 +47,9 @@ class StubTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return ([BOS] if add_special_tokens else []) + list(text.encode("utf-8"))
 
+    def __call__(self, texts: list[str], add_special_tokens: bool, **_: object) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text, add_special_tokens) for text in texts]}
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         assert clean_up_tokenization_spaces is False
         names = {BOS: b"" if skip_special_tokens else b"<s>", EOS: b"" if skip_special_tokens else b"</s>"}

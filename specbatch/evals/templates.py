@@ -10,7 +10,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specbatch.errors import ConfigError, InputError
-from specbatch.job.templates import Bounded, OutOfBounds
+from specbatch.job.bounds import Bounded, OutOfBounds
 
 Row = Mapping[str, Any]
 

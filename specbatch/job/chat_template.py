@@ -17,9 +17,9 @@ import jinja2
 from specbatch.config import DataSection
 from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, ModelError, RowError, SpecbatchError
+from specbatch.job.bounds import Bounded, OutOfBounds, Stoppable
 from specbatch.job.chat_output import CallFormat, call_format, thinks
 from specbatch.job.template_variables import variables_of
-from specbatch.job.templates import Bounded, OutOfBounds
 from specbatch.strict import nearest
 
 # Some templates take the date that they print as a variable. A row must not depend on the day: Llama 3.2's default.
@@ -51,6 +51,16 @@ class ChatTemplate:
         self._given = data.chat_template  # None: the tokenizer's own
         self._kwargs = data.chat_template_kwargs or {}
         self._bounded = bounded or Bounded()
+        self._stoppable = Stoppable(self._bounded.seconds)
+
+    def examine(self) -> None:
+        """Find out what is asked of the template's text, in the main thread, where each step is bounded. Then `write`
+        can be called in another thread."""
+        _ = self._problem, self.facts, self.tool_facts
+
+    def stop_late(self) -> None:
+        """See `Stoppable.stop_late`: of a `write` in another thread."""
+        self._stoppable.stop_late()
 
     @functools.cached_property
     def facts(self) -> TemplateFacts:
@@ -155,7 +165,7 @@ class ChatTemplate:
     def _render(
         self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        with self._bounded:
+        with self._bounded, self._stoppable:
             return self._tokenizer.apply_chat_template(
                 messages,
                 tools=list(tools) or None,

@@ -192,13 +192,16 @@ class FileJob:
         rows_in_flight = self._rows_started - self.session.rows
         total = self.source.total
         held = [] if self._held is None else self._held.limits()
-        unread = None
+        rows_to_come: float | None = None  # that no engine has
         if self._exhausted:
-            total, unread = totals.rows + rows_in_flight, 0.0
+            total, rows_to_come = totals.rows + rows_in_flight, load.num_queued
         elif total is not None:
             rows = total * self._rows_seen / max(self._lines_seen, 1)
-            to_start = max(rows - totals.rows - rows_in_flight, 0) * load.num_submitted / max(self._rows_started, 1)
-            unread = max(to_start - len(held), 0)
+            rows_to_come = max(rows - totals.rows - rows_in_flight, 0) + load.num_queued
+        unread = None
+        if rows_to_come is not None:
+            requests = rows_to_come * load.num_submitted / max(self._rows_started - load.num_queued, 1)
+            unread = max(requests - len(held), 0)
         work = Work(
             tokens=stats.generated_tokens,
             prefill_seconds=stats.prefill_seconds / max(state.num_workers, 1),

@@ -124,6 +124,7 @@ class LocalPool:
                 self._start(row)
         if self._running is not None:
             self._running.clear()
+        self._loaded.start_rows()
         if self._loaded.is_busy:
             self._loaded.step()
         return self.drain()
@@ -138,7 +139,7 @@ class LocalPool:
     def _start(self, row: RawRow) -> None:
         if self._running is not None:
             self._running.start(row.index, row.digest())
-        self._loaded.start(row)
+        self._loaded.add(row)
 
     @property
     def stats(self) -> EngineStats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from specbatch.job.jsonl import encode_line
 from specbatch.job.partial import RowDeaths
 from specbatch.job.remarks import Remark, remark_on
 from specbatch.job.results_format import RowInfo, choice_of, error_line, result_line
+from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
@@ -31,7 +32,8 @@ from specbatch.types import (
     SpeculationCounts,
 )
 
-_WAITING_BATCHES = 2  # of requests that wait in the engine; then no more rows are started
+_WAITING_BATCHES, _MIN_WAITING = 0.25, 4  # of requests that wait in a full engine; then no more rows are started
+_MIN_QUEUED = 8  # rows that are prepared for the engine: as many as it runs at once, and at least this number
 _MAX_UNREAD = 256  # rows that failed at once and were not taken yet; then no more rows are started
 _MAX_MESSAGE_CHARS = 500  # error messages quote the row: its mistake must not make a line of the output long
 
@@ -77,6 +79,7 @@ class Load:
     num_admitted: int = 0
     running: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, limit) of those that have started
     waiting: list[int] = field(default_factory=list)  # limits of the others
+    num_queued: int = 0  # rows that have not been given to the engine yet
 
 
 @dataclass(slots=True)
@@ -98,17 +101,17 @@ class RowRunner:
         self.engine = engine
         self._texts = texts
         self._config = config
-        self._parser = RowParser(config.sampling, config.data)
-        self._max_waiting = _WAITING_BATCHES * batch
+        self._batch = batch
+        self._max_started = batch + max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
+        self._queue: RowQueue | None = None  # until the first row
         self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, index of the completion)
         self._num_submitted = 0
         self._finished = Finished()
 
     @property
     def has_room(self) -> bool:
-        """Whether `start` should be called. Enough requests wait in the engine to fill its batch at once; more would
-        only take memory."""
-        return self.engine.num_waiting < self._max_waiting and not self.is_full
+        """Whether `add` should be called. More rows would only take memory."""
+        return self._num_queued < max(_MIN_QUEUED, self._batch) and not self.is_full
 
     @property
     def is_full(self) -> bool:
@@ -122,23 +125,35 @@ class RowRunner:
 
     @property
     def is_empty(self) -> bool:
-        """Whether `take` has returned each row that was started."""
-        return not self._in_flight and not self._finished.rows
+        """Whether `take` has returned each row that was added."""
+        return not (self._num_queued or self._in_flight or self._finished.rows)
 
-    def start(self, raw: RawRow) -> None:
-        digest = raw.digest()
-        row, prompt = self._parser.parse(raw)
-        try:
-            if isinstance(prompt, RowError):
-                raise prompt
-            token_ids = self._texts.encode(prompt, self.engine.limits)
-            bad_words = self._texts.bad_words(prompt.params, self.engine.limits)
-        except RowError as exc:
-            self._fail(row, digest, exc)
+    def add(self, raw: RawRow) -> None:
+        """Queue a row. It is parsed and tokenized meanwhile."""
+        if self._queue is None:
+            parser = RowParser(self._config.sampling, self._config.data)
+            self._queue = RowQueue(RowPreparer(parser, self._texts, self.engine.limits), self._texts.stop_late)
+        self._queue.add(raw)
+
+    def drop(self, indices: Collection[int]) -> None:
+        """Leave these rows out, if they have not been started."""
+        if self._queue is not None:
+            self._queue.drop(indices)
+
+    def start_rows(self) -> None:
+        """Give queued rows to the engine: what fills its batch, and a few more. It waits for rows that are not prepared
+        yet, so that what runs together does not depend on the speed of their preparation."""
+        engine, queue = self.engine, self._queue
+        while queue and not self.is_full and engine.num_running + engine.num_waiting < self._max_started:
+            self._start(queue.take())
+
+    def _start(self, prepared: PreparedRow) -> None:
+        row, digest, prompt, token_ids = prepared.row, prepared.digest, prepared.prompt, prepared.token_ids
+        if isinstance(prompt, RowError):
+            self._fail(row, digest, prompt)
             return
         params = prompt.params
-        reader = self._texts.answer_reader(prompt, token_ids)
-        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), reader, [None] * prompt.num_requests)
+        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), prepared.reader, [None] * prompt.num_requests)
         for sample in range(prompt.num_requests):
             # A row's own seed gives the same text wherever the row is. Any other seed is combined with the row's index.
             if prompt.own_seed and params.seed is not None:
@@ -150,7 +165,7 @@ class RowRunner:
             self._num_submitted += 1
             self._in_flight[request_id] = (in_flight, sample)
             check_stop = self._texts.stop_check(params)
-            self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, bad_words))
+            self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, prepared.bad_words))
 
     def step(self) -> None:
         """One step of the engine."""
@@ -174,11 +189,21 @@ class RowRunner:
             num_admitted=self._num_submitted - len(limits) + len(so_far),
             running=[(tokens, limits[request_id]) for request_id, tokens in so_far.items()],
             waiting=[limit for request_id, limit in limits.items() if request_id not in so_far],
+            num_queued=self._num_queued,
         )
 
     def rows_in_flight(self) -> set[int]:
         """The indices of the rows that were started and have not finished."""
         return {row.row.index for row, _ in self._in_flight.values()}
+
+    def close(self) -> None:
+        """Stop preparing rows."""
+        if self._queue is not None:
+            self._queue.close()
+
+    @property
+    def _num_queued(self) -> int:
+        return len(self._queue) if self._queue is not None else 0
 
     def _complete(self, completion: Completion) -> None:
         in_flight, sample = self._in_flight.pop(completion.request_id)

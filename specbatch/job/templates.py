@@ -1,92 +1,15 @@
-"""The prompt template of a configuration, and bounds on the time and memory of all templates."""
+"""The prompt template of a configuration."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
-import os
 import re
-import resource
-import signal
 import string
-import threading
-import time
-from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from collections.abc import Mapping
 from typing import Any
 
 from specbatch.errors import ConfigError, RowError
-
-SECONDS = 10.0  # of this thread's CPU time; a template takes a millisecond
-MEMORY = 1 << 30  # bytes more than the process has
-
-
-class OutOfBounds(Exception):
-    """A template took too much time or memory."""
-
-
-class Bounded:
-    """A context that raises OutOfBounds if its body takes too much time or memory. Entering it takes 10 us.
-
-    Memory is bounded by a limit on the address space of the process, time by a timer. Both are of the whole process, so
-    they are set in the main thread only. Neither stops a single operation of the interpreter that takes no memory and
-    does not end.
-    """
-
-    def __init__(self, seconds: float = SECONDS, memory: int = MEMORY) -> None:
-        self._seconds = seconds
-        self._memory = memory
-        self._began = 0.0
-        self._handler: Callable[[int, FrameType | None], Any] | int | None = None
-        self._timer: tuple[float, float] | None = None  # before; None: not set
-        self._limit: tuple[int, int] | None = None  # before; None: not changed
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        statm = _statm()
-        if statm is not None:
-            soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-            most = int(os.pread(statm, 32, 0).split(b" ", 1)[0]) * resource.getpagesize() + self._memory
-            if soft == resource.RLIM_INFINITY or most < soft:
-                resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-                self._limit = soft, hard
-        self._began = time.thread_time()
-        self._handler = signal.signal(signal.SIGALRM, self._on_alarm)
-        # Again every second: a template's compiler can swallow the exception while it computes a constant.
-        self._timer = signal.setitimer(signal.ITIMER_REAL, self._seconds, min(1.0, self._seconds))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._began = math.inf  # an alarm raises nothing from here on: the rest must run
-        if self._timer is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, self._handler)
-            if self._timer[0]:
-                signal.setitimer(signal.ITIMER_REAL, *self._timer)
-            self._timer = None
-        if self._limit is not None:
-            resource.setrlimit(resource.RLIMIT_AS, self._limit)
-            self._limit = None
-        if isinstance(exc, MemoryError):
-            raise OutOfBounds(f"it takes more than {self._memory >> 20:,} MiB of memory") from exc
-
-    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        # The time of this thread counts, not that of other processes or while this one was stopped.
-        if time.thread_time() - self._began >= self._seconds:
-            raise OutOfBounds(f"it takes more than {self._seconds:g} seconds")
-
-
-@functools.cache
-def _statm() -> int | None:
-    """The file with the memory of this process; None if the system has no such file (not Linux)."""
-    try:
-        return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-
+from specbatch.job.bounds import Bounded
 
 _HINT = "fields are written {name} or {name[key]}; literal braces are doubled: {{ }}"
 _FIELD = re.compile(r"([^.\[\]]+)(\[[^\]]+\])*")  # no attributes: {x.__class__} would read the interpreter

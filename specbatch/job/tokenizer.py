@@ -121,6 +121,7 @@ class TextProcessor:
         self._system = data.system_prompt
         self._separate_reasoning = data.separate_reasoning
         self._as_chat = runs_prompts_as_chat(data, tokenizer)
+        self._chat.examine()
         if self._as_chat or data.chat_template is not None:
             self._chat.check()
         self._token_texts: dict[int, str] = {}
@@ -134,31 +135,40 @@ class TextProcessor:
 
     def encode(self, prompt: Prompt, limits: EngineLimits) -> list[int]:
         """The prompt as token ids within `limits`. Raises RowError."""
-        if prompt.chat.given and not self._is_chat(prompt):
-            raise RowError("invalid_value", f"{prompt.chat.given[0]} is for chats, and this prompt is not one")
-        if prompt.kind == "token_ids":
-            ids = list(prompt.content)
-        elif prompt.kind == "messages":
-            ids = self._encode_chat(prompt.content, prompt.chat, limits)
-        elif not prompt.content:
-            raise RowError("empty_prompt", "the prompt is empty")
-        elif self._is_chat(prompt):
-            ids = self._encode_chat([{"role": "user", "content": prompt.content}], prompt.chat, limits)
-        else:
-            ids = self._encode_text(prompt.content, limits, add_special_tokens=True)
-        if not ids:
-            raise RowError("empty_prompt", "the prompt has no tokens")
-        # Text too: a tokenizer can have tokens that were added without a larger embedding.
-        self._check_vocabulary("the prompt", ids, limits)
-        if len(ids) > limits.max_prompt_tokens:
-            raise RowError(
-                "prompt_too_long",
-                f"the prompt has {len(ids)} tokens, more than the {limits.max_prompt_tokens} that fit",
-            )
-        self._check_vocabulary("stop_token_ids", prompt.params.stop_token_ids, limits)
-        if (prompt.params.logprobs or 0) > limits.max_logprobs:
-            raise RowError("invalid_value", f"logprobs must be <= {limits.max_logprobs}, not {prompt.params.logprobs}")
+        (ids,) = self.encode_batch([prompt], limits)
+        if isinstance(ids, RowError):
+            raise ids
         return ids
+
+    def encode_batch(self, prompts: Sequence[Prompt], limits: EngineLimits) -> list[list[int] | RowError]:
+        """Each prompt as token ids within `limits`, or its error. The interpreter is free while text is tokenized."""
+        found: list[list[int] | RowError] = []
+        texts: dict[bool, dict[int, str]] = {False: {}, True: {}}  # whether special tokens are added -> prompt -> text
+        for number, prompt in enumerate(prompts):
+            try:
+                if prompt.chat.given and not self._is_chat(prompt):
+                    raise RowError("invalid_value", f"{prompt.chat.given[0]} is for chats, and this prompt is not one")
+                if prompt.kind == "token_ids":
+                    found.append(list(prompt.content))
+                    continue
+                text, add_special_tokens = self._text(prompt)
+                _check_text(text, limits)
+                texts[add_special_tokens][number] = text
+                found.append([])
+            except RowError as exc:
+                found.append(exc)
+        for add_special_tokens, by_number in texts.items():
+            encoded = self._tokenize(list(by_number.values()), add_special_tokens)
+            for number, ids in zip(by_number, encoded, strict=True):
+                found[number] = ids
+        return [
+            ids if isinstance(ids, RowError) else _within(limits, prompt, ids)
+            for prompt, ids in zip(prompts, found, strict=True)
+        ]
+
+    def stop_late(self) -> None:
+        """To be called by a thread that waits for one in `encode_batch`: ends a chat template that does not end."""
+        self._chat.stop_late()
 
     def answer_reader(self, prompt: Prompt, token_ids: Sequence[int]) -> AnswerReader:
         """What reads the answers to `prompt`, which `encode` has made `token_ids` of."""
@@ -202,7 +212,7 @@ class TextProcessor:
         for word in params.bad_words:
             for text in (word.lstrip(), " " + word.lstrip()):
                 ids = self._tokenizer.encode(text, add_special_tokens=False)
-                self._check_vocabulary("bad_words", ids, limits)
+                _check_vocabulary("bad_words", ids, limits)
                 words[tuple(ids)] = None
         try:
             make_rules(params, tuple(words), limits)
@@ -235,22 +245,58 @@ class TextProcessor:
     def _is_chat(self, prompt: Prompt) -> bool:
         return prompt.kind == "messages" or (prompt.kind == "prompt" and self._as_chat and not prompt.raw)
 
-    def _encode_chat(self, messages: list[dict[str, Any]], chat: ChatFields, limits: EngineLimits) -> list[int]:
+    def _text(self, prompt: Prompt) -> tuple[str, bool]:
+        """The text to tokenize, and whether the tokenizer adds special tokens to it. Raises RowError."""
+        if prompt.kind == "prompt" and not prompt.content:
+            raise RowError("empty_prompt", "the prompt is empty")
+        if not self._is_chat(prompt):
+            return prompt.content, True
+        messages = prompt.content if prompt.kind == "messages" else [{"role": "user", "content": prompt.content}]
         # The template writes the special tokens: the tokenizer must not add them again (double BOS).
-        return self._encode_text(self.chat_text(messages, chat), limits, add_special_tokens=False)
+        return self.chat_text(messages, prompt.chat), False
 
-    def _encode_text(self, text: str, limits: EngineLimits, add_special_tokens: bool) -> list[int]:
-        max_chars = max(_MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens, _MAX_CHARS)
-        if len(text) > max_chars:
-            raise RowError("prompt_too_long", f"the prompt has {len(text):,} characters, more than {max_chars:,}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as exc:
-            bad = f"U+{ord(text[exc.start]):04X}"
-            raise RowError("invalid_text", f"the prompt has {bad} at character {exc.start}, which is not text") from exc
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded = self._tokenizer(
+            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
 
-    def _check_vocabulary(self, what: str, ids: Sequence[int], limits: EngineLimits) -> None:
-        for token in ids:
-            if token >= limits.vocab_size:
-                raise RowError("invalid_type", f"{what}: {token} is not a token id (0 .. {limits.vocab_size - 1})")
+
+def _check_text(text: str, limits: EngineLimits) -> None:
+    max_chars = max(_MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens, _MAX_CHARS)
+    if len(text) > max_chars:
+        raise RowError("prompt_too_long", f"the prompt has {len(text):,} characters, more than {max_chars:,}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        bad = f"U+{ord(text[exc.start]):04X}"
+        raise RowError("invalid_text", f"the prompt has {bad} at character {exc.start}, which is not text") from exc
+
+
+def _within(limits: EngineLimits, prompt: Prompt, ids: list[int]) -> list[int] | RowError:
+    """`ids`, or the first reason why they cannot run."""
+    try:
+        if not ids:
+            raise RowError("empty_prompt", "the prompt has no tokens")
+        # Text too: a tokenizer can have tokens that were added without a larger embedding.
+        _check_vocabulary("the prompt", ids, limits)
+        if len(ids) > limits.max_prompt_tokens:
+            raise RowError(
+                "prompt_too_long",
+                f"the prompt has {len(ids)} tokens, more than the {limits.max_prompt_tokens} that fit",
+            )
+        _check_vocabulary("stop_token_ids", prompt.params.stop_token_ids, limits)
+        if (prompt.params.logprobs or 0) > limits.max_logprobs:
+            raise RowError("invalid_value", f"logprobs must be <= {limits.max_logprobs}, not {prompt.params.logprobs}")
+    except RowError as exc:
+        return exc
+    return ids
+
+
+def _check_vocabulary(what: str, ids: Sequence[int], limits: EngineLimits) -> None:
+    if ids and max(ids) >= limits.vocab_size:
+        token = next(token for token in ids if token >= limits.vocab_size)
+        raise RowError("invalid_type", f"{what}: {token} is not a token id (0 .. {limits.vocab_size - 1})")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import platform
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +21,6 @@ from specbatch.types import BatchEngine
 
 if TYPE_CHECKING:
     from specbatch.engine.resolve import ResolvedRun
-
-_WAITING_BATCHES, _MIN_WAITING = 0.25, 4  # requests that wait in a full engine during an exchange
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,6 @@ class Worker:
     def __init__(self, runtime: Runtime, log: Callable[[str], None] = lambda line: None) -> None:
         self._runtime = runtime
         self._log = log
-        self._unstarted: deque[RawRow] = deque()
 
     def describe(self, config: Config) -> Description:
         """Decide every `auto`, and read what the models are. It downloads models that are not on this machine."""
@@ -114,13 +110,10 @@ class Worker:
     def load(self, on_progress: Callable[[str], None] = lambda step: None) -> Loaded:
         """Build the engine."""
         known = len(self._run.notes)
-        engine, batch = self._runtime.build_engine(self._run, on_progress), self._run.config.engine.max_batch_size
-        assert batch is not None, "resolve() decides it"
+        engine = self._runtime.build_engine(self._run, on_progress)
         self.models.check_loaded()
         self.models.hash_later()
         self.runner = RowRunner(engine, self._texts, self._run.config)
-        # A full engine, and a few rows more. The others of an exchange wait here, where they can be dropped.
-        self._max_started = batch + max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
         return Loaded(engine.limit_length(None), list(self._run.notes[known:]))
 
     def limit_length(self, tokens: int) -> int:
@@ -131,14 +124,13 @@ class Worker:
         """Take `rows`, and run until `seconds` have passed or nothing is left. Rows with an index in `drop` are left
         out if they have not begun."""
         end = time.perf_counter() + seconds
+        runner = self.runner
         if drop:
-            dropped = set(drop)
-            self._unstarted = deque(row for row in self._unstarted if row.index not in dropped)
-        self._unstarted.extend(rows)
-        runner, engine = self.runner, self.runner.engine
+            runner.drop(set(drop))
+        for row in rows:
+            runner.add(row)
         while True:
-            while self._unstarted and runner.has_room and engine.num_running + engine.num_waiting < self._max_started:
-                runner.start(self._unstarted.popleft())
+            runner.start_rows()
             if not runner.is_busy or runner.is_full or time.perf_counter() >= end:
                 break
             runner.step()
@@ -146,5 +138,7 @@ class Worker:
 
     def close(self) -> None:
         """Stop what runs in the background. Weights stay until the object is gone."""
+        if hasattr(self, "runner"):
+            self.runner.close()
         if hasattr(self, "models"):
             self.models.close()

@@ -393,11 +393,11 @@ def test_an_output_that_was_made_while_the_job_was_stopped(run: Run) -> None:
 
 
 class InterruptedAtOnce(StubEngine):
-    """Ctrl-C before the first step."""
+    """Ctrl-C before a row has finished."""
 
-    def submit(self, request: Request) -> None:
-        super().submit(request)
+    def step(self) -> list[Completion]:
         os.kill(os.getpid(), signal.SIGINT)
+        return []
 
 
 def test_no_file_is_named_that_is_not_kept(run: Run) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +19,10 @@ from specbatch.cli import app
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, ModelError, RowError
 from specbatch.evals.templates import Renderer
+from specbatch.job.bounds import Bounded, OutOfBounds, Stoppable
 from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.rows import Prompt
-from specbatch.job.templates import Bounded, OutOfBounds, PromptTemplate
+from specbatch.job.templates import PromptTemplate
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.types import EngineLimits, SamplingParams
@@ -30,10 +33,10 @@ DOUBLING = "{% set n = namespace(s='x') %}{% for i in range(90) %}{% set n.s = n
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def chat_template(template: str, own: bool = False) -> ChatTemplate:
+def chat_template(template: str, own: bool = False, seconds: float = 0.5) -> ChatTemplate:
     tokenizer = byte_tokenizer(300)
     tokenizer.chat_template = template if own else None
-    return ChatTemplate(tokenizer, DataSection(chat_template=None if own else template), Bounded(0.5, 1 << 28))
+    return ChatTemplate(tokenizer, DataSection(chat_template=None if own else template), Bounded(seconds, 1 << 28))
 
 
 INVALID = [
@@ -149,18 +152,85 @@ def test_an_alarm_that_was_set_before_is_kept() -> None:
     assert signal.setitimer(signal.ITIMER_REAL, *before)[0] > 900
 
 
-def test_bounds_are_the_main_threads() -> None:
-    """They belong to the process: two threads would restore each other's."""
-    found: list[Any] = []
-
-    def work() -> None:
-        with Bounded(0.2, 1 << 28):
-            found.append(resource.getrlimit(resource.RLIMIT_AS))
-
+def in_thread(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join()
-    assert found == [resource.getrlimit(resource.RLIMIT_AS)]
+    return thread
+
+
+def test_memory_is_bounded_in_each_thread() -> None:
+    """The limit belongs to the process: the first block sets and restores it."""
+    found: list[object] = []
+
+    def work() -> None:
+        try:
+            with Bounded(10, 1 << 28):
+                found.append(resource.getrlimit(resource.RLIMIT_AS))
+                "x" * (1 << 36)
+        except OutOfBounds as exc:
+            found.append(str(exc))
+
+    with Bounded(10, 1 << 29):
+        limit = resource.getrlimit(resource.RLIMIT_AS)
+        assert limit != MEMORY_BEFORE
+        in_thread(work).join()
+        assert resource.getrlimit(resource.RLIMIT_AS) == limit
+    assert found == [limit, "it takes more than 256 MiB of memory"]
+    assert resource.getrlimit(resource.RLIMIT_AS) == MEMORY_BEFORE
+    in_thread(work).join()
+    assert found[2] not in (limit, MEMORY_BEFORE)
+    assert resource.getrlimit(resource.RLIMIT_AS) == MEMORY_BEFORE
+
+
+@pytest.mark.parametrize("template", [LOOPS, "{{ messages }}"])
+def test_a_thread_that_waits_ends_a_template_that_does_not_end(template: str) -> None:
+    """Only that template, and not what the thread does after it."""
+    chat = chat_template("{% if messages|length > 1 %}" + template + "{% endif %}", seconds=0.05)
+    chat.check()
+    found: list[str] = []
+
+    def work() -> None:
+        for _ in range(2):
+            try:
+                found.append(chat.write(MESSAGES))
+            except RowError as exc:
+                found.append(exc.message)
+
+    thread = in_thread(work)
+    while thread.is_alive():
+        chat.stop_late()
+        time.sleep(0.01)
+    assert len(found) == 2
+    if template == LOOPS:
+        assert set(found) == {"the chat template does not end: it takes more than 0.05 seconds"}
+    else:
+        assert "hi" in found[0]
+
+
+def test_a_block_that_ends_is_not_stopped_later() -> None:
+    """However close its end is to the look of the other thread."""
+    block = Stoppable(0.0)  # always late
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    num_stopped = num_blocks = 0
+
+    def work() -> None:
+        nonlocal num_stopped, num_blocks
+        for _ in range(1000):
+            num_blocks += 1
+            try:
+                with block:
+                    if num_blocks % 2:
+                        time.sleep(0)  # the other thread runs
+            except OutOfBounds:
+                num_stopped += 1
+
+    thread = in_thread(work)
+    while thread.is_alive():
+        block.stop_late()
+    sys.setswitchinterval(before)
+    assert num_blocks == 1000
+    assert 0 < num_stopped < 1000
 
 
 def test_templates_of_tasks_are_bounded() -> None:

@@ -1,0 +1,160 @@
+"""Rows are parsed and tokenized on a thread of their own, so that the engine does not wait for it.
+
+Templates and JSON hold the interpreter, a few dozen microseconds at a time. The tokenizer does not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from specbatch.errors import RowError
+from specbatch.job.chat_output import AnswerReader
+from specbatch.job.results_format import RowInfo
+from specbatch.job.rows import Prompt, RowParser
+from specbatch.job.sources import RawRow
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.types import EngineLimits
+
+_BATCH = 32  # rows that are tokenized in one call
+_LOOK_SECONDS = 0.5  # between two looks at the bounds of a template, while a row is awaited
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRow:
+    digest: int  # RawRow.digest
+    row: RowInfo
+    prompt: Prompt | RowError  # what it asks for, or why it cannot run
+    token_ids: Sequence[int] = ()  # of the prompt
+    bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
+    reader: AnswerReader = field(default_factory=AnswerReader)  # of its answers
+
+
+class RowPreparer:
+    """Raw rows -> prepared ones, in their order. `limits`: of the engine."""
+
+    def __init__(self, parser: RowParser, texts: TextProcessor, limits: EngineLimits) -> None:
+        self._parser = parser
+        self._texts = texts
+        self._limits = limits
+
+    def __call__(self, raws: Sequence[RawRow]) -> list[PreparedRow]:
+        parsed = [self._parser.parse(raw) for raw in raws]
+        prompts = [prompt for _, prompt in parsed if isinstance(prompt, Prompt)]
+        encoded = iter(self._texts.encode_batch(prompts, self._limits))
+        return [
+            self._prepared(raw.digest(), row, prompt, prompt if isinstance(prompt, RowError) else next(encoded))
+            for raw, (row, prompt) in zip(raws, parsed, strict=True)
+        ]
+
+    def _prepared(
+        self, digest: int, row: RowInfo, prompt: Prompt | RowError, ids: Sequence[int] | RowError
+    ) -> PreparedRow:
+        try:
+            if isinstance(ids, RowError):
+                raise ids
+            assert isinstance(prompt, Prompt)
+            bad_words = self._texts.bad_words(prompt.params, self._limits)
+            return PreparedRow(digest, row, prompt, ids, bad_words, self._texts.answer_reader(prompt, ids))
+        except RowError as exc:
+            return PreparedRow(digest, row, exc)
+
+
+class RowQueue:
+    """Rows in, prepared rows out, in the same order. One thread adds and takes; another one prepares them meanwhile.
+
+    The number of rows is not bounded here: the caller asks for it with `len`. `stop_late`: see `TextProcessor`.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Sequence[RawRow]], Sequence[PreparedRow]],
+        stop_late: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._prepare = prepare
+        self._stop_late = stop_late
+        self._changed = threading.Condition()
+        self._raw: deque[RawRow] = deque()
+        self._prepared: deque[tuple[int, PreparedRow | BaseException]] = deque()  # with the row's index
+        self._num_rows = 0
+        self._dropped: set[int] = set()  # indices of rows that the thread has in hand
+        self._in_hand: Sequence[int] = ()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None  # from the first row on
+        self.waited_seconds = 0.0  # in `take`, for rows that were not prepared yet
+
+    def __len__(self) -> int:
+        """Rows that were added, and neither taken nor dropped."""
+        return self._num_rows
+
+    def add(self, row: RawRow) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="specbatch-rows", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._raw.append(row)
+            self._num_rows += 1
+            self._changed.notify_all()
+
+    def take(self) -> PreparedRow:
+        """The next row; waits until it is prepared. The queue is not empty. Raises what was raised when the row was
+        prepared: that is an error of this program."""
+        assert self._num_rows, "nothing would end this wait"
+        with self._changed:
+            if not self._prepared:
+                began = time.perf_counter()
+                while not self._prepared:
+                    if not self._changed.wait(_LOOK_SECONDS):
+                        self._stop_late()
+                self.waited_seconds += time.perf_counter() - began
+            self._num_rows -= 1
+            _, prepared = self._prepared.popleft()
+        if isinstance(prepared, BaseException):
+            raise prepared
+        return prepared
+
+    def drop(self, indices: Collection[int]) -> None:
+        """Leave these rows out, if they have not been taken."""
+        with self._changed:
+            in_hand = [index for index in self._in_hand if index in indices and index not in self._dropped]
+            self._dropped.update(in_hand)
+            self._raw = deque(row for row in self._raw if row.index not in indices)
+            self._prepared = deque(pair for pair in self._prepared if pair[0] not in indices)
+            self._num_rows = len(self._raw) + len(self._prepared) + len(self._in_hand) - len(self._dropped)
+
+    def close(self) -> None:
+        """Stop the thread. Rows that it has not prepared are forgotten."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_LOOK_SECONDS)
+            self._stop_late()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._raw and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                raws = [self._raw.popleft() for _ in range(min(_BATCH, len(self._raw)))]
+                self._in_hand = [raw.index for raw in raws]
+            prepared = self._prepare_each(raws)
+            with self._changed:
+                pairs = zip(self._in_hand, prepared, strict=True)
+                self._prepared.extend(pair for pair in pairs if pair[0] not in self._dropped)
+                self._in_hand = ()
+                self._dropped.clear()
+                self._changed.notify_all()
+
+    def _prepare_each(self, raws: Sequence[RawRow]) -> Sequence[PreparedRow | BaseException]:
+        try:
+            return self._prepare(raws)
+        except BaseException as exc:  # errors of tokenizers in Rust are no Exceptions
+            if len(raws) == 1:
+                return [exc]
+        return [result for raw in raws for result in self._prepare_each([raw])]

@@ -1,0 +1,155 @@
+"""The thread that prepares rows: their order, its errors, rows that are dropped, and its end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbatch.config import DataSection
+from specbatch.errors import RowError
+from specbatch.job.results_format import RowInfo
+from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
+from specbatch.job.rows import RowParser
+from specbatch.job.sources import RawRow
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.types import EngineLimits, SamplingParams
+from tests.stub_engine import StubTokenizer
+
+LIMITS = EngineLimits(40, 300)
+THREAD = "specbatch-rows"
+
+
+def raw(index: int, **fields: object) -> RawRow:
+    return RawRow(index, json.dumps(fields or {"prompt": f"p{index}"}).encode())
+
+
+def prepare(raws: Sequence[RawRow]) -> list[PreparedRow]:
+    """Rows 13 and 17 raise."""
+    if any(row.index in (13, 17) for row in raws):
+        raise KeyboardInterrupt if any(row.index == 17 for row in raws) else ZeroDivisionError
+    return [PreparedRow(row.digest(), RowInfo(row.index), RowError("x", "y")) for row in raws]
+
+
+@contextmanager
+def queue(prepare: Callable[[Sequence[RawRow]], Sequence[PreparedRow]] = prepare) -> Iterator[RowQueue]:
+    made = RowQueue(prepare)
+    try:
+        yield made
+    finally:
+        made.close()
+    assert not any(thread.name == THREAD for thread in threading.enumerate())
+
+
+def test_rows_come_in_their_order_and_errors_at_their_row() -> None:
+    seen: list[int] = []
+    with queue() as rows:
+        for index in range(40):
+            rows.add(raw(index))
+        for index in range(40):
+            assert len(rows) == 40 - index
+            if index in (13, 17):  # an error that is no Exception, too, as those of tokenizers
+                with pytest.raises(KeyboardInterrupt if index == 17 else ZeroDivisionError):
+                    rows.take()
+            else:
+                seen.append(rows.take().row.index)
+    assert seen == [index for index in range(40) if index not in (13, 17)]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop"]), st.integers(0, 7)), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_dropped_rows_do_not_come(actions: list[tuple[str, int]]) -> None:
+    """Also if the thread has them in hand."""
+    expected: list[int] = []
+    num_added = 0
+    with queue() as rows:
+        for action, value in actions:
+            if action == "add":
+                for _ in range(value):
+                    number = num_added + 20  # none of those that raise
+                    rows.add(raw(number))
+                    expected.append(number)
+                    num_added += 1
+            elif action == "take" and expected:
+                assert rows.take().row.index == expected.pop(0)
+            elif action == "drop":
+                gone = set(expected[::2][:value])
+                rows.drop(gone)
+                expected = [number for number in expected if number not in gone]
+            assert len(rows) == len(expected)
+        for number in expected:
+            assert rows.take().row.index == number
+
+
+def test_the_queue_ends_while_the_thread_works() -> None:
+    """A template that does not end is stopped then."""
+    stopped, began = threading.Event(), threading.Event()
+
+    def endless(raws: Sequence[RawRow]) -> list[PreparedRow]:
+        began.set()
+        stopped.wait()
+        raise ZeroDivisionError
+
+    rows = RowQueue(endless, stopped.set)
+    for index in range(100):
+        rows.add(raw(index))
+    began.wait()
+    rows.close()
+    rows.close()
+    assert not any(thread.name == THREAD for thread in threading.enumerate())
+
+
+def test_waiting_is_counted() -> None:
+    def slow(raws: Sequence[RawRow]) -> list[PreparedRow]:
+        time.sleep(0.05)
+        return prepare(raws)
+
+    with queue(slow) as rows:
+        rows.add(raw(1))
+        rows.take()
+        assert rows.waited_seconds > 0.04
+        rows.add(raw(2))
+        time.sleep(0.2)
+        before = rows.waited_seconds
+        rows.take()
+        assert rows.waited_seconds == before
+
+
+def test_rows_that_are_prepared_together_are_as_each_alone() -> None:
+    """Text with and without special tokens, token ids, and errors of each kind."""
+    data = DataSection(chat_template="stub")
+    prepared = RowPreparer(RowParser(SamplingParams(), data), TextProcessor(StubTokenizer(), data), LIMITS)
+    rows = [
+        raw(0, prompt="chat"),
+        raw(1, prompt=""),
+        raw(2, prompt_token_ids=[1, 2]),
+        RawRow(3, b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "text"}}'),
+        RawRow(4, b"broken"),
+        raw(5, prompt="x" * 50),
+        raw(6, messages=[{"role": "refused", "content": "x"}]),
+        raw(7, prompt="a\ud800"),
+        raw(8, prompt_token_ids=[300]),
+        raw(9, prompt="more", stop_token_ids=[300]),
+        raw(10, messages=[{"role": "user", "content": "last"}]),
+        raw(11),
+    ]
+    together = prepared(rows)
+    for row, found in zip(rows, together, strict=True):
+        (alone,) = prepared([row])
+        assert (found.digest, found.row, list(found.token_ids)) == (alone.digest, alone.row, list(alone.token_ids))
+        assert repr(found.prompt) == repr(alone.prompt)
+    texts = [StubTokenizer().decode(found.token_ids, False, False) for found in together]
+    assert texts[0] == "<user>chat<assistant>"
+    assert texts[3] == "<s>text"
+    assert texts[10] == "<user>last<assistant>"
+    kinds = [found.prompt.type if isinstance(found.prompt, RowError) else None for found in together]
+    assert kinds == [
+        None, "empty_prompt", None, None, "invalid_json", "prompt_too_long", "chat_template_error", "invalid_text",
+        "invalid_type", "invalid_type", None, None,
+    ]  # fmt: skip
