@@ -194,13 +194,13 @@ class FileJob:
         held = [] if self._held is None else self._held.limits()
         rows_to_come: float | None = None  # that no engine has
         if self._exhausted:
-            total, rows_to_come = totals.rows + rows_in_flight, load.num_queued
+            total, rows_to_come = totals.rows + rows_in_flight, load.num_unprepared
         elif total is not None:
             rows = total * self._rows_seen / max(self._lines_seen, 1)
-            rows_to_come = max(rows - totals.rows - rows_in_flight, 0) + load.num_queued
+            rows_to_come = max(rows - totals.rows - rows_in_flight, 0) + load.num_unprepared
         unread = None
         if rows_to_come is not None:
-            requests = rows_to_come * load.num_submitted / max(self._rows_started - load.num_queued, 1)
+            requests = rows_to_come * load.num_submitted / max(self._rows_started - load.num_unprepared, 1)
             unread = max(requests - len(held), 0)
         work = Work(
             tokens=stats.generated_tokens,

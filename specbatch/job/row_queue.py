@@ -116,6 +116,11 @@ class RowQueue:
             raise prepared
         return prepared
 
+    def prepared(self) -> list[PreparedRow]:
+        """The next rows, as far as they are prepared."""
+        with self._changed:
+            return [row for _, row in self._prepared if isinstance(row, PreparedRow)]
+
     def drop(self, indices: Collection[int]) -> None:
         """Leave these rows out, if they have not been taken."""
         with self._changed:

@@ -75,11 +75,11 @@ class Load:
     """What an engine has done since it was built, and what it has to do. Numbers are of requests."""
 
     stats: EngineStats = field(default_factory=EngineStats)
-    num_submitted: int = 0
+    num_submitted: int = 0  # or about to be
     num_admitted: int = 0
     running: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, limit) of those that have started
     waiting: list[int] = field(default_factory=list)  # limits of the others
-    num_queued: int = 0  # rows that have not been given to the engine yet
+    num_unprepared: int = 0  # rows whose requests are not known yet
 
 
 @dataclass(slots=True)
@@ -180,17 +180,27 @@ class RowRunner:
     def load(self) -> Load:
         so_far = self.engine.tokens_so_far()
         limits = {
-            request_id: min(row.prompt.params.max_tokens, self.engine.limits.max_prompt_tokens + 1 - row.prompt_tokens)
-            for request_id, (row, _) in self._in_flight.items()
+            request_id: self._limit(row.prompt, row.prompt_tokens) for request_id, (row, _) in self._in_flight.items()
         }
+        prepared = self._queue.prepared() if self._queue is not None else []
+        queued = [
+            self._limit(row.prompt, len(row.token_ids))
+            for row in prepared
+            if isinstance(row.prompt, Prompt)
+            for _ in range(row.prompt.num_requests)
+        ]
         return Load(
             self.engine.stats,
-            self._num_submitted,
+            self._num_submitted + len(queued),
             num_admitted=self._num_submitted - len(limits) + len(so_far),
             running=[(tokens, limits[request_id]) for request_id, tokens in so_far.items()],
-            waiting=[limit for request_id, limit in limits.items() if request_id not in so_far],
-            num_queued=self._num_queued,
+            waiting=[*(limit for request_id, limit in limits.items() if request_id not in so_far), *queued],
+            num_unprepared=self._num_queued - len(prepared),
         )
+
+    def _limit(self, prompt: Prompt, prompt_tokens: int) -> int:
+        """The most tokens of a completion."""
+        return min(prompt.params.max_tokens, self.engine.limits.max_prompt_tokens + 1 - prompt_tokens)
 
     def rows_in_flight(self) -> set[int]:
         """The indices of the rows that were started and have not finished."""

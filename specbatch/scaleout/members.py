@@ -86,5 +86,5 @@ def merged(loads: Iterable[Load]) -> Load:
         total.num_admitted += load.num_admitted
         total.running += load.running
         total.waiting += load.waiting
-        total.num_queued += load.num_queued
+        total.num_unprepared += load.num_unprepared
     return total

@@ -162,7 +162,7 @@ class Pool:
 
     def _give_back(self, worker: PoolWorker, reason: str, blame: bool) -> None:
         assert worker.holding is not None
-        worker.load.running, worker.load.waiting, worker.load.num_queued = [], [], 0
+        worker.load.running, worker.load.waiting, worker.load.num_unprepared = [], [], 0
         self._past = merged([self._past, worker.load])
         # A signal that ends the job can end its workers, too.
         blamed = self._rows.blame(worker.holding) if blame and not self._is_ending else []

@@ -424,7 +424,9 @@ def test_answers_of_the_engine_are_read() -> None:
     runner = RowRunner(_Speaks(max_prompt_tokens=2000), TextProcessor(StubTokenizer(), config.data), config)
     for index in range(3):
         row = {"messages": [USER], "n": 2, "temperature": 0, **({} if index == 1 else {"tools": [WEATHER]})}
-        runner.start(RawRow(index, json.dumps(row).encode()))
+        runner.add(RawRow(index, json.dumps(row).encode()))
+    runner.start_rows()
+    runner.close()
     while runner.is_busy:
         runner.step()
     finished = runner.take()
