@@ -16,6 +16,7 @@ from specbatch.models.decoder import Decoder
 from specbatch.types import RngKey, SamplingParams
 from tests.oracle import neural, sampling, verify
 from tests.oracle.spans import Span, batch_of
+from tests.processors import processors_of
 
 Outcome = TypeVar("Outcome")
 
@@ -133,14 +134,20 @@ def plain_logits(target: Decoder, tokens: list[int]) -> Tensor:
 
 
 def target_sequences(
-    target: Decoder, prompt: list[int], params: SamplingParams, eos: tuple[int, ...] = ()
+    target: Decoder,
+    prompt: list[int],
+    params: SamplingParams,
+    eos: tuple[int, ...] = (),
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> dict[tuple[int, ...], float]:
     """Exact probability of each output that plain sampling can give."""
     result: dict[tuple[int, ...], float] = {}
     open_: dict[tuple[int, ...], float] = {(): 1.0}
+    rules = processors_of(params, bad_words, eos, len(prompt), target.config.vocab_size)
     while open_:
         prefix, mass = open_.popitem()
-        logits = plain_logits(target, [*prompt, *prefix])[-1].tolist()
+        text = [*prompt, *prefix]
+        logits = rules(torch.tensor([text]), plain_logits(target, text)[-1:])[0].tolist()
         for token, p in enumerate(reference_distribution(logits, params)):
             if p > 0.0:
                 ended = token in eos or len(prefix) + 1 == params.max_tokens

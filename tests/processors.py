@@ -39,8 +39,8 @@ class CountPenalties(LogitsProcessor):  # type: ignore[misc]
         self._presence = presence
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        counts = torch.bincount(input_ids[0], minlength=scores.shape[1])
-        return scores - counts * self._frequency - (counts > 0) * self._presence
+        counts = torch.bincount(input_ids[0], minlength=scores.shape[1]).to(scores.dtype)
+        return scores - counts * self._frequency - counts.clamp(max=1) * self._presence
 
 
 def processors_of(

@@ -327,11 +327,15 @@ def _torch_attention(
 
 
 def run(
-    engine: Engine | OracleEngine, prompts: list[list[int]], params: SamplingParams, check: bool = True
+    engine: Engine | OracleEngine,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    check: bool = True,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> list[Completion]:
     """All prompts to the end, in their order, with page accounting checked after every step."""
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(i, prompt, params, RngKey(params.seed or 0, i, 0)))
+        engine.submit(Request(i, prompt, params, RngKey(params.seed or 0, i, 0), bad_words=bad_words))
     done: dict[int, Completion] = {}
     while len(done) < len(prompts):
         for completion in engine.step():

@@ -64,13 +64,19 @@ def make_rules(params: SamplingParams, bad_words: Sequence[tuple[int, ...]], lim
         _remove(early_W, [*limits.eos_token_ids, *params.stop_token_ids])
     rules = Rules(np.stack((early_W, mask_W)), params.min_tokens, biases, several, penalties, edits)
     if not mask_W.any() or rules.leaves_none(()):
-        raise FieldError("invalid_value", f"{NO_TOKEN_LEFT}: {' and '.join(names_of(params))} forbid all of them")
+        raise FieldError("invalid_value", f"{NO_TOKEN_LEFT}: {forbidden_by(params, bad_words)}")
     return rules
 
 
-def names_of(params: SamplingParams) -> list[str]:
-    """The options that forbid tokens."""
-    return [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
+def forbidden_by(params: SamplingParams, bad_words: Sequence[object]) -> str:
+    """The options that forbid tokens, for a message."""
+    given = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": bad_words,
+        "min_tokens": params.min_tokens,
+    }
+    names = [name for name, value in given.items() if value]
+    return f"{' and '.join(names)} forbid{'s' * (len(names) == 1)} all of them"
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -279,7 +279,7 @@ ENGINES = {
 
 
 def engine_outcomes(
-    engine: OracleEngine, prompt: list[int], params: SamplingParams
+    engine: OracleEngine, prompt: list[int], params: SamplingParams, bad_words: tuple[Tokens, ...] = ()
 ) -> tuple[dict[Tokens, float], set[int]]:
     """Outputs with their measure, and the numbers of drafts that rounds accepted."""
     accepted: set[int] = set()
@@ -287,21 +287,23 @@ def engine_outcomes(
     def one(coins: Coins) -> Tokens:
         with pytest.MonkeyPatch.context() as patch:
             install(patch, coins)
-            [completion] = run(engine, [prompt], params, check=False)
+            [completion] = run(engine, [prompt], params, check=False, bad_words=bad_words)
         accepted.update(a for a, count in enumerate(completion.speculation.histogram) if count)
         return tuple(completion.token_ids)
 
     return enumerate_outcomes(one), accepted
 
 
-def check_engine(case: str, params: SamplingParams, vocab: int, eos: tuple[int, ...]) -> None:
+def check_engine(
+    case: str, params: SamplingParams, vocab: int, eos: tuple[int, ...], bad_words: tuple[Tokens, ...] = ()
+) -> None:
     method, shape, draft_vocab = ENGINES[case]
     engine = tiny_oracle(
         method, shape, vocab=vocab, draft_vocab=draft_vocab, hidden=16, prefix_cache=False, eos=eos, scale=0.6
     )
     prompt = [1, 2, 1, 2, 1] if method == "ngram" else [1, 2, 1]
-    outcomes, accepted = engine_outcomes(engine, prompt, params)
-    expected = target_sequences(engine._target, prompt, params, eos)
+    outcomes, accepted = engine_outcomes(engine, prompt, params, bad_words)
+    expected = target_sequences(engine._target, prompt, params, eos, bad_words)
     assert len(expected) > 3, "hardly anything to draw"
     assert sum(outcomes.values()) == pytest.approx(1.0, abs=1e-12)
     assert largest_difference(outcomes, expected) < 1e-12
@@ -316,6 +318,21 @@ def test_engine(case: str) -> None:
         check_engine(case, SamplingParams(max_tokens=3, temperature=1.5, top_p=0.9, min_p=0.05), 3, eos=())
     else:
         check_engine(case, SamplingParams(max_tokens=3, temperature=2.0, top_p=0.97, min_p=0.03), 4, eos=())
+
+
+SLOW_WITH_RULES = ["draft_model-tree", "eagle3-tree", "eagle3-reduced"]
+
+
+@pytest.mark.parametrize(
+    "case", ["ngram", "draft_model-chain", *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW_WITH_RULES)]
+)
+def test_engine_with_rules(case: str) -> None:
+    """The rules change from node to node of a path; drafts follow none of them."""
+    params = SamplingParams(
+        max_tokens=3, temperature=2.5, repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.9,
+        logit_bias={0: 1.0}, min_tokens=1,
+    )  # fmt: skip
+    check_engine(case, params, 3, eos=(2,), bad_words=((0, 0), (0, 1, 1)))
 
 
 @pytest.mark.parametrize("case", ["draft_model-chain", "eagle-chain", "eagle3-reduced"])

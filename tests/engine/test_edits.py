@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from specbatch.batch import Edits, Field
+from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.draft.method import DraftTrees
 from specbatch.draft.shape import DraftShape
-from specbatch.types import Completion, Request, RngKey, SamplingParams
-from tests.tiny_models import VOCAB, random_prompts, tiny_device_engine, tiny_engine, tiny_oracle
+from specbatch.engine.edits import edited_logits
+from specbatch.engine.engine import Engine
+from specbatch.engine.rules import make_rules
+from specbatch.engine.table_writer import write_rules
+from specbatch.engine.transfers import Transfers
+from specbatch.errors import FieldError
+from specbatch.kernels import torch as reference
+from specbatch.types import Completion, EngineLimits, FinishReason, Request, RngKey, SamplingParams
+from tests.tiny_models import VOCAB, random_prompts, round_of, tiny_device_engine, tiny_engine, tiny_oracle
 
 SHAPES: dict[str, tuple[str, DraftShape | None]] = {
     "none": ("none", None),
@@ -62,7 +76,7 @@ def run(engine: Any, wanted: list[Request]) -> list[Completion]:
     while len(done) < len(wanted):
         done |= {completion.request_id: completion for completion in engine.step()}
         engine.check_integrity()
-    return [done[i] for i in range(len(wanted))]
+    return [done[request.request_id] for request in wanted]
 
 
 def decided(completions: list[Completion]) -> list[Any]:
@@ -84,3 +98,144 @@ def test_as_the_oracle(case: str, temperatures: tuple[float, ...]) -> None:
     expected = decided(run(tiny_oracle(*SHAPES[case], eos=(0,)), wanted))
     assert decided(run(tiny_engine(*SHAPES[case], eos=(0,)), wanted)) == expected
     assert decided(run(tiny_device_engine(*SHAPES[case], eos=(0,)), wanted)) == expected
+
+
+@pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
+def test_preempted_and_recomputed_requests(make: Callable[..., Engine]) -> None:
+    """With chunks shorter than a prompt, pages that prompts share, and a cache that is too small."""
+    wanted = requests(MIXED[:8], (0.0, 0.9), max_tokens=20)
+    expected = decided(run(make(prefix_cache=False), wanted))
+    for shape in ("none", "draft_model-tree"):
+        engine = make(*SHAPES[shape], num_pages=24, prefill_chunk_tokens=7)
+        found = decided(run(engine, wanted))
+        assert [one[:2] for one in found] == [one[:2] for one in expected]
+        assert engine.stats.preemptions > 0
+        assert engine.stats.cached_prompt_tokens > 0
+
+
+def test_a_request_index_forgets_its_rules() -> None:
+    """The next request with it has none."""
+    engine = tiny_engine(max_batch_size=1)
+    first, second = requests([RULES["all"], NONE])
+    expected = run(tiny_engine(), [second])
+    run(engine, [first])
+    assert decided(run(engine, [second])) == decided(expected)
+
+
+def test_without_rules_nothing_is_kept() -> None:
+    engine = tiny_engine("draft_model", DraftShape(3, 1, 4))
+    run(engine, requests([NONE] * 3))
+    state = round_of(engine).state
+    assert state.rules is None
+    assert state.tokens_SL.shape[1] == 0
+
+
+@pytest.mark.parametrize("case", ["none", "draft_model-tree"])
+def test_bad_words_that_leave_no_token(case: str) -> None:
+    """The error says that the rules are the reason, which the logits do not show."""
+    bad_words = ((3, 3), (3, 5), (5, 3), (5, 5))
+    [request] = requests([({"allowed_token_ids": (3, 5)}, bad_words)])
+    for make in (tiny_engine, tiny_oracle):
+        [completion] = run(make(*SHAPES[case]), [request])
+        assert (completion.finish_reason, completion.no_token_left) == (FinishReason.ERROR, True)
+        assert completion.token_ids in ([3], [5])
+
+
+def _table(rules: list[Rule], num_prompt: int, lengths: list[int]) -> tuple[RequestTable, BatchView]:
+    """Running requests with random texts, one for each rule and a last one without."""
+    generator = torch.Generator().manual_seed(0)
+    state = RequestTable(len(rules), 1, 40, 1, True, torch.float32, torch.device("cpu"))
+    state.tokens_SL.copy_(torch.randint(0, 9, state.tokens_SL.shape, generator=generator))
+    state.ints_SF[:, Field.LENGTH] = torch.tensor(lengths)
+    for line, (options, bad_words) in enumerate(rules):
+        made = make_rules(SamplingParams(**options), bad_words, EngineLimits(30, VOCAB))
+        assert made is not None
+        write_rules(state.add_rules(VOCAB), Transfers(torch.device("cpu")), line, made, num_prompt)
+    return state, BatchView.gather(state, torch.arange(len(lengths)), 4, reference)
+
+
+def _trees(num_requests: int) -> DraftTrees:
+    """Nodes 1 and 3 hang on the root, 2 and 4 on 1, 5 on 2."""
+    tokens = torch.randint(0, 9, (num_requests, 6), generator=torch.Generator().manual_seed(1))
+    parents = torch.tensor([-1, 0, 1, 0, 1, 2]).expand(num_requests, -1)
+    depths = torch.tensor([0, 1, 2, 1, 2, 3]).expand(num_requests, -1)
+    sees = torch.tensor([1, 3, 7, 9, 19, 39], dtype=torch.int32).expand(num_requests, -1)
+    return DraftTrees(tokens, None, parents, depths, sees[:, :, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    """All is computed element by element, or counted: deterministic mode needs no kernels of its own here. The logits
+    that come in stay where they are kept."""
+    rules = list(RULES.values())
+    lengths = [10 + i % 3 for i in range(len(rules) + 1)]
+    state, view = _table(rules, 8, lengths)
+    trees = _trees(len(lengths))
+    logits = torch.randn(len(lengths) * 6, VOCAB, generator=torch.Generator().manual_seed(2)).to(dtype)
+    before = logits.clone()
+    edits = Edits.MASK | Edits.VALUES
+    found = edited_logits(state, view, trees, logits, edits, reference, fixed_shapes=True, keep=True)
+    assert found.dtype == torch.float32
+    assert torch.equal(logits, before)
+    assert torch.equal(found[-6:], before[-6:].float())  # without rules
+    part = edited_logits(state, view, trees, logits, edits, reference, fixed_shapes=False, keep=True)
+    assert torch.equal(part, found)
+    for i in range(len(rules)):
+        line = torch.tensor([i])
+        alone = edited_logits(
+            state, BatchView.gather(state, line, 4, reference),
+            DraftTrees(*(None if x is None else x[i : i + 1] for x in (trees.tokens_BN, None, trees.parents_BN,
+                                                                       trees.depths_BN, trees.mask_BNW))),
+            logits[6 * i : 6 * i + 6], edits, reference, fixed_shapes=True, keep=True,
+        )  # fmt: skip
+        assert torch.equal(alone, found[6 * i : 6 * i + 6])
+        assert not torch.equal(alone, before[6 * i : 6 * i + 6].float())
+
+
+def test_masks_of_nodes() -> None:
+    """A grammar forbids tokens at each node of a tree. Other requests, and other nodes, keep theirs."""
+    state, view = _table([RULES["allowed"]], 8, [10, 11])
+    table = state.add_rules(VOCAB)
+    table.add_node_masks(6)
+    assert table.node_masks_SNW is not None
+    table.node_masks_SNW[1, 2] = torch.tensor([0b1010, 0])
+    table.edits_S[1] = int(Edits.NODE_MASK)
+    logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(2))
+    edits = Edits.MASK | Edits.NODE_MASK
+    for fixed_shapes in (False, True):
+        found = edited_logits(state, view, _trees(2), logits, edits, reference, fixed_shapes=fixed_shapes, keep=True)
+        assert found[8].isfinite().nonzero()[:, 0].tolist() == [1, 3]
+        assert torch.equal(found[[6, 7, 9, 10, 11]], logits[[6, 7, 9, 10, 11]])
+        assert found[:6].isfinite().sum(1).tolist() == [31] * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "bad_words", "message"),
+    [
+        ({"logit_bias": {VOCAB: 1.0}}, (), "logit_bias: 61 is not a token id (0 .. 60)"),
+        ({"allowed_token_ids": (VOCAB,)}, (), "allowed_token_ids: 61 is not a token id (0 .. 60)"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, (), "logit_bias may have up to 1024 entries, not 1025"),
+        ({}, tuple((1, 1 + i // 60, i % 60) for i in range(257)), "up to 256 words of several tokens, not 257"),
+        ({}, (tuple(range(17)),), "up to 16 tokens in a word, not 17"),
+        (
+            {"allowed_token_ids": (3,)},
+            ((3,),),
+            "no token is left to choose: allowed_token_ids and bad_words forbid all",
+        ),
+        ({"allowed_token_ids": (0,), "min_tokens": 2}, (), "allowed_token_ids and min_tokens forbid all"),
+    ],
+)
+def test_rules_that_cannot_be_followed(options: dict[str, Any], bad_words: Any, message: str) -> None:
+    limits = EngineLimits(30, 2000 if "1025" in message else VOCAB, eos_token_ids=(0,))
+    with pytest.raises(FieldError, match=re.escape(message)):
+        make_rules(SamplingParams(**options), bad_words, limits)
+
+
+def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
+    """As in vLLM: the option is about the output."""
+    [request] = requests([NONE])
+    prompt, [plain] = list(request.prompt_token_ids), run(tiny_engine(), [request])
+    first, second = plain.token_ids[:2]
+    for bad_words, is_plain in (((prompt[-1], first),), True), (((first, second),), False):
+        [found] = run(tiny_engine(), [replace(request, bad_words=bad_words)])
+        assert (found.token_ids == plain.token_ids) == is_plain
