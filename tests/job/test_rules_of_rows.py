@@ -22,7 +22,7 @@ A, B = 98, 99  # token ids of "a" and "b" in the tiny model, whose token 0 ends 
 PROMPT = {"prompt": "ab", "max_tokens": 12}
 ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty must be > 0 and <= 100 (1 = off), not 0"),
-    ({"frequency_penalty": "1"}, "invalid_type", "frequency_penalty must be a number >= -2 and <= 2 (0 = off), not '1'"),
+    ({"presence_penalty": "1"}, "invalid_type", "presence_penalty must be a number >= -2 and <= 2 (0 = off), not '1'"),
     ({"presence_penalty": 3}, "invalid_value", "presence_penalty must be >= -2 and <= 2 (0 = off), not 3"),
     ({"frequency_penalty": -2.5}, "invalid_value", "frequency_penalty must be >= -2 and <= 2 (0 = off), not -2.5"),
     ({"min_tokens": -1}, "invalid_value", "min_tokens must be >= 0 and <= max_tokens, not -1"),
