@@ -16,6 +16,7 @@ from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
 from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
+from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.engine.resolve_speculation import (
     Speculation,
@@ -70,6 +71,7 @@ class ResolvedRun:
     row_tokens: int | None  # longest row, where the user's engine.kv_cache_tokens, and not the model, limits it
     description: dict[str, str]  # what the models are, for the statistics
     low_acceptance: str | None  # what is likely wrong where drafts are hardly ever right; None: not worth a word
+    bits_depend_on: list[str]  # in addition to what identifies the job anyway; of a deterministic run
     notes: list[str] = field(default_factory=list)  # how each `auto` was decided
 
     @property
@@ -180,6 +182,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation.section, draft),
+        bits_depend_on(device) if config.engine.deterministic else [],
         notes,
     )
 
@@ -265,17 +268,6 @@ def _part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device) -
     return replace(part, vocab_size=-(-config.vocab_size // num_ranks))
 
 
-def _check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
-    """Check that no result of this run depends on what is computed together."""
-    if device.type == "cuda":  # `models.invariant` has products for it; attention rounds by the size of its tiles
-        raise ConfigError(
-            "engine.deterministic does not run on CUDA yet: attention rounds a row differently in other batches",
-            hint="engine.device: cpu, or leave engine.deterministic out",
-        )
-    if dtype != torch.float32:
-        raise ConfigError(f"engine.deterministic needs float32, not {DTYPE_NAMES[dtype]}", hint="leave model.dtype out")
-
-
 def _resolve_engine(
     section: EngineSection, device: torch.device, dtype: torch.dtype, notes: list[str]
 ) -> EngineSettings:
@@ -314,7 +306,7 @@ def _resolve_engine(
             hint="leave engine.cuda_graphs out, or set it to none",
         )
     if section.deterministic:
-        _check_deterministic(device, dtype)
+        check_deterministic(device, dtype, attention)
     page, chunk = (64, 8192) if on_cuda else (16, 512)
     return EngineSettings(
         attention,

@@ -46,14 +46,15 @@ class Description:
     made_by: Mapping[str, Any]  # versions, commit, device
     weights: Mapping[str, Any]  # ModelFiles.record()
     date: str | None  # that the chat template prints; None: it prints none
+    bits_depend_on: Sequence[str] = ()  # of a deterministic run, in addition to the above
 
     def fingerprint(self, source: Mapping[str, Any], limit: int | None, shard: Shard | None = None) -> dict[str, Any]:
         """The job's identity. `source`: of the input."""
         job = job_fingerprint(self.config, source, limit, shard=shard, row_tokens=self.row_tokens, models=self.digests)
         if self.date is not None:
             job["date (printed by the chat template)"] = self.date
-        if self.config.engine.deterministic:  # what else the bits depend on
-            job["device and torch (engine.deterministic)"] = [self.made_by["device"], self.made_by["versions"]["torch"]]
+        if self.config.engine.deterministic:
+            job["device and versions (engine.deterministic)"] = [self.made_by["device"], *self.bits_depend_on]
         return job
 
 
@@ -102,6 +103,7 @@ class Worker:
             {"versions": versions(), "commit": commit(), "device": device_name(run.config.engine.device)},
             self.models.record(),
             datetime.date.today().isoformat() if self._texts.prints_today else None,
+            list(run.bits_depend_on),
         )
 
     def model_differences(self, recorded: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,4 @@
 """Linear layers for a deterministic mode on CUDA: a row's bits do not depend on how many rows are computed with it.
-Attention is not invariant yet, so `resolve` refuses the mode there.
 
 Tensor cores add the input features in order, whatever tile a kernel has. Only a kernel that splits them into parts, to
 be summed afterwards, gives other bits. So few rows go to our kernels without splits, and more rows to those of cuBLASLt
@@ -21,7 +20,7 @@ from specbatch.kernels.cublaslt import Algorithm, CublasLt
 from specbatch.models.linear import GatedLinear, Linear
 
 _ALIGNMENT = 256  # bytes, of what cuBLASLt reads
-_CHECKED_TOKENS = (1, 8, 9, 33, 64, 65, 96, 200, 512)
+_CHECKED_TOKENS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 96, 200, 512)  # each tile, and some of the library's
 
 
 class InvariantGemm:

@@ -10,9 +10,17 @@ import torch
 
 pytest.importorskip("triton")
 
+from specbatch.kernels.triton.parts.attention_splits import invariant_tile
 from specbatch.kernels.triton.parts.attention_tile import Tile, shared_of, tile_for
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
-from specbatch.kernels.triton.skinny.tile import GemmTile, fitting, gemm_tile_for, is_skinny, without_hopper
+from specbatch.kernels.triton.skinny.tile import (
+    GemmTile,
+    fitting,
+    gemm_tile_for,
+    invariant_tile_for,
+    is_skinny,
+    without_hopper,
+)
 
 KIB = 1024
 LIMITS = [64 * KIB, 99 * KIB, 163 * KIB, 227 * KIB]
@@ -132,3 +140,25 @@ def test_the_bound_covers_what_was_compiled(tile: Tile, head_dim: int, compiled:
 
 def test_the_interpreter_counts_as_hopper() -> None:
     assert shared_bytes(torch.zeros(1)) == HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_invariant_tile_of_attention_is_one_for_all_launches(limit: int) -> None:
+    """It follows the head and the GPU. Its keys begin where splits begin."""
+    for head_dim in (64, 80, 128, 256):
+        tile = invariant_tile(head_dim, 2, limit)
+        assert shared_of(tile, head_dim, 2) <= limit
+        assert 256 % tile.block_n == 0
+    assert invariant_tile(128, 2) == Tile(64, 64, 4, 2)
+
+
+def test_invariant_gemms_are_neither_split_nor_reordered() -> None:
+    for num_out in (576, 4096, 28672):
+        for num_tokens in range(1, 65):
+            tile = invariant_tile_for(num_tokens, num_out)
+            assert tile is not None
+            assert (tile.kind, tile.splits, tile.early, tile.fuse_norm) == ("dot", 1, False, False)
+            assert num_tokens <= tile.block_m
+    outputs = {17: 64, 32: 64, 16: 32, 33: 32, 64: 32}
+    assert {M: tile.block_o for M in outputs if (tile := invariant_tile_for(M, 4096))} == outputs
+    assert invariant_tile_for(65, 4096) is None

@@ -7,6 +7,7 @@ workspace.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded, shared_of
@@ -61,16 +62,9 @@ def invariant_tile(head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYT
     """
     rows, keys = (16, 32) if itemsize == 4 else (64, 64)
     warps = 8 if head_dim > 128 else 4
-    tile = Tile(rows, keys, warps, 2)
-    while shared_of(tile, head_dim, itemsize) + _ones_of(tile, itemsize) > shared:
-        if tile.num_stages > 1:
-            tile = Tile(rows, keys, warps, 1)
-        elif keys > 16:
-            keys //= 2
-            tile = Tile(rows, keys, warps, 2)
-        else:
-            break
-    return tile
+    smaller = itertools.product((rows, rows // 2, 16), (keys, keys // 2, 16), (2, 1))
+    tiles = [Tile(block_m, block_n, warps, stages) for block_m, block_n, stages in smaller]
+    return next((t for t in tiles if shared_of(t, head_dim, itemsize) + _ones_of(t, itemsize) <= shared), tiles[-1])
 
 
 def stored_rows(num_rows: int, tile: Tile) -> int:

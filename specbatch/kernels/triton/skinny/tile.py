@@ -164,8 +164,9 @@ def invariant_tile_for(M: int, O: int) -> GemmTile | None:  # noqa: E741
     if M > MAX_TOKENS:
         return None
     tile = _guess(max(M, _MAX_FMA_TOKENS + 1), O)
-    if tile.splits > 1:  # smaller programs instead, so that there are as many
-        tile = replace(tile, splits=1, block_o=32)
+    if tile.splits > 1:
+        # Smaller programs, so that there are as many; but for 32 tokens 64 outputs took less time (20 to 24 us, H200).
+        tile = replace(tile, splits=1, block_o=64 if tile.block_m == 32 else 32)
     return replace(tile, pdl=True)
 
 

@@ -1,0 +1,62 @@
+"""What `engine.deterministic` can run with: a row's tokens must not depend on what is computed together with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import torch
+
+from specbatch.engine.cpu_threads import limit_threads
+from specbatch.engine.resolve_device import DTYPE_NAMES
+from specbatch.errors import ConfigError
+from specbatch.models.packed import is_packable
+
+# Whether the mode may run on CUDA. Linear layers were measured there (models/invariant.py); attention was written after
+# the last measurement (kernels/triton/invariant_attention.py). Set it to True when, on an H200,
+# `pytest -m gpu tests/kernels/test_invariant_attention.py tests/kernels/test_invariant_rows.py` passes and
+# `scripts/check/check_deterministic.py`, which does not ask for it, reports no row that differs.
+MEASURED_ON_CUDA = False
+
+
+def check_deterministic(device: torch.device, dtype: torch.dtype, attention: str) -> None:
+    """Raises ConfigError for what is not invariant."""
+    if device.type != "cuda":
+        _check_cpu(dtype)
+        return
+    if not MEASURED_ON_CUDA:
+        raise ConfigError(
+            "engine.deterministic does not run on CUDA yet: that rows are equal was not measured there",
+            hint="engine.device: cpu, or leave engine.deterministic out",
+        )
+    if attention != "triton":
+        raise ConfigError(
+            f"engine.deterministic needs engine.attention triton on CUDA, not {attention}: sums depend on the batch",
+            hint="leave engine.attention out (and install triton, if it is missing)",
+        )
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"engine.deterministic needs bfloat16 or float16 on CUDA, not {DTYPE_NAMES[dtype]}: tensor cores add in a "
+            "fixed order, and other products do not",
+            hint="leave model.dtype out",
+        )
+
+
+def _check_cpu(dtype: torch.dtype) -> None:
+    if dtype != torch.float32:
+        raise ConfigError(
+            f"engine.deterministic needs float32 on a CPU, not {DTYPE_NAMES[dtype]}", hint="leave model.dtype out"
+        )
+    if not is_packable(torch.empty(0, dtype=dtype)):
+        raise ConfigError(
+            "engine.deterministic needs oneDNN on a CPU, and this torch has none",
+            hint="install torch from PyPI, or leave engine.deterministic out",
+        )
+
+
+def bits_depend_on(device: torch.device) -> list[str]:
+    """What the bits of a deterministic run depend on, in addition to its configuration, model files and device."""
+    found = [f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        return [*found, f"triton {importlib.metadata.version('triton')}"]
+    limit_threads()  # as the engine will, when it is built
+    return [*found, f"{torch.get_num_threads()} threads"]

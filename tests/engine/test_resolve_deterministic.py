@@ -1,0 +1,63 @@
+"""What engine.deterministic runs with, and what it makes part of a job."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.config_load import load_config
+from specbatch.engine import resolve_deterministic
+from specbatch.engine.resolve import resolve
+from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic
+from specbatch.errors import ConfigError
+from tests.scaleout.simulation import description
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_cuda_is_refused_until_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="does not run on CUDA yet"):
+        check_deterministic(CUDA, torch.bfloat16, "triton")
+    monkeypatch.setattr(resolve_deterministic, "MEASURED_ON_CUDA", True)
+    check_deterministic(CUDA, torch.bfloat16, "triton")
+    check_deterministic(CUDA, torch.float16, "triton")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "attention", "message"),
+    [
+        (CUDA, torch.bfloat16, "flashinfer", "attention triton on CUDA, not flashinfer"),
+        (CUDA, torch.bfloat16, "torch", "attention triton on CUDA, not torch"),
+        (CUDA, torch.float32, "triton", "bfloat16 or float16 on CUDA, not float32"),
+        (CPU, torch.bfloat16, "torch", "float32 on a CPU, not bfloat16"),
+    ],
+)
+def test_what_is_not_invariant_is_refused_by_name(
+    device: torch.device, dtype: torch.dtype, attention: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve_deterministic, "MEASURED_ON_CUDA", True)
+    with pytest.raises(ConfigError, match=message):
+        check_deterministic(device, dtype, attention)
+
+
+def test_a_torch_without_onednn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, ["engine.device=cpu", "model.target=random:tiny", "engine.deterministic=true"])
+    resolve(config)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs oneDNN"):
+        resolve(config)
+
+
+def test_threads_and_versions_are_part_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["engine.device=cpu", "model.target=random:tiny"]
+    plain = resolve(load_config(None, options))
+    assert plain.bits_depend_on == []
+    run = resolve(load_config(None, [*options, "engine.deterministic=true"]))
+    jobs = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        jobs.append(description(config=run.config, bits_depend_on=bits_depend_on(CPU)).fingerprint({}, None))
+    [name] = [name for name in jobs[0] if jobs[0][name] != jobs[1][name]]
+    assert jobs[0][name] == ["cpu (A)", f"torch {torch.__version__}", "1 threads"]
+    assert run.bits_depend_on[0] == f"torch {torch.__version__}"
+    assert name not in description(config=plain.config).fingerprint({}, None)
