@@ -271,6 +271,7 @@ class EngineStats:
     rounds: int = 0  # each verifies a whole batch
     preemptions: int = 0
     memory_shortages: int = 0  # launches that ran out of memory and were made smaller
+    joules: float = 0.0  # of the GPU; 0: not measured
     broken_drafts: int = 0  # sampled drafts whose probabilities were not finite: rejected
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 

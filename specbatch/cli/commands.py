@@ -6,6 +6,7 @@ the command line, the input or the output do not need it.
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -311,9 +312,19 @@ def _note_one_engine(config: Config, console: Console) -> None:
 
 @app.command("config", epilog=examples("specbatch config -c builtin-cpu", "specbatch config --set speculation.topk=4"))
 @with_config_options
-def show_config(given: ConfigOptions) -> None:
+def show_config(
+    given: ConfigOptions,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print JSON Schemas of configurations, result lines and stats.json.")
+    ] = False,
+) -> None:
     """Print the configuration with every `auto` decided. The reasons go to stderr."""
     with user_errors() as console:
+        if schema:
+            from specbatch.job.schema import schemas
+
+            print_data(f"{json.dumps(schemas(), indent=2)}\n")
+            return
         from specbatch.config_load import dump_config
         from specbatch.job.terminal import print_notes
 

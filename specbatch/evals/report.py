@@ -17,6 +17,7 @@ from specbatch.evals.plan import Plan
 from specbatch.evals.sandbox import ISOLATED
 from specbatch.evals.score import Scores, accuracy, standard_error
 from specbatch.job.stats import commit
+from specbatch.job.stats_types import SCHEMA_VERSION
 from specbatch.job.terminal import acceptance_text
 
 _SHOWN_MARGINS = 4
@@ -62,6 +63,7 @@ def whole_report(
     first = stats[0]
     config = {section: options for section, options in first["config"].items() if section != "sampling"}  # tasks' own
     return {
+        "schema_version": SCHEMA_VERSION,
         "tasks": dict(tasks),
         "simulated": first["simulated"],
         "random_weights": first["random_weights"],

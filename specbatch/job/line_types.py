@@ -6,7 +6,7 @@
 # No `from __future__ import annotations`: Python 3.11 would then take each field for a required one.
 from typing import Any, Literal, NotRequired, TypedDict
 
-Finish = Literal["stop", "length", "error"]
+Finish = Literal["stop", "length", "tool_calls", "error"]
 
 
 class Usage(TypedDict):
@@ -49,6 +49,8 @@ class NativeLine(TypedDict):
     id: Any
     index: int
     text: str | None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[Any]]
     finish_reason: Finish
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]

@@ -29,6 +29,7 @@ from specbatch.job.results_format import line_index
 from specbatch.job.shard import whole_path
 from specbatch.job.shard_files import FinishedShard, model_records, read_shards
 from specbatch.job.stats import RowTotals, write_report
+from specbatch.job.stats_types import SCHEMA_VERSION
 from specbatch.job.terminal import closing_table, print_notes, print_table
 from specbatch.job.urls import url_of
 
@@ -173,6 +174,7 @@ def _merged_report(shards: Sequence[FinishedShard], output: str, written: dict[s
     first = shards[0].report
     of_all = [note for note in first["notes"] if all(note in shard.report["notes"] for shard in shards)]
     return {
+        "schema_version": SCHEMA_VERSION,
         **{name: first[name] for name in ("simulated", "random_weights", "input")},
         "output": output,
         **totals.report(),

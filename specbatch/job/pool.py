@@ -143,7 +143,7 @@ class LocalPool:
 
     @property
     def stats(self) -> EngineStats:
-        return self._runner.engine.stats if self._runner is not None else EngineStats()
+        return self._runner.stats if self._runner is not None else EngineStats()
 
     def state(self) -> PoolState:
         return PoolState(self._loaded.load())

@@ -10,6 +10,7 @@ from specbatch.config import Config
 from specbatch.engine.rules import NO_TOKEN_LEFT, forbidden_by
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
 from specbatch.job.chat_output import AnswerReader
+from specbatch.job.energy import EnergyMeter, gpu_uuid
 from specbatch.job.jsonl import encode_line
 from specbatch.job.partial import RowDeaths
 from specbatch.job.remarks import Remark, remark_on
@@ -107,6 +108,7 @@ class RowRunner:
         self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, index of the completion)
         self._num_submitted = 0
         self._finished = Finished()
+        self._energy = EnergyMeter(gpu_uuid(config.engine.device))
 
     @property
     def has_room(self) -> bool:
@@ -177,6 +179,13 @@ class RowRunner:
         taken, self._finished = self._finished, Finished()
         return taken
 
+    @property
+    def stats(self) -> EngineStats:
+        """Those of the engine, with the energy."""
+        stats = self.engine.stats
+        stats.joules = self._energy.joules() or 0.0
+        return stats
+
     def load(self) -> Load:
         so_far = self.engine.tokens_so_far()
         limits = {
@@ -190,7 +199,7 @@ class RowRunner:
             for _ in range(row.prompt.num_requests)
         ]
         return Load(
-            self.engine.stats,
+            self.stats,
             self._num_submitted + len(queued),
             num_admitted=self._num_submitted - len(limits) + len(so_far),
             running=[(tokens, limits[request_id]) for request_id, tokens in so_far.items()],

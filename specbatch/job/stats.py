@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import specbatch
 from specbatch.job.files import write_whole
+from specbatch.job.stats_types import SCHEMA_VERSION
 from specbatch.models.catalog import random_name
 from specbatch.types import EngineStats, SpeculationCounts
 
@@ -179,6 +180,7 @@ def build_report(
     here = engine.speculation
     refs = (config["model"]["target"], config["speculation"]["draft"])
     return {
+        "schema_version": SCHEMA_VERSION,
         # With either of the two, the texts are not answers.
         "simulated": config["speculation"]["simulate_acceptance"] is not None,
         "random_weights": any(random_name(ref) is not None for ref in refs),
@@ -198,6 +200,8 @@ def build_report(
             "output_tokens": output_tokens,
             "output_tokens_per_second": _ratio(output_tokens, busy, 2),
             "output_tokens_per_second_of_total": _ratio(output_tokens, session.total_seconds, 2),
+            "joules": round(engine.joules, 1) or None,
+            "output_tokens_per_joule": _ratio(output_tokens, engine.joules),
             "prompt_tokens": engine.prompt_tokens,
             "prefill_tokens": engine.prefill_tokens,
             "cache_hit_rate": _ratio(engine.cached_prompt_tokens, engine.prompt_tokens),

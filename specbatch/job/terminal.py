@@ -27,10 +27,13 @@ def print_table(table: Table, console: Console) -> None:
     if console.is_terminal:
         console.print(table)
         return
+    console.print(table_text(table), end="", markup=False, soft_wrap=True)
+
+
+def table_text(table: Table) -> str:
     text = io.StringIO()
     Console(file=text, width=10_000).print(table)
-    for line in text.getvalue().splitlines():
-        console.print(line.rstrip(), markup=False, soft_wrap=True)
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def acceptance_text(speculation: Mapping[str, Any], draft_rate_by_position: Sequence[float]) -> str | None:

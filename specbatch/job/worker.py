@@ -106,6 +106,11 @@ class Worker:
             list(run.bits_depend_on),
         )
 
+    @property
+    def run(self) -> Any:
+        """The ResolvedRun, after `describe`."""
+        return self._run
+
     def model_differences(self, recorded: Mapping[str, Any]) -> list[str]:
         return self.models.differences(recorded)
 

@@ -16,6 +16,7 @@ from specbatch.draft.schedule import shapes_of
 from specbatch.errors import InputError, TuningError
 from specbatch.job.files import write_whole
 from specbatch.job.stats import device_name
+from specbatch.job.stats_types import SCHEMA_VERSION
 from specbatch.job.terminal import print_table
 from specbatch.tune.command import Tuned
 from specbatch.tune.live import speedups
@@ -70,7 +71,12 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
     text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
     write_whole(output, text.encode())
     report = json_report(tuned.result, tuned.forecast.costs, list(tuned.forecast.replays.values()), comparisons)
-    report |= {"verdict": verdict, "winner": None if schedule is None else str(schedule), "made_by": made_by}
+    report |= {"schema_version": SCHEMA_VERSION}
+    report |= {
+        "verdict": verdict,
+        "winner": None if schedule is None else str(schedule),
+        "made_by": made_by,
+    }
     names = ("seconds", "tokens", "tokens_per_round")
     runs = [{"what": o.schedule.name} | {n: getattr(o, n) for n in names} for o in tuned.live]
     files = zip(runs, tuned.file_seconds, strict=True)

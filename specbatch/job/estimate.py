@@ -1,0 +1,274 @@
+"""`specbatch estimate`: how long a file will take, from its tokens and a short trial of some of its rows.
+
+Prompts are tokenized, all of them, so their tokens are exact. Lengths of completions and speeds come from the trial,
+which runs rows of the file as the job would. The rest of the file is simulated: requests of the lengths that the trial
+has seen share the engine's batch. The range is that of simulations with other draws of the trial's rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.errors import InputError, RowError
+from specbatch.job.rows import RowParser
+from specbatch.job.runner import RowRunner
+from specbatch.job.sources import RawRow, Source
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.types import EngineLimits
+
+_DRAWS = 40  # simulations
+_QUANTILES = (0.05, 0.95)  # of these, for the range
+_SPEED_NOISE = 0.05  # of a machine, from one run to the next
+_MAX_SIMULATED = 8000  # requests; the middle of a longer file is like that of these
+
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class FileTokens:
+    """What a file asks for. Lists have an entry for each request."""
+
+    num_rows: int = 0
+    num_failed: int = 0  # rows that cannot run
+    prompts: array[int] = field(default_factory=lambda: array("q"))  # tokens
+    limits: array[int] = field(default_factory=lambda: array("q"))  # tokens that a completion may have
+    copies: int = 0  # requests whose prompt is that of the request before them
+    shared: int = 0  # tokens that all prompts begin with
+    drawn: list[RawRow] = field(default_factory=list)  # rows for the trial, in the order of the file
+    drawn_requests: int = 0
+
+    def prefill_tokens(self, prefix_cache: bool) -> float:
+        """Tokens to compute, if the cache has what all prompts share, and the prompts of copies."""
+        total = float(sum(self.prompts))
+        if not prefix_cache or not self.prompts:
+            return total
+        mean = total / len(self.prompts)
+        return total - self.shared * (len(self.prompts) - 1) - self.copies * max(mean - self.shared, 0)
+
+
+def count_tokens(
+    source: Source, parser: RowParser, texts: TextProcessor, limits: EngineLimits, num_drawn: int, seed: int
+) -> FileTokens:
+    """Read and tokenize the whole source; draw rows evenly from it. Raises InputError if no row can run."""
+    found, draw = FileTokens(), random.Random(seed)
+    drawn: list[tuple[RawRow, int]] = []
+    common: Sequence[int] | None = None
+    for raw in source.rows():
+        found.num_rows += 1
+        _, prompt = parser.parse(raw)
+        try:
+            if isinstance(prompt, RowError):
+                raise prompt
+            tokens = texts.encode(prompt, limits)
+        except RowError:
+            found.num_failed += 1
+            continue
+        common = tokens if common is None else _common(common, tokens)
+        limit = min(prompt.params.max_tokens, limits.max_prompt_tokens + 1 - len(tokens))
+        found.prompts.extend([len(tokens)] * prompt.num_requests)
+        found.limits.extend([limit] * prompt.num_requests)
+        found.copies += prompt.num_requests - 1
+        if len(drawn) < num_drawn:  # reservoir sampling (Vitter 1985)
+            drawn.append((raw, prompt.num_requests))
+        elif (at := draw.randrange(found.num_rows - found.num_failed)) < num_drawn:
+            drawn[at] = (raw, prompt.num_requests)
+    if not drawn:
+        raise InputError(f"{source.name} has no row that can run", "specbatch generate shows the error of each row")
+    found.shared = len(common or ())
+    found.drawn = [raw for raw, _ in sorted(drawn, key=lambda entry: entry[0].index)]
+    found.drawn_requests = sum(requests for _, requests in drawn)
+    return found
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
+    pairs = enumerate(zip(first, second, strict=False))
+    return first[: next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))]
+
+
+@dataclass
+class Trial:
+    """What some rows took. `rounds`: (requests that ran, rounds, seconds) of each step with rounds."""
+
+    rows: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefill_tokens: int = 0
+    tokens: int = 0  # of completions
+    request_rounds: float = 0.0  # rounds, each counted once for each request that ran in it
+    rounds: list[tuple[int, int, float]] = field(default_factory=list)
+    max_running: int = 0
+    ended: list[tuple[int, bool]] = field(default_factory=list)  # (tokens, whether the completion ended by itself)
+    acceptance_length: float | None = None
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of a request. Its first token is that of the prefill."""
+        return (self.tokens - len(self.ended)) / self.request_rounds if self.request_rounds else 1.0
+
+    def round_seconds(self, batch: int) -> Floats:
+        """[b] = seconds of a round of b requests, up to `batch`. A straight line through what was measured: rounds of a
+        few requests are rare in a trial."""
+        sizes, seconds, weights = (np.array(column, dtype=np.float64) for column in _by_size(self.rounds))
+        if len(sizes) > 1:
+            slope, start = np.polyfit(sizes, seconds, 1, w=np.sqrt(weights))
+            slope = max(slope, 0.0)
+            start = max(float(np.average(seconds - slope * sizes, weights=weights)), 0.0)
+        else:
+            slope, start = 0.0, float(seconds[0]) if len(seconds) else 0.0
+        line = start + slope * np.arange(batch + 1)
+        for size, measured, weight in zip(sizes.astype(int), seconds, weights, strict=True):
+            if size <= batch:  # what was measured often needs no line
+                line[size] = (weight * measured + 4 * line[size]) / (weight + 4)
+        return np.asarray(line)
+
+
+def _by_size(rounds: Sequence[tuple[int, int, float]]) -> tuple[list[int], list[float], list[int]]:
+    """(requests, mean seconds of a round, number of rounds)."""
+    sums: dict[int, tuple[int, float]] = {}
+    for size, count, seconds in rounds:
+        before = sums.get(size, (0, 0.0))
+        sums[size] = before[0] + count, before[1] + seconds
+    sizes = sorted(sums)
+    return sizes, [sums[size][1] / sums[size][0] for size in sizes], [sums[size][0] for size in sizes]
+
+
+def run_trial(runner: RowRunner, rows: Sequence[RawRow], max_seconds: float) -> Trial:
+    """Run `rows` to their ends, or for `max_seconds`."""
+    engine, trial = runner.engine, Trial()
+    began, waiting = time.perf_counter(), list(reversed(rows))
+    while time.perf_counter() - began < max_seconds:
+        while waiting and runner.has_room:
+            runner.add(waiting.pop())
+        runner.start_rows()
+        if not runner.is_busy:
+            _take(runner, trial)
+            if runner.is_empty and not waiting:
+                break
+            continue
+        stats = engine.stats
+        rounds, decode, prefill = stats.rounds, stats.decode_seconds, stats.prefill_seconds
+        running = max(engine.num_running, 1)
+        runner.step()
+        _add_step(trial, running, stats.rounds - rounds, stats.decode_seconds - decode, stats.prefill_seconds - prefill)
+        trial.max_running = max(trial.max_running, engine.num_running)
+        _take(runner, trial)
+    trial.seconds = time.perf_counter() - began
+    _take(runner, trial)
+    trial.ended += [(tokens, False) for tokens in engine.tokens_so_far().values() if tokens]
+    trial.tokens = engine.stats.generated_tokens + sum(engine.tokens_so_far().values())
+    trial.prefill_tokens = engine.stats.prefill_tokens
+    trial.acceptance_length = engine.stats.speculation.acceptance_length
+    return trial
+
+
+def _add_step(trial: Trial, running: int, rounds: int, decode: float, prefill: float) -> None:
+    trial.prefill_seconds += prefill
+    trial.decode_seconds += decode
+    if rounds:
+        trial.rounds.append((running, rounds, decode))
+        trial.request_rounds += running * rounds
+
+
+def _take(runner: RowRunner, trial: Trial) -> None:
+    totals = runner.take().totals
+    trial.rows += totals.rows
+    for length, count in totals.lengths.items():
+        trial.ended += [length] * count
+
+
+@dataclass(frozen=True)
+class Span:
+    """An expected value and its range."""
+
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    completion_tokens: Span
+    run_seconds: Span  # from the first row to the last; loading is not part of it
+    prefill_seconds: float
+
+
+def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int, prefix_cache: bool) -> Estimate:
+    """Of the whole file."""
+    requests = len(tokens.limits)
+    # The cache holds fewer requests than a batch if their prompts are long: then the trial ran fewer.
+    is_full = tokens.drawn_requests > trial.max_running
+    batch = max(min(max_batch_size, trial.max_running) if is_full else max_batch_size, 1)
+    round_seconds = trial.round_seconds(batch)
+    share = tokens.prefill_tokens(prefix_cache) / max(sum(tokens.prompts), 1)
+    prefill = sum(tokens.prompts) * share * trial.prefill_seconds / max(trial.prefill_tokens, 1)
+    other = max(trial.seconds - trial.prefill_seconds - trial.decode_seconds, 0.0)
+    other *= requests / max(tokens.drawn_requests if trial.rows else 1, 1)
+    step = max(requests // _MAX_SIMULATED, 1)
+    limits = np.array(tokens.limits[::step], dtype=np.float64)
+    rng = np.random.default_rng(0)
+    sums, seconds = [], []
+    for draw in range(_DRAWS + 1):
+        ended = trial.ended
+        if draw:  # the first one is of the trial as it was
+            ended = [ended[i] for i in rng.integers(len(ended), size=len(ended))]
+        lengths = np.minimum(draw_lengths(ended, len(limits), rng), limits)
+        sums.append(lengths.mean() * requests)
+        seconds.append(_decode_seconds(lengths, requests, round_seconds / trial.tokens_per_round, batch))
+    total = np.array(seconds) + prefill + other
+    low, high = np.quantile(total[1:], _QUANTILES)
+    few, many = np.quantile(sums[1:], _QUANTILES)
+    expected, tokens_expected = float(np.mean(total)), float(np.mean(sums))
+    return Estimate(
+        Span(tokens_expected, min(few, tokens_expected), max(many, tokens_expected)),
+        Span(expected, min(low, expected) * (1 - _SPEED_NOISE), max(high, expected) * (1 + _SPEED_NOISE)),
+        prefill,
+    )
+
+
+def draw_lengths(ended: Sequence[tuple[int, bool]], count: int, rng: np.random.Generator) -> Floats:
+    """`count` lengths as if there were no limits, from completions of which some were cut short (the Kaplan-Meier
+    estimate). Those that are longer than all that ended by themselves go on with the mean rate of ends."""
+    lengths = np.array([tokens for tokens, _ in ended], dtype=np.float64)
+    natural = np.array([by_itself for _, by_itself in ended], dtype=bool)
+    order = np.lexsort((~natural, lengths))
+    lengths, natural = lengths[order], natural[order]
+    at_risk = np.arange(len(lengths), 0, -1)
+    survival = np.cumprod(np.where(natural, 1 - 1 / at_risk, 1.0))
+    uniform = rng.random(count)
+    at = np.searchsorted(-survival, -uniform, side="left")
+    inside = at < len(lengths)
+    drawn = lengths[np.minimum(at, len(lengths) - 1)]
+    rate = natural.sum() / max(lengths.sum(), 1)
+    tail = rng.exponential(1 / rate, count) if rate else np.full(count, np.inf)
+    return np.asarray(np.where(inside, drawn, lengths[-1] + tail))
+
+
+def _decode_seconds(lengths: Floats, requests: int, token_seconds: Floats, batch: int) -> float:
+    """Of `requests` requests, of which `lengths` has a part. `token_seconds`: [b] = seconds in which each of b requests
+    writes a token. Requests start in their order, as soon as another one ends."""
+    ends: list[float] = []
+    now = seconds = 0.0
+    waiting = iter(lengths.tolist())
+    for length in waiting:
+        length = max(length - 1, 0.0)  # the prefill writes the first token
+        if len(ends) < batch:
+            heapq.heappush(ends, now + length)
+            continue
+        end = heapq.heapreplace(ends, ends[0] + length)
+        seconds += (end - now) * token_seconds[batch]
+        now = end
+    while ends:
+        size, end = len(ends), heapq.heappop(ends)
+        seconds += (end - now) * token_seconds[size]
+        now = end
+    rest = requests - len(lengths)
+    return float(seconds + rest * (lengths.mean() - 1) * token_seconds[batch] / batch)

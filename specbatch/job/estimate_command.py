@@ -1,0 +1,155 @@
+"""The command around `estimate`: load as the job would, count, try, report."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specbatch.config import Config
+from specbatch.job.estimate import Estimate, FileTokens, Trial, count_tokens, estimate, run_trial
+from specbatch.job.progress import duration
+from specbatch.job.rows import RowParser, with_checked_fields
+from specbatch.job.shard import part_of
+from specbatch.job.sources import open_source
+from specbatch.job.stats_types import SCHEMA_VERSION
+from specbatch.job.terminal import print_notes
+from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.job.worker import Runtime, Worker
+
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+_TRIAL_BATCHES, _MIN_TRIAL_ROWS = 2, 8  # rows of a trial: full batches, at least
+
+
+@dataclass(frozen=True)
+class EstimateOptions:
+    """The command line."""
+
+    input: str
+    limit: int | None = None
+    trial_rows: int | None = None  # None: two batches
+    trial_seconds: float = 60.0  # the trial ends then, finished or not
+
+
+def estimate_file(
+    options: EstimateOptions, config: Config, runtime: Runtime, console: Console, *, began: float
+) -> dict[str, Any]:
+    """The figures, JSON-ready. `began`: when the command did (time.perf_counter). Nothing is written. Raises
+    SpecbatchError."""
+    config = with_chat_template_text(config)
+    parser = RowParser(config.sampling, config.data)
+    source = with_checked_fields(open_source(options.input, config.data), parser)
+    source = part_of(source, options.limit, None)
+    worker = Worker(runtime, lambda line: print_notes([line], console))
+    what = worker.describe(config)
+    print_notes(what.notes, console)
+    batch = what.config.engine.max_batch_size
+    assert batch is not None, "resolve() decides it"
+
+    def doing(text: str) -> Any:
+        return console.status(text) if console.is_terminal else nullcontext()
+
+    with doing("loading the models"):
+        loaded = worker.load()
+        worker.limit_length(loaded.longest_row)
+    load_seconds = time.perf_counter() - began
+    runner = worker.runner
+    num_drawn = options.trial_rows or max(_TRIAL_BATCHES * batch, _MIN_TRIAL_ROWS)
+    with doing("counting tokens"):
+        texts = TextProcessor(worker.run.tokenizer, what.config.data)
+        tokens = count_tokens(source, parser, texts, runner.engine.limits, num_drawn, what.config.engine.seed)
+    with doing("running some rows"):
+        trial = run_trial(runner, tokens.drawn, options.trial_seconds)
+    found = estimate(tokens, trial, max_batch_size=batch, prefix_cache=what.config.engine.prefix_cache)
+    memory = _memory(worker.run, runtime, runner.engine)
+    worker.close()
+    return _report(source.name, tokens, trial, found, load_seconds, memory, what.made_by)
+
+
+def _report(
+    name: str,
+    tokens: FileTokens,
+    trial: Trial,
+    found: Estimate,
+    load_seconds: float,
+    memory: dict[str, Any],
+    made_by: Any,
+) -> dict[str, Any]:
+    seconds = {key: round(value + load_seconds, 1) for key, value in asdict(found.run_seconds).items()}
+    parts = {"load": round(load_seconds, 1), "prefill": round(found.prefill_seconds, 1)}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "input": name,
+        "rows": tokens.num_rows,
+        "failed_rows": tokens.num_failed,
+        "requests": len(tokens.prompts),
+        "prompt_tokens": sum(tokens.prompts),
+        "completion_tokens": {
+            **{key: round(value) for key, value in asdict(found.completion_tokens).items()},
+            "limit": sum(tokens.limits),
+        },
+        "seconds": {**seconds, **parts},
+        "memory": memory,
+        "trial": {
+            "rows": trial.rows,
+            "seconds": round(trial.seconds, 1),
+            "completion_tokens": trial.tokens,
+            "acceptance_length": None if trial.acceptance_length is None else round(trial.acceptance_length, 4),
+        },
+        **made_by,
+    }
+
+
+def _memory(run: Any, runtime: Runtime, engine: Any) -> dict[str, Any]:
+    """Bytes; None: not known. `peak`: what this process has taken of the GPU, else of the memory."""
+    weights = 0
+    for path in runtime.model_paths(run.config).values():
+        files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _WEIGHTS]
+        weights += sum(file.stat().st_size for file in files)
+    tokens = engine.num_pages * engine.page_size if hasattr(engine, "num_pages") else None
+    return {
+        "weights": weights or None,
+        "kv_cache_tokens": tokens,
+        "kv_cache": None if tokens is None else tokens * run.rows.token_bytes,
+        "peak": _peak_bytes(run.config.engine.device),
+    }
+
+
+def _peak_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.max_memory_reserved(device))
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def estimate_table(report: dict[str, Any]) -> Table:
+    """For people."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    failed = f", {report['failed_rows']:,} of them cannot run" if report["failed_rows"] else ""
+    completions, seconds, memory = report["completion_tokens"], report["seconds"], report["memory"]
+    trial = report["trial"]
+    table.add_row("rows", f"{report['rows']:,}{failed}; {report['requests']:,} completions")
+    table.add_row("prompt tokens", f"{report['prompt_tokens']:,}")
+    table.add_row(
+        "completion tokens",
+        f"{completions['expected']:,} ({completions['low']:,} to {completions['high']:,}; at most "
+        f"{completions['limit']:,})",
+    )
+    table.add_row(
+        "time",
+        f"{duration(seconds['expected'])} ({duration(seconds['low'])} to {duration(seconds['high'])}), with "
+        f"{duration(seconds['load'])} to load the models and {duration(seconds['prefill'])} for prompts",
+    )
+    kinds = (("weights", memory["weights"]), ("KV cache", memory["kv_cache"]), ("peak", memory["peak"]))
+    table.add_row("memory", ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in kinds if value))
+    table.add_row("from a trial of", f"{trial['rows']:,} rows, {duration(trial['seconds'])}")
+    return table

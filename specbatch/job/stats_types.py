@@ -1,0 +1,102 @@
+"""The fields of stats.json and their types, of which its JSON Schema is made. `stats` fills them."""
+
+# No `from __future__ import annotations`: Python 3.11 would then take each field for a required one.
+from typing import Any, NotRequired, TypedDict
+
+SCHEMA_VERSION = 1  # of the configuration, results, stats.json and reports; raised when a reader must change
+
+
+class Rows(TypedDict):
+    """Numbers of rows."""
+
+    total: int
+    ok: int
+    failed: int
+    errors: dict[str, int]
+    finish_reasons: dict[str, int]
+
+
+class Tokens(TypedDict):
+    """Numbers of tokens."""
+
+    prompt: int
+    completion: int
+
+
+class Counts(TypedDict):
+    """Speculation in the whole file."""
+
+    acceptance_length: float | None
+    acceptance_rate: float | None
+    rounds: int
+    drafted: int
+    accepted: int
+    committed: int
+    accept_histogram: list[int]
+
+
+class Seconds(TypedDict):
+    """Wall time of a session."""
+
+    total: float
+    load: float
+    prefill: float
+    decode: float
+    io: float
+
+
+class SessionStats(TypedDict):
+    """What the last process did."""
+
+    rows: int
+    resumed_rows: int
+    seconds: Seconds
+    output_tokens: int
+    output_tokens_per_second: float | None
+    output_tokens_per_second_of_total: float | None
+    joules: float | None
+    output_tokens_per_joule: float | None
+    prompt_tokens: int
+    prefill_tokens: int
+    cache_hit_rate: float | None
+    engine_rounds: int
+    preemptions: int
+    memory_shortages: int
+    acceptance_length: float | None
+    acceptance_rate_by_position: list[float | None]
+    draft_rate_by_position: list[float | None]
+    workers: NotRequired[list[dict[str, Any]]]
+
+
+class OutputFile(TypedDict):
+    """What identifies the output."""
+
+    bytes: int
+    rows: int
+    sha256: str
+
+
+class Stats(TypedDict):
+    """Statistics of a finished job. Merged shards have `shards` in place of `session`, `commit` and `device`."""
+
+    schema_version: int
+    simulated: bool
+    random_weights: bool
+    input: str
+    output: str
+    rows: Rows
+    tokens: Tokens
+    speculation: Counts
+    session: NotRequired[SessionStats]
+    shards: NotRequired[list[dict[str, Any]]]
+    versions: dict[str, str]
+    commit: NotRequired[str | None]
+    device: NotRequired[str]
+    models: dict[str, str]
+    notes: list[str]
+    config: dict[str, Any]
+    job: dict[str, Any]
+    margins: NotRequired[dict[str, Any] | None]
+    output_file: OutputFile
+    weights: dict[str, Any]
+    longest_row: NotRequired[int | None]

@@ -1,0 +1,128 @@
+"""Estimates of files: tokens are exact, and a simulated machine takes what was estimated."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from specbatch.errors import InputError
+from specbatch.job.estimate import FileTokens, Trial, draw_lengths, estimate
+from specbatch.job.estimate_command import EstimateOptions, estimate_file, estimate_table
+from specbatch.job.terminal import table_text
+from specbatch.job.worker import Runtime
+from specbatch.types import Completion
+from tests.job.test_generate import CONFIG, Run
+from tests.stub_engine import StubEngine, StubRun, resolve
+
+
+class Paced(StubEngine):
+    """Rounds of known duration, on a clock of its own: a start and a part for each request."""
+
+    def step(self) -> list[Completion]:
+        before = self.num_running
+        done = super().step()
+        self.stats.decode_seconds += 0.01 + 0.002 * max(before, 1)
+        return done
+
+
+def estimated(run: Run, **options: Any) -> dict[str, Any]:
+    def build(stub: StubRun, show: object) -> StubEngine:
+        return Paced(batch=stub.config.engine.max_batch_size or 16)
+
+    runtime = Runtime(resolve, build, lambda config: {})
+    console = Console(file=io.StringIO(), width=200)
+    arguments = EstimateOptions(str(run.input), **options)
+    return estimate_file(arguments, CONFIG, runtime, console, began=time.perf_counter())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    run.write([{"prompt": "p" * (1 + i % 40), "n": 1 + i % 3} for i in range(300)] + [{"prompt": ""}, b"{"])
+    return run
+
+
+def test_prompts_are_counted_exactly_and_nothing_is_written(run: Run) -> None:
+    report = estimated(run)
+    assert run() == 1
+    stats = run.stats()
+    assert report["rows"] == stats["rows"]["total"] == 302
+    assert report["failed_rows"] == stats["rows"]["failed"] == 2
+    # The prompt of a row with several completions counts once there.
+    assert report["requests"] == sum(1 + i % 3 for i in range(300))
+    assert report["prompt_tokens"] == sum((1 + i % 3) * (2 + i % 40) for i in range(300))
+    expected = report["completion_tokens"]
+    assert expected["low"] <= expected["expected"] <= expected["high"] <= expected["limit"] == 600 * 256
+    assert stats["tokens"]["completion"] == pytest.approx(expected["expected"], rel=0.25)
+    assert report["trial"]["rows"] == 32
+    run.output.unlink()
+    (run.folder / "d.results.stats.json").unlink()
+    estimated(run, limit=5)
+    assert [path.name for path in run.folder.iterdir()] == ["d.jsonl"]
+    text = table_text(estimate_table(report))
+    assert "300" in text or "302" in text
+    assert json.dumps(report)
+
+
+def test_a_file_without_a_row_that_runs(run: Run) -> None:
+    run.write([{"prompt": ""}, {"prompt": "a", "temperature": -1}])
+    with pytest.raises(InputError, match="has no row that can run"):
+        estimated(run)
+
+
+def tokens(count: int, prompt: int, limit: int) -> FileTokens:
+    found = FileTokens(count, prompts=array("q", [prompt] * count), limits=array("q", [limit] * count))
+    found.drawn_requests = 32
+    return found
+
+
+def trial(lengths: list[tuple[int, bool]]) -> Trial:
+    """32 requests in batches of up to 8; a round of b requests takes 10 + 2 b ms, and writes 2 tokens of each."""
+    rounds = [(b, 1, 0.010 + 0.002 * b) for b in (8, 8, 8, 8, 5, 3, 1)]
+    seconds = sum(s for _, _, s in rounds)
+    made = Trial(32, seconds + 1.0, 1.0, seconds, prefill_tokens=3200, rounds=rounds, max_running=8, ended=lengths)
+    made.request_rounds = sum(b for b, _, _ in rounds)
+    made.tokens = round(2 * made.request_rounds) + len(lengths)
+    return made
+
+
+@pytest.mark.parametrize("count", [40, 800, 40_000])
+def test_the_time_of_equal_rows(count: int) -> None:
+    """Each waits for 50 rounds with 8 requests."""
+    found = estimate(tokens(count, 100, 101), trial([(101, False)] * 32), max_batch_size=8, prefix_cache=False)
+    rounds = 50 * count / 8
+    assert found.prefill_seconds == pytest.approx(count / 32)
+    assert found.run_seconds.expected == pytest.approx(rounds * 0.026 + count / 32, rel=0.01)
+    assert found.completion_tokens.expected == found.completion_tokens.high == 101 * count
+    assert found.run_seconds.low < found.run_seconds.expected < found.run_seconds.high
+
+
+def test_a_shared_beginning_is_computed_once() -> None:
+    file = tokens(100, 100, 10)
+    file.shared = 90
+    assert file.prefill_tokens(True) == 100 * 10 + 90
+    assert file.prefill_tokens(False) == 100 * 100
+
+
+def test_the_cache_holds_fewer_requests_than_a_batch() -> None:
+    lengths = [(101, False)] * 32
+    full = estimate(tokens(800, 100, 101), trial(lengths), max_batch_size=64, prefix_cache=False)
+    assert full.run_seconds.expected == pytest.approx(100 * 50 * 0.026 + 25, rel=0.02)
+
+
+def test_lengths_of_completions_that_were_cut_short() -> None:
+    """Of exponential lengths with a mean of 100, cut at 80, the mean is found again."""
+    rng = np.random.default_rng(1)
+    true = rng.exponential(100, 400)
+    ended = [(int(min(length, 80)) + 1, bool(length < 80)) for length in true]
+    assert draw_lengths(ended, 20_000, rng).mean() == pytest.approx(100, rel=0.12)
+    assert (draw_lengths([(7, True)] * 9, 50, rng) == 7).all()
+    assert (draw_lengths([(7, False)] * 9, 50, rng) == np.inf).all()
