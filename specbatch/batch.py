@@ -45,7 +45,8 @@ class Edits(IntFlag):
     NONE = 0
     MASK = 1  # tokens that are forbidden whatever the text: `RuleTable.masks_S2W`
     NODE_MASK = 2  # tokens that the host forbids at each node: `RuleTable.node_masks_SNW`
-    VALUES = 4  # what depends on the text: bad words of several tokens, penalties; and biases
+    BAD_WORDS = 4  # of several tokens
+    VALUES = 8  # biases and penalties: logits become float32
 
 
 class Output(IntEnum):

@@ -14,7 +14,7 @@ MAX_BIASES = 1024  # of a request
 # Bad words of several tokens of a request, and the tokens of one. Those of one token are in the mask.
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 16
 # In place of a token that comes before a bad word's last one.
-ANY_TOKEN, NO_TEXT, NEVER = -1, -2, -3  # any; what the text before the output is read as; a word that is none
+ANY_TOKEN, NO_TEXT, NEVER = -1, -2, -3  # any; what the prompt is read as; a word that is none
 
 
 class RuleTable:

@@ -30,14 +30,6 @@ from specbatch.draft.method import DraftTrees
 _MAX_ELEMENTS = 1 << 24  # logits that are edited at once: temporary tensors are not larger
 
 
-class _Part(NamedTuple):
-    """Some requests of a batch, all with as many nodes."""
-
-    requests: slice
-    num_nodes: int
-    rows: slice  # of the logits
-
-
 class _Nodes(NamedTuple):
     """The trees of C requests."""
 
@@ -46,6 +38,15 @@ class _Nodes(NamedTuple):
     tokens_CN: Tensor  # int64
     depths_CN: Tensor  # int64
     sees_CNN: Tensor  # bool: node j lies on the path to node n (itself included); not of the root
+
+    def part(self, requests: slice, num_nodes: int) -> _Nodes:
+        return _Nodes(
+            self.line_C[requests],
+            self.length_C[requests],
+            self.tokens_CN[requests, :num_nodes],
+            self.depths_CN[requests, :num_nodes],
+            self.sees_CNN[requests, :num_nodes, :num_nodes],
+        )
 
 
 def edited_logits(
@@ -70,56 +71,54 @@ def edited_logits(
         logits_TV = logits_TV.to(wanted, copy=keep)
     elif keep:
         logits_TV = logits_TV.clone()
-    sees_BNN = _sees(trees)
-    batch, num_nodes = trees.tokens_BN.shape
-    depths = torch.arange(num_nodes, device=logits_TV.device) if trees.depths_BN is None else trees.depths_BN
-    depths_BN = depths.expand(batch, -1)
-    for part in _parts(rules, view, trees, logits_TV, fixed_shapes):
-        at, count = part.requests, part.num_nodes
-        nodes = _Nodes(
-            view.req_idx_B[at],
-            view.length_B[at],
-            trees.tokens_BN[at, :count],
-            depths_BN[at, :count],
-            sees_BNN[at, :count, :count],
-        )
-        x_CNV = logits_TV[part.rows].view(-1, count, logits_TV.shape[1])
+    nodes = _nodes(view, trees)
+    hit_BNK = _bad_words_begun(rules, nodes, state.tokens_SL) if edits & Edits.BAD_WORDS else None
+    for requests, num_nodes, rows in _parts(rules, view, trees, logits_TV, fixed_shapes):
+        part = nodes.part(requests, num_nodes)
+        x_CNV = logits_TV[rows].view(-1, num_nodes, logits_TV.shape[1])
         if edits & (Edits.MASK | Edits.NODE_MASK):
-            _forbid(rules, nodes, x_CNV, edits, ops)
+            _forbid(rules, part, x_CNV, edits, ops)
+        if hit_BNK is not None:
+            ends_CNK = rules.bad_ends_SC[part.line_C][:, None].expand(-1, num_nodes, -1)
+            forbidden_CNK = torch.where(hit_BNK[requests, :num_nodes], -torch.inf, 0.0)
+            x_CNV.scatter_add_(2, ends_CNK, forbidden_CNK.to(x_CNV.dtype))
         if edits & Edits.VALUES:
-            _change_values(rules, nodes, state.tokens_SL, x_CNV)
+            _change_values(rules, part, state.tokens_SL, x_CNV)
     return logits_TV
+
+
+def _nodes(view: BatchView, trees: DraftTrees) -> _Nodes:
+    batch, num_nodes = trees.tokens_BN.shape
+    nodes = torch.arange(num_nodes, device=trees.tokens_BN.device)
+    if trees.mask_BNW is None:
+        sees_BNN = (nodes <= nodes[:, None]).expand(batch, -1, -1)
+    else:
+        sees_BNN = ((trees.mask_BNW[:, :, nodes >> 5] >> (nodes & 31)) & 1).bool()
+    depths_BN = (nodes if trees.depths_BN is None else trees.depths_BN).expand(batch, -1)
+    return _Nodes(view.req_idx_B, view.length_B, trees.tokens_BN, depths_BN, sees_BNN & (nodes > 0))
 
 
 def _parts(
     rules: RuleTable, view: BatchView, trees: DraftTrees, logits_TV: Tensor, fixed_shapes: bool
-) -> Iterator[_Part]:
+) -> Iterator[tuple[slice, int, slice]]:
+    """Some requests of the batch, the number of nodes of each, and their rows of the logits."""
     batch, num_nodes = trees.tokens_BN.shape
     if fixed_shapes:
         step = max(1, _MAX_ELEMENTS // (num_nodes * logits_TV.shape[1]))
         for first in range(0, batch, step):
             end = min(first + step, batch)
-            yield _Part(slice(first, end), num_nodes, slice(first * num_nodes, end * num_nodes))
+            yield slice(first, end), num_nodes, slice(first * num_nodes, end * num_nodes)
         return
     counts = [num_nodes] * batch if trees.num_nodes_B is None else trees.num_nodes_B.tolist()
     row = 0
     for i, (kinds, count) in enumerate(zip(rules.edits_S[view.req_idx_B].tolist(), counts, strict=True)):
         if kinds:
-            yield _Part(slice(i, i + 1), count, slice(row, row + count))
+            yield slice(i, i + 1), count, slice(row, row + count)
         row += count
 
 
-def _sees(trees: DraftTrees) -> Tensor:
-    """(B, N, N) bool, see `_Nodes`."""
-    batch, num_nodes = trees.tokens_BN.shape
-    nodes = torch.arange(num_nodes, device=trees.tokens_BN.device)
-    if trees.mask_BNW is None:
-        return ((nodes > 0) & (nodes <= nodes[:, None])).expand(batch, -1, -1)
-    return ((trees.mask_BNW[:, :, nodes >> 5] >> (nodes & 31)) & 1).bool() & (nodes > 0)
-
-
 def _forbid(rules: RuleTable, nodes: _Nodes, x_CNV: Tensor, edits: Edits, ops: ModuleType) -> None:
-    """Forbidden tokens' logits become -inf, in place."""
+    """The logits of tokens that masks forbid become -inf, in place."""
     line, num_nodes = nodes.line_C, x_CNV.shape[1]
     num_output_CN = (nodes.length_C + 1 - rules.num_prompt_S[line])[:, None] + nodes.depths_CN
     is_late_CN = num_output_CN >= rules.min_tokens_S[line][:, None]
@@ -128,30 +127,44 @@ def _forbid(rules: RuleTable, nodes: _Nodes, x_CNV: Tensor, edits: Edits, ops: M
     if edits & Edits.NODE_MASK:
         assert rules.node_masks_SNW is not None, "no room for masks of nodes"
         allowed_CNW &= rules.node_masks_SNW[line, :num_nodes]
-    ops.forbid_tokens(x_CNV.flatten(0, 1), allowed_CNW.flatten(0, 1))
+    ops.forbid_tokens(x_CNV.view(-1, x_CNV.shape[2]), allowed_CNW.flatten(0, 1))
+
+
+def _bad_words_begun(rules: RuleTable, nodes: _Nodes, tokens_SL: Tensor) -> Tensor:
+    """(C, N, K) bool: the output up to a node ends with all but the last token of a bad word."""
+    line_C1, starts_CKM = nodes.line_C[:, None], rules.bad_starts_SCM[nodes.line_C]
+    hit_CNK = torch.ones((), dtype=torch.bool, device=tokens_SL.device)
+    for back in range(starts_CKM.shape[2]):
+        # The token of the path that lies `back` before the node: a node, or one before the drafts.
+        depth_CN = nodes.depths_CN - back
+        is_it_CNN = nodes.sees_CNN & (nodes.depths_CN[:, None] == depth_CN[:, :, None])
+        drafted_CN = torch.where(is_it_CNN, nodes.tokens_CN[:, None], 0).sum(2)
+        index_CN = nodes.length_C[:, None] + depth_CN
+        written_CN = tokens_SL[line_C1, index_CN.clamp(0, tokens_SL.shape[1] - 1)].long()
+        written_CN = torch.where(index_CN >= rules.num_prompt_S[line_C1], written_CN, NO_TEXT)
+        token_CN = torch.where(depth_CN > 0, drafted_CN, written_CN)
+        wanted_CK = starts_CKM[:, :, back]
+        hit_CNK = hit_CNK & ((wanted_CK[:, None] == token_CN[:, :, None]) | (wanted_CK[:, None] == ANY_TOKEN))
+    return hit_CNK
 
 
 def _change_values(rules: RuleTable, nodes: _Nodes, tokens_SL: Tensor, x_CNV: Tensor) -> None:
-    """Bad words of several tokens, biases and penalties, in place."""
+    """Biases and penalties, in place."""
     line, num_nodes = nodes.line_C, x_CNV.shape[1]
+    biases_CNK = rules.biases_SK[line].to(x_CNV.dtype)[:, None].expand(-1, num_nodes, -1)
+    x_CNV.scatter_add_(2, rules.bias_ids_SK[line][:, None].expand(-1, num_nodes, -1), biases_CNK)
+
     text_CL = tokens_SL[line].long()
     position = torch.arange(text_CL.shape[1], device=text_CL.device)
     is_text_CL = position <= nodes.length_C[:, None]
     is_output_CL = is_text_CL & (position >= rules.num_prompt_S[line][:, None])
-
-    ends_CK = rules.bad_ends_SC[line][:, None].expand(-1, num_nodes, -1)
-    hit_CNK = _bad_words_begun(rules, nodes, torch.where(is_output_CL, text_CL, NO_TEXT))
-    x_CNV.scatter_add_(2, ends_CK, torch.where(hit_CNK, -torch.inf, 0.0).to(x_CNV.dtype))
-    biases_CNK = rules.biases_SK[line].to(x_CNV.dtype)[:, None].expand(-1, num_nodes, -1)
-    x_CNV.scatter_add_(2, rules.bias_ids_SK[line][:, None].expand(-1, num_nodes, -1), biases_CNK)
-
     shape = x_CNV.shape[0], x_CNV.shape[2]
     num_text_CV, num_output_CV = (
         torch.zeros(shape, dtype=torch.int32, device=x_CNV.device).scatter_add_(1, text_CL, counted.int())
         for counted in (is_text_CL, is_output_CL)
     )
     penalties_C311 = rules.penalties_S3[line].to(x_CNV.dtype)[:, :, None, None]
-    # First as if a path had no drafts; then again where it has one, from what the logits were.
+    # First as if a path had no drafts; then again the tokens of the tree, from what their logits were.
     tokens_CNN = nodes.tokens_CN[:, None].expand(-1, num_nodes, -1).clamp(min=0)
     before_CNN = x_CNV.gather(2, tokens_CNN)
     x_CNV.copy_(_penalised(x_CNV, num_text_CV[:, None] > 0, num_output_CV[:, None], penalties_C311))
@@ -161,25 +174,6 @@ def _change_values(rules: RuleTable, nodes: _Nodes, tokens_SL: Tensor, x_CNV: Te
         counts.gather(1, tokens_CNN[:, 0])[:, None] + on_path_CNN for counts in (num_text_CV, num_output_CV)
     )
     x_CNV.scatter_(2, tokens_CNN, _penalised(before_CNN, text_CNN > 0, output_CNN, penalties_C311))
-
-
-def _bad_words_begun(rules: RuleTable, nodes: _Nodes, output_CL: Tensor) -> Tensor:
-    """(C, N, K) bool: the text to a node ends with all but the last token of a bad word. `output_CL`: the text, with
-    NO_TEXT in place of what is no output."""
-    starts_CKM = rules.bad_starts_SCM[nodes.line_C]
-    hit_CNK = torch.ones((), dtype=torch.bool, device=output_CL.device)
-    for back in range(starts_CKM.shape[2]):
-        # The token of the path that lies `back` before the node: a node, or one before the drafts.
-        depth_CN = nodes.depths_CN - back
-        is_it_CNN = nodes.sees_CNN & (nodes.depths_CN[:, None] == depth_CN[:, :, None])
-        drafted_CN = torch.where(is_it_CNN, nodes.tokens_CN[:, None], 0).sum(2)
-        index_CN = nodes.length_C[:, None] + depth_CN
-        written_CN = output_CL.gather(1, index_CN.clamp(0, output_CL.shape[1] - 1))
-        written_CN = torch.where(index_CN >= 0, written_CN, NO_TEXT)
-        token_CN = torch.where(depth_CN > 0, drafted_CN, written_CN)
-        wanted_CK = starts_CKM[:, :, back]
-        hit_CNK = hit_CNK & ((wanted_CK[:, None] == token_CN[:, :, None]) | (wanted_CK[:, None] == ANY_TOKEN))
-    return hit_CNK
 
 
 def _penalised(x: Tensor, in_text: Tensor, num_output: Tensor, penalties_C311: Tensor) -> Tensor:

@@ -47,7 +47,9 @@ def make_rules(params: SamplingParams, bad_words: Sequence[tuple[int, ...]], lim
     edits = Edits.NONE
     if params.allowed_token_ids is not None or params.min_tokens or len(several) < len(bad_words):
         edits |= Edits.MASK
-    if several or biases or penalties != (1.0, 0.0, 0.0):
+    if several:
+        edits |= Edits.BAD_WORDS
+    if biases or penalties != (1.0, 0.0, 0.0):
         edits |= Edits.VALUES
     if edits is Edits.NONE:
         return None

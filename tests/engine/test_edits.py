@@ -69,7 +69,7 @@ def requests(rules: list[Rule], temperatures: tuple[float, ...] = (0.0,), **samp
     return wanted
 
 
-def run(engine: Any, wanted: list[Request]) -> list[Completion]:
+def run_requests(engine: Any, wanted: list[Request]) -> list[Completion]:
     for request in wanted:
         engine.submit(request)
     done: dict[int, Completion] = {}
@@ -95,19 +95,19 @@ SLOW = [pytest.param(case, (t,), marks=pytest.mark.slow) for case in SHAPES for 
 )
 def test_as_the_oracle(case: str, temperatures: tuple[float, ...]) -> None:
     wanted = requests(MIXED, temperatures)
-    expected = decided(run(tiny_oracle(*SHAPES[case], eos=(0,)), wanted))
-    assert decided(run(tiny_engine(*SHAPES[case], eos=(0,)), wanted)) == expected
-    assert decided(run(tiny_device_engine(*SHAPES[case], eos=(0,)), wanted)) == expected
+    expected = decided(run_requests(tiny_oracle(*SHAPES[case], eos=(0,)), wanted))
+    assert decided(run_requests(tiny_engine(*SHAPES[case], eos=(0,)), wanted)) == expected
+    assert decided(run_requests(tiny_device_engine(*SHAPES[case], eos=(0,)), wanted)) == expected
 
 
 @pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
 def test_preempted_and_recomputed_requests(make: Callable[..., Engine]) -> None:
     """With chunks shorter than a prompt, pages that prompts share, and a cache that is too small."""
     wanted = requests(MIXED[:8], (0.0, 0.9), max_tokens=20)
-    expected = decided(run(make(prefix_cache=False), wanted))
+    expected = decided(run_requests(make(prefix_cache=False), wanted))
     for shape in ("none", "draft_model-tree"):
         engine = make(*SHAPES[shape], num_pages=24, prefill_chunk_tokens=7)
-        found = decided(run(engine, wanted))
+        found = decided(run_requests(engine, wanted))
         assert [one[:2] for one in found] == [one[:2] for one in expected]
         assert engine.stats.preemptions > 0
         assert engine.stats.cached_prompt_tokens > 0
@@ -117,14 +117,14 @@ def test_a_request_index_forgets_its_rules() -> None:
     """The next request with it has none."""
     engine = tiny_engine(max_batch_size=1)
     first, second = requests([RULES["all"], NONE])
-    expected = run(tiny_engine(), [second])
-    run(engine, [first])
-    assert decided(run(engine, [second])) == decided(expected)
+    expected = run_requests(tiny_engine(), [second])
+    run_requests(engine, [first])
+    assert decided(run_requests(engine, [second])) == decided(expected)
 
 
 def test_without_rules_nothing_is_kept() -> None:
     engine = tiny_engine("draft_model", DraftShape(3, 1, 4))
-    run(engine, requests([NONE] * 3))
+    run_requests(engine, requests([NONE] * 3))
     state = round_of(engine).state
     assert state.rules is None
     assert state.tokens_SL.shape[1] == 0
@@ -136,7 +136,7 @@ def test_bad_words_that_leave_no_token(case: str) -> None:
     bad_words = ((3, 3), (3, 5), (5, 3), (5, 5))
     [request] = requests([({"allowed_token_ids": (3, 5)}, bad_words)])
     for make in (tiny_engine, tiny_oracle):
-        [completion] = run(make(*SHAPES[case]), [request])
+        [completion] = run_requests(make(*SHAPES[case]), [request])
         assert (completion.finish_reason, completion.no_token_left) == (FinishReason.ERROR, True)
         assert completion.token_ids in ([3], [5])
 
@@ -173,7 +173,7 @@ def test_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     trees = _trees(len(lengths))
     logits = torch.randn(len(lengths) * 6, VOCAB, generator=torch.Generator().manual_seed(2)).to(dtype)
     before = logits.clone()
-    edits = Edits.MASK | Edits.VALUES
+    edits = Edits.MASK | Edits.BAD_WORDS | Edits.VALUES
     found = edited_logits(state, view, trees, logits, edits, reference, fixed_shapes=True, keep=True)
     assert found.dtype == torch.float32
     assert torch.equal(logits, before)
@@ -234,8 +234,8 @@ def test_rules_that_cannot_be_followed(options: dict[str, Any], bad_words: Any, 
 def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
     """As in vLLM: the option is about the output."""
     [request] = requests([NONE])
-    prompt, [plain] = list(request.prompt_token_ids), run(tiny_engine(), [request])
+    prompt, [plain] = list(request.prompt_token_ids), run_requests(tiny_engine(), [request])
     first, second = plain.token_ids[:2]
     for bad_words, is_plain in (((prompt[-1], first),), True), (((first, second),), False):
-        [found] = run(tiny_engine(), [replace(request, bad_words=bad_words)])
+        [found] = run_requests(tiny_engine(), [replace(request, bad_words=bad_words)])
         assert (found.token_ids == plain.token_ids) == is_plain

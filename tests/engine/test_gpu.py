@@ -11,6 +11,7 @@ import torch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
 from specbatch.types import Request, RngKey, SamplingParams
+from tests.engine.test_edits import MIXED, decided, requests, run_requests
 from tests.engine.test_nonfinite import all_nan, nan_embedding
 from tests.tiny_models import num_target_layers, random_prompts, round_of, run, tiny_device_engine, tiny_oracle
 
@@ -144,6 +145,37 @@ def test_kernels_over_keys_and_values_in_float8(method: str, shape: DraftShape |
     actual = run(tiny_device_engine(method, shape, **settings), prompts, GREEDY)
     same = sum(a.token_ids == b.token_ids for a, b in zip(actual, expected, strict=True))
     assert same >= 14
+
+
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_rules_change_logits_as_on_the_cpu(method: str, shape: DraftShape | None, graphs: GraphMode) -> None:
+    """Requests without rules run before and among those with rules: graphs of both kinds are captured and replayed."""
+    settings = {"num_pages": 512, "max_batch_size": 8, "eos": (0,)}
+    for temperatures in ((0.0,), (0.0, 0.9)):
+        gpu = tiny_device_engine(method, shape, **settings, device=CUDA, graphs=graphs)
+        run(gpu, random_prompts(9), GREEDY)
+        wanted = requests(MIXED, temperatures)
+        assert decided(run_requests(gpu, wanted)) == decided(
+            run_requests(tiny_oracle(method, shape, **settings), wanted)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("graphs", ["none", "round"])
+def test_nothing_waits_for_the_device_with_rules(graphs: GraphMode, dtype: torch.dtype) -> None:
+    """And what is drafted has the text of plain decoding, in float32."""
+    texts = []
+    for method, shape in (("none", None), ("draft_model", DraftShape(5, 4, 8))):
+        settings = {"num_pages": 512, "max_batch_size": 8, "dtype": dtype, "device": CUDA}
+        engine = tiny_device_engine(method, shape, **settings, graphs=graphs)
+        run_requests(engine, requests(MIXED, (0.0, 0.9)))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            texts.append([c.token_ids for c in run_requests(engine, requests(MIXED, (0.0, 0.9)))])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert dtype is torch.bfloat16 or texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("method", "shape"), [("none", None), *CASES[1:]])
