@@ -5,8 +5,7 @@ disk or memory, 3 an internal error (with a traceback; finished rows are kept), 
 allow (finished rows are kept), 130 interrupted.
 """
 
-from specbatch.cli import estimate as _estimate  # adds its command
+from specbatch.cli import estimate, models
 from specbatch.cli.commands import app, main
 
-__all__ = ["app", "main"]
-assert _estimate
+__all__ = ["app", "estimate", "main", "models"]  # the modules add their commands

@@ -20,11 +20,11 @@ from specbatch.errors import InputError
 from specbatch.job.files import FileFacts
 from specbatch.job.fingerprint import ModelFiles, differences
 from specbatch.job.margins import MarginTotals
-from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict
+from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict, write_in_order
 from specbatch.job.paths import ELSEWHERE, partial_path, stats_path_of
 from specbatch.job.remote import RemoteOutput
 from specbatch.job.result_files import identity, is_table, open_results, result_suffix
-from specbatch.job.results import ResultFile, write_in_order
+from specbatch.job.results import ResultFile
 from specbatch.job.results_format import line_index
 from specbatch.job.shard import whole_path
 from specbatch.job.shard_files import FinishedShard, model_records, read_shards

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from specbatch.errors import InputError
-from specbatch.job.files import file_facts
+from specbatch.job.files import disk_errors, file_facts, force_to_disk, replace_durably
 from specbatch.job.fingerprint import ModelRecord, differences
 from specbatch.job.jsonl import encode_line
 from specbatch.job.paths import (
@@ -22,10 +22,11 @@ from specbatch.job.paths import (
     output_file,
     partial_path,
     read_stats,
+    sorted_path,
     stats_path_of,
     usable,
 )
-from specbatch.job.result_files import is_packed
+from specbatch.job.result_files import is_packed, result_suffix, write_lines
 from specbatch.job.terminal import print_notes
 
 OK, SOME_FAILED = 0, 1  # exit codes
@@ -88,6 +89,21 @@ def report_of(output: Path) -> dict[str, Any]:
             _OR_OVERWRITE if holds_results(output) else ELSEWHERE,
         )
     return report
+
+
+def write_in_order(output: Path, lines: Iterable[bytes]) -> dict[str, Any]:
+    """Write the lines of a finished job and replace `output` atomically; returns what identifies the file. The caller
+    has the lock of the output's partial file."""
+    path = sorted_path(output)
+    with disk_errors(output):
+        path.unlink(missing_ok=True)  # of a session that was killed here
+        try:
+            written = write_lines(path, lines, result_suffix(output))
+            force_to_disk(path)
+            replace_durably(path, output)
+        finally:
+            path.unlink(missing_ok=True)
+    return written
 
 
 def verdict(report: Mapping[str, Any], console: Console) -> int:

@@ -17,18 +17,18 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
-from specbatch.job.files import disk_errors, force_to_disk, replace_durably
+from specbatch.job.files import disk_errors
 from specbatch.job.fingerprint import INPUT_FACTS, ModelFiles, ModelRecord, differences
 from specbatch.job.jsonl import encode_line
 from specbatch.job.margins import MarginTotals
+from specbatch.job.output import write_in_order
 from specbatch.job.partial import Entry, OpenedRow, PartialLines, RowDeaths, RowIndex, header_line, read_header
-from specbatch.job.paths import ELSEWHERE, partial_path, running_path, sorted_path
-from specbatch.job.result_files import result_suffix, write_lines
+from specbatch.job.paths import ELSEWHERE, partial_path, running_path
 from specbatch.job.results_format import certificate, index_of
 from specbatch.job.runner import Finished
 from specbatch.job.sources import RawRow
@@ -39,6 +39,7 @@ _COPY_BUFFER = 1 << 20
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 _INPUT_NOW = "specbatch_input"  # the record of an input that is not that of the first line
 LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
+MARGINS = "specbatch_margins"  # the record of margins that the lines do not have, see `retry`
 MODELS = "specbatch_weights"  # the record of the models' large files, see `fingerprint`
 _DEATHS = "specbatch_deaths"  # the record of rows whose process died
 _START_AGAIN = f"--overwrite drops it and starts again; {ELSEWHERE}"
@@ -65,6 +66,7 @@ class ResultFile:
         self._models = models or ModelFiles({})
         self._recorded_models: dict[str, Any] = {}  # their record in the file
         self._deaths: dict[int, RowDeaths] = {}
+        self._margins_before = MarginTotals()  # of rows whose lines do not have them
         self._has_rows = False  # or damaged lines
         self._path = partial_path(output)
         self._rows = RowIndex()
@@ -186,6 +188,7 @@ class ResultFile:
             opened = self._read(entry)
             line = json.loads(opened.line)
             totals.smallest = {"id": line.get("custom_id", line["id"]), "index": index, **certificate(opened.margin)}
+        totals.merge(self._margins_before)
         return totals
 
     def discard_partial(self) -> None:
@@ -261,6 +264,8 @@ class ResultFile:
         if not self._input_released:
             self._check_job(records[_INPUT_NOW], _input_of(job))
         self._recorded_models = records[MODELS]
+        if (before := records.get(MARGINS)) is not None:
+            self._margins_before = MarginTotals.of_report(before)
         if changed := self._models.differences(self._recorded_models):
             self._refuse(changed)
         self._file.truncate(end)
@@ -338,18 +343,3 @@ def _input_of(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_input(job: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in job.items() if not name.startswith(INPUT_FACTS)}
-
-
-def write_in_order(output: Path, lines: Iterable[bytes]) -> dict[str, Any]:
-    """Write the lines of a finished job and replace `output` atomically; returns what identifies the file. The caller
-    has the lock of the output's partial file."""
-    path = sorted_path(output)
-    with disk_errors(output):
-        path.unlink(missing_ok=True)  # of a session that was killed here
-        try:
-            written = write_lines(path, lines, result_suffix(output))
-            force_to_disk(path)
-            replace_durably(path, output)
-        finally:
-            path.unlink(missing_ok=True)
-    return written

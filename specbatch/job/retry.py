@@ -13,7 +13,7 @@ from specbatch.job.files import disk_errors, force_to_disk
 from specbatch.job.partial import PartialLines, header_line
 from specbatch.job.paths import partial_path, sorted_path
 from specbatch.job.result_files import open_results
-from specbatch.job.results import LONGEST_ROW, MODELS
+from specbatch.job.results import LONGEST_ROW, MARGINS, MODELS
 from specbatch.job.results_format import line_index
 from specbatch.job.sources import Source
 
@@ -43,6 +43,8 @@ def _partial_lines(output: Path, report: Mapping[str, Any], source: Source) -> I
     yield lines.record({MODELS: report.get("weights", {})})
     if (longest := report.get("longest_row")) is not None:
         yield lines.record({LONGEST_ROW: longest})
+    if (margins := report.get("margins")) is not None:  # result lines have none, or rounded ones
+        yield lines.record({MARGINS: margins})
     rows = source.rows()
     with open_results(output) as results:
         for result in results:

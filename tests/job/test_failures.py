@@ -74,6 +74,17 @@ def test_a_killed_retry_resumes(run: Run) -> None:
     assert "nothing to do" in run.log
 
 
+def test_the_margins_of_rows_that_do_not_run_again_are_kept(run: Run) -> None:
+    run.write([{**row, "temperature": 0} for row in rows(30, 3)])
+    run(engine=Broken())
+    assert run.stats()["margins"]["rows"] == 20
+    run(retry_errors=True)
+    retried = run.stats()["margins"]
+    run(overwrite=True)
+    assert run.stats()["margins"] == retried
+    assert retried["rows"] == 30
+
+
 def test_a_retry_is_of_the_same_job(run: Run) -> None:
     run.write(rows(20, 2))
     run(engine=Broken())
