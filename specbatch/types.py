@@ -82,6 +82,17 @@ class SamplingParams:
         "Log-probabilities. null = off, 0 = of the chosen tokens, k = also of the k most likely (at most 20).",
         Range(">= 0 and <= 20", lambda v: 0 <= v <= 20),
     )
+    prompt_logprobs: int | None = option(
+        None,
+        "Log-probabilities of the prompt's tokens, each after those before it. null = off, 0 = of these tokens, "
+        "k = also of the k most likely (at most 20).",
+        Range(">= 0 and <= 20", lambda v: 0 <= v <= 20),
+    )
+    prompt_logprobs_start: int = option(
+        0,
+        "The first prompt token whose log-probability is wanted. Tokens before it can come from the prefix cache.",
+        Range(">= 0 and < 2^31", lambda v: 0 <= v < 2**31),
+    )
     repetition_penalty: float = option(
         1.0,
         "Divides the positive logits, and multiplies the negative ones, of tokens that the prompt or the output has. "
@@ -245,6 +256,8 @@ class Completion:
     logprobs: list[TokenLogprob] | None  # one for each generated token, if the request wants them
     speculation: SpeculationCounts
     margin: Margin = NO_MARGIN  # a sampled completion has none
+    # Of the prompt's tokens from `params.prompt_logprobs_start` on, without the first token, which comes after none.
+    prompt_logprobs: list[TokenLogprob] | None = None
     no_token_left: bool = False  # of ERROR: the request's own rules forbid all tokens; else the logits are not finite
 
 

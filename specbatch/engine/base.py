@@ -125,5 +125,15 @@ class EngineBase:
         params = seq.request.params
         logprobs = seq.logprobs if params.logprobs is not None else None
         margin = seq.margin if params.temperature == 0 else NO_MARGIN
+        scored = [seq.prompt_logprobs[i] for i in seq.scored_tokens] if params.prompt_logprobs is not None else None
         failed = reason is FinishReason.ERROR and seq.rules is not None and seq.rules.leaves_none(seq.generated)
-        return Completion(seq.request.request_id, list(seq.generated), reason, logprobs, seq.counts, margin, failed)
+        return Completion(
+            seq.request.request_id,
+            list(seq.generated),
+            reason,
+            logprobs,
+            seq.counts,
+            margin,
+            prompt_logprobs=scored,
+            no_token_left=failed,
+        )

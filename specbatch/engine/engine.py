@@ -33,7 +33,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.prompt_graphs import PromptGraphs
-from specbatch.engine.prompts import PromptPacker
+from specbatch.engine.prompts import PromptPacker, ScoredToken
 from specbatch.engine.round import (
     Logprobs,
     Round,
@@ -62,6 +62,8 @@ class _Report:
     rows: Download  # (B, Z) int32 of a round, (R, 2) of a prompt chunk
     logprobs: tuple[Download, Download, Download] | None
     max_path: int | None  # tokens that the round may commit; None: a prompt chunk
+    scored: Seq[ScoredToken] = ()
+    scores: tuple[Download, Download, Download] | None = None  # of these
 
 
 class Engine(EngineBase):
@@ -216,7 +218,7 @@ class Engine(EngineBase):
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
         params = [seq.request.params for seq in ready]
         sampled, wants_logprobs = any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
-        tokens, logprobs = self._prompts.run(
+        tokens, logprobs, scores = self._prompts.run(
             self._round, packed, sampled, wants_logprobs, self.executor.mode, _edits(ready)
         )
         chosen, downloads = self._transfers.download(tokens), self._download(logprobs)
@@ -230,7 +232,7 @@ class Engine(EngineBase):
             # A request that is computed again after a preemption has its root already.
             first_tokens.append(seq if len(seq.tokens) == seq.num_computed_tokens else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
-        self._reports.append(_Report(first_tokens, chosen, downloads, None))
+        self._reports.append(_Report(first_tokens, chosen, downloads, None, packed.scored, self._download(scores)))
         # Launching a chunk takes the host longer than many a round.
         now = time.perf_counter()
         self._stats.prefill_seconds += now - self._last_read
@@ -255,6 +257,8 @@ class Engine(EngineBase):
         else:
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
+        if report.scores is not None:
+            _read_scores(report.scored, *(download.wait() for download in report.scores))
         finished = []
         rows = rows[: len(report.sequences)]  # padding has words, too
         first_margin = 1 if report.max_path is None else Output.TOKENS + report.max_path
@@ -274,8 +278,9 @@ class Engine(EngineBase):
                 seq.margin = _lower_margin(seq.margin, margins[row, :count], before - seq.num_prompt)
             if seq.request.params.logprobs is not None and logprobs is not None:
                 chosen, values, ids = (part[row] for part in logprobs)
+                top = seq.request.params.logprobs or 0
                 for i, token in enumerate(seq.tokens[before:]):
-                    seq.logprobs.append(_token_logprob(token, chosen[i], values[i], ids[i], seq))
+                    seq.logprobs.append(_token_logprob(token, chosen[i], values[i], ids[i], top))
             if reason is not None:
                 finished.append(self._complete(seq, reason))
         return finished
@@ -400,9 +405,14 @@ def _lower_margin(margin: Margin, of_new: np.ndarray, position: int) -> Margin:
     return min(margin, Margin(float(of_new[i]), position + i))
 
 
+def _read_scores(scored: Seq[ScoredToken], chosen: np.ndarray, values: np.ndarray, ids: np.ndarray) -> None:
+    for i, (seq, position, _) in enumerate(scored):
+        top = seq.request.params.prompt_logprobs or 0
+        seq.prompt_logprobs[position] = _token_logprob(seq.tokens[position], chosen[i, 0], values[i, 0], ids[i, 0], top)
+
+
 def _token_logprob(
-    token: int, chosen: np.float32, top_values: np.ndarray, top_ids: np.ndarray, seq: Sequence
+    token: int, chosen: np.float32, top_values: np.ndarray, top_ids: np.ndarray, count: int
 ) -> TokenLogprob:
-    count = seq.request.params.logprobs or 0
     top = tuple(zip(top_ids[:count].tolist(), top_values[:count].tolist(), strict=True))
     return TokenLogprob(token, float(chosen), top)

@@ -8,8 +8,10 @@ first chunk of it comes: a job has few shapes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,15 +53,15 @@ class PromptGraphs:
         logprobs: bool,
         mode: GraphMode,
         edits: Edits = Edits.NONE,
-    ) -> tuple[Tensor, Logprobs | None]:
+    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
         """As `Round.prefill`, but more tokens can follow those of the prompts that end here. `mode`: of the rounds;
         prompts are graphs with whole rounds only. The output is valid until the next chunk."""
-        may_pad = not logprobs and (mode == "round" or self._runner is None)
+        may_pad = not (logprobs or packed.scored) and (mode == "round" or self._runner is None)
         shape = self.shape_of(packed) if may_pad else None
         key = (shape, sampled, round_.method.net is not None, edits)
         if shape is not None and key not in self._uncaptured:
             try:
-                return self._padded(round_, packed, shape, key), None
+                return self._padded(round_, packed, shape, key), None, None
             except Exception as error:
                 # The chunk takes less without padding.
                 if not is_out_of_memory(error) or self._runner is None or key in self._runner:
@@ -68,6 +70,9 @@ class PromptGraphs:
         arrays = packed.arrays()
         buffer = self._transfers.upload(arrays.buffer)
         chunk = self._packer.chunk(arrays, buffer, round_.state.page_table_SP, packed.max_queries)
+        if packed.scored:
+            scored = np.array([(one.row, one.seq.tokens[one.position]) for one in packed.scored], dtype=np.int64)
+            chunk = replace(chunk, scored_K2=self._transfers.upload(scored))
         return round_.prefill(chunk, sampled, logprobs, edits)
 
     def shape_of(self, packed: PackedPrompts) -> ChunkShape | None:

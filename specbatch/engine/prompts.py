@@ -92,6 +92,14 @@ class ChunkArrays:
         )
 
 
+class ScoredToken(NamedTuple):
+    """A prompt token whose log-probability is wanted."""
+
+    seq: Sequence
+    position: int  # in the sequence
+    row: int  # in the chunk, of the token before it
+
+
 class PackedPrompts:
     """Pieces of some prompts, as lists."""
 
@@ -103,6 +111,7 @@ class PackedPrompts:
         self.ready_index: list[int] = []
         self.lengths: list[int] = []
         self.roots: list[int] = []
+        self.scored: list[ScoredToken] = []
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +166,9 @@ class PromptPacker:
         for span in spans:
             seq = span.seq
             packed.req_idx.append(seq.req_idx)
+            row = len(target.tokens) - span.start - 1
+            wanted = range(max(span.start + 1, seq.scored_tokens.start), min(span.end + 1, seq.scored_tokens.stop))
+            packed.scored += [ScoredToken(seq, i, row + i) for i in wanted if i not in seq.prompt_logprobs]
             target.add(seq, span.start, span.end, seq.tokens[span.start : span.end])
             ends = span.end == seq.num_prefill_tokens
             if ends:

@@ -10,7 +10,7 @@ W words of a mask or draft vocabulary, R selected tokens, Z columns of the round
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
 
 import torch
@@ -210,20 +210,22 @@ class Round:
 
     def prefill(
         self, chunk: PromptChunk, sampled: bool, logprobs: bool = False, edits: Edits = Edits.NONE
-    ) -> tuple[Tensor, Logprobs | None]:
+    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
         """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
 
         Returns (R, 2) int32, the token of each prompt that ends here and the bits of its margin, with logprobs (R, 1)
-        where asked. NO_TOKEN where the target's logits are not finite: then the slot is done, and what goes on to be
-        computed sees token 0.
+        where asked, and the log-probabilities (K, 1) of the chunk's `scored_K2`. NO_TOKEN where the target's logits are
+        not finite: then the slot is done, and what goes on to be computed sees token 0.
         """
-        logits_indices = None if self._reads_hidden else chunk.logits_indices
+        needs_all = self._reads_hidden or chunk.scored_K2 is not None
+        logits_indices = None if needs_all else chunk.logits_indices
         hidden, aux_hidden_states = self._target.forward(
             chunk.tokens_T, chunk.layout, self._cache, self._aux_layers, logits_indices
         )
+        scores = None if chunk.scored_K2 is None else self._scores(hidden, chunk.scored_K2)
         if chunk.ready_R.shape[0] == 0:
             self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states)
-            return chunk.ready_R[:, None].int().expand(-1, 2), None
+            return chunk.ready_R[:, None].int().expand(-1, 2), None, scores
         rows = BatchView.gather(self.state, chunk.ready_R, self._page_size, self._ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
         roots = DraftTrees(chunk.roots_R[:, None])
@@ -245,7 +247,15 @@ class Round:
             self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
         self._extend_prompt(chunk, tokens, hidden, aux_hidden_states)
         output = torch.cat((reported[:, None].int(), margin.view(torch.int32)), dim=1)
-        return output, logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None
+        return output, logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None, scores
+
+    def _scores(self, hidden_TE: Tensor, scored_K2: Tensor) -> Logprobs:
+        """Of tokens after others; a few at a time, because logits of a whole chunk would take too much memory."""
+        parts = [
+            logprobs_of(self._target.raw_logits(hidden_TE[scored[:, 0]])[:, None], scored[:, 1:])
+            for scored in scored_K2.split(_LOGPROB_ROWS)
+        ]
+        return Logprobs(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Logprobs)))
 
     def _extend_prompt(
         self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, aux_hidden_states: list[Tensor]
@@ -274,6 +284,8 @@ class PromptChunk:
     draft_tokens_T: Tensor  # what the draft network reads; the rows of roots yet to be chosen hold anything
     draft_layout: PagedBatch | None
     draft_selected: LogitsIndices | None
+    # Of prompt tokens whose log-probabilities are wanted: the packed token before each, and itself. None: of none.
+    scored_K2: Tensor | None = None  # int64
 
 
 def logprobs_of(logits_BMV: Tensor, tokens_BM: Tensor) -> Logprobs:

@@ -127,8 +127,7 @@ class Scheduler:
     def _num_uncached(self, seq: Sequence) -> int:
         """Tokens of a waiting request that a chunk would compute; looked up once, for it is asked in every round."""
         if seq.num_uncached is None:
-            last = seq.num_prefill_tokens - 1  # is computed in any case
-            cached = self._prefix.num_cached(seq.tokens, last) if self._prefix is not None else 0
+            cached = self._prefix.num_cached(seq.tokens, seq.max_cached) if self._prefix is not None else 0
             seq.num_uncached = seq.num_prefill_tokens - cached
         return seq.num_uncached
 
@@ -156,17 +155,16 @@ class Scheduler:
         return hashes
 
     def _shares_pending_page(self, seq: Sequence, computing: set[int]) -> bool:
-        """Whether a page before the sequence's last prompt token is being computed."""
+        """Whether a page is being computed that the sequence could take from the cache."""
         if not computing:
             return False
-        num_pages = (seq.num_prefill_tokens - 1) // self._pool.page_size
+        num_pages = seq.max_cached // self._pool.page_size
         return not computing.isdisjoint(self._page_hashes(seq.tokens, num_pages))
 
     def _admit(self, seq: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and pages for its prompt and the first round, if there are
         enough."""
-        # At least one token must be computed: the first sample needs its logits.
-        cached = self._prefix.match(seq.tokens, seq.num_prefill_tokens - 1) if self._prefix is not None else []
+        cached = self._prefix.match(seq.tokens, seq.max_cached) if self._prefix is not None else []
         wanted = self._pool.pages_for(seq.num_prefill_tokens + self.num_lookahead) - len(cached)
         # A page for each running sequence stays free, or the newcomer would be preempted by the next round.
         if not self._make_room(wanted + len(self.running)):

@@ -37,10 +37,26 @@ class Sequence:
     margin: Margin = NO_MARGIN  # of the generated tokens, whether they are sampled or not
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     rules: Rules | None = None
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index of the token, as far as computed
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def scored_tokens(self) -> range:
+        """Indices of the prompt's tokens whose log-probabilities are wanted: once for the completions of a row."""
+        params = self.request.params
+        if params.prompt_logprobs is None or self.request.rng.sample:
+            return range(0)
+        return range(max(1, params.prompt_logprobs_start), self.num_prompt)
+
+    @property
+    def max_cached(self) -> int:
+        """Tokens that may come from the prefix cache when the request is admitted: the first sample needs the logits of
+        the last one, and a log-probability those of the token before it."""
+        missing = [i for i in self.scored_tokens if i not in self.prompt_logprobs] if self.scored_tokens else ()
+        return min(missing, default=self.num_prefill_tokens) - 1
 
     @property
     def edits(self) -> Edits:

@@ -40,7 +40,7 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
         web_search_options enable_thinking thinking_budget max_thinking_tokens verbosity
         system chat_template input_ids input_embeds prompt_embeds image_data video_data audio_data multi_modal_data
         lora_path lora_id lora_name lora_request adapter_id
-        prompt_logprobs prompt_logprob_token_ids logprob_token_ids
+        prompt_logprob_token_ids logprob_token_ids
         """,
     ),
     ((), "add_special_tokens"),  # true for text and false for chats: no value is neutral for both

@@ -5,14 +5,14 @@ Native:
     {"id", "index", "text", "reasoning_content" and "tool_calls" if there are any, "finish_reason",
      "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...},
      "certificate": {"margin", "position"} with output.certificate, "logprobs": [...] if requested,
-     "choices": [...] if n > 1, "metadata": {...} if there is any}
+     "prompt_logprobs": [...] if requested, "choices": [...] if n > 1, "metadata": {...} if there is any}
 
 With n > 1, usage and speculation are sums, and what is not in `choices` is that of choice 0. Only greedy rows have a
 certificate; their choices are equal. A failed row has text null, finish_reason "error" and `error: {type, message}`.
 
 OpenAI Batch (platform.openai.com/docs/guides/batch): a failed line has `response: null` and `error: {code, message}`.
 OpenAI makes ids at random and `created` from the clock. Here ids are made from the row's index and `created` is 0, so
-that a resumed job writes the same bytes. `body.speculation` is an addition.
+that a resumed job writes the same bytes. `body.speculation` and `body.prompt_logprobs` are additions.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ def result_line(
     model: str,
     simulated: bool = False,
     margin: Margin = NO_MARGIN,
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None,
 ) -> dict[str, Any]:
     """The result line of a row that ran on `model`. `simulated`: speculation.simulate_acceptance is set. `margin`: the
-    row's certificate, if it is wanted."""
+    row's certificate, if it is wanted. `prompt_logprobs`: None for the first token, which comes after none."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sum(len(c.token_ids) for c in choices)}
     total = SpeculationCounts()
     for choice in choices:
@@ -112,8 +113,11 @@ def result_line(
     counts = {"speculation": _speculation(total, simulated)}
     if margin != NO_MARGIN:
         counts["certificate"] = certificate(margin)
+    scores = {}
+    if prompt_logprobs is not None:
+        scores["prompt_logprobs"] = [None if lp is None else _logprob(lp, token_text) for lp in prompt_logprobs]
     if row.api is not None:
-        return _openai_line(row, usage, counts, choices, token_text, model)
+        return _openai_line(row, usage, {**counts, **scores}, choices, token_text, model)
     first = choices[0]
     line: dict[str, Any] = {
         "id": row.id,
@@ -126,6 +130,7 @@ def result_line(
     }
     if first.logprobs is not None:
         line["logprobs"] = _logprobs(first.logprobs, token_text)
+    line |= scores
     if len(choices) > 1:
         line["choices"] = [_choice(row, i, choice, token_text, simulated) for i, choice in enumerate(choices)]
     if row.metadata is not None:
@@ -212,10 +217,14 @@ def _chat_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> list[dict[str, Any]]:
+    return [_logprob(lp, token_text) for lp in logprobs]
+
+
+def _logprob(lp: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
     def entry(token: int, value: float) -> dict[str, Any]:
         return {"token": token_text(token), "token_id": token, "logprob": max(value, LOWEST_LOGPROB)}
 
-    return [{**entry(lp.token_id, lp.logprob), "top": [entry(*top) for top in lp.top]} for lp in logprobs]
+    return {**entry(lp.token_id, lp.logprob), "top": [entry(*top) for top in lp.top]}
 
 
 def _openai_line(

@@ -289,8 +289,10 @@ def _within(limits: EngineLimits, prompt: Prompt, ids: list[int]) -> list[int] |
                 f"the prompt has {len(ids)} tokens, more than the {limits.max_prompt_tokens} that fit",
             )
         _check_vocabulary("stop_token_ids", prompt.params.stop_token_ids, limits)
-        if (prompt.params.logprobs or 0) > limits.max_logprobs:
-            raise RowError("invalid_value", f"logprobs must be <= {limits.max_logprobs}, not {prompt.params.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(prompt.params, name)
+            if (wanted or 0) > limits.max_logprobs:
+                raise RowError("invalid_value", f"{name} must be <= {limits.max_logprobs}, not {wanted}")
     except RowError as exc:
         return exc
     return ids

@@ -42,6 +42,8 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
      "no token is left to choose: allowed_token_ids and bad_words forbid all of them"),
     ({"allowed_token_ids": [0], "min_tokens": 1}, "invalid_value",
      "no token is left to choose: allowed_token_ids and min_tokens forbid all of them"),
+    ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs must be >= 0 and <= 20, not 21"),
+    ({"prompt_logprobs_start": -1}, "invalid_value", "prompt_logprobs_start must be >= 0 and < 2^31, not -1"),
     ({"include_stop_str_in_output": 1}, "invalid_type", "include_stop_str_in_output must be true or false, not 1"),
 ]  # fmt: skip
 
@@ -142,3 +144,22 @@ def test_a_stop_token_stays_on_request(llm: LLM) -> None:
     rows = [{**PROMPT, "allowed_token_ids": [A], "stop_token_ids": [A], "include_stop_str_in_output": keep} for keep in
             (False, True)]  # fmt: skip
     assert [result["text"] for result in llm.generate(rows)] == ["", "a"]
+
+
+def test_log_probabilities_of_prompt_tokens(llm: LLM) -> None:
+    """In rows and in Batch lines; the rows before and after have none."""
+    rows = [PROMPT, {**PROMPT, "prompt_logprobs": 2, "n": 2, "temperature": 1}, PROMPT]
+    plain, scored, _ = llm.generate(rows)
+    assert "prompt_logprobs" not in plain
+    entries = scored["prompt_logprobs"]
+    assert len(entries) == scored["usage"]["prompt_tokens"]
+    assert entries[0] is None
+    assert "".join(entry["token"] for entry in entries[1:]) == "ser: ab\nassistant: "
+    for entry in entries[1:]:
+        assert set(entry) == {"token", "token_id", "logprob", "top"}
+        assert entry["logprob"] <= entry["top"][0]["logprob"] < 0
+        assert len(entry["top"]) == 2
+    [line] = llm.generate([batch_line(rows[1])])
+    assert line["response"]["body"]["prompt_logprobs"] == entries
+    [late] = llm.generate([{**rows[1], "prompt_logprobs_start": 5, "prompt_logprobs": 0}])
+    assert late["prompt_logprobs"] == [{**entry, "top": []} for entry in entries[5:]]

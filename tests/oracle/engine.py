@@ -110,6 +110,7 @@ class OracleEngine(EngineBase):
             self._count_prefill(s)
             if s.end == len(s.seq.tokens):
                 last_rows.append(row)
+        self._score(spans, hidden)
         first_logits = iter(self._target.logits(hidden[last_rows]) if last_rows else ())
         finished = []
         for s in spans:
@@ -129,6 +130,17 @@ class OracleEngine(EngineBase):
             if s.seq in whole or self._proposer.cache is None:
                 self._scheduler.share(s.seq)
         return [self._complete(seq, reason) for seq, reason in finished]
+
+    def _score(self, spans: list[PrefillSpan], hidden_TE: Tensor) -> None:
+        """The log-probabilities of prompt tokens, one after the other."""
+        row = 0
+        for s in spans:
+            for index in range(s.start + 1, s.end + 1):
+                if index in s.seq.scored_tokens:
+                    logits = self._target.logits(hidden_TE[row : row + 1])[0]
+                    top = s.seq.request.params.prompt_logprobs or 0
+                    s.seq.prompt_logprobs[index] = token_logprob(logits, s.seq.tokens[index], top)
+                row += 1
 
     def _round(self, sequences: list[Sequence]) -> list[Completion]:
         began = time.perf_counter()
