@@ -1,10 +1,11 @@
 """Host memory of a file job, beyond the model: a million rows through the command's code over a stub engine.
 
-    python scripts/check/check_memory.py [--rows 1000000] [--limit-mb 200]
+    python scripts/check/check_memory.py [--rows 1000000] [--limit-mb 200] [--plan-rows 65536]
 
 Every row is read, parsed, tokenised, written, and sorted into input order; only the engine is made up (it answers at
 once), so that what grows is the job's own. Prints the resident set on the way; exit code 1 if it grew by more than
---limit-mb. Needs a checkout (the stub engine is that of the tests). About 5 minutes on one core.
+--limit-mb. `--plan-rows` is data.plan_rows. Needs a checkout (the stub engine is that of the tests). About 5 minutes on
+one core.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from specbatch.config import Config
+from specbatch.config import Config, DataSection
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.pool import LocalPool
 from specbatch.job.worker import Runtime, Worker
@@ -72,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--limit-mb", type=float, default=200)
+    parser.add_argument("--plan-rows", type=int, default=DataSection().plan_rows)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -86,7 +88,9 @@ def main() -> int:
         began = time.perf_counter()
         options = GenerateOptions(str(folder / "data.jsonl"))
         pool = LocalPool(Worker(Runtime(resolve, build, lambda _: {})))
-        code = run_file_job(options, Config(), pool, Console(quiet=True), began=began).exit_code
+        code = run_file_job(
+            options, Config(data=DataSection(plan_rows=args.plan_rows)), pool, Console(quiet=True), began=began
+        ).exit_code
         seconds = time.perf_counter() - began
         watch.look()
         output = folder / "data.results.jsonl"
