@@ -6,6 +6,7 @@ import io
 import json
 import random
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from specbatch.job.sources import RawRow
 from specbatch.types import Request, SamplingParams
 from tests.job.test_generate import CONFIG, Run
 from tests.stub_engine import StubEngine
+from tests.tiny_models import random_prompts, run, tiny_engine
 
 PARSER = RowParser(SamplingParams(max_tokens=100), DataSection())
 BLOCK = 256  # bytes of a prompt that are compared at once
@@ -198,3 +200,20 @@ def test_a_job_goes_on_with_another_plan(tmp_path: Path) -> None:
     assert run(IN_FILE_ORDER) == 0
     assert run.stats()["session"]["resumed_rows"] > 20
     assert run.output.read_bytes() == whole.output.read_bytes()
+
+
+def test_rows_in_the_order_of_a_plan_compute_what_they_share_once() -> None:
+    """Questions about several texts, in a cache that holds one text: the order of a file computes each text again and
+    again. Requests that start together do not compute it twice."""
+    texts = [[1 + number] * 68 for number in range(3)]
+    prompts = [texts[i % 3] + question for i, question in enumerate(random_prompts(12, longest=6))]
+    order = start_order([prefix_of(array("i", prompt).tobytes()) for prompt in prompts], [9] * 12, num_last=12)
+    computed, outputs = [], []
+    for rows in (range(12), order):
+        engine = tiny_engine(num_pages=40, max_batch_size=3, prefill_chunk_tokens=64)
+        done = run(engine, [prompts[row] for row in rows], SamplingParams(max_tokens=2), check=False)
+        outputs.append({row: completion.token_ids for row, completion in zip(rows, done, strict=True)})
+        computed.append(engine.stats.prefill_tokens)
+    assert outputs[0] == outputs[1]
+    num_distinct = 3 * 68 + sum(len(prompt) - 68 for prompt in prompts)  # 68 tokens are whole pages
+    assert computed[1] == num_distinct < computed[0] / 2
