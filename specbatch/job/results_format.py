@@ -5,7 +5,8 @@ Native:
     {"id", "index", "text", "reasoning_content" and "tool_calls" if there are any, "finish_reason",
      "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...},
      "certificate": {"margin", "position"} with output.certificate, "logprobs": [...] if requested,
-     "prompt_logprobs": [...] if requested, "choices": [...] if n > 1, "metadata": {...} if there is any}
+     "prompt_logprobs": [...] if requested, "choice_scores": [...] of rows with score_choices,
+     "choices": [...] if n > 1, "metadata": {...} if there is any}
 
 With n > 1, usage and speculation are sums, and what is not in `choices` is that of choice 0. Only greedy rows have a
 certificate; their choices are equal. A failed row has text null, finish_reason "error" and `error: {type, message}`.
@@ -103,6 +104,7 @@ def result_line(
     simulated: bool = False,
     margin: Margin = NO_MARGIN,
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None,
+    choice_scores: Sequence[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The result line of a row that ran on `model`. `simulated`: speculation.simulate_acceptance is set. `margin`: the
     row's certificate, if it is wanted. `prompt_logprobs`: None for the first token, which comes after none."""
@@ -113,7 +115,7 @@ def result_line(
     counts = {"speculation": _speculation(total, simulated)}
     if margin != NO_MARGIN:
         counts["certificate"] = certificate(margin)
-    scores = {}
+    scores: dict[str, Any] = {} if choice_scores is None else {"choice_scores": choice_scores}
     if prompt_logprobs is not None:
         scores["prompt_logprobs"] = [None if lp is None else _logprob(lp, token_text) for lp in prompt_logprobs]
     if row.api is not None:

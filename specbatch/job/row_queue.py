@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from specbatch.errors import RowError
 from specbatch.job.chat_output import AnswerReader
+from specbatch.job.choices import ChoiceTokens
 from specbatch.job.results_format import RowInfo
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
@@ -30,6 +31,7 @@ class PreparedRow:
     prompt: Prompt | RowError  # what it asks for, or why it cannot run
     token_ids: Sequence[int] = ()  # of the prompt
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
+    choices: Sequence[ChoiceTokens] = ()  # of a row that scores them
     reader: AnswerReader = field(default_factory=AnswerReader)  # of its answers
 
 
@@ -58,7 +60,8 @@ class RowPreparer:
                 raise ids
             assert isinstance(prompt, Prompt)
             bad_words = self._texts.bad_words(prompt.params, self._limits)
-            return PreparedRow(digest, row, prompt, ids, bad_words, self._texts.answer_reader(prompt, ids))
+            choices = self._texts.choice_tokens(prompt, self._limits) if prompt.choices else ()
+            return PreparedRow(digest, row, prompt, ids, bad_words, choices, self._texts.answer_reader(prompt, ids))
         except RowError as exc:
             return PreparedRow(digest, row, exc)
 

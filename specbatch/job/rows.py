@@ -1,14 +1,14 @@
 """Input rows -> prompts: what a row asks for, checked field by field, or the error that becomes its result.
 
 Fields of a native row: exactly one of `prompt`, `messages`, `prompt_token_ids`; `id`; any sampling field; those of
-chats (see `chat_fields`). All other fields are `metadata` and come back unchanged. An input `metadata` object is merged
-into that. If its keys collide with fields of the row, or if it is not an object, it stays nested under its own name, so
-that nothing is lost. A field that is null counts as absent.
+chats (see `chat_fields`); `score_choices` (see `choices`). All other fields are `metadata` and come back unchanged. An
+input `metadata` object is merged into that. If its keys collide with fields of the row, or if it is not an object, it
+stays nested under its own name, so that nothing is lost. A field that is null counts as absent.
 
 A parameter of another engine that would change the output is an error (see `parameters`). With data.prompt_template or
 data.prompt_column, all columns of tables and data sets are data: a column `temperature` is no sampling option then.
-JSON lines keep their sampling fields in every case; fields of chats (`tools`) and other engines' parameters (`suffix`)
-are data there.
+JSON lines keep their sampling fields in every case; fields of chats (`tools`), `score_choices` and other engines'
+parameters (`suffix`) are data there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any, Literal
 from specbatch.config import DataSection, sampling_value
 from specbatch.errors import FieldError, InputError, RowError
 from specbatch.job.chat_fields import CHAT_FIELDS, NO_CHAT_FIELDS, ChatFields, read_chat_fields
+from specbatch.job.choices import FIELD as CHOICES
+from specbatch.job.choices import read_choices
 from specbatch.job.jsonl import decode_line, json_type
 from specbatch.job.messages import check_messages
 from specbatch.job.openai_batch import KNOWN_BODY, is_openai_line, read_batch_line, sampling_fields
@@ -46,10 +48,13 @@ class Prompt:
     own_seed: bool = False  # the row has a seed
     raw: bool = False  # never through the chat template (OpenAI completions)
     chat: ChatFields = NO_CHAT_FIELDS
+    choices: tuple[str, ...] = ()  # to be scored; then no text is generated
 
     @property
     def num_requests(self) -> int:
-        """How many of its n completions are computed: greedy ones are all equal."""
+        """How many of its n completions are computed: greedy ones are all equal. Or the number of its choices."""
+        if self.choices:
+            return len(self.choices)
         return self.params.n if self.params.temperature > 0 else 1
 
 
@@ -93,20 +98,20 @@ class RowParser:
         elif self._template is None:
             used.update(PROMPTS)
         if not self.makes_prompts:
-            used.update(CHAT_FIELDS)
+            used.update(CHAT_FIELDS, [CHOICES])
         extra = {k: v for k, v in fields.items() if k not in used}
         row.metadata = _metadata(extra)
         row.id = _scalar_id(fields.get("id"))
         params = self._defaults if columns_are_data else override(self._defaults, fields)
-        chat = NO_CHAT_FIELDS
+        chat, choices = NO_CHAT_FIELDS, tuple[str, ...]()
         if not self.makes_prompts:
             refuse_unsupported(fields, params, "put it under `metadata`, or set data.prompt_column")
-            chat = read_chat_fields(fields, self._kwargs)
+            chat, choices = read_chat_fields(fields, self._kwargs), read_choices(fields, params)
         own_seed = not columns_are_data and fields.get("seed") is not None
         kind, content = self._prompt(fields)
         if not columns_are_data:
             row.unread_fields = [name for name in extra if name != "metadata"]
-        return Prompt(kind, content, params, own_seed, chat=chat)
+        return Prompt(kind, content, params, own_seed, chat=chat, choices=choices)
 
     def _prompt(self, fields: dict[str, Any]) -> tuple[PromptKind, Any]:
         if self._template is not None:

@@ -10,11 +10,12 @@ from specbatch.config import Config
 from specbatch.engine.rules import NO_TOKEN_LEFT, forbidden_by
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
 from specbatch.job.chat_output import AnswerReader
+from specbatch.job.choices import choice_scores
 from specbatch.job.energy import EnergyMeter, gpu_uuid
 from specbatch.job.jsonl import encode_line
 from specbatch.job.partial import RowDeaths
 from specbatch.job.remarks import Remark, remark_on
-from specbatch.job.results_format import RowInfo, choice_of, error_line, result_line
+from specbatch.job.results_format import Choice, RowInfo, choice_of, error_line, result_line
 from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
@@ -157,18 +158,25 @@ class RowRunner:
             return
         params = prompt.params
         in_flight = _RowInFlight(digest, row, prompt, len(token_ids), prepared.reader, [None] * prompt.num_requests)
-        for sample in range(prompt.num_requests):
+        for number, choice in enumerate(prepared.choices):
+            request_id = self._add_request(in_flight, number)
+            self.engine.submit(Request(request_id, choice.token_ids, choice.params, RngKey(0, row.index, 0)))
+        for sample in range(0 if prepared.choices else prompt.num_requests):
             # A row's own seed gives the same text wherever the row is. Any other seed is combined with the row's index.
             if prompt.own_seed and params.seed is not None:
                 rng = RngKey(params.seed, 0, sample)
             else:
                 seed = self._config.engine.seed if params.seed is None else params.seed
                 rng = RngKey(seed, row.index, sample)
-            request_id = self._num_submitted
-            self._num_submitted += 1
-            self._in_flight[request_id] = (in_flight, sample)
-            check_stop = self._texts.stop_check(params)
+            request_id, check_stop = self._add_request(in_flight, sample), self._texts.stop_check(params)
             self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, prepared.bad_words))
+
+    def _add_request(self, in_flight: _RowInFlight, number: int) -> int:
+        """The id of a row's next request."""
+        request_id = self._num_submitted
+        self._num_submitted += 1
+        self._in_flight[request_id] = (in_flight, number)
+        return request_id
 
     def step(self) -> None:
         """One step of the engine."""
@@ -210,6 +218,8 @@ class RowRunner:
 
     def _limit(self, prompt: Prompt, prompt_tokens: int) -> int:
         """The most tokens of a completion."""
+        if prompt.choices:
+            return 1
         return min(prompt.params.max_tokens, self.engine.limits.max_prompt_tokens + 1 - prompt_tokens)
 
     def rows_in_flight(self) -> set[int]:
@@ -235,6 +245,9 @@ class RowRunner:
         if any(c.finish_reason is FinishReason.ERROR for c in done):
             self._fail(row, in_flight.digest, _failure(done, params))
             return
+        if in_flight.prompt.choices:
+            self._add_scores(in_flight, done)
+            return
         choices = [choice_of(c, in_flight.reader.read(self._texts.final_text(c, params))) for c in done]
         # The others are copies. They took no rounds, so that sums over choices are what was computed.
         copy = replace(choices[0], speculation=SpeculationCounts())
@@ -255,6 +268,17 @@ class RowRunner:
             prompt_logprobs=scores,
         )
         self._add(row, in_flight.digest, line, margin)
+
+    def _add_scores(self, in_flight: _RowInFlight, done: Sequence[Completion]) -> None:
+        """The line of a row that scores choices: its text is the likeliest one."""
+        scores = choice_scores(in_flight.prompt.choices, done)
+        best = max(scores, key=lambda score: score["logprob"])
+        choice = Choice(best["text"], [], FinishReason.STOP, None, SpeculationCounts())
+        row, model = in_flight.row, self._config.model.target
+        line = result_line(
+            row, in_flight.prompt_tokens, [choice], self._texts.token_text, model=model, choice_scores=scores
+        )
+        self._add(row, in_flight.digest, line)
 
     def _fail(self, row: RowInfo, digest: int, error: RowError) -> None:
         self._add(row, digest, failed_line(row, error))

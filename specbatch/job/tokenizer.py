@@ -14,6 +14,7 @@ from specbatch.errors import ConfigError, FieldError, RowError
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.chat_output import MARKS, AnswerReader, Thinking, ends_in_reasoning
 from specbatch.job.chat_template import ChatTemplate
+from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck
 
@@ -219,6 +220,20 @@ class TextProcessor:
         except FieldError as exc:
             raise RowError(exc.type, exc.message) from exc
         return tuple(words)
+
+    def choice_tokens(self, prompt: Prompt, limits: EngineLimits) -> list[ChoiceTokens]:
+        """`prompt` with each of its choices. Raises RowError."""
+        for choice in prompt.choices:
+            _check_text(choice, limits)
+        if prompt.kind == "token_ids":
+            found = tokens_of_ids(prompt.content, prompt.choices, lambda texts: self._tokenize(texts, False))
+        else:
+            text, add_special_tokens = self._text(prompt)
+            found = tokens_of_text(text, prompt.choices, lambda texts: self._tokenize(texts, add_special_tokens))
+        for one in found:
+            if isinstance(error := _within(limits, prompt, one.token_ids), RowError):
+                raise error
+        return found
 
     def stop_check(self, params: SamplingParams) -> StopCheck | None:
         return StopChecker(self.decode, params.stop, params.min_tokens) if params.stop else None
