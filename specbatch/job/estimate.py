@@ -27,6 +27,7 @@ from specbatch.types import EngineLimits
 _DRAWS = 40  # simulations
 _QUANTILES = (0.05, 0.95)  # of these, for the range
 _SPEED_NOISE = 0.05  # of a machine, from one run to the next
+_MIN_LATER = 4  # requests that started after the first round, to take their time for that of others
 _MAX_SIMULATED = 8000  # requests; the middle of a longer file is like that of these
 
 Floats = NDArray[np.float64]
@@ -40,18 +41,14 @@ class FileTokens:
     num_failed: int = 0  # rows that cannot run
     prompts: array[int] = field(default_factory=lambda: array("q"))  # tokens
     limits: array[int] = field(default_factory=lambda: array("q"))  # tokens that a completion may have
-    copies: int = 0  # requests whose prompt is that of the request before them
     shared: int = 0  # tokens that all prompts begin with
     drawn: list[RawRow] = field(default_factory=list)  # rows for the trial, in the order of the file
-    drawn_requests: int = 0
+    drawn_prompts: list[int] = field(default_factory=list)  # tokens, of each request of these rows
 
-    def prefill_tokens(self, prefix_cache: bool) -> float:
-        """Tokens to compute, if the cache has what all prompts share, and the prompts of copies."""
-        total = float(sum(self.prompts))
-        if not prefix_cache or not self.prompts:
-            return total
-        mean = total / len(self.prompts)
-        return total - self.shared * (len(self.prompts) - 1) - self.copies * max(mean - self.shared, 0)
+    def work_ratio(self) -> float:
+        """Tokens of a prompt after what all share: the mean of the file, by that of the drawn rows."""
+        file, drawn = (np.mean(prompts) - self.shared for prompts in (self.prompts, self.drawn_prompts))
+        return float(file / drawn) if file > 0 and drawn > 0 else 1.0
 
 
 def count_tokens(
@@ -59,7 +56,7 @@ def count_tokens(
 ) -> FileTokens:
     """Read and tokenize the whole source; draw rows evenly from it. Raises InputError if no row can run."""
     found, draw = FileTokens(), random.Random(seed)
-    drawn: list[tuple[RawRow, int]] = []
+    drawn: list[tuple[RawRow, list[int]]] = []
     common: Sequence[int] | None = None
     for raw in source.rows():
         found.num_rows += 1
@@ -73,18 +70,18 @@ def count_tokens(
             continue
         common = tokens if common is None else _common(common, tokens)
         limit = min(prompt.params.max_tokens, limits.max_prompt_tokens + 1 - len(tokens))
-        found.prompts.extend([len(tokens)] * prompt.num_requests)
+        prompts = [len(tokens)] * prompt.num_requests
+        found.prompts.extend(prompts)
         found.limits.extend([limit] * prompt.num_requests)
-        found.copies += prompt.num_requests - 1
         if len(drawn) < num_drawn:  # reservoir sampling (Vitter 1985)
-            drawn.append((raw, prompt.num_requests))
+            drawn.append((raw, prompts))
         elif (at := draw.randrange(found.num_rows - found.num_failed)) < num_drawn:
-            drawn[at] = (raw, prompt.num_requests)
+            drawn[at] = (raw, prompts)
     if not drawn:
         raise InputError(f"{source.name} has no row that can run", "specbatch generate shows the error of each row")
     found.shared = len(common or ())
     found.drawn = [raw for raw, _ in sorted(drawn, key=lambda entry: entry[0].index)]
-    found.drawn_requests = sum(requests for _, requests in drawn)
+    found.drawn_prompts = [length for _, prompts in drawn for length in prompts]
     return found
 
 
@@ -101,7 +98,9 @@ class Trial:
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    prefill_tokens: int = 0
+    started: int = 0  # requests
+    first_started: int = 0  # of these, before the first round; later ones are computed in smaller pieces
+    first_prefill_seconds: float = 0.0  # of these
     tokens: int = 0  # of completions
     request_rounds: float = 0.0  # rounds, each counted once for each request that ran in it
     rounds: list[tuple[int, int, float]] = field(default_factory=list)
@@ -112,7 +111,15 @@ class Trial:
     @property
     def tokens_per_round(self) -> float:
         """Of a request. Its first token is that of the prefill."""
-        return (self.tokens - len(self.ended)) / self.request_rounds if self.request_rounds else 1.0
+        return (self.tokens - self.started) / self.request_rounds if self.request_rounds else 1.0
+
+    def prefill_seconds_of(self, requests: int, ratio: float) -> float:
+        """Of a file whose prompts are `ratio` times as long."""
+        later = self.started - self.first_started
+        if later < _MIN_LATER:
+            return ratio * requests * self.prefill_seconds / max(self.started, 1)
+        rest = (self.prefill_seconds - self.first_prefill_seconds) / later
+        return ratio * (self.first_prefill_seconds + max(requests - self.first_started, 0) * rest)
 
     def round_seconds(self, batch: int) -> Floats:
         """[b] = seconds of a round of b requests, up to `batch`. A straight line through what was measured: rounds of a
@@ -158,6 +165,8 @@ def run_trial(runner: RowRunner, rows: Sequence[RawRow], max_seconds: float) -> 
         rounds, decode, prefill = stats.rounds, stats.decode_seconds, stats.prefill_seconds
         running = max(engine.num_running, 1)
         runner.step()
+        if stats.rounds > rounds and not trial.rounds:
+            trial.first_started, trial.first_prefill_seconds = runner.load().num_admitted, trial.prefill_seconds
         _add_step(trial, running, stats.rounds - rounds, stats.decode_seconds - decode, stats.prefill_seconds - prefill)
         trial.max_running = max(trial.max_running, engine.num_running)
         _take(runner, trial)
@@ -165,7 +174,7 @@ def run_trial(runner: RowRunner, rows: Sequence[RawRow], max_seconds: float) -> 
     _take(runner, trial)
     trial.ended += [(tokens, False) for tokens in engine.tokens_so_far().values() if tokens]
     trial.tokens = engine.stats.generated_tokens + sum(engine.tokens_so_far().values())
-    trial.prefill_tokens = engine.stats.prefill_tokens
+    trial.started = runner.load().num_admitted
     trial.acceptance_length = engine.stats.speculation.acceptance_length
     return trial
 
@@ -201,17 +210,16 @@ class Estimate:
     prefill_seconds: float
 
 
-def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int, prefix_cache: bool) -> Estimate:
+def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estimate:
     """Of the whole file."""
     requests = len(tokens.limits)
     # The cache holds fewer requests than a batch if their prompts are long: then the trial ran fewer.
-    is_full = tokens.drawn_requests > trial.max_running
+    is_full = len(tokens.drawn_prompts) > trial.max_running
     batch = max(min(max_batch_size, trial.max_running) if is_full else max_batch_size, 1)
     round_seconds = trial.round_seconds(batch)
-    share = tokens.prefill_tokens(prefix_cache) / max(sum(tokens.prompts), 1)
-    prefill = sum(tokens.prompts) * share * trial.prefill_seconds / max(trial.prefill_tokens, 1)
+    prefill = trial.prefill_seconds_of(requests, tokens.work_ratio())
     other = max(trial.seconds - trial.prefill_seconds - trial.decode_seconds, 0.0)
-    other *= requests / max(tokens.drawn_requests if trial.rows else 1, 1)
+    other *= requests / max(trial.started, 1)
     step = max(requests // _MAX_SIMULATED, 1)
     limits = np.array(tokens.limits[::step], dtype=np.float64)
     rng = np.random.default_rng(0)

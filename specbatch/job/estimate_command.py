@@ -64,7 +64,7 @@ def estimate_file(
         tokens = count_tokens(source, parser, texts, runner.engine.limits, num_drawn, what.config.engine.seed)
     with doing("running some rows"):
         trial = run_trial(runner, tokens.drawn, options.trial_seconds)
-    found = estimate(tokens, trial, max_batch_size=batch, prefix_cache=what.config.engine.prefix_cache)
+    found = estimate(tokens, trial, max_batch_size=batch)
     memory = _memory(worker.run, runtime, runner.engine)
     worker.close()
     return _report(source.name, tokens, trial, found, load_seconds, memory, what.made_by)

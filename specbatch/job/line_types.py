@@ -57,6 +57,7 @@ class NativeLine(TypedDict):
     certificate: NotRequired[Certificate]
     error: NotRequired[Failure]
     logprobs: NotRequired[list[Any]]
+    prompt_logprobs: NotRequired[list[Any]]
     choices: NotRequired[list[Any]]
     metadata: NotRequired[dict[str, Any]]
 

@@ -24,8 +24,8 @@ from specbatch.job.paths import partial_path, stats_path_of
 from specbatch.job.urls import STORES, parent_url, url_name
 
 # What stores report of a file, under the names of their fsspec implementations.
-_VERSION = ("ETag", "etag", "generation", "md5Hash", "crc32c", "blob_id", "oid", "LastModified", "last_modified")
-_TIMES = ("mtime", "updated", "modified", "created", "VersionId")
+_VERSION = ("ETag", "etag", "generation", "md5Hash", "crc32c", "blob_id", "oid", "LastModified", "Last-Modified")
+_TIMES = ("last_modified", "mtime", "updated", "modified", "created", "VersionId")
 _AGAIN = "finished rows are kept; run the same command again"
 
 
@@ -37,7 +37,8 @@ def fetch(url: str) -> tuple[Path, dict[str, str]]:
     for _ in range(3):
         state = remote.state()
         if state is None:
-            raise InputError(f"{url} does not exist")
+            unreachable = ", or its host does not answer" if url.startswith("http") else ""  # fsspec says the same
+            raise InputError(f"{url} does not exist{unreachable}")
         if _recorded(record) == {"state": state, "copy": _local_state(copy)} and state.keys() - {"size"}:
             return copy, state
         remote.download(copy)

@@ -80,7 +80,7 @@ def test_a_file_without_a_row_that_runs(run: Run) -> None:
 
 def tokens(count: int, prompt: int, limit: int) -> FileTokens:
     found = FileTokens(count, prompts=array("q", [prompt] * count), limits=array("q", [limit] * count))
-    found.drawn_requests = 32
+    found.drawn_prompts = [prompt] * 32
     return found
 
 
@@ -88,16 +88,16 @@ def trial(lengths: list[tuple[int, bool]]) -> Trial:
     """32 requests in batches of up to 8; a round of b requests takes 10 + 2 b ms, and writes 2 tokens of each."""
     rounds = [(b, 1, 0.010 + 0.002 * b) for b in (8, 8, 8, 8, 5, 3, 1)]
     seconds = sum(s for _, _, s in rounds)
-    made = Trial(32, seconds + 1.0, 1.0, seconds, prefill_tokens=3200, rounds=rounds, max_running=8, ended=lengths)
+    made = Trial(32, seconds + 1.0, 1.0, seconds, started=32, rounds=rounds, max_running=8, ended=lengths)
     made.request_rounds = sum(b for b, _, _ in rounds)
-    made.tokens = round(2 * made.request_rounds) + len(lengths)
+    made.tokens = round(2 * made.request_rounds) + made.started
     return made
 
 
 @pytest.mark.parametrize("count", [40, 800, 40_000])
 def test_the_time_of_equal_rows(count: int) -> None:
     """Each waits for 50 rounds with 8 requests."""
-    found = estimate(tokens(count, 100, 101), trial([(101, False)] * 32), max_batch_size=8, prefix_cache=False)
+    found = estimate(tokens(count, 100, 101), trial([(101, False)] * 32), max_batch_size=8)
     rounds = 50 * count / 8
     assert found.prefill_seconds == pytest.approx(count / 32)
     assert found.run_seconds.expected == pytest.approx(rounds * 0.026 + count / 32, rel=0.01)
@@ -105,16 +105,21 @@ def test_the_time_of_equal_rows(count: int) -> None:
     assert found.run_seconds.low < found.run_seconds.expected < found.run_seconds.high
 
 
-def test_a_shared_beginning_is_computed_once() -> None:
-    file = tokens(100, 100, 10)
-    file.shared = 90
-    assert file.prefill_tokens(True) == 100 * 10 + 90
-    assert file.prefill_tokens(False) == 100 * 100
+def test_prompts_after_the_first_round_have_their_own_speed() -> None:
+    """The first 8 take 0.6 s together (they may have computed what all share), each of the other 24 takes 0.05 s."""
+    made = trial([(101, False)] * 32)
+    made.prefill_seconds, made.first_started, made.first_prefill_seconds = 1.8, 8, 0.6
+    assert made.prefill_seconds_of(1008, 1.0) == pytest.approx(0.6 + 1000 * 0.05)
+    file = tokens(1008, 100, 101)
+    file.shared, file.drawn_prompts = 60, [80] * 32
+    assert file.work_ratio() == 2.0
+    found = estimate(file, made, max_batch_size=8)
+    assert found.prefill_seconds == pytest.approx(2 * 50.6)
 
 
 def test_the_cache_holds_fewer_requests_than_a_batch() -> None:
     lengths = [(101, False)] * 32
-    full = estimate(tokens(800, 100, 101), trial(lengths), max_batch_size=64, prefix_cache=False)
+    full = estimate(tokens(800, 100, 101), trial(lengths), max_batch_size=64)
     assert full.run_seconds.expected == pytest.approx(100 * 50 * 0.026 + 25, rel=0.02)
 
 

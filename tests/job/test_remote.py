@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import http.server
 import json
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +157,24 @@ def test_an_input_is_downloaded_once(run: Run, bucket: Bucket, monkeypatch: pyte
     path.write_bytes(b"damaged")
     with pytest.raises(InputError, match="cannot be downloaded"):
         fetch(INPUT)
+
+
+def test_a_file_of_the_web(run: Run, tmp_path: Path) -> None:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "d.jsonl.gz").write_bytes(gzip.compress(run.input.read_bytes()))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(served))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/d.jsonl.gz"
+        run(input=f"{url}?token=x/y", output=tmp_path / "web.jsonl")
+        assert (tmp_path / "web.jsonl").read_bytes() == run.output.read_bytes()
+        with pytest.raises(InputError, match=r"no\.jsonl does not exist, or its host does not answer"):
+            open_source(f"http://127.0.0.1:{server.server_port}/no.jsonl", DataSection())
+        server.shutdown()
 
 
 def test_results_of_other_jobs_and_inputs_are_not_written_over(run: Run, bucket: Bucket) -> None:

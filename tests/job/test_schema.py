@@ -6,14 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict, packaged_configs
+from specbatch.job.chat_output import ToolCall
+from specbatch.job.jsonl import encode_line
+from specbatch.job.result_files import result_rows, write_lines
+from specbatch.job.results_format import Choice, RowInfo, result_line
 from specbatch.job.schema import schemas
 from specbatch.job.stats_types import SCHEMA_VERSION
+from specbatch.types import FinishReason, Margin, SpeculationCounts, TokenLogprob
 from tests.job.shards import Shards, native, openai
 
 SCHEMAS = schemas()
@@ -40,6 +46,27 @@ def test_results_and_statistics_of_jobs_and_merged_shards(tmp_path: Path) -> Non
     run.merge(*run.paths(), overwrite=True)
     assert not errors("stats", run.stats())
     assert run.stats()["shards"]
+
+
+@pytest.mark.parametrize("api", [None, "chat", "completions"])
+def test_every_field_of_a_line_is_declared_in_its_order(tmp_path: Path, api: Any) -> None:
+    """With all that a row can ask for. A table must give the line back, the order of its fields included."""
+    scores = [TokenLogprob(65, -0.5, ((65, -0.5),))]
+    calls = [ToolCall("weather", "{}")]
+    choice = Choice("a", [65], FinishReason.TOOL_CALLS, scores, SpeculationCounts(), "thought", calls)
+    row = RowInfo(3, "x", {"k": [1]}, api=api)
+    given: dict[str, Any] = {
+        "model": "m",
+        "simulated": True,
+        "margin": Margin(0.5, 0),
+        "prompt_logprobs": [None, *scores],
+    }
+    line = result_line(row, 2, [choice, choice], chr, **given)
+    assert not errors("result", line)
+    write_lines(tmp_path / "a.parquet", [encode_line(line)], ".parquet")
+    (back,) = result_rows(tmp_path / "a.parquet")
+    assert json.dumps(back) == json.dumps(line)
+    assert pq.read_table(tmp_path / "a.parquet")["other"].to_pylist() == [None]
 
 
 def test_what_is_wrong_is_found(tmp_path: Path) -> None:
