@@ -40,6 +40,11 @@ class ModelSection:
         "auto",
         "In which numbers the model computes. `auto`: float32 on CPU, bfloat16 on CUDA, float16 on GPUs before Ampere.",
     )
+    quantization: Literal["auto", "none", "fp8"] = option(
+        "auto",
+        "`auto`: as the checkpoint is. `none`: weights in FP8 are dequantised when they are loaded. `fp8`: quantise "
+        "the linear layers of a checkpoint that is not quantised. FP8 runs on a CPU only, which emulates it.",
+    )
 
 
 @dataclass(frozen=True)

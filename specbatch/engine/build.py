@@ -35,6 +35,7 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.invariant import InvariantGemm
 from specbatch.models.packed import is_packable
+from specbatch.models.quantization import Quantization
 from specbatch.models.sharded import ModelShard
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
@@ -167,6 +168,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         run.kv_dtype,
         gemm,
         shard,
+        run.quantization,
     )
     net = _build_net(run, target, num_positions, gemm) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
@@ -217,12 +219,13 @@ def build_decoder(
     kv_dtype: torch.dtype | None = None,
     gemm: InvariantGemm | None = None,
     shard: ModelShard | None = None,
+    quantization: Quantization | None = None,
 ) -> Decoder:
     """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`. `gemm`: of a
-    deterministic run on CUDA. `shard`: the part to load; None: all."""
+    deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: of the linear layers."""
     config = config if shard is None else shard.config
     backend = _attention(config, dtype, device, attention, kv_dtype, deterministic=gemm is not None)
-    return Decoder(config, WeightLoader(tensors, dtype, device, gemm, shard), backend, num_positions)
+    return Decoder(config, WeightLoader(tensors, dtype, device, gemm, shard, quantization), backend, num_positions)
 
 
 def _attention(
@@ -256,8 +259,9 @@ def _build_net(run: ResolvedRun, target: Decoder, num_positions: int, gemm: Inva
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(
-        run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype, gemm
-    )
+        run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype, gemm,
+        quantization=run.draft_quantization,
+    )  # fmt: skip
     return ModelNet(draft, draft.new_cache(run.engine.page_size, run.kv_dtype), vocab_size)
 
 

@@ -18,6 +18,7 @@ from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
+from specbatch.engine.resolve_model import part_of_a_rank, quantization_of_draft, resolve_quantization
 from specbatch.engine.resolve_speculation import (
     Speculation,
     check_device_shape,
@@ -34,8 +35,8 @@ from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
+from specbatch.models.quantization import Quantization
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
-from specbatch.models.sharded import local_config
 
 _KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
 
@@ -68,6 +69,9 @@ class ResolvedRun:
     engine: EngineSettings
     cache: CachePlan  # on a GPU an upper bound: the memory is measured when the engine is built
     rows: Rows
+    # How the layers of the target, and of a draft model, are quantised when they are loaded.
+    quantization: Quantization | None
+    draft_quantization: Quantization | None
     row_tokens: int | None  # longest row, where the user's engine.kv_cache_tokens, and not the model, limits it
     description: dict[str, str]  # what the models are, for the statistics
     low_acceptance: str | None  # what is likely wrong where drafts are hardly ever right; None: not worth a word
@@ -102,6 +106,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
+    quantization = resolve_quantization(config, target, device, notes)
     draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
         notes += draft.notes
@@ -121,7 +126,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             check_device_shape(shape)
     lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
-    held = _part_of_a_rank(target.config, config.engine.tensor_parallel, device)
+    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device)
     models = _cached_models(held, draft, is_packed=device.type == "cpu" and dtype == torch.float32)
     rows = Rows(
         sum(model.bytes_per_token(kv_dtype) for model in models),
@@ -179,6 +184,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         engine,
         cache,
         wanted.rows,
+        quantization,
+        quantization_of_draft(draft, config, device),
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation.section, draft),
@@ -247,25 +254,6 @@ def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
         raise ConfigError(f"engine.attention: flashinfer needs heads of {dims}, not {model.head_dim}", hint=hint)
     if kv_dtype == torch.float8_e4m3fn and model.head_dim == 64:
         raise ConfigError("engine.attention: flashinfer reads no fp8_e4m3 cache with heads of 64", hint=hint)
-
-
-def _part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device) -> ModelConfig:
-    """The sizes of the target that the first rank holds, which has the most."""
-    if num_ranks == 1:
-        return config
-    if device.type == "cuda":
-        raise ConfigError(
-            "engine.tensor_parallel does not run on CUDA yet",
-            hint="leave it out; --workers N runs N engines on N GPUs",
-        )
-    try:
-        part = local_config(config, 0, num_ranks)
-    except ValueError as error:
-        raise ConfigError(
-            f"engine.tensor_parallel: {num_ranks} is too many for this model ({error})",
-            hint=f"use at most {config.num_heads}, and a number that divides the model's heads",
-        ) from error
-    return replace(part, vocab_size=-(-config.vocab_size // num_ranks))
 
 
 def _resolve_engine(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, flag, mapping, norm_eps, shown, whole_number
+from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, flag, norm_eps, shown, whole_number
 from specbatch.models.rope import RopeConfig, parse_rope
 
 Activation = Literal["silu"]
@@ -70,8 +70,8 @@ SUPPORTED_MODEL_TYPES = tuple(_DEFAULTS)
 def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | None = None) -> ModelConfig:
     """Read a `config.json` (and, for the end-of-sequence ids, a `generation_config.json`), both already parsed.
 
-    Raises ModelError for model types, activations, rope types and quantisations that the decoder does not have, for
-    missing or inconsistent sizes, and for values of a wrong type or out of range.
+    Raises ModelError for model types, activations and rope types that the decoder does not have, for missing or
+    inconsistent sizes, and for values of a wrong type or out of range. (How it is quantised: `quantization.py`.)
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _DEFAULTS:
@@ -83,12 +83,6 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
     hidden_act = config.get("hidden_act", "silu")
     if not isinstance(hidden_act, str) or hidden_act not in _ACTIVATIONS:
         raise ModelError(f"hidden_act {shown(hidden_act)} is not supported", hint="supported activations: silu")
-    if config.get("quantization_config"):
-        method = mapping(config["quantization_config"], "config.json: quantization_config").get("quant_method")
-        raise ModelError(
-            f"the checkpoint is quantised ({shown(method)}), which is not supported",
-            hint="use the unquantised checkpoint, or a GGUF file",
-        )
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     num_layers = _size(config, "num_hidden_layers", MAX_LAYERS)
     num_kv_heads = _optional_size(config, "num_key_value_heads") or defaults["num_kv_heads"] or num_heads

@@ -185,8 +185,7 @@ class Decoder(PagedModel):
         self.embed = weights.embedding(self.embedding_VE)
         self._layers = [DecoderLayer(config, i, weights, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._norm = weights.norm("model.norm", config.rms_norm_eps)
-        head_VE = self.embedding_VE if config.tie_word_embeddings else weights.tensor("lm_head.weight")
-        self.lm_head = weights.lm_head(head_VE, config.vocab_size)
+        self.lm_head = weights.lm_head(self.embedding_VE if config.tie_word_embeddings else None, config.vocab_size)
 
     def forward(
         self,

@@ -12,10 +12,20 @@ from torch import Tensor
 
 from specbatch.kernels import ops_for
 from specbatch.models.config import Activation
+from specbatch.models.fp8 import (
+    Fp8Linear,
+    Fp8Weight,
+    JoinedLinear,
+    SiluGatedLinear,
+    expand_scale,
+    joined_weights,
+    quantise_weight,
+)
 from specbatch.models.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
 from specbatch.models.packed import PackedGatedLinear, PackedLinear, is_packable
+from specbatch.models.quantization import ON_LOAD, Quantization
 from specbatch.models.sharded import Embedding, GatheredLinear, ModelShard, SummedLinear, part_of
 
 
@@ -28,7 +38,7 @@ class TensorReader(Protocol):
 class WeightLoader:
     """Makes the layers of a model that computes in `dtype` on `device`. Layers are named as in the checkpoint, without
     the ending `.weight` or `.bias`. `gemm`: for layers whose rows do not depend on their number, on CUDA. `shard`: the
-    part of the model that this process holds; None: all of it."""
+    part of the model that this process holds; None: all of it. `quantization`: of its linear layers; None: none is."""
 
     def __init__(
         self,
@@ -37,6 +47,7 @@ class WeightLoader:
         device: torch.device,
         gemm: InvariantGemm | None = None,
         shard: ModelShard | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
@@ -44,6 +55,7 @@ class WeightLoader:
         self._ops = ops_for(device, dtype)
         self._gemm = gemm
         self._shard = shard
+        self._quantization = quantization
 
     def stored(self, name: str) -> Tensor:
         """A tensor as the checkpoint holds it."""
@@ -63,6 +75,8 @@ class WeightLoader:
 
     def linear(self, *names: str, has_bias: bool = False) -> Linear:
         """One layer; several names: layers of the same input, their outputs concatenated."""
+        if self._is_quantised(*names):
+            return self._quantised(names, has_bias)
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
         return self.new_linear(_joined(weights), _joined(biases) if has_bias else None)
@@ -72,16 +86,50 @@ class WeightLoader:
         linear = self.linear(name, has_bias=has_bias)
         return linear if self._shard is None else SummedLinear(linear, self._shard.group)
 
-    def lm_head(self, weight_VE: Tensor, vocab_size: int) -> Linear:
-        """`weight_VE`: as `tensor` returns it."""
-        linear = self.new_linear(weight_VE)
+    def lm_head(self, embedding_VE: Tensor | None, vocab_size: int) -> Linear:
+        """`embedding_VE`: of a model that has one matrix for both."""
+        linear = self.linear("lm_head") if embedding_VE is None else self.new_linear(embedding_VE)
         if self._shard is None:
             return linear
         return GatheredLinear(linear, self._shard.group, self._shard.vocab_width, vocab_size)
 
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
+        if self._is_quantised(gate, up):
+            assert activation == "silu", activation
+            return SiluGatedLinear(self.linear(gate, has_bias=has_bias), self.linear(up, has_bias=has_bias))
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None
         return self.new_gated_linear(self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight"), biases, activation)
+
+    def _is_quantised(self, *names: str) -> bool:
+        return self._quantization is not None and any(map(self._quantization.covers, names))
+
+    def _quantised(self, names: tuple[str, ...], has_bias: bool) -> Linear:
+        """Layers of which some are quantised."""
+        biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
+        weights = [self._fp8_weight(name) for name in names if self._is_quantised(name)]
+        joined = joined_weights(weights) if len(weights) == len(names) else None
+        if joined is None and len(names) > 1:
+            return JoinedLinear([self.linear(name, has_bias=has_bias) for name in names])
+        assert joined is not None
+        if joined.inputs == "none":
+            return self.new_linear(joined.dequantised().to(self.dtype), _joined(biases) if has_bias else None)
+        return Fp8Linear(joined, _joined(biases) if has_bias else None, self._wide_linear)
+
+    def _fp8_weight(self, name: str) -> Fp8Weight:
+        weight, quantization = self.stored(f"{name}.weight").to(self.device), self._quantization
+        assert quantization is not None
+        if quantization is ON_LOAD:
+            return quantise_weight(weight)
+        scale = self.stored(f"{name}.{quantization.scale}").to(self.device)
+        outputs = None if quantization.block is None else quantization.block[0]
+        static = float(self.stored(f"{name}.input_scale")) if quantization.inputs == "static" else None
+        return Fp8Weight(weight, expand_scale(scale, weight.shape, outputs), quantization.inputs, static)
+
+    def _wide_linear(self, weight_OI: Tensor) -> Linear:
+        """Of float32, whatever the model computes in."""
+        if is_packable(weight_OI):
+            return PackedLinear(weight_OI)
+        return DenseLinear(weight_OI, None, ops_for(self.device, torch.float32))
 
     def new_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
         if is_packable(weight_OI):

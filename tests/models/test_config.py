@@ -198,7 +198,6 @@ def test_end_of_sequence_ids_are_united() -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("dynamic", "yarn")),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ("low_freq_factor",)),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
-        ({"quantization_config": {"quant_method": "awq"}}, ("awq", "GGUF")),
         ({"hidden_size": "32"}, ("hidden_size", "'32'")),
         ({"hidden_size": True}, ("hidden_size", "True")),
         ({"num_hidden_layers": 10**9}, ("num_hidden_layers", "from 1 to 1000")),
@@ -244,7 +243,6 @@ def test_end_of_sequence_ids_are_united() -> None:
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 0}}, ("low_freq_factor", "above 0")),
         ({"rope_scaling": LLAMA3 | {"factor": 0.0}}, ("factor is 0",)),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("full_attention",)),
-        ({"quantization_config": "awq"}, ("quantization_config", "'awq'")),
     ],
 )
 def test_refusals_name_the_culprit(change: dict[str, Any], words: tuple[str, ...]) -> None:

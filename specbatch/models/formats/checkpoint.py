@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import shown, tensor_problems
+from specbatch.models.checks import first_names, shown, tensor_problems
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
@@ -22,6 +22,7 @@ from specbatch.models.formats.tensor_files import (
     is_stored_rotary,
     open_tensors,
 )
+from specbatch.models.quantization import Quantization, is_kv_scale, parse_quantization, same_scale
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Checkpoint:
     config: ModelConfig
     tensors: TensorSource
     description: str  # for logs and results, such as "safetensors bfloat16", "Q4_K_M dequantised" or "random weights"
+    quantization: Quantization | None = None  # of its linear layers, as the files have them
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -60,11 +62,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     _check_architecture(path, raw)
     generation_file = path / "generation_config.json"
     config = parse_hf_config(raw, read_json(generation_file) if is_there(generation_file) else None)
+    modelopt_file = path / "hf_quant_config.json"
+    quantization = parse_quantization(raw, read_json(modelopt_file) if is_there(modelopt_file) else None)
     tensors = open_tensors(path)
     if config.tie_word_embeddings and _has_own_lm_head(tensors):
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    _check_tensors(path, config, tensors)
-    return Checkpoint(path, config, tensors, _describe(tensors))
+    _check_tensors(path, config, tensors, quantization)
+    return Checkpoint(path, config, tensors, _describe(tensors), quantization)
 
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -100,15 +104,38 @@ def _has_own_lm_head(tensors: TensorSource) -> bool:
     return first.dtype != second.dtype or not torch.equal(first, second)
 
 
-def _check_tensors(path: Path, config: ModelConfig, tensors: TensorSource) -> None:
+def _check_tensors(
+    path: Path, config: ModelConfig, tensors: TensorSource, quantization: Quantization | None = None
+) -> None:
     needed = {name: shape for name, shape in tensors.shapes().items() if not _is_harmless(name, config)}
-    problems = tensor_problems(expected_tensors(config), needed)
+    expected = expected_tensors(config)
+    if quantization is not None:
+        expected = quantization.stored(expected)
+        needed = {name: shape for name, shape in needed.items() if not is_kv_scale(name)}
+        for name in (name for name in needed if name.endswith("_scale") and name in expected):
+            if same_scale(needed[name], expected[name]):
+                needed[name] = expected[name]
+    problems = tensor_problems(expected, needed) or _wrong_types(tensors, quantization)
     if problems:
         tensors.close()
         raise ModelError(
             f"{path} does not match its configuration ({config.model_type}, {config.num_layers} layers): {problems}",
             hint="the files may come from different models, or the model uses features that are not supported",
         )
+
+
+def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> str:
+    """Weights that are in FP8 without a scale, or have a scale and are not in FP8; empty where there are none."""
+    assert isinstance(tensors, SafetensorsSource | TorchBinSource | GgufSource), type(tensors)
+    wrong = []
+    for name, dtype in getattr(tensors, "dtypes", {}).items():
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight":
+            continue
+        is_covered = quantization is not None and quantization.covers(layer)
+        if is_covered != (dtype == "float8_e4m3fn"):
+            wrong.append(f"{name} is {dtype}{' and has no scale' if not is_covered else ''}")
+    return f"{len(wrong)} tensors have the wrong type: {first_names(wrong)}" if wrong else ""
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:

@@ -1,0 +1,71 @@
+"""Decides how the target's weights are held: quantised or not, and divided among how many ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from specbatch.config import Config
+from specbatch.errors import ConfigError
+from specbatch.models.config import ModelConfig, expected_tensors
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.eagle_files import EagleCheckpoint
+from specbatch.models.formats.gguf import GgufSource
+from specbatch.models.quantization import Quantization, chosen
+from specbatch.models.sharded import local_config
+
+
+def resolve_quantization(
+    config: Config, target: Checkpoint, device: torch.device, notes: list[str]
+) -> Quantization | None:
+    """How the target's layers are quantised."""
+    option, is_gguf = config.model.quantization, isinstance(target.tensors, GgufSource)
+    if option == "fp8" and is_gguf:
+        raise ConfigError(
+            "model.quantization: fp8 is not for GGUF files, whose weights are quantised already",
+            hint="leave model.quantization out, or use the unquantised checkpoint",
+        )
+    found = chosen(option, target.quantization)
+    if found is None:
+        return None
+    if found.inputs != "none":
+        what = "model.quantization: fp8" if target.quantization is None else "a checkpoint in FP8"
+        if device.type == "cuda":
+            raise ConfigError(f"{what} does not run on CUDA yet", hint="set model.quantization: none")
+        if config.engine.tensor_parallel > 1:
+            raise ConfigError(f"{what} does not run with engine.tensor_parallel yet", hint="leave one of them out")
+    matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
+    linear = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
+    covered = sum(map(found.covers, linear))
+    notes.append(f"model.quantization: {found.describe()}; {covered} of {len(linear)} linear layers")
+    return found
+
+
+def quantization_of_draft(
+    draft: Checkpoint | EagleCheckpoint | None, config: Config, device: torch.device
+) -> Quantization | None:
+    """Of a draft model: as its checkpoint is, or dequantised, on CUDA in every case."""
+    if not isinstance(draft, Checkpoint):
+        return None
+    is_dequantised = config.model.quantization == "none" or device.type == "cuda"
+    return chosen("none" if is_dequantised else "auto", draft.quantization)
+
+
+def part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device) -> ModelConfig:
+    """The sizes of the target that the first rank holds, which has the most."""
+    if num_ranks == 1:
+        return config
+    if device.type == "cuda":
+        raise ConfigError(
+            "engine.tensor_parallel does not run on CUDA yet",
+            hint="leave it out; --workers N runs N engines on N GPUs",
+        )
+    try:
+        part = local_config(config, 0, num_ranks)
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.tensor_parallel: {num_ranks} is too many for this model ({error})",
+            hint=f"use at most {config.num_heads}, and a number that divides the model's heads",
+        ) from error
+    return replace(part, vocab_size=-(-config.vocab_size // num_ranks))

@@ -1,0 +1,142 @@
+"""Linear layers with weights and inputs in FP8 (E4M3), computed on a CPU: the arithmetic of the GPU, emulated.
+
+Inputs are divided by a scale and rounded to E4M3. The GEMM multiplies the rounded numbers exactly and adds in float32
+at least. The result is multiplied by both scales. A scale of inputs belongs to one token (and, with blocks, to 128 of
+its features), so that a token's result does not depend on the others. Where a checkpoint asks for one dynamic scale for
+all tokens of a batch, each token gets its own: that is more exact, and needs no batch.
+
+Shape suffixes: T packed tokens, I input features, O output features, G blocks of input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specbatch.models.linear import GatedLinear, Linear
+from specbatch.models.quantization import InputScales
+
+E4M3_MAX = 448.0
+_SMALLEST_SCALE = 1e-12  # of a token whose features are all 0
+_GROUP = 128
+# torch computes elements in vectors, and those at the end of a thread's share one by one, by another formula. A part of
+# this size is one share, and of whole vectors.
+_SHARE, _VECTORS = 32768, 64
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """`values_OI`: E4M3 numbers. `scale`: (O, 1), or (O, G) with blocks; float32."""
+
+    values_OI: Tensor
+    scale: Tensor
+    inputs: InputScales
+    input_scale: float | None = None  # of static inputs
+
+    def dequantised(self) -> Tensor:
+        """(O, I) float32."""
+        scale = self.scale
+        if scale.shape[1] > 1:
+            scale = scale.repeat_interleave(_GROUP, 1)[:, : self.values_OI.shape[1]]
+        return self.values_OI.float() * scale
+
+
+def quantise_weight(weight_OI: Tensor) -> Fp8Weight:
+    """A scale for each output, so that the largest weight becomes 448."""
+    wide = weight_OI.float()
+    scale = (wide.abs().amax(dim=1, keepdim=True) / E4M3_MAX).clamp(min=_SMALLEST_SCALE)
+    return Fp8Weight(_rounded(wide / scale).to(torch.float8_e4m3fn), scale, "token")
+
+
+def expand_scale(scale: Tensor, weight_shape: tuple[int, ...], block_outputs: int | None) -> Tensor:
+    """A stored scale as (O, 1), or as (O, G) where it belongs to blocks of `block_outputs` outputs."""
+    scale = scale.float()
+    if block_outputs is not None:
+        return scale.repeat_interleave(block_outputs, 0)[: weight_shape[0]].contiguous()
+    return scale.reshape(-1, 1).expand(weight_shape[0], 1).contiguous()
+
+
+def joined_weights(weights: list[Fp8Weight]) -> Fp8Weight | None:
+    """Layers of the same input as one; None where their inputs are quantised in different ways."""
+    first = weights[0]
+    if any((one.inputs, one.input_scale, one.scale.shape[1]) != _kind(first) for one in weights):
+        return None
+    values = torch.cat([one.values_OI.view(torch.uint8) for one in weights]).view(torch.float8_e4m3fn)
+    return Fp8Weight(values, torch.cat([one.scale for one in weights]), first.inputs, first.input_scale)
+
+
+def _kind(weight: Fp8Weight) -> tuple[InputScales, float | None, int]:
+    return weight.inputs, weight.input_scale, weight.scale.shape[1]
+
+
+class Fp8Linear(Linear):
+    """`make_linear`: makes the GEMM, from a float32 weight."""
+
+    def __init__(self, weight: Fp8Weight, bias_O: Tensor | None, make_linear: Callable[[Tensor], Linear]) -> None:
+        assert weight.inputs != "none", "a layer whose inputs are not quantised is an ordinary one"
+        self._inputs, self._input_scale, self._bias = weight.inputs, weight.input_scale, bias_O
+        # Scales of blocks are a part of the weight.
+        self._scale_O = weight.scale[:, 0] if weight.scale.shape[1] == 1 else None
+        self._gemm = make_linear(weight.dequantised() if self._scale_O is None else weight.values_OI.float())
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        wide = x_TI.float()
+        if self._inputs == "block":
+            rounded, scale = _rounded_blocks(wide), wide.new_ones(())
+        else:
+            scale = _token_scales(wide) if self._input_scale is None else wide.new_tensor(self._input_scale)
+            rounded = _rounded(wide / scale)
+        y_TO = self._gemm(rounded) * scale
+        if self._scale_O is not None:
+            y_TO = y_TO * self._scale_O
+        if self._bias is not None:
+            y_TO = y_TO + self._bias.float()
+        return y_TO.to(x_TI.dtype)
+
+
+class JoinedLinear(Linear):
+    """Layers of the same input that cannot be one GEMM: their outputs, concatenated."""
+
+    def __init__(self, parts: list[Linear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return torch.cat([part(x_TI) for part in self._parts], dim=1)
+
+
+class SiluGatedLinear(GatedLinear):
+    """silu(gate) * up of two layers."""
+
+    def __init__(self, gate: Linear, up: Linear) -> None:
+        self._gate, self._up = gate, up
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return _silu(self._gate(x_TI)) * self._up(x_TI)
+
+
+def _silu(x_TI: Tensor) -> Tensor:
+    """An element's bits do not depend on where it lies in x."""
+    flat = x_TI.reshape(-1)
+    padded = F.pad(flat, (0, -len(flat) % _VECTORS))
+    return torch.cat([F.silu(part) for part in padded.split(_SHARE)])[: len(flat)].view(x_TI.shape)
+
+
+def _token_scales(x: Tensor) -> Tensor:
+    return (x.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp(min=_SMALLEST_SCALE)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """To E4M3, as float32. NaN stays NaN. The clamp comes first: torch rounds to NaN what E4M3 cannot hold."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _rounded_blocks(x_TI: Tensor) -> Tensor:
+    """Quantised with a scale for each token and block of features, and multiplied by it again."""
+    num_tokens, width = x_TI.shape
+    blocks = F.pad(x_TI, (0, -width % _GROUP)).view(num_tokens, -1, _GROUP)
+    scale = _token_scales(blocks)
+    return (_rounded(blocks / scale) * scale).view(num_tokens, -1)[:, :width]

@@ -1,0 +1,326 @@
+"""Checkpoints in FP8: their configurations, their tensors, and the arithmetic of their layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specbatch.config_load import load_config
+from specbatch.engine.build import build_engine
+from specbatch.engine.resolve import resolve
+from specbatch.errors import ConfigError, ModelError
+from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.models.fp8 import E4M3_MAX, Fp8Linear, Fp8Weight, quantise_weight
+from specbatch.models.packed import PackedLinear
+from specbatch.models.quantization import ON_LOAD, Quantization, chosen, parse_quantization
+from specbatch.models.weight_loader import WeightLoader
+from specbatch.types import Request, RngKey, SamplingParams
+from tests.tiny_checkpoint import RAW, random_state, write_checkpoint
+
+CPU = torch.device("cpu")
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}
+
+
+def compressed(**changes: Any) -> dict[str, Any]:
+    group = {**GROUP, **{key: value for key, value in changes.items() if key in GROUP or key == "output_activations"}}
+    section = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+    rest = {key: value for key, value in changes.items() if key not in group}
+    return {**section, "config_groups": {"group_0": group}, **rest}
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (compressed(), ("channel", "token")),
+        (compressed(weights={**WEIGHTS, "strategy": "tensor"}), ("tensor", "token")),
+        (compressed(input_activations={**INPUTS, "strategy": "tensor", "dynamic": False}), ("channel", "static")),
+        (compressed(input_activations=None), ("channel", "none")),
+        (BLOCKS, ("block", "block")),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, ("tensor", "static")),
+        ({"quant_method": "modelopt", **MODELOPT["quantization"]}, ("tensor", "static")),
+    ],
+)
+def test_configurations(section: dict[str, Any], expected: tuple[str, str]) -> None:
+    found = parse_quantization({"quantization_config": section})
+    assert found is not None
+    assert (found.weights, found.inputs) == expected
+    assert found.covers("model.layers.3.mlp.up_proj")
+    assert not found.covers("lm_head")
+    assert not found.covers("model.embed_tokens")
+
+
+def test_a_file_of_modelopt() -> None:
+    found = parse_quantization({}, MODELOPT)
+    assert found is not None
+    assert (found.method, found.weights, found.inputs) == ("modelopt", "tensor", "static")
+    assert parse_quantization({}) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "covered"),
+    [
+        ("model.layers.0.mlp.up_proj", False),
+        ("re:.*layers\\.0\\..*", False),
+        ("model.layers.0*", False),
+        ("model.layers.0.mlp", False),
+        ("up_proj", False),
+        ("model.layers.1.mlp.up_proj", True),
+        ("re:layers", True),
+    ],
+)
+def test_layers_that_are_left_out(pattern: str, covered: bool) -> None:
+    found = parse_quantization({"quantization_config": compressed(ignore=[pattern])})
+    assert found is not None
+    assert found.covers("model.layers.0.mlp.up_proj") == covered
+    assert found.covers("lm_head"), "a linear layer like the others"
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"quant_method": "awq"}, "'awq'"),
+        ("awq", "'awq'"),
+        (compressed(format="pack-quantized"), "pack-quantized"),
+        (compressed(weights={**WEIGHTS, "num_bits": 4}), "4 bits"),
+        (compressed(weights={**WEIGHTS, "type": "int"}), "'int'"),
+        (compressed(weights={**WEIGHTS, "strategy": "group"}), "'group'"),
+        (compressed(weights=None), "weights"),
+        (compressed(output_activations=INPUTS), "output_activations"),
+        (compressed(targets=["re:.*q_proj"]), "targets"),
+        (compressed(config_groups={}), "0 config_groups"),
+        (compressed(sparsity_config={"format": "dense"}), "sparsity_config"),
+        (compressed(ignore="lm_head"), "list of names"),
+        (compressed(ignore=["re:("]), "regular expression"),
+        ({**BLOCKS, "weight_block_size": [128, 64]}, "64 inputs"),
+        ({**BLOCKS, "weight_block_size": 128}, "128"),
+        ({**BLOCKS, "activation_scheme": "static"}, "static"),
+        ({"quant_method": "fp8", "activation_scheme": "odd"}, "'odd'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+    ],
+)
+def test_refusals_name_the_culprit(section: Any, words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_quantization({"quantization_config": section})
+    assert words in f"{caught.value.message} {caught.value.hint}"
+
+
+def rows(count: int, width: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("inputs", ["token", "static", "block"])
+def test_a_layer_is_the_product_of_rounded_numbers(inputs: Any) -> None:
+    """By the definition, in float64: each input and weight is a number of E4M3 times its scale."""
+    x, weight = rows(5, 200), quantise_weight(rows(24, 200, seed=1))
+    scale_OG = weight.scale if inputs != "block" else rows(24, 2, seed=2).abs() * 0.01
+    layer = Fp8Weight(weight.values_OI, scale_OG, inputs, 0.01 if inputs == "static" else None)
+    bias = rows(1, 24, seed=3)[0]
+    found = Fp8Linear(layer, bias, PackedLinear)(x)
+
+    def rounded(values: Tensor, scale: Tensor) -> Tensor:
+        return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double()
+
+    if inputs == "block":
+        parts = [rounded(part, part.abs().amax(1, keepdim=True) / 448) for part in (x[:, :128], x[:, 128:])]
+        expected_x = torch.cat(parts, 1)
+        w = weight.values_OI.double() * torch.cat((scale_OG[:, :1].expand(-1, 128), scale_OG[:, 1:].expand(-1, 72)), 1)
+    else:
+        scale = torch.tensor(0.01) if inputs == "static" else x.abs().amax(1, keepdim=True) / 448
+        expected_x, w = rounded(x, scale), weight.values_OI.double() * weight.scale.double()
+    torch.testing.assert_close(found.double(), expected_x @ w.T + bias.double(), rtol=1e-5, atol=1e-4)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    """With one scale for the batch, the large row would change the others."""
+    layer = Fp8Linear(quantise_weight(rows(48, 96)), None, PackedLinear)
+    x = rows(40, 96, seed=1)
+    x[7] *= 1000
+    together = layer(x)
+    assert all(torch.equal(layer(x[i : i + 1]), together[i : i + 1]) for i in range(40))
+
+
+def test_odd_numbers() -> None:
+    layer = Fp8Linear(quantise_weight(rows(8, 32)), None, PackedLinear)
+    x = rows(3, 32)
+    x[0], x[1, 4] = 0.0, torch.nan
+    found = layer(x)
+    assert torch.equal(found[0], torch.zeros(8))
+    assert found[1].isnan().all()
+    assert found[2].isfinite().all()
+    assert quantise_weight(torch.zeros(2, 4)).dequantised().eq(0).all()
+    assert quantise_weight(torch.tensor([[1e-30, 5e4]])).values_OI.float().max() == E4M3_MAX
+
+
+def fp8_checkpoint(folder: Path, section: dict[str, Any], **changes: Any) -> Path:
+    """A tiny model in FP8, in the format of `section`."""
+    write_checkpoint(folder, **changes)
+    raw = {**RAW, **changes, "quantization_config": section}
+    found = parse_quantization(raw)
+    assert found is not None
+    state = {}
+    for name, tensor in random_state({**RAW, **changes}).items():
+        layer = name.removesuffix(".weight")
+        if not (tensor.ndim == 2 and found.covers(layer)):
+            state[name] = tensor.to(torch.bfloat16)
+            continue
+        scale = tensor.abs().amax() / 448 if found.weights == "tensor" else quantise_weight(tensor).scale
+        if found.weights == "block":
+            scale = torch.rand(-(-tensor.shape[0] // 128), -(-tensor.shape[1] // 128)) * 0.01
+            whole = scale.repeat_interleave(128, 0)[: tensor.shape[0]].repeat_interleave(128, 1)[:, : tensor.shape[1]]
+            state[name] = (tensor / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+        else:
+            state[name] = (tensor / scale).to(torch.float8_e4m3fn)
+        state[f"{layer}.{found.scale}"] = scale
+        if found.inputs == "static":
+            state[f"{layer}.input_scale"] = torch.tensor(0.02)
+    state["model.layers.0.self_attn.k_scale"] = torch.tensor(0.5)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def texts(model: Path, *sets: str) -> list[list[int]]:
+    options = [f"model.target={model}", "engine.device=cpu", "engine.kv_cache_tokens=1024", *sets]
+    engine = build_engine(resolve(load_config(None, options)))
+    for i, prompt in enumerate(([7, 8, 9, 7, 8, 9, 7, 8], [20, 5, 99], [3])):
+        engine.submit(Request(i, prompt, SamplingParams(max_tokens=14, ignore_eos=True), RngKey(0, i, 0)))
+    done = {}
+    while len(done) < 3:
+        done |= {c.request_id: c.token_ids for c in engine.step()}
+    return [done[i] for i in range(3)]
+
+
+FORMATS = {
+    "channel, token": compressed(),
+    "tensor, static": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    "blocks": BLOCKS,
+    "weights alone": compressed(input_activations=None),
+    "one layer is not": compressed(ignore=["lm_head", "model.layers.1.self_attn.k_proj"]),
+}
+
+
+@pytest.mark.parametrize("section", FORMATS.values(), ids=FORMATS)
+def test_speculation_changes_nothing(section: dict[str, Any], tmp_path: Path) -> None:
+    model = fp8_checkpoint(tmp_path / "m", section, hidden_size=160, intermediate_size=144, num_attention_heads=4)
+    plain = texts(model, "speculation.method=none")
+    assert plain == texts(model, "speculation.method=ngram", "engine.max_batch_size=1")
+    assert plain == texts(model, "speculation.method=draft_model", f"speculation.draft={model}")
+    assert len({tuple(text) for text in plain}) == 3
+
+
+def test_dequantised_and_quantised_while_loading(tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path / "plain")
+    fp8 = fp8_checkpoint(tmp_path / "fp8", compressed())
+    run = resolve(load_config(None, [f"model.target={fp8}", "engine.device=cpu", "model.quantization=none"]))
+    assert run.quantization == chosen("none", open_checkpoint(fp8).quantization)
+    notes = "\n".join(run.notes)
+    assert "weights with a scale a channel, inputs as they are); 14 of 15 linear layers" in notes
+    texts(fp8, "model.quantization=none")
+    on_load = resolve(load_config(None, [f"model.target={plain}", "engine.device=cpu", "model.quantization=fp8"]))
+    assert on_load.quantization is ON_LOAD
+    # This file was made by the same rule, but for its other tensors, which are rounded to bfloat16.
+    name = "model.layers.0.mlp.up_proj"
+    loaded = [
+        WeightLoader(open_checkpoint(path).tensors, torch.float32, CPU, quantization=quantization)._fp8_weight(name)
+        for path, quantization in ((plain, ON_LOAD), (fp8, open_checkpoint(fp8).quantization))
+    ]
+    assert torch.equal(loaded[0].dequantised(), loaded[1].dequantised())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model.layers.0.mlp.up_proj.weight_scale": None}, "missing: model.layers.0.mlp.up_proj.weight_scale"),
+        ({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(3, 1)}, "wrong shape"),
+        ({"model.layers.0.mlp.up_proj.weight": torch.ones(48, 32)}, "model.layers.0.mlp.up_proj.weight is float32"),
+        ({"lm_head.weight": torch.ones(264, 32).to(torch.float8_e4m3fn)}, "lm_head.weight is float8_e4m3fn and has no"),
+        ({"model.layers.0.mlp.up_proj.zero_point": torch.ones(48, 1)}, "unknown"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change: dict[str, Tensor | None], words: str, tmp_path: Path) -> None:
+    model = fp8_checkpoint(tmp_path / "m", compressed())
+    with safe_open(str(model / "model.safetensors"), "pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    state = {name: tensor for name, tensor in {**state, **change}.items() if tensor is not None}
+    save_file(state, model / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        open_checkpoint(model)
+    assert words in caught.value.message
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+    fp8 = fp8_checkpoint(tmp_path / "fp8", compressed())
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        resolve(load_config(None, [f"model.target={fp8}", "engine.device=cpu", "engine.tensor_parallel=2"]))
+
+
+@pytest.mark.parametrize(("strategy", "inputs"), [("channel", "token"), ("tensor", "static")])
+def test_a_checkpoint_of_compressed_tensors(strategy: str, inputs: str, tmp_path: Path) -> None:
+    """Written by that package from a model of transformers; our weights are those that the package dequantises, and our
+    logits those of its own arithmetic."""
+    ct = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {key: RAW[key] for key in (*keys, "num_key_value_heads", "max_position_embeddings", "eos_token_id")}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, initializer_range=0.2))
+    weights = ct.QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True)
+    scales = ct.QuantizationArgs(
+        num_bits=8, type="float", strategy="token" if inputs == "token" else "tensor", dynamic=inputs == "token"
+    )
+    group = ct.QuantizationScheme(targets=["Linear"], weights=weights, input_activations=scales)
+    ct.apply_quantization_config(model, ct.QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"]))
+    expected = {}
+    for name, module in model.named_modules():
+        if getattr(module, "quantization_scheme", None) is None:
+            continue
+        dims = {"dim": 1, "keepdim": True} if strategy == "channel" else {}
+        least, most = torch.amin(module.weight, **dims), torch.amax(module.weight, **dims)
+        scale, _ = calculate_qparams(least, most, weights)
+        module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
+        if inputs == "static":
+            module.input_scale.data.fill_(0.02)
+        module.quantization_status = ct.QuantizationStatus.FROZEN
+        expected[name] = module.weight.detach().clone()
+    tokens = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        logits = model(tokens).logits[0]  # inputs and weights rounded and multiplied by their scales
+    compressor = ModelCompressor.from_pretrained_model(model, quantization_format="float-quantized")
+    assert compressor is not None
+    compressor.compress_model(model)
+    folder = write_checkpoint(tmp_path / "m")  # its tokenizer
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+
+    checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint.quantization, Quantization)
+    assert (checkpoint.quantization.weights, checkpoint.quantization.inputs) == (strategy, inputs)
+    loader = WeightLoader(checkpoint.tensors, torch.float32, CPU, quantization=checkpoint.quantization)
+    compressor.decompress_model(model)
+    for name in expected:
+        package = model.get_submodule(name).weight.detach().float()
+        assert torch.equal(loader._fp8_weight(name).dequantised(), package), name
+
+    from specbatch.models.decoder import Decoder
+    from tests.coins import plain_logits
+    from tests.tiny_models import attention_of
+
+    decoder = Decoder(checkpoint.config, loader, attention_of(checkpoint.config), 128)
+    torch.testing.assert_close(plain_logits(decoder, tokens[0].tolist()), logits, rtol=1e-3, atol=1e-3)
