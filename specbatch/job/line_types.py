@@ -49,8 +49,8 @@ class NativeLine(TypedDict):
     id: Any
     index: int
     text: str | None
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[Any]]
+    reasoning_content: NotRequired[str]  # of a chat
+    tool_calls: NotRequired[list[Any]]  # as in OpenAI's messages
     finish_reason: Finish
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]

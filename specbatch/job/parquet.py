@@ -94,8 +94,9 @@ def _row(line: dict[str, Any]) -> dict[str, Any]:
     for name in _JSON_TEXT:
         if row[name] is not None:
             row[name] = _utf8(row[name]) if isinstance(row[name], str) else _json_text(row[name])
-    if row["text"] is not None:
-        row["text"] = _utf8(row["text"])
+    for name in ("text", "reasoning_content"):
+        if row[name] is not None:
+            row[name] = _utf8(row[name])
     row[_REST] = _json_text(line) if line else None
     return row
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from specbatch.errors import ConfigError, RowError
 from specbatch.job.chat_output import Answer, AnswerReader, ToolCall, call_format
 from specbatch.job.chat_template import ChatTemplate, TemplateFacts
 from specbatch.job.fingerprint import job_fingerprint
+from specbatch.job.jsonl import encode_line
 from specbatch.job.messages import check_messages
+from specbatch.job.result_files import open_results, write_lines
 from specbatch.job.results_format import RowInfo, choice_of, result_line
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.runner import RowRunner
@@ -192,6 +195,15 @@ def test_a_round_trip_of_tool_calls(template: str, call: str) -> None:
     assert call in written, "the history has the call as the model wrote it"
     assert "-3 °C" in written
     assert "None" not in written
+
+
+def test_a_table_has_columns_for_reasoning_and_calls(tmp_path: Path) -> None:
+    row = {"messages": [USER], "tools": [WEATHER]}
+    lines = [Chat(QWEN3).answered(row, f"<think>a</think>{text}") for text in (HERMES_CALL, "b")]
+    facts = write_lines(tmp_path / "r.parquet", map(encode_line, lines), ".parquet")
+    assert facts["rows"] == 2
+    with open_results(tmp_path / "r.parquet") as again:
+        assert list(again) == [encode_line(line) for line in lines]
 
 
 VALIDATE_BODY = TypeAdapter(CompletionCreateParamsNonStreaming).validate_python
