@@ -18,7 +18,7 @@ LAYERS = [
     ["cli"],
     ["api"],
     ["startup"],
-    ["evals", "tune"],
+    ["evals", "tune", "report"],
     ["scaleout"],
     ["job"],
     ["engine"],
@@ -140,7 +140,7 @@ def forbidden(name: str, imported: str) -> str | None:
     folders = {part.split(".")[1] for part in (name, imported) if part.startswith("kernels.")}
     if RANK[top] > RANK[lower]:
         return "which is above it"
-    if {top, lower} == {"evals", "tune"}:
+    if top != lower and {top, lower} <= {"evals", "tune", "report"}:
         return "and neither uses the other"
     if folders == {"torch", "triton"}:
         return "and each is written without the other"

@@ -1,0 +1,1 @@
+"""`specbatch report`: one HTML file that shows what a job did."""

@@ -1,0 +1,163 @@
+"""Plots as inline SVG. Shapes are drawn in a square of 1000 by 1000 that is stretched to the width of the page; labels
+are HTML around it, so that they are readable at every width."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specbatch.report.html import text
+
+_MAX_BINS = 36
+_TAIL = 0.99  # of the rows are in the bins before the last one
+
+
+@dataclass(frozen=True)
+class Bar:
+    label: str  # below it; "": none
+    value: float
+    tip: str
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers from `low` to at least `high`, at most about `most`."""
+    if high <= low:
+        high = low + 1
+    raw = (high - low) / most
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """Short: 1,250; 12k; 3M."""
+    for bound, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= bound:
+            return f"{value / (1e3 if unit == 'k' else bound):g}{unit}"
+    return f"{value:,.10g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.10g}%"
+
+
+def _plot(shapes: str, y: Sequence[tuple[float, str]], x: Sequence[tuple[float, str]], x_title: str, name: str) -> str:
+    """`y`, `x`: positions of the labels in 0 .. 1, from below and from the left."""
+    grid = "".join(f'<path class="grid" d="M0 {1000 * (1 - at):.1f}H1000"/>' for at, _ in y)
+    y_labels = "".join(f'<span style="bottom:{100 * at:.2f}%">{text(label)}</span>' for at, label in y)
+    x_labels = "".join(f'<span style="left:{100 * at:.2f}%">{text(label)}</span>' for at, label in x)
+    return (
+        f'<div class="plot"><div class="y">{y_labels}</div><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" '
+        f'role="img" aria-label="{text(name)}">{grid}{shapes}</svg><div class="x">{x_labels}</div>'
+        f'<div class="axis">{text(x_title)}</div></div>'
+    )
+
+
+def bars(given: Sequence[Bar], x_title: str, name: str, *, share: bool = False) -> str:
+    """`share`: values are shares of 1, shown as percentages."""
+    marks = ticks(0, 1 if share else max((bar.value for bar in given), default=1), 4)
+    top = marks[-1]
+    width = 1000 / max(len(given), 1)
+    gap = min(width * 0.15, 12)
+    shapes = []
+    for i, bar in enumerate(given):
+        height = 1000 * bar.value / top
+        tip = f"<title>{text(bar.tip)}</title>"
+        shapes.append(
+            f'<g>{tip}<rect class="hit" x="{i * width:.2f}" y="0" width="{width:.2f}" height="1000"/><rect class="bar" '
+            f'x="{i * width + gap / 2:.2f}" y="{1000 - height:.2f}" width="{width - gap:.2f}" height="{height:.2f}"/></g>'
+        )
+    y = [(mark / top, percent(mark) if share else number(mark)) for mark in marks]
+    x = [((i + 0.5) / len(given), bar.label) for i, bar in enumerate(given) if bar.label]
+    return _plot("".join(shapes), y, x, x_title, name)
+
+
+def histogram(counts: Counter[int], x_title: str, name: str) -> str:
+    """Of whole numbers. The last bar holds the longest 1%, if these go far beyond the others."""
+    total = counts.total()
+    low, high = min(counts), max(counts)
+    below, bound = 0, low
+    for value in sorted(counts):
+        below += counts[value]
+        bound = value
+        if below >= _TAIL * total:
+            break
+    has_tail = high > low + 1.5 * (bound - low + 1)
+    end = bound if has_tail else high
+    width = max(1, math.ceil((end - low + 1) / _MAX_BINS))
+    num = math.ceil((end - low + 1) / width)
+    rows = [0] * (num + has_tail)
+    for value, count in counts.items():
+        rows[min((value - low) // width, len(rows) - 1)] += count
+    found = []
+    every = max(1, math.ceil(num / 5))
+    for i, count in enumerate(rows):
+        begin = low + i * width
+        is_tail = has_tail and i == num
+        span = (
+            f"{begin:,} and more" if is_tail else f"{begin:,}" if width == 1 else f"{begin:,} to {begin + width - 1:,}"
+        )
+        label = f"{number(begin)}+" if is_tail else number(begin) if i % every == 0 and i <= num - every / 2 else ""
+        found.append(Bar(label, count, f"{span} tokens: {count:,} rows"))
+    return bars(found, x_title, name)
+
+
+def line(
+    points: Sequence[tuple[float, float | None]],
+    x_range: tuple[float, float],
+    floor: float,
+    x_title: str,
+    name: str,
+    *,
+    share: bool = False,
+) -> str:
+    """A line through (x, y); y None interrupts it. `floor`: the lowest y of the axis."""
+    known = [y for _, y in points if y is not None]
+    marks = ticks(floor, max([*known, floor + 1e-9]), 4)
+    top = marks[-1]
+    parts, drawing = [], False
+    for x, y in points:
+        if y is None:
+            drawing = False
+            continue
+        at = (x - x_range[0]) / (x_range[1] - x_range[0] or 1)
+        parts.append(f"{'L' if drawing else 'M'}{1000 * at:.1f} {1000 * (1 - (y - floor) / (top - floor)):.1f}")
+        if not drawing:
+            parts.append("h0.01")  # a single point is visible, too
+        drawing = True
+    y_labels = [((mark - floor) / (top - floor), percent(mark) if share else number(mark)) for mark in marks]
+    return _plot(f'<path class="line" d="{"".join(parts)}"/>', y_labels, _x_labels(*x_range), x_title, name)
+
+
+def scatter(points: Sequence[tuple[float, float, str]], floor: float, x_title: str, name: str) -> str:
+    """(x, y, tip) as dots, with x from 0."""
+    x_marks = ticks(0, max((x for x, _, _ in points), default=1))
+    y_marks = ticks(floor, max([y for _, y, _ in points] + [floor + 1e-9]), 4)
+    right, top = x_marks[-1], y_marks[-1]
+    dots = "".join(
+        f'<path class="dot" d="M{1000 * x / right:.1f} {1000 * (1 - (y - floor) / (top - floor)):.1f}h0.01">'
+        f"<title>{text(tip)}</title></path>"
+        for x, y, tip in points
+    )
+    y_labels = [((mark - floor) / (top - floor), number(mark)) for mark in y_marks]
+    return _plot(dots, y_labels, [(mark / right, number(mark)) for mark in x_marks], x_title, name)
+
+
+def _x_labels(low: float, high: float) -> list[tuple[float, str]]:
+    marks = [mark for mark in ticks(low, high) if low <= mark <= high]
+    return [((mark - low) / (high - low or 1), number(mark)) for mark in marks]
+
+
+def shares(parts: Sequence[tuple[str, float, str]]) -> str:
+    """Horizontal bars: (name, value, value in words). Each is a share of the largest one."""
+    most = max((value for _, value, _ in parts), default=0) or 1
+    rows = "".join(
+        f'<div class="label">{text(name)}</div><div class="track"><div style="width:{100 * value / most:.2f}%"></div></div>'
+        f'<div class="amount">{text(words)}</div>'
+        for name, value, words in parts
+    )
+    return f'<div class="shares">{rows}</div>'

@@ -1,0 +1,153 @@
+"""One pass over the results, in memory that does not grow with their number."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from specbatch.job.stats import RowTotals
+from specbatch.report.rows import Row
+
+T = TypeVar("T")
+_NUM_WINDOWS = 240  # at most; then pairs of them become one
+_NUM_POINTS = 1500  # of the scatter plot
+_NUM_SAMPLES, _NUM_FAILED = 12, 6
+_NUM_LONGEST = 15
+_NUM_MESSAGES, _NUM_INDICES = 3, 5  # of each type of error
+_MAX_SEEN = 1 << 27  # rows whose indices are remembered: 16 MiB
+
+
+@dataclass(slots=True)
+class Window:
+    """Sums over rows that follow each other in the file."""
+
+    rows: int = 0
+    failed: int = 0
+    rounds: int = 0
+    committed: float = 0.0
+
+    def add(self, other: Window) -> None:
+        self.rows += other.rows
+        self.failed += other.failed
+        self.rounds += other.rounds
+        self.committed += other.committed
+
+
+class Windows:
+    """Equal parts of the file, although its length is not known before its end."""
+
+    def __init__(self) -> None:
+        self._size = 1  # rows of a window
+        self.windows: list[Window] = []
+
+    def add(self, row: Window) -> None:
+        if not self.windows or self.windows[-1].rows >= self._size:
+            if len(self.windows) == _NUM_WINDOWS:
+                for one, other in zip(self.windows[::2], self.windows[1::2], strict=True):
+                    one.add(other)
+                del self.windows[1::2]
+                self._size *= 2
+            self.windows.append(Window())
+        self.windows[-1].add(row)
+
+
+class Sample(Generic[T]):
+    """A random sample of a stream (Vitter's algorithm R); the same stream gives the same sample."""
+
+    def __init__(self, size: int) -> None:
+        self.items: list[T] = []
+        self._size = size
+        self._seen = 0
+        self._random = random.Random(0)
+
+    def add(self, item: T) -> None:
+        self._seen += 1
+        if len(self.items) < self._size:
+            self.items.append(item)
+        elif (place := self._random.randrange(self._seen)) < self._size:
+            self.items[place] = item
+
+
+@dataclass(slots=True)
+class ErrorGroup:
+    """Rows that failed with the same type of error."""
+
+    rows: int = 0
+    messages: list[str] = field(default_factory=list)  # the first ones that differ
+    indices: list[int] = field(default_factory=list)  # of the first rows
+
+
+@dataclass
+class Summary:
+    """What the page shows of the rows."""
+
+    totals: RowTotals = field(default_factory=RowTotals)
+    windows: Windows = field(default_factory=Windows)
+    prompt_lengths: Counter[int] = field(default_factory=Counter)
+    completion_lengths: Counter[int] = field(default_factory=Counter)
+    points: Sample[tuple[int, float, int]] = field(default_factory=lambda: Sample(_NUM_POINTS))  # tokens, length, index
+    errors: dict[str, ErrorGroup] = field(default_factory=dict)
+    longest: list[Row] = field(default_factory=list)  # by rounds, the most first
+    samples: list[Row] = field(default_factory=list)
+    failed_samples: list[Row] = field(default_factory=list)
+    repeated: int = 0  # rows that are there more than once: the first one counts
+
+
+def summarize(rows: Iterable[Row]) -> Summary:
+    summary = Summary()
+    samples: Sample[Row] = Sample(_NUM_SAMPLES)
+    failed: Sample[Row] = Sample(_NUM_FAILED)
+    heap: list[tuple[int, int, int, Row]] = []
+    seen = bytearray()
+    order = itertools.count()
+    for row in rows:
+        if _is_repeated(row.index, seen):
+            summary.repeated += 1
+            continue
+        summary.totals.add(dict(row.line))
+        if row.error is not None:
+            summary.windows.add(Window(1, 1))
+            _add_error(summary.errors.setdefault(row.error[0], ErrorGroup()), row)
+            failed.add(row)
+            continue
+        summary.windows.add(Window(1, 0, row.rounds, row.rounds * (row.acceptance_length or 0)))
+        summary.prompt_lengths[row.prompt_tokens] += 1
+        summary.completion_lengths[row.completion_tokens] += 1
+        if row.acceptance_length is not None:
+            summary.points.add((row.completion_tokens, row.acceptance_length, row.index))
+        samples.add(row)
+        entry = (row.rounds, row.completion_tokens, -next(order), row)
+        if len(heap) < _NUM_LONGEST:
+            heapq.heappush(heap, entry)
+        elif entry[:3] > heap[0][:3]:
+            heapq.heapreplace(heap, entry)
+    summary.longest = [row for *_, row in sorted(heap, key=lambda entry: entry[:3], reverse=True)]
+    summary.samples = sorted(samples.items, key=lambda row: row.index)
+    summary.failed_samples = sorted(failed.items, key=lambda row: row.index)
+    return summary
+
+
+def _is_repeated(index: int, seen: bytearray) -> bool:
+    """Whether this index was seen before; now it is."""
+    if index >= _MAX_SEEN:
+        return False
+    place, bit = index >> 3, 1 << (index & 7)
+    if place >= len(seen):
+        seen.extend(bytes(place + 1 - len(seen)))
+    was_seen = bool(seen[place] & bit)
+    seen[place] |= bit
+    return was_seen
+
+
+def _add_error(group: ErrorGroup, row: Row) -> None:
+    assert row.error is not None
+    group.rows += 1
+    if len(group.messages) < _NUM_MESSAGES and row.error[1] not in group.messages:
+        group.messages.append(row.error[1])
+    if len(group.indices) < _NUM_INDICES:
+        group.indices.append(row.index)

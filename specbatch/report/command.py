@@ -1,0 +1,68 @@
+"""`specbatch report`: reads a result file once, and writes the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from specbatch.errors import InputError
+from specbatch.job.files import write_whole
+from specbatch.job.paths import Written, check_can_write, check_written, output_file, stats_path_of, unless
+from specbatch.job.terminal import print_notes
+from specbatch.report.collect import summarize
+from specbatch.report.others import eval_section, tune_section
+from specbatch.report.page import MARK, page
+from specbatch.report.rows import Results
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """The command line."""
+
+    results: Path
+    output: Path | None = None
+    tune: Path | None = None
+    evaluation: Path | None = None
+
+
+def write_page(options: ReportOptions, console: Console) -> Path:
+    """Write the page and return its path. Raises InputError."""
+    results = Results.open(options.results)
+    output = output_file(options.output or _default_output(options.results), formats="")
+    files = [Written("the page", output, unless(_is_page))]
+    reads = {"the results": results.path, "the statistics": stats_path_of(results.path)}
+    check_written(files, reads)
+    check_can_write(files)
+    sections = _sections([(options.tune, tune_section), (options.evaluation, eval_section)])
+    summary = summarize(results.rows())
+    if not summary.totals.rows and results.damaged:
+        raise InputError(f"{results.path} has no result of specbatch", "name the output of `specbatch generate`")
+    write_whole(output, page(results, summary, sections).encode("utf-8"))
+    print_notes([f"wrote {output}: {summary.totals.rows:,} rows"], console)
+    return output
+
+
+def _sections(given: list[tuple[Path | None, Callable[[Path], str]]]) -> list[str]:
+    found = []
+    for path, make in given:
+        if path is not None:
+            try:
+                found.append(make(path))
+            except (LookupError, TypeError, AttributeError, ValueError) as exc:
+                raise InputError(f"{path} is a report of another version of specbatch: {exc!r}") from exc
+    return found
+
+
+def _default_output(results: Path) -> Path:
+    """data.results.jsonl.gz -> data.results.report.html"""
+    output = results.with_name(results.name.removesuffix(".partial"))
+    stem = stats_path_of(output).name.removesuffix(".stats.json")
+    return results.with_name(f"{stem}.report.html")
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return MARK.encode() in file.read(1024)

@@ -1,0 +1,122 @@
+"""Result lines as the report reads them: native and OpenAI Batch, of finished and unfinished jobs."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import InputError
+from specbatch.job.partial import PartialLines, header_line, read_header
+from specbatch.job.paths import is_partial, partial_path, read_stats, stats_path_of
+from specbatch.job.result_files import open_results
+from specbatch.job.results_format import index_of
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One result. Of several completions the first one, with the sums of tokens and rounds."""
+
+    index: int
+    id: Any
+    line: Mapping[str, Any]
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    rounds: int = 0
+    acceptance_length: float | None = None
+    metadata: Any = None
+    error: tuple[str, str] | None = None  # its type and message
+
+
+def read_row(line: Mapping[str, Any]) -> Row:
+    """Raises LookupError, ValueError, TypeError or AttributeError for what is no result line."""
+    index = index_of(dict(line))
+    is_native = "index" in line
+    row_id, metadata = (line["id"], line.get("metadata")) if is_native else (line["custom_id"], None)
+    if error := line.get("error"):
+        kind = str(error["type"] if "type" in error else error["code"])
+        return Row(index, row_id, line, metadata=metadata, error=(kind, str(error["message"])))
+    body = line if is_native else line["response"]["body"]
+    choice = line if is_native else body["choices"][0]
+    message = choice.get("message", choice)
+    text = message.get("text") if "text" in message else message.get("content")
+    return Row(
+        index,
+        row_id,
+        line,
+        text or "",
+        message.get("reasoning_content") or "",
+        message.get("tool_calls") or (),
+        str(choice["finish_reason"]),
+        int(body["usage"]["prompt_tokens"]),
+        int(body["usage"]["completion_tokens"]),
+        int(body["speculation"]["rounds"]),
+        body["speculation"]["acceptance_length"],
+        metadata,
+    )
+
+
+@dataclass
+class Results:
+    """A result file. `damaged`: lines that are no results, counted while `rows` runs."""
+
+    path: Path
+    is_finished: bool
+    stats: Mapping[str, Any] | None  # stats.json; None: there is none
+    job: Mapping[str, Any]  # what identifies the job, by name
+    damaged: int = field(default=0, init=False)
+
+    @classmethod
+    def open(cls, named: Path) -> Results:
+        """The results in `named`, or the unfinished ones that will be written there. Raises InputError."""
+        path = named
+        if not path.exists() and partial_path(path).exists():
+            path = partial_path(path)
+        if not path.is_file():
+            raise InputError(f"there is no result file {named}", "name the output of `specbatch generate`")
+        try:
+            if not is_partial(path):
+                stats = read_stats(stats_path_of(path))
+                return cls(path, True, stats, stats["job"] if stats is not None else {})
+            with path.open("rb") as file:
+                return cls(path, False, None, read_header(file.readline(), str(path)) or {})
+        except OSError as exc:
+            raise InputError(f"cannot read {path}: {exc.strerror}") from exc
+
+    def rows(self) -> Iterator[Row]:
+        """In the order of the file: that of the input, or of an unfinished job that in which rows finished. Raises
+        InputError if the file cannot be read to its end."""
+        try:
+            for line in self._lines():
+                try:
+                    row = read_row(json.loads(line))
+                except (LookupError, ValueError, TypeError, AttributeError, RecursionError):
+                    self.damaged += 1
+                    continue
+                yield row
+        except (OSError, EOFError, zlib.error) as exc:
+            raise InputError(f"cannot read {self.path}: {exc}") from exc
+
+    def _lines(self) -> Iterator[bytes]:
+        if self.is_finished:
+            with open_results(self.path) as lines:
+                yield from lines
+            return
+        with self.path.open("rb") as file:
+            header = file.readline()
+            # Without its first line a file has no key: its rows cannot be read.
+            lines_of = PartialLines(header if self.job else header_line({}))
+            for line in file:
+                if not line.endswith(b"\n"):  # the job is writing it, or was killed there
+                    return
+                if (opened := lines_of.open_row(line)) is not None:
+                    yield opened[1]
+                elif lines_of.open_record(line) is None:
+                    self.damaged += 1
