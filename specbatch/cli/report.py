@@ -34,6 +34,12 @@ def report(
             help="The page. Default for data.results.jsonl: data.results.report.html.",
         ),
     ] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            "--input", metavar="FILE", parser=named_path, help="The job's input, for the prompts of the samples."
+        ),
+    ] = None,
     tune: Annotated[
         Path | None,
         typer.Option(
@@ -49,4 +55,4 @@ def report(
     with user_errors() as console:
         from specbatch.report.command import ReportOptions, write_page
 
-        write_page(ReportOptions(results, output, tune, evaluation), console)
+        write_page(ReportOptions(results, output, tune, evaluation, input), console)

@@ -21,16 +21,18 @@ class Bar:
     tip: str
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from `low` to at least `high`, at most about `most`."""
-    if high <= low:
-        high = low + 1
-    raw = (high - low) / most
-    power = 10 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
-    first = math.floor(low / step + 1e-9)
-    last = math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, last + 1)]
+def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
+    """`low`, and round numbers to at least `high`: at most about `most`. `whole`: of things that are counted."""
+    step = max(_round_step(max(high - low, 1e-9) / most), 1 if whole else 0)
+    high = max(high, low + step)
+    first, last = math.floor(low / step + 1e-9) + 1, math.ceil(high / step - 1e-9)
+    return [low, *(i * step for i in range(first, last + 1) if i * step - low > step / 3)]
+
+
+def _round_step(least: float) -> float:
+    """The next number of 1, 2, 2.5, 5, 10, 20, 25 ..."""
+    power: float = 10 ** math.floor(math.log10(least))
+    return next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= least * 0.999)
 
 
 def number(value: float) -> str:
@@ -59,7 +61,7 @@ def _plot(shapes: str, y: Sequence[tuple[float, str]], x: Sequence[tuple[float, 
 
 def bars(given: Sequence[Bar], x_title: str, name: str, *, share: bool = False) -> str:
     """`share`: values are shares of 1, shown as percentages."""
-    marks = ticks(0, 1 if share else max((bar.value for bar in given), default=1), 4)
+    marks = ticks(0, 1 if share else max((bar.value for bar in given), default=1), 4, whole=not share)
     top = marks[-1]
     width = 1000 / max(len(given), 1)
     gap = min(width * 0.15, 12)
@@ -67,9 +69,11 @@ def bars(given: Sequence[Bar], x_title: str, name: str, *, share: bool = False) 
     for i, bar in enumerate(given):
         height = 1000 * bar.value / top
         tip = f"<title>{text(bar.tip)}</title>"
+        left, inner = i * width, width - gap
         shapes.append(
-            f'<g>{tip}<rect class="hit" x="{i * width:.2f}" y="0" width="{width:.2f}" height="1000"/><rect class="bar" '
-            f'x="{i * width + gap / 2:.2f}" y="{1000 - height:.2f}" width="{width - gap:.2f}" height="{height:.2f}"/></g>'
+            f'<g>{tip}<rect class="hit" x="{left:.2f}" y="0" width="{width:.2f}" height="1000"/>'
+            f'<rect class="bar" x="{left + gap / 2:.2f}" y="{1000 - height:.2f}" width="{inner:.2f}" '
+            f'height="{height:.2f}"/></g>'
         )
     y = [(mark / top, percent(mark) if share else number(mark)) for mark in marks]
     x = [((i + 0.5) / len(given), bar.label) for i, bar in enumerate(given) if bar.label]
@@ -88,19 +92,18 @@ def histogram(counts: Counter[int], x_title: str, name: str) -> str:
             break
     has_tail = high > low + 1.5 * (bound - low + 1)
     end = bound if has_tail else high
-    width = max(1, math.ceil((end - low + 1) / _MAX_BINS))
-    num = math.ceil((end - low + 1) / width)
+    width = max(1, math.ceil(_round_step((end - low + 1) / min(_MAX_BINS, 6 + total // 4))))
+    low -= low % width
+    num = (end - low) // width + 1
     rows = [0] * (num + has_tail)
     for value, count in counts.items():
         rows[min((value - low) // width, len(rows) - 1)] += count
     found = []
-    every = max(1, math.ceil(num / 5))
+    every = math.ceil(num / 4)
     for i, count in enumerate(rows):
         begin = low + i * width
         is_tail = has_tail and i == num
-        span = (
-            f"{begin:,} and more" if is_tail else f"{begin:,}" if width == 1 else f"{begin:,} to {begin + width - 1:,}"
-        )
+        span = f"{begin:,} and more" if is_tail else f"{begin:,}" + f" to {begin + width - 1:,}" * (width > 1)
         label = f"{number(begin)}+" if is_tail else number(begin) if i % every == 0 and i <= num - every / 2 else ""
         found.append(Bar(label, count, f"{span} tokens: {count:,} rows"))
     return bars(found, x_title, name)
@@ -135,7 +138,7 @@ def line(
 
 def scatter(points: Sequence[tuple[float, float, str]], floor: float, x_title: str, name: str) -> str:
     """(x, y, tip) as dots, with x from 0."""
-    x_marks = ticks(0, max((x for x, _, _ in points), default=1))
+    x_marks = ticks(0, max((x for x, _, _ in points), default=1), whole=True)
     y_marks = ticks(floor, max([y for _, y, _ in points] + [floor + 1e-9]), 4)
     right, top = x_marks[-1], y_marks[-1]
     dots = "".join(
@@ -148,7 +151,7 @@ def scatter(points: Sequence[tuple[float, float, str]], floor: float, x_title: s
 
 
 def _x_labels(low: float, high: float) -> list[tuple[float, str]]:
-    marks = [mark for mark in ticks(low, high) if low <= mark <= high]
+    marks = [mark for mark in ticks(low, high, whole=True) if mark <= high]
     return [((mark - low) / (high - low or 1), number(mark)) for mark in marks]
 
 
@@ -156,7 +159,8 @@ def shares(parts: Sequence[tuple[str, float, str]]) -> str:
     """Horizontal bars: (name, value, value in words). Each is a share of the largest one."""
     most = max((value for _, value, _ in parts), default=0) or 1
     rows = "".join(
-        f'<div class="label">{text(name)}</div><div class="track"><div style="width:{100 * value / most:.2f}%"></div></div>'
+        f'<div class="label">{text(name)}</div>'
+        f'<div class="track"><div style="width:{100 * value / most:.2f}%"></div></div>'
         f'<div class="amount">{text(words)}</div>'
         for name, value, words in parts
     )

@@ -97,6 +97,11 @@ class Summary:
     failed_samples: list[Row] = field(default_factory=list)
     repeated: int = 0  # rows that are there more than once: the first one counts
 
+    @property
+    def shown_indices(self) -> frozenset[int]:
+        """Of the rows whose texts the page shows."""
+        return frozenset(row.index for row in (*self.samples, *self.failed_samples))
+
 
 def summarize(rows: Iterable[Row]) -> Summary:
     summary = Summary()

@@ -15,6 +15,7 @@ from specbatch.job.terminal import print_notes
 from specbatch.report.collect import summarize
 from specbatch.report.others import eval_section, tune_section
 from specbatch.report.page import MARK, page
+from specbatch.report.prompts import find_prompts
 from specbatch.report.rows import Results
 
 
@@ -26,6 +27,7 @@ class ReportOptions:
     output: Path | None = None
     tune: Path | None = None
     evaluation: Path | None = None
+    input: Path | None = None  # None: it is looked for
 
 
 def write_page(options: ReportOptions, console: Console) -> Path:
@@ -34,13 +36,16 @@ def write_page(options: ReportOptions, console: Console) -> Path:
     output = output_file(options.output or _default_output(options.results), formats="")
     files = [Written("the page", output, unless(_is_page))]
     reads = {"the results": results.path, "the statistics": stats_path_of(results.path)}
+    if options.input is not None:
+        reads["the input"] = options.input
     check_written(files, reads)
     check_can_write(files)
     sections = _sections([(options.tune, tune_section), (options.evaluation, eval_section)])
     summary = summarize(results.rows())
     if not summary.totals.rows and results.damaged:
         raise InputError(f"{results.path} has no result of specbatch", "name the output of `specbatch generate`")
-    write_whole(output, page(results, summary, sections).encode("utf-8"))
+    prompts = find_prompts(results, options.input, summary.shown_indices)
+    write_whole(output, page(results, summary, prompts, sections).encode("utf-8"))
     print_notes([f"wrote {output}: {summary.totals.rows:,} rows"], console)
     return output
 

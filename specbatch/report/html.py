@@ -19,9 +19,18 @@ def clipped(value: str, limit: int) -> str:
     return value if len(value) <= limit else f"{value[:limit]} … ({len(value) - limit:,} more characters)"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """`rows`: cells in HTML. `numbers`: the columns that are aligned to the right."""
-    kinds = ["num" if i in numbers else "" for i in range(len(columns))]
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numbers: Sequence[int] = (),
+    wide: Sequence[int] = (),
+    lines: Sequence[int] = (),
+) -> str:
+    """`rows`: cells in HTML. `numbers`: the columns that are aligned to the right. `wide`: those with long
+    texts; `lines`: those whose texts are cut at the end of the line."""
+    kinds = [
+        "num" if i in numbers else "wide" if i in wide else "line" if i in lines else "" for i in range(len(columns))
+    ]
     head = "".join(f'<th class="{kind}">{text(name)}</th>' for name, kind in zip(columns, kinds, strict=True))
     body = "".join(
         "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for cell, kind in zip(row, kinds, strict=True)) + "</tr>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import accumulate
@@ -19,8 +20,8 @@ MARK = '<meta name="generator" content="specbatch report">'
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(results: Results, summary: Summary, others: Sequence[str]) -> str:
-    """`others`: sections about tune and eval, see `others`."""
+def page(results: Results, summary: Summary, prompts: Mapping[int, str] | None, others: Sequence[str]) -> str:
+    """`prompts`: see `samples`. `others`: sections about tune and eval, see `others`."""
     stats: Mapping[str, Any] = results.stats or {}
     parts = [
         _overview(results, summary, stats),
@@ -28,7 +29,7 @@ def page(results: Results, summary: Summary, others: Sequence[str]) -> str:
         _lengths(summary),
         _endings(results, summary, stats),
         samples.longest_rows(summary),
-        samples.samples(summary),
+        samples.samples(summary, prompts),
         *others,
         _made_by(results, stats),
     ]
@@ -58,7 +59,7 @@ def _overview(results: Results, summary: Summary, stats: Mapping[str, Any]) -> s
         warnings.append(f"{results.damaged:,} lines of the file are damaged. They are not counted here.")
     if summary.repeated:
         warnings.append(f"{summary.repeated:,} rows are in the file more than once. Each counts once here.")
-    failed = f"{totals.failed / totals.rows:.2%} of the rows" if totals.rows else ""
+    failed = f"{totals.failed / totals.rows:.2%} of the rows" if totals.failed else "none"
     shown = [
         ("Rows", f"{totals.rows:,}", f"{totals.ok:,} answered"),
         ("Failed", f"{totals.failed:,}", failed),
@@ -94,8 +95,8 @@ def _acceptance(results: Results, summary: Summary) -> str:
         figure(
             "Acceptance by position",
             charts.bars(by_position, "position of the draft in its round", "acceptance by position", share=True),
-            "Each bar is the share of rounds in which the draft at this position was accepted. Bars that end early mean "
-            "that deeper drafts would seldom help.",
+            "Each bar is the share of rounds in which the draft at this position was accepted. If the last bars are "
+            "low, deeper drafts would seldom help.",
         )
     ]
     windows = summary.windows.windows
@@ -104,11 +105,10 @@ def _acceptance(results: Results, summary: Summary) -> str:
         (start + window.rows / 2, window.committed / window.rounds if window.rounds else None)
         for start, window in zip(starts, windows, strict=False)
     ]
-    order = "rows in the order of the input" if results.is_finished else "rows in the order in which they finished"
     found.append(
         figure(
             "Acceptance length over the file" if results.is_finished else "Acceptance length over time",
-            charts.line(points, (0, starts[-1]), 1, order, "acceptance length over the file"),
+            charts.line(points, (0, starts[-1]), 1, _order(results), "acceptance length over the file"),
             "Tokens that a round gives, for groups of rows that follow each other. A drop shows where the rows change "
             "to a kind that is harder to draft.",
         )
@@ -118,15 +118,20 @@ def _acceptance(results: Results, summary: Summary) -> str:
         (tokens, length, f"row {index:,}: {tokens:,} tokens, {length:.2f} a round")
         for tokens, length, index in sampled.items
     ]
+    sample = f", from a random sample of {len(dots):,}" if len(dots) < summary.totals.ok else ""
     found.append(
         figure(
-            "Acceptance length by length of the answer",
+            "Acceptance length and answer length",
             charts.scatter(dots, 1, "output tokens of the row", "acceptance length by output tokens"),
-            f"Each dot is a row{'' if len(dots) == summary.totals.ok else f', of a random sample of {len(dots):,}'}. Rows "
-            "far up gain most from drafts. Long answers far down take most of the time.",
+            f"Each dot is a row{sample}. Rows far up gain most from drafts. Long answers far down take most of the "
+            "time.",
         )
     )
     return section("Acceptance", figures(found))
+
+
+def _order(results: Results) -> str:
+    return "rows in the order of the input" if results.is_finished else "rows in the order in which they finished"
 
 
 def _lengths(summary: Summary) -> str:
@@ -143,7 +148,7 @@ def _lengths(summary: Summary) -> str:
 
 
 def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> str:
-    totals = summary.totals
+    totals, order = summary.totals, _order(results)
     reasons = sorted(totals.finish_reasons.items(), key=lambda item: -item[1])
     rows = [(name, count, f"{count:,} ({count / totals.rows:.1%})") for name, count in reasons]
     if totals.failed:
@@ -154,8 +159,8 @@ def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> st
             figure(
                 "How rows ended",
                 charts.shares(rows),
-                "stop: the model ended its answer. length: the answer was cut at max_tokens or at the end of the context. "
-                "tool_calls: the answer calls tools. error: the row has no answer.",
+                "stop: the model ended its answer. length: max_tokens or the end of the context cut it. tool_calls: it "
+                "calls tools. error: the row has no answer.",
             )
         )
     seconds = dict((stats.get("session") or {}).get("seconds") or {})
@@ -167,21 +172,27 @@ def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> st
                 charts.shares(
                     [(name, value, f"{duration(value)} ({value / total:.0%})") for name, value in seconds.items()]
                 ),
-                "load: start and weights. prefill: prompts. decode: rounds. io: files and tokenizer. Of the last session.",
+                "load: start and weights. prefill: prompts. decode: rounds. io: files and tokenizer. Only the last "
+                "session is counted.",
             )
         )
     if totals.failed and totals.ok:
         windows = summary.windows.windows
         starts = [0, *accumulate(window.rows for window in windows)]
         bars = [
-            charts.Bar("", window.failed, f"rows from number {start:,} on: {window.failed:,} of {window.rows:,} failed")
-            for start, window in zip(starts, windows, strict=False)
+            charts.Bar(
+                charts.number(start) if i % math.ceil(len(windows) / 4) == 0 else "",
+                window.failed,
+                f"rows from number {start:,} on: {window.failed:,} of {window.rows:,} failed",
+            )
+            for i, (start, window) in enumerate(zip(starts, windows, strict=False))
         ]
         found.append(
             figure(
                 "Failed rows over the file",
-                charts.bars(bars, "from the first row to the last", "failed rows over the file"),
-                "The height is the number of failed rows in a group of rows. A block shows a damaged part of the input.",
+                charts.bars(bars, order, "failed rows over the file"),
+                "The height is the number of failed rows in a group of rows. High bars next to each other show a "
+                "damaged part of the input.",
             )
         )
     parts = [figures(found)]
@@ -197,7 +208,7 @@ def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> st
             ]
             for kind, group in groups
         ]
-        parts.append(table(["code", "rows", "messages, the first that differ", "index"], cells, numbers=[1]))
+        parts.append(table(["code", "rows", "messages, the first that differ", "index"], cells, numbers=[1], wide=[2]))
     return section("Endings and errors", *parts)
 
 

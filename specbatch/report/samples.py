@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from specbatch.report.collect import Summary
 from specbatch.report.html import clipped, paragraph, section, table, text
@@ -33,32 +34,37 @@ def longest_rows(summary: Summary) -> str:
     return section(
         "Slowest rows",
         paragraph(
-            "The rows with the most rounds. Result lines have no times: a round is one pass of the model, so these rows "
-            "took the longest after their prompts were read."
+            "The rows with the most rounds. Result lines have no times. A round is one pass of the model, so these "
+            "rows took the longest after their prompts were read."
         ),
-        table(columns, rows, numbers=[0, 2, 3, 4, 5]),
+        table(columns, rows, numbers=[0, 2, 3, 4, 5], lines=[7]),
     )
 
 
-def samples(summary: Summary) -> str:
-    parts = [paragraph("Rows that were chosen at random. The same file gives the same rows.")]
-    parts += [_sample(row, is_open=i < _NUM_OPEN) for i, row in enumerate(summary.samples)]
+def samples(summary: Summary, prompts: Mapping[int, str] | None) -> str:
+    """`prompts`: [index] = a row's prompt; None: the input was not found."""
+    words = "Rows that were chosen at random. The same file gives the same rows."
+    if prompts is None:
+        words += " Their prompts are not here, because the unchanged input was not found; --input names it."
+    prompts = prompts or {}
+    parts = [paragraph(words)]
+    parts += [_sample(row, prompts.get(row.index, ""), is_open=i < _NUM_OPEN) for i, row in enumerate(summary.samples)]
     if summary.failed_samples:
         parts.append("<h3>Rows that failed</h3>")
-        parts += [_sample(row, is_open=False) for row in summary.failed_samples]
+        parts += [_sample(row, prompts.get(row.index, ""), is_open=False) for row in summary.failed_samples]
     return section("Samples", *parts) if len(parts) > 1 else ""
 
 
-def _sample(row: Row, *, is_open: bool) -> str:
+def _sample(row: Row, prompt: str, *, is_open: bool) -> str:
     name = f"row {row.index:,}" + (f" · {clipped(str(row.id), 60)}" if row.id is not None else "")
-    parts: list[tuple[str, str]] = []
+    parts = [("prompt", prompt)]
     if row.error is not None:
         note = row.error[0]
         parts.append((note, row.error[1]))
     else:
         note = f"{row.completion_tokens:,} tokens, {row.finish_reason}"
         parts.append(("reasoning", row.reasoning))
-        parts.append(("" if not row.reasoning else "text", row.text))
+        parts.append(("text" if row.reasoning or prompt else "", row.text))
         parts.append(("tool calls", "\n".join(_call(call) for call in row.tool_calls)))
     parts.append(("metadata", json.dumps(row.metadata, ensure_ascii=False) if row.metadata else ""))
     shown = "".join(
