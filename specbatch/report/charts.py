@@ -23,7 +23,9 @@ class Bar:
 
 def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
     """`low`, and round numbers to at least `high`: at most about `most`. `whole`: of things that are counted."""
-    step = max(_round_step(max(high - low, 1e-9) / most), 1 if whole else 0)
+    step = _round_step(max(high - low, 1e-9) / most)
+    if whole:
+        step = max(1, 2 * step if step == 2.5 else step)
     high = max(high, low + step)
     first, last = math.floor(low / step + 1e-9) + 1, math.ceil(high / step - 1e-9)
     return [low, *(i * step for i in range(first, last + 1) if i * step - low > step / 3)]

@@ -82,7 +82,7 @@ class Results:
         if not path.is_file():
             raise InputError(f"there is no result file {named}", "name the output of `specbatch generate`")
         try:
-            if not is_partial(path):
+            if not path.stat().st_size or not is_partial(path):  # an empty file is a job without rows
                 stats = read_stats(stats_path_of(path))
                 return cls(path, True, stats, stats["job"] if stats is not None else {})
             with path.open("rb") as file:
