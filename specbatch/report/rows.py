@@ -117,6 +117,6 @@ class Results:
                 if not line.endswith(b"\n"):  # the job is writing it, or was killed there
                     return
                 if (opened := lines_of.open_row(line)) is not None:
-                    yield opened[1]
+                    yield opened.line
                 elif lines_of.open_record(line) is None:
                     self.damaged += 1
