@@ -49,7 +49,7 @@ def _overview(results: Results, summary: Summary, stats: Mapping[str, Any]) -> s
     totals = summary.totals
     session = stats.get("session") or {}
     models = " with ".join(str(name) for name in stats.get("models", {}).values())
-    lead = [models or results.job.get("model.target"), stats.get("device"), f"{results.path}"]
+    subtitle = [models or results.job.get("model.target"), stats.get("device"), f"{results.path}"]
     warnings = []
     if not results.is_finished:
         warnings.append("This job is not finished: the page shows the rows that it has so far.")
@@ -78,7 +78,7 @@ def _overview(results: Results, summary: Summary, stats: Mapping[str, Any]) -> s
         note = f"last session; {resumed:,} rows are older" if resumed else "from start to end"
         shown.append(("Time", duration(session["seconds"]["total"]), note))
     heads = "".join(f'<p class="warning">{text(words)}</p>' for words in warnings)
-    line = text(" · ".join(str(part) for part in lead if part))
+    line = text(" · ".join(str(part) for part in subtitle if part))
     return f'<h1>{text(results.path.name)}</h1><p class="lead">{line}</p>{heads}{tiles(shown)}'
 
 
@@ -121,7 +121,7 @@ def _acceptance(results: Results, summary: Summary) -> str:
     sample = f", from a random sample of {len(dots):,}" if len(dots) < summary.totals.ok else ""
     found.append(
         figure(
-            "Acceptance length and answer length",
+            "Acceptance by answer length",
             charts.scatter(dots, 1, "output tokens of the row", "acceptance length by output tokens"),
             f"Each dot is a row{sample}. Rows far up gain most from drafts. Long answers far down take most of the "
             "time.",

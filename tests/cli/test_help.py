@@ -54,7 +54,7 @@ def test_every_help_ends_with_examples_that_parse(path: tuple[str, ...]) -> None
 
 def test_the_commands_are_those_of_the_readme() -> None:
     names = {path[0] for path in PATHS if len(path) == 1}
-    assert names == {"generate", "merge", "tune", "eval", "config", "init", "models"}
+    assert names == {"generate", "merge", "tune", "eval", "estimate", "report", "config", "init", "models"}
     readme = ROOT / "README.md"
     if not readme.is_file():
         pytest.skip("no checkout")
