@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from specbatch.errors import InputError
-from specbatch.evals.plan import Plan, prompt_lines
+from specbatch.evals.plan import Plan
 from specbatch.evals.schema import Task
 from specbatch.job.paths import (
     Written,
@@ -73,7 +73,7 @@ def check_files(folder: Path, plans: Sequence[Plan], reads: Mapping[str, Path], 
     """`reads`: what the command reads, by its name. Raises InputError."""
     files = [_results(results_path(folder)), Written("the samples", samples_path(folder), unless(_holds_samples))]
     for plan in plans:
-        lines = prompt_lines(plan.ids, plan.prompts)
+        lines = plan.lines()
         prompts, answers = prompts_path(plan), [answers_path(plan, variant) for variant in ("", "none")]
         again, found = differing_paths(plan)
         files.append(Written("the prompts", prompts, unless(_prompts_of(answers, lines))))
@@ -95,7 +95,7 @@ def _check_prompts(plans: Sequence[Plan]) -> None:
         if not prompts_path(plan).is_file() or not any(o.exists() or partial_path(o).exists() for o in outputs):
             continue
         before = prompts_path(plan).read_bytes()
-        if before != prompt_lines(plan.ids, plan.prompts):
+        if before != plan.lines():
             count = len(before.splitlines())
             raise InputError(
                 f"{plan.folder} holds a run of a different job: other prompts ({count:,} then, {len(plan.rows):,} now)",

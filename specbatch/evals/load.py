@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specbatch.config_load import packaged_tasks
 from specbatch.errors import ConfigError
+from specbatch.evals.filters import Filter
 from specbatch.evals.metrics import metric_name
 from specbatch.evals.schema import DataSource, Task
 from specbatch.retired import TASK_OPTIONS
@@ -65,6 +66,12 @@ def _check_relations(task: Task) -> None:
         raise ConfigError("prompt.chat_template_kwargs is for prompt.kind: chat")
     if task.prompt.system is not None and task.prompt.kind != "chat":
         raise ConfigError("prompt.system is for chat prompts", "put the text into prompt.question")
+    if (task.prompt.choices is not None) != task.metric.scores_choices:
+        raise ConfigError("prompt.choices and metric multiple_choice belong together")
+    if task.metric.scores_choices and task.filters != (Filter("none"),):
+        raise ConfigError("filters are for answers that are generated, and multiple_choice generates none")
+    if task.prompt.description and task.prompt.kind == "chat":
+        raise ConfigError("prompt.description is for completion prompts", "chat: prompt.system")
     if not task.filters:
         raise ConfigError("filters must name one at least", "filters: [{name: none}], or leave the option out")
     names = [f.name for f in task.filters]

@@ -43,6 +43,7 @@ class Metric:
     has_scores: ClassVar[bool] = True  # False: the task is for speed and acceptance only
     needs_answer: ClassVar[bool] = False  # compares with prompt.answer
     runs_programs: ClassVar[bool] = False  # only with --allow-code-execution
+    scores_choices: ClassVar[bool] = False  # nothing is generated: the likeliest of prompt.choices is the answer
 
     def check_rows(self, rows: Sequence[Row]) -> None:
         """Before any model is loaded. Raises InputError for a row that cannot be scored."""
@@ -97,6 +98,18 @@ class Execution(Metric):
 
 
 @dataclass(frozen=True)
+class MultipleChoice(Metric):
+    """Whether the likeliest choice is the right one. Values and answers are indices. As lm-evaluation-harness' acc and
+    acc_norm of its multiple_choice tasks."""
+
+    needs_answer: ClassVar[bool] = True
+    scores_choices: ClassVar[bool] = True
+
+    def score(self, values: Sequence[Value], on_progress: Callable[[int, int], None]) -> list[Score]:
+        return [Score(float(value.text == value.answer)) for value in values]
+
+
+@dataclass(frozen=True)
 class NoMetric(Metric):
     """Nothing is scored."""
 
@@ -106,7 +119,12 @@ class NoMetric(Metric):
         return []
 
 
-METRICS: Mapping[str, type[Metric]] = {"exact_match": ExactMatch, "pass@1": Execution, "none": NoMetric}
+METRICS: Mapping[str, type[Metric]] = {
+    "exact_match": ExactMatch,
+    "multiple_choice": MultipleChoice,
+    "pass@1": Execution,
+    "none": NoMetric,
+}
 
 
 def read_metric(reader: Reader, value: Any, path: str) -> Metric:

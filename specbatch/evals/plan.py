@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specbatch.config import Config, DataSection
-from specbatch.errors import ConfigError, InputError
+from specbatch.errors import ConfigError, InputError, cut
 from specbatch.evals.data import example_rows, task_rows
 from specbatch.evals.prompts import Messages, prompts
 from specbatch.evals.schema import Task
@@ -30,8 +31,25 @@ class Plan:
     ids: list[Any]
     prompts: list[str | Messages]
     answers: list[str] | None  # what the metric compares with; None where it compares with nothing
+    choices: list[list[str]] | None  # of each row; None: its answer is generated
     sampling: SamplingParams
     folder: Path  # of this task's files
+
+    def lines(self, indices: Iterable[int] | None = None) -> bytes:
+        """The rows that the file job reads, as JSON lines. `indices`: of these; None: all."""
+        lines = []
+        for i in range(len(self.rows)) if indices is None else indices:
+            prompt = self.prompts[i]
+            line: dict[str, Any] = {"id": self.ids[i], "prompt" if isinstance(prompt, str) else "messages": prompt}
+            if self.choices is not None:
+                line["score_choices"] = [self.choice_start + choice for choice in self.choices[i]]
+            lines.append(encode_line(line))
+        return b"".join(lines)
+
+    @property
+    def choice_start(self) -> str:
+        """What comes before each choice."""
+        return "" if self.task.prompt.kind == "chat" else self.task.prompt.answer_delimiter
 
 
 def make_plan(
@@ -62,6 +80,7 @@ def make_plan(
         answer = Renderer("prompt.answer", task.prompt.answer)
         answers = [answer(row, f"row {i + 1}") for i, row in enumerate(found.rows)]
     task.metric.check_rows(found.rows)
+    choices = _choices(task, found.rows, answers or []) if task.metric.scores_choices else None
     sampling = dataclasses.replace(task.sampling, **{name: getattr(config.sampling, name) for name in overrides})
     return Plan(
         task,
@@ -72,6 +91,7 @@ def make_plan(
         [_id(task, row, i) for i, row in enumerate(found.rows)],
         written,
         answers,
+        choices,
         sampling,
         folder / task.name,
     )
@@ -100,12 +120,26 @@ def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
     return sorted({tokenizer.convert_tokens_to_ids(text) for text in stop if text in special})
 
 
-def prompt_lines(ids: Sequence[Any], prompts: Sequence[str | Messages]) -> bytes:
-    """The rows that the file job reads, as JSON lines."""
-    lines = []
-    for row_id, prompt in zip(ids, prompts, strict=True):
-        lines.append(encode_line({"id": row_id, "prompt" if isinstance(prompt, str) else "messages": prompt}))
-    return b"".join(lines)
+def _choices(task: Task, rows: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[list[str]]:
+    """Raises InputError for a row whose choices are not two or more texts, or that has no right one."""
+    assert task.prompt.choices is not None, "load_task checks it"
+    render, found = Renderer("prompt.choices", task.prompt.choices), []
+    for i, (row, answer) in enumerate(zip(rows, answers, strict=True), start=1):
+        written = render(row, f"row {i}")
+        try:
+            choices = json.loads(written)
+        except ValueError:
+            choices = None
+        is_list = isinstance(choices, list) and len(choices) > 1
+        if not is_list or not all(isinstance(choice, str) and choice for choice in choices):
+            raise InputError(
+                f"prompt.choices must be a JSON list of two texts or more, and row {i} gives {cut(written)}"
+            )
+        if answer not in map(str, range(len(choices))):
+            last = len(choices) - 1
+            raise InputError(f"prompt.answer must be an index, 0 to {last}, and row {i} gives {cut(answer)!r}")
+        found.append(choices)
+    return found
 
 
 def _id(task: Task, row: dict[str, Any], index: int) -> Any:

@@ -25,6 +25,7 @@ def prompts(task: Task, rows: Sequence[Row], pool: Sequence[Row], num_examples: 
     """
     question = Renderer("prompt.question", task.prompt.question)
     answer = Renderer("prompt.answer", _example_answer(task.prompt))
+    description = Renderer("prompt.description", task.prompt.description)
     same_rows = task.few_shot is not None and task.few_shot.data == task.data
     examples = _examples(task.few_shot, rows, pool, num_examples, same_rows)
     for number, (row, chosen) in enumerate(zip(rows, examples, strict=True), start=1):
@@ -33,7 +34,7 @@ def prompts(task: Task, rows: Sequence[Row], pool: Sequence[Row], num_examples: 
         if task.prompt.kind == "chat":
             yield _chat(task.prompt.system, pairs, asked)
         else:
-            yield _completion(task.prompt, pairs, asked)
+            yield description(row, f"row {number}") + _completion(task.prompt, pairs, asked)
 
 
 def _completion(prompt: Prompt, examples: Sequence[tuple[str, str]], question: str) -> str:
@@ -61,7 +62,11 @@ def _examples(
         yield from ([] for _ in rows)
         return
     generator = random.Random(few.seed)
+    whole_pool = pool
     for row in rows:
+        if few.same_field is not None:
+            same = row.get(few.same_field)
+            pool = [example for example in whole_pool if example.get(few.same_field) == same]
         if few.sampler == "first":
             chosen = list(itertools.islice((example for example in pool if example != row), count))
         else:

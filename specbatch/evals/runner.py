@@ -18,7 +18,7 @@ from specbatch.config import Config
 from specbatch.errors import ConfigError
 from specbatch.evals.compare import LOGPROBS, Difference, difference, differing_rows
 from specbatch.evals.files import answers_path, differing_paths, prompts_path, results_path, samples_path
-from specbatch.evals.plan import Plan, plan_config, prompt_lines, stop_tokens
+from specbatch.evals.plan import Plan, plan_config, stop_tokens
 from specbatch.evals.report import Measured
 from specbatch.evals.score import read_results, score
 from specbatch.job.chat_template import ChatTemplate
@@ -74,7 +74,7 @@ class Runner:
                 with disk_errors(path):
                     path.unlink(missing_ok=True)
         for plan in plans:
-            write_whole(prompts_path(plan), prompt_lines(plan.ids, plan.prompts))
+            write_whole(prompts_path(plan), plan.lines())
             extra = self._stop_tokens[plan.task.name] = stop_tokens(tokenizer, plan.sampling.stop)
             without = ", without speculation" if variant else ""
             print_notes([f"{plan.task.name}{without}: {len(plan.rows):,} rows"], self._console)
@@ -90,13 +90,14 @@ class Runner:
         results = read_results(answers_path(plan, ""))
         plain = read_results(answers_path(plan, "none"))
         rows = differing_rows(results, plain)
-        if not rows or plan.sampling.temperature > 0:  # samples may differ: other draws of the same distribution
+        # Samples may differ: other draws of the same distribution. Choices have no tokens to compare.
+        if not rows or plan.sampling.temperature > 0 or plan.choices is not None:
             return [Difference(i, plan.ids[i], None, None) for i in rows]
         assert self._shared is not None, "run() comes first"
         own = plan_config(config, plan, self._stop_tokens[plan.task.name])
         own = dataclasses.replace(own, sampling=dataclasses.replace(own.sampling, logprobs=LOGPROBS, n=1))
         prompts, answers = differing_paths(plan)
-        write_whole(prompts, prompt_lines([plan.ids[i] for i in rows], [plan.prompts[i] for i in rows]))
+        write_whole(prompts, plan.lines(rows))
         self._generate(prompts, answers, own, overwrite=True)  # quick, and derived from the other two: always new
         texts = TextProcessor(self._shared.resolved.tokenizer, own.data)
         pairs = zip(rows, read_results(answers), strict=True)

@@ -58,7 +58,16 @@ class Prompt:
     example_answer: str | None = option(
         None, "The answer of a few-shot example, if its words differ from those of `answer`.", check_template
     )
-    answer_delimiter: str = option(" ", "completion: between the question and the answer of an example.")
+    choices: str | None = option(
+        None,
+        "multiple_choice: a template of a JSON list, the choices of a row, such as `{{ endings | tojson }}`. Then "
+        "`answer` is the index of the right one, from 0.",
+        check_template,
+    )
+    description: str = option("", "completion: before the examples.", check_template)
+    answer_delimiter: str = option(
+        " ", "completion: between the question and the answer of an example, and before a choice."
+    )
     example_delimiter: str = option("\n\n", "completion: after each example.")
     system: str | None = option(None, "chat: the system message.")
     chat_template_kwargs: Mapping[str, Any] | None = option(
@@ -82,6 +91,9 @@ class FewShot:
         "rows in order.",
     )
     seed: int = option(1234, "Of the random sampler.", _COUNT)
+    same_field: str | None = option(
+        None, "Take only examples that have the same value in this field as the row, such as `subject`."
+    )
 
 
 @dataclass(frozen=True)
@@ -104,5 +116,8 @@ class Task:
 
     @property
     def scored_filters(self) -> tuple[Filter, ...]:
-        """Those that have an accuracy: none where nothing is scored."""
+        """Those that have an accuracy: none where nothing is scored. Choices have two, named as in
+        lm-evaluation-harness: by their log-probability, and by that divided by their number of characters."""
+        if self.metric.scores_choices:
+            return Filter("acc"), Filter("acc_norm")
         return self.filters if self.metric.has_scores else ()

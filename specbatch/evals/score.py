@@ -77,7 +77,7 @@ def score(plan: Plan, results: Sequence[Mapping[str, Any]], on_progress: Callabl
         answer = plan.answers[i] if plan.answers is not None else None
         by_filter = None
         if "error" not in result:
-            by_filter = {f.name: f.apply(_texts(result)) for f in plan.task.scored_filters}
+            by_filter = _values(plan, i, result)
             texts = (text for each in by_filter.values() for text in each)
             values += [Value(text, plan.rows[i], f"row {i + 1}", answer) for text in texts]
         found.append(by_filter)
@@ -90,6 +90,16 @@ def score(plan: Plan, results: Sequence[Mapping[str, Any]], on_progress: Callabl
         for by_filter in found
     ]
     return Scores(rows, scored[0].isolation if scored else None)
+
+
+def _values(plan: Plan, index: int, result: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What is scored of a row's answers, by filter."""
+    if plan.choices is None:
+        return {f.name: f.apply(_texts(result)) for f in plan.task.scored_filters}
+    logprobs = [score["logprob"] for score in result["choice_scores"]]
+    # Without the delimiter, and in characters: so does lm-evaluation-harness.
+    normalised = [logprob / len(choice) for logprob, choice in zip(logprobs, plan.choices[index], strict=True)]
+    return {"acc": [str(logprobs.index(max(logprobs)))], "acc_norm": [str(normalised.index(max(normalised)))]}
 
 
 def sample_line(
@@ -108,7 +118,7 @@ def sample_line(
     if scores is not None:
         line["filters"] = {name: _score_dict(s) for name, s in scores.items()}
     line["finish_reason"] = result["finish_reason"]
-    for name in ("usage", "speculation", "error"):
+    for name in ("choice_scores", "usage", "speculation", "error"):
         if name in result:
             line[name] = result[name]
     return line

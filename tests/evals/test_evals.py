@@ -64,8 +64,8 @@ def is_match(metric: ExactMatch, text: str, answer: str) -> bool:
 
 def test_packaged_tasks_can_be_read() -> None:
     tasks = find_tasks(packaged_tasks(), [])
-    found = {task.name: len(task_rows(task, None, None).rows) for task in tasks}
-    assert list(found) == list(packaged_tasks())
+    assert [task.name for task in tasks] == list(packaged_tasks())
+    found = {task.name: len(task_rows(task, None, None).rows) for task in tasks if task.data.packaged is not None}
     assert {"gsm8k": 1319, "gsm8k_chat": 1319, "humaneval": 164, "mt_bench_speed": 80}.items() <= found.items()
     for task in tasks:
         assert task.sha256 == hashlib.sha256(Path(task.path).read_bytes()).hexdigest()
