@@ -58,9 +58,10 @@ def runtime(console: Console) -> Runtime:
 
     def build(run: ResolvedRun, on_progress: Callable[[str], None]) -> BatchEngine:
         from specbatch.engine.build import build_engine
-        from specbatch.engine.ranks import build_ranked
 
         if run.config.engine.tensor_parallel > 1:
+            from specbatch.engine.ranks import build_ranked
+
             return build_ranked(run, on_progress)
         return build_engine(run, on_progress)
 
