@@ -166,9 +166,8 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Natural-log probabilities under the target model, before temperature and filters."""
+class TokenLogprob(NamedTuple):
+    """Natural-log probabilities under the target model: of its raw logits, before edits, temperature and filters."""
 
     token_id: int
     logprob: float

@@ -20,6 +20,7 @@ from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
+from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
 from specbatch.engine.resolve import AttentionName, ResolvedRun
 from specbatch.engine.round_parts import RoundParts
@@ -194,13 +195,14 @@ def _measured(run: ResolvedRun, rounds: RoundParts, available: int) -> Sized:
 
 
 def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]) -> RoundExecutor:
-    """With its graphs: also for rounds with sampled requests, if there will be such."""
+    """With the graphs of rounds as the configuration asks for them. Rows may ask for others: these come later."""
     graphs, batch = run.engine.graphs, sized.max_batch_size
     executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs)
     if executor.runner is not None:
         with torch.inference_mode():
+            num_top = num_top_of([run.config.sampling.logprobs])
             for sampled in [False, True] if run.config.sampling.temperature > 0 else [False]:
-                executor.capture(sampled, on_progress)
+                executor.capture(sampled, on_progress, num_top)
         run.notes.append(
             f"engine.cuda_graphs: {executor.num_graphs} graphs ({graphs}) for up to {batch} rows, captured in "
             f"{executor.runner.seconds:.1f} s, {executor.runner.bytes / GIB:.2f} GiB of "

@@ -32,12 +32,10 @@ from specbatch.engine.base import EngineBase
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
+from specbatch.engine.logprobs import LogprobDownload, ReadLogprobs, num_top_of
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import PromptPacker, ScoredToken
-from specbatch.engine.round import (
-    Logprobs,
-    Round,
-)
+from specbatch.engine.round import Round
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
@@ -47,7 +45,6 @@ from specbatch.types import (
     Completion,
     FinishReason,
     Margin,
-    TokenLogprob,
 )
 
 # What cannot be made smaller is tried so often: other programs may take memory for a moment.
@@ -60,10 +57,10 @@ class _Report:
 
     sequences: Seq[Sequence | None]  # None: nothing to read
     rows: Download  # (B, Z) int32 of a round, (R, 2) of a prompt chunk
-    logprobs: tuple[Download, Download, Download] | None
+    logprobs: LogprobDownload | None
     max_path: int | None  # tokens that the round may commit; None: a prompt chunk
     scored: Seq[ScoredToken] = ()
-    scores: tuple[Download, Download, Download] | None = None  # of these
+    scores: LogprobDownload | None = None  # of these
 
 
 class Engine(EngineBase):
@@ -196,15 +193,18 @@ class Engine(EngineBase):
     def _run(self, rows: list[Sequence]) -> None:
         self._rows.upload_pages(rows)
         params = [seq.request.params for seq in rows]
-        wants_logprobs = any(p.logprobs is not None for p in params)
         method = self.executor.rounds.at(len(rows)).method
         if isinstance(method, HostDraftMethod):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         launched = self.executor.run(
-            [seq.req_idx for seq in rows], any(p.temperature > 0 for p in params), wants_logprobs, _edits(rows)
+            [seq.req_idx for seq in rows],
+            any(p.temperature > 0 for p in params),
+            num_top_of(p.logprobs for p in params),
+            _edits(rows),
         )
         max_path = method.max_path
-        report, logprobs = self._transfers.download(launched.output_BZ), self._download(launched.logprobs)
+        report = self._transfers.download(launched.output_BZ)
+        logprobs = LogprobDownload.start(launched.logprobs, self._transfers)
         for seq in rows:
             seq.num_in_flight += max_path
             seq.rounds_in_flight += 1
@@ -217,11 +217,11 @@ class Engine(EngineBase):
         packed = self._packer.pack(spans)
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
         params = [seq.request.params for seq in ready]
-        sampled, wants_logprobs = any(p.temperature > 0 for p in params), any(p.logprobs is not None for p in params)
+        sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         tokens, logprobs, scores = self._prompts.run(
-            self._round, packed, sampled, wants_logprobs, self.executor.mode, _edits(ready)
+            self._round, packed, sampled, num_top, self.executor.mode, _edits(ready)
         )
-        chosen, downloads = self._transfers.download(tokens), self._download(logprobs)
+        chosen, downloads = self._transfers.download(tokens), LogprobDownload.start(logprobs, self._transfers)
         for s in spans:
             self._count_prefill(s)
             s.seq.num_computed_tokens = s.end
@@ -232,24 +232,19 @@ class Engine(EngineBase):
             # A request that is computed again after a preemption has its root already.
             first_tokens.append(seq if len(seq.tokens) == seq.num_computed_tokens else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
-        self._reports.append(_Report(first_tokens, chosen, downloads, None, packed.scored, self._download(scores)))
+        of_scored = LogprobDownload.start(scores, self._transfers)
+        self._reports.append(_Report(first_tokens, chosen, downloads, None, packed.scored, of_scored))
         # Launching a chunk takes the host longer than many a round.
         now = time.perf_counter()
         self._stats.prefill_seconds += now - self._last_read
         self._last_read = now
-
-    def _download(self, logprobs: Logprobs | None) -> tuple[Download, Download, Download] | None:
-        if logprobs is None:
-            return None
-        download = self._transfers.download
-        return download(logprobs.chosen), download(logprobs.top_values), download(logprobs.top_ids)
 
     def _read(self) -> list[Completion]:
         """Wait for the oldest report and do what it says."""
         report = self._reports.popleft()
         began = time.perf_counter()
         rows = report.rows.wait()
-        logprobs = None if report.logprobs is None else tuple(d.wait() for d in report.logprobs)
+        logprobs = None if report.logprobs is None else report.logprobs.wait()
         now = time.perf_counter()
         self.waited_seconds += now - began
         if report.max_path is None:
@@ -258,7 +253,7 @@ class Engine(EngineBase):
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
         if report.scores is not None:
-            _read_scores(report.scored, *(download.wait() for download in report.scores))
+            _read_scores(report.scored, report.scores.wait())
         finished = []
         rows = rows[: len(report.sequences)]  # padding has words, too
         first_margin = 1 if report.max_path is None else Output.TOKENS + report.max_path
@@ -276,11 +271,9 @@ class Engine(EngineBase):
             self._stats.generated_tokens += count
             if count and lowest[row] < seq.margin.value:  # hardly ever, after a request's first rounds
                 seq.margin = _lower_margin(seq.margin, margins[row, :count], before - seq.num_prompt)
-            if seq.request.params.logprobs is not None and logprobs is not None:
-                chosen, values, ids = (part[row] for part in logprobs)
-                top = seq.request.params.logprobs or 0
-                for i, token in enumerate(seq.tokens[before:]):
-                    seq.logprobs.append(_token_logprob(token, chosen[i], values[i], ids[i], top))
+            num_top = seq.request.params.logprobs
+            if num_top is not None and logprobs is not None:
+                seq.logprobs += logprobs.of(row, seq.tokens[before:], num_top)
             if reason is not None:
                 finished.append(self._complete(seq, reason))
         return finished
@@ -405,14 +398,7 @@ def _lower_margin(margin: Margin, of_new: np.ndarray, position: int) -> Margin:
     return min(margin, Margin(float(of_new[i]), position + i))
 
 
-def _read_scores(scored: Seq[ScoredToken], chosen: np.ndarray, values: np.ndarray, ids: np.ndarray) -> None:
+def _read_scores(scored: Seq[ScoredToken], scores: ReadLogprobs) -> None:
     for i, (seq, position, _) in enumerate(scored):
-        top = seq.request.params.prompt_logprobs or 0
-        seq.prompt_logprobs[position] = _token_logprob(seq.tokens[position], chosen[i, 0], values[i, 0], ids[i, 0], top)
-
-
-def _token_logprob(
-    token: int, chosen: np.float32, top_values: np.ndarray, top_ids: np.ndarray, count: int
-) -> TokenLogprob:
-    top = tuple(zip(top_ids[:count].tolist(), top_values[:count].tolist(), strict=True))
-    return TokenLogprob(token, float(chosen), top)
+        num_top = seq.request.params.prompt_logprobs or 0
+        (seq.prompt_logprobs[position],) = scores.of(i, seq.tokens[position : position + 1], num_top)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from specbatch.batch import Edits
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.round import Logprobs, Round, Verified
+from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, Logprobs
+from specbatch.engine.round import Round, Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -37,6 +38,16 @@ def padded_sizes(items: ByBatch[Any], max_batch_size: int) -> list[tuple[int, in
         },
         reverse=True,
     )
+
+
+class _Key(NamedTuple):
+    """What a captured round depends on."""
+
+    size: int  # of the batch, padding included
+    item: int  # of the schedule
+    sampled: bool  # this and the next two: see `Round`
+    num_top: int | None = None
+    edits: Edits = Edits.NONE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +84,7 @@ class RoundExecutor:
         self._padding = rounds.items[0].state.padding
         self._req_idx_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
-        self._uncaptured: set[tuple[int, int, bool, Edits]] = set()  # for want of memory
+        self._uncaptured: set[_Key] = set()  # for want of memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
 
     @property
@@ -86,28 +97,33 @@ class RoundExecutor:
         had_graphs, self.runner, self.mode = self.runner is not None, None, "none"
         return had_graphs
 
-    def capture(self, sampled: bool, on_progress: Callable[[str], None] = lambda progress: None) -> None:
+    def capture(
+        self,
+        sampled: bool,
+        on_progress: Callable[[str], None] = lambda progress: None,
+        num_top: int | None = None,
+    ) -> None:
         """Capture all sizes, for batches with sampled requests or without. No request may run."""
         gc.collect()  # graphs of a round that is no more keep memory: once, for it takes as long as a capture
         for number, (size, i) in enumerate(self._captures, start=1):
             on_progress(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
-            self._capture(size, i, sampled)
+            self._capture(_Key(size, i, sampled, num_top))
 
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much."""
         largest = {i: size for size, i in reversed(self._captures)}
         for i, size in largest.items():
-            for sampled in (False, True):
-                self._capture(size, i, sampled)
+            for key in (_Key(size, i, sampled=False), _Key(size, i, sampled=True, num_top=MAX_TOP_LOGPROBS)):
+                self._capture(key)
 
-    def _capture(self, size: int, i: int, sampled: bool, edits: Edits = Edits.NONE) -> None:
-        """Leaves the size uncaptured where memory runs out."""
+    def _capture(self, key: _Key) -> None:
+        """Leaves the kind of batch uncaptured where memory runs out."""
         assert self.runner is not None
-        key, saved = (size, i, sampled, edits), self._uploaded
+        saved = self._uploaded
         self._uploaded = []
-        self._req_idx_B[:size].fill_(self._padding)
+        self._req_idx_B[: key.size].fill_(self._padding)
         try:
-            self._capture_round(self.runner, *key)
+            self._capture_round(self.runner, key)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -117,14 +133,15 @@ class RoundExecutor:
         if saved:
             self._upload(saved)
 
-    def _capture_round(self, runner: GraphRunner, size: int, i: int, sampled: bool, edits: Edits) -> None:
-        req_idx_B, round_, key = self._req_idx_B[:size], self.rounds.items[i], (size, i, sampled, edits)
+    def _capture_round(self, runner: GraphRunner, key: _Key) -> None:
+        req_idx_B, round_ = self._req_idx_B[: key.size], self.rounds.items[key.item]
+        sampled, wanted = key.sampled, (key.sampled, key.num_top, key.edits)
         if self.mode == "round":
             # The report alone: what else a round leaves is memory that other sizes can use.
-            runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, sampled, edits=edits)))
+            runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, *wanted)))
             return
         rows, draft = runner.capture(("draft", *key), lambda: round_.draft(req_idx_B, sampled))
-        verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, sampled, edits=edits))
+        verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, *wanted))
         runner.capture(("extend", *key), lambda: round_.extend(verified))
         runner.replace_output(("draft", *key), None)
         runner.replace_output(("verify", *key), Launched.of(verified))
@@ -134,19 +151,19 @@ class RoundExecutor:
             self._req_idx_B[: len(padded)].copy_(self._transfers.upload(np.array(padded, dtype=np.int64)))
             self._uploaded = padded
 
-    def run(self, slots: list[int], sampled: bool, logprobs: bool, edits: Edits = Edits.NONE) -> Launched:
-        """Launch a round of these slots."""
+    def run(self, slots: list[int], sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE) -> Launched:
+        """Launch a round of these slots. `sampled`, `num_top`, `edits`: see `Round`."""
         size, i = self.padded_size(len(slots)), self.rounds.index(len(slots))
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._req_idx_B[:size]
-        round_, key = self.rounds.items[i], (size, i, sampled, edits)
-        if self.runner is None or logprobs:
-            return self._eager(round_, req_idx_B, sampled, logprobs, edits)
+        round_, key = self.rounds.items[i], _Key(size, i, sampled, num_top, edits)
+        if self.runner is None:
+            return self._eager(round_, req_idx_B, key)
         first = ("round" if self.mode == "round" else "draft", *key)
         if first not in self.runner and key not in self._uncaptured:  # the first batch of its kind
-            self._capture(*key)
+            self._capture(key)
         if key in self._uncaptured:
-            return self._eager(round_, req_idx_B, sampled, logprobs, edits)
+            return self._eager(round_, req_idx_B, key)
         launched: Launched
         if self.mode == "round":
             launched = self.runner.replay(("round", *key))
@@ -156,10 +173,10 @@ class RoundExecutor:
         self.runner.replay(("extend", *key))
         return launched
 
-    def _eager(self, round_: Round, req_idx_B: Tensor, sampled: bool, logprobs: bool, edits: Edits) -> Launched:
+    def _eager(self, round_: Round, req_idx_B: Tensor, key: _Key) -> Launched:
         restore = round_.state.saved()
         try:
-            return Launched.of(round_(req_idx_B, sampled, logprobs, edits))
+            return Launched.of(round_(req_idx_B, key.sampled, key.num_top, key.edits))
         except Exception as error:
             # Past the commit, the slots have moved on, and nobody would ever read where to. What else a round writes
             # lies past the committed slots of each row: the next one writes it again.

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from specbatch.batch import Edits
 from specbatch.engine.executor import GraphMode
+from specbatch.engine.logprobs import Logprobs, num_top_of
 from specbatch.engine.prompts import ChunkArrays, ChunkShape, PackedPrompts, PromptPacker
-from specbatch.engine.round import Logprobs, Round
+from specbatch.engine.round import Round
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -50,18 +51,18 @@ class PromptGraphs:
         round_: Round,
         packed: PackedPrompts,
         sampled: bool,
-        logprobs: bool,
+        num_top: int | None,
         mode: GraphMode,
         edits: Edits = Edits.NONE,
     ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
         """As `Round.prefill`, but more tokens can follow those of the prompts that end here. `mode`: of the rounds;
         prompts are graphs with whole rounds only. The output is valid until the next chunk."""
-        may_pad = not (logprobs or packed.scored) and (mode == "round" or self._runner is None)
+        may_pad = not packed.scored and (mode == "round" or self._runner is None)
         shape = self.shape_of(packed) if may_pad else None
-        key = (shape, sampled, round_.method.net is not None, edits)
+        key = (shape, sampled, round_.method.net is not None, num_top, edits)
         if shape is not None and key not in self._uncaptured:
             try:
-                return self._padded(round_, packed, shape, key), None, None
+                return self._padded(round_, packed, shape, key)
             except Exception as error:
                 # The chunk takes less without padding.
                 if not is_out_of_memory(error) or self._runner is None or key in self._runner:
@@ -72,8 +73,9 @@ class PromptGraphs:
         chunk = self._packer.chunk(arrays, buffer, round_.state.page_table_SP, packed.max_queries)
         if packed.scored:
             scored = np.array([(one.row, one.seq.tokens[one.position]) for one in packed.scored], dtype=np.int64)
-            chunk = replace(chunk, scored_K2=self._transfers.upload(scored))
-        return round_.prefill(chunk, sampled, logprobs, edits)
+            scored_num_top = num_top_of(one.seq.request.params.prompt_logprobs for one in packed.scored) or 0
+            chunk = replace(chunk, scored_K2=self._transfers.upload(scored), scored_num_top=scored_num_top)
+        return round_.prefill(chunk, sampled, num_top, edits)
 
     def shape_of(self, packed: PackedPrompts) -> ChunkShape | None:
         """The smallest shape that holds these, if one does."""
@@ -94,15 +96,18 @@ class PromptGraphs:
             self._runner = GraphRunner(self._runner.device)
             self._buffers.clear()
 
-    def _padded(self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]) -> Tensor:
-        sampled, edits, padding = key[1], key[3], round_.state.padding
+    def _padded(
+        self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]
+    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
+        _, sampled, _, num_top, edits = key
+        padding = round_.state.padding
         arrays = packed.padded(shape, padding)
         if shape not in self._buffers:
             self._buffers[shape] = self._transfers.upload(arrays.buffer)
 
-        def prefill() -> Tensor:
+        def prefill() -> tuple[Tensor, Logprobs | None, Logprobs | None]:
             chunk = self._packer.chunk(arrays, self._buffers[shape], round_.state.page_table_SP, shape.max_queries)
-            return round_.prefill(chunk, sampled, edits=edits)[0]
+            return round_.prefill(chunk, sampled, num_top, edits)
 
         if self._runner is not None and key not in self._runner:
             # Over no prompt: what is captured is run, and must write to no request's slots.

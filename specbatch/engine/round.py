@@ -10,7 +10,7 @@ W words of a mask or draft vocabulary, R selected tokens, Z columns of the round
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -22,21 +22,12 @@ from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.engine.acceptance import Acceptance, Decision
 from specbatch.engine.edits import edited_logits
+from specbatch.engine.logprobs import Logprobs
 from specbatch.models.decoder import Decoder
 
-MAX_TOP_LOGPROBS = 20
-_LOGPROB_ROWS = 32  # rows of a batch whose log-probabilities are computed at once
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Of the tokens of a report: each token's own, and the most likely ones at its position."""
-
-    chosen: Tensor  # (B, M) float32
-    top_values: Tensor  # (B, M, 20) float32
-    top_ids: Tensor  # (B, M, 20) int64
+_SCORED_ROWS = 32  # prompt tokens whose log-probabilities are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +84,14 @@ class Round:
     def num_positions(self) -> int:
         return self._target.num_positions
 
-    def __call__(self, req_idx_B: Tensor, sampled: bool, logprobs: bool = False, edits: Edits = Edits.NONE) -> Verified:
+    def __call__(
+        self, req_idx_B: Tensor, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE
+    ) -> Verified:
         """One round of the requests `req_idx_B` (int64; padding's index may repeat). `sampled`: some request may have a
-        positive temperature. `edits`: what the requests' rules change in logits."""
+        positive temperature. `num_top`: with log-probabilities, of this number of most likely tokens, too; None:
+        without. `edits`: what the requests' rules change in logits."""
         view, trees = self.draft(req_idx_B, sampled)
-        verified = self.verify(view, trees, sampled, logprobs, edits)
+        verified = self.verify(view, trees, sampled, num_top, edits)
         self.extend(verified)
         return verified
 
@@ -110,7 +104,7 @@ class Round:
         view: BatchView,
         trees: DraftTrees,
         sampled: bool,
-        logprobs: bool = False,
+        num_top: int | None = None,
         edits: Edits = Edits.NONE,
     ) -> Verified:
         """The target's forward pass over all nodes, acceptance, commit, and the accepted paths made contiguous."""
@@ -127,18 +121,22 @@ class Round:
         logits = self._target.raw_logits(hidden)
         target_ids = None if self.method.net is None else self.method.net.target_ids
         index_BN = None if index_T is None else index_T.view(batch, num_nodes)
-        edited = self._edited(view, trees, logits, edits, keep=logprobs)
+        edited = self._edited(view, trees, logits, edits, keep=num_top is not None)
         decision = self._acceptance.decide(view, trees, edited, index_BN, target_ids, sampled)
         committed = self._commit(view, trees, decision)
         accept_index_T = committed.accept_index_T if index_T is None else index_T[committed.accept_index_T]
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self._ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
-        chosen = None
-        if logprobs:
-            width = committed.path_BM.shape[1]
-            chosen = logprobs_of(logits[accept_index_T].view(batch, width, -1), committed.tokens_BM)
-        return Verified(view, committed, accept_index_T, hidden, aux_hidden_states, chosen)
+        logprobs = self._logprobs(logits, accept_index_T, committed.tokens_BM, num_top)
+        return Verified(view, committed, accept_index_T, hidden, aux_hidden_states, logprobs)
+
+    def _logprobs(self, logits_TV: Tensor, index_T: Tensor, tokens_BM: Tensor, num_top: int | None) -> Logprobs | None:
+        """Of tokens (B, M), by the rows (B * M) of raw logits that they were chosen by."""
+        if num_top is None:
+            return None
+        values, top_ids = self._ops.logprobs(logits_TV, index_T, tokens_BM.reshape(-1), num_top)
+        return Logprobs(*(part.unflatten(0, tokens_BM.shape) for part in (values, top_ids)))
 
     def _edited(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, edits: Edits, keep: bool) -> Tensor:
         return edited_logits(
@@ -209,7 +207,7 @@ class Round:
         self.state.features_SE.index_copy_(0, view.req_idx_B, hidden)
 
     def prefill(
-        self, chunk: PromptChunk, sampled: bool, logprobs: bool = False, edits: Edits = Edits.NONE
+        self, chunk: PromptChunk, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE
     ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
         """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
 
@@ -222,7 +220,7 @@ class Round:
         hidden, aux_hidden_states = self._target.forward(
             chunk.tokens_T, chunk.layout, self._cache, self._aux_layers, logits_indices
         )
-        scores = None if chunk.scored_K2 is None else self._scores(hidden, chunk.scored_K2)
+        scores = None if chunk.scored_K2 is None else self._scores(hidden, chunk.scored_K2, chunk.scored_num_top)
         if chunk.ready_R.shape[0] == 0:
             self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states)
             return chunk.ready_R[:, None].int().expand(-1, 2), None, scores
@@ -231,7 +229,7 @@ class Round:
         roots = DraftTrees(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
-        edited = self._edited(rows, roots, logits, edits, keep=logprobs)
+        edited = self._edited(rows, roots, logits, edits, keep=num_top is not None)
         choice, margin = self._acceptance.choose(rows, roots, edited, None, sampled)
         is_new = chunk.roots_R < 0  # a request that is computed again has its root already
         reported = torch.where(is_new, choice[:, 0], chunk.roots_R)
@@ -247,15 +245,17 @@ class Round:
             self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
         self._extend_prompt(chunk, tokens, hidden, aux_hidden_states)
         output = torch.cat((reported[:, None].int(), margin.view(torch.int32)), dim=1)
-        return output, logprobs_of(logits[:, None], tokens[:, None]) if logprobs else None, scores
+        index_R = torch.arange(len(tokens), device=tokens.device)
+        return output, self._logprobs(logits, index_R, tokens[:, None], num_top), scores
 
-    def _scores(self, hidden_TE: Tensor, scored_K2: Tensor) -> Logprobs:
+    def _scores(self, hidden_TE: Tensor, scored_K2: Tensor, num_top: int) -> Logprobs:
         """Of tokens after others; a few at a time, because logits of a whole chunk would take too much memory."""
-        parts = [
-            logprobs_of(self._target.raw_logits(hidden_TE[scored[:, 0]])[:, None], scored[:, 1:])
-            for scored in scored_K2.split(_LOGPROB_ROWS)
-        ]
-        return Logprobs(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Logprobs)))
+        parts = []
+        for scored in scored_K2.split(_SCORED_ROWS):
+            logits = self._target.raw_logits(hidden_TE[scored[:, 0]])
+            index_R = torch.arange(len(scored), device=scored.device)
+            parts.append(self._ops.logprobs(logits, index_R, scored[:, 1], num_top))
+        return Logprobs(*(torch.cat(part)[:, None] for part in zip(*parts, strict=True)))
 
     def _extend_prompt(
         self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, aux_hidden_states: list[Tensor]
@@ -286,13 +286,4 @@ class PromptChunk:
     draft_selected: LogitsIndices | None
     # Of prompt tokens whose log-probabilities are wanted: the packed token before each, and itself. None: of none.
     scored_K2: Tensor | None = None  # int64
-
-
-def logprobs_of(logits_BMV: Tensor, tokens_BM: Tensor) -> Logprobs:
-    """Before temperature and filters, in float32; a few rows at a time, which bounds the memory."""
-    parts = []
-    for logits, tokens in zip(logits_BMV.split(_LOGPROB_ROWS), tokens_BM.split(_LOGPROB_ROWS), strict=True):
-        values = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-        top, ids = values.topk(min(MAX_TOP_LOGPROBS, values.shape[-1]), dim=-1)
-        parts.append((values.gather(2, tokens[:, :, None])[:, :, 0], top, ids))
-    return Logprobs(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    scored_num_top: int = 0  # as `num_top` of `Round`, of these

@@ -15,6 +15,7 @@ from specbatch.cache.request_table import RequestTable
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.engine.round_parts import RoundParts, Rounds
 from specbatch.models.config import num_layer_weights
@@ -92,8 +93,8 @@ class Trials:
         if not runner:
             raise torch.OutOfMemoryError("no CUDA graph fits")
         of_driver = max(0, runner.bytes - runner.pool_bytes) // len(runner)
-        # Rows may ask for samples at any time: twice as many graphs then.
-        num_graphs = 2 * num_sizes * (len(PHASES) if self.graphs == "phases" else 1)
+        # Rows may ask for samples and for log-probabilities at any time: four graphs of each size then.
+        num_graphs = 4 * num_sizes * (len(PHASES) if self.graphs == "phases" else 1)
         num_graphs += _PROMPT_GRAPHS if padded_bytes else 0
         kept = runner.pool_bytes + num_graphs * of_driver
         del executor, runner
@@ -107,7 +108,7 @@ class Trials:
         return _peak(device, lambda: trial_prompt(round_, round_.state, num_tokens, size, device))
 
     def _round_peak(self, round_: Round, req_idx_B: torch.Tensor) -> int:
-        return _peak(self.parts.device, lambda: trial_round(round_, req_idx_B, logprobs=True))
+        return _peak(self.parts.device, lambda: trial_round(round_, req_idx_B, MAX_TOP_LOGPROBS))
 
 
 def _peak(device: torch.device, function: Callable[[], None]) -> int:
@@ -121,11 +122,11 @@ def _peak(device: torch.device, function: Callable[[], None]) -> int:
 
 
 @torch.inference_mode()
-def trial_round(round_: Round, padding: torch.Tensor, logprobs: bool) -> None:
+def trial_round(round_: Round, padding: torch.Tensor, num_top: int | None) -> None:
     """The largest round. All rows are padding: it computes everything and writes nothing. Rows may ask for samples and
     log-probabilities, which take the most memory."""
     round_(padding, sampled=False)
-    round_(padding, sampled=True, logprobs=logprobs)
+    round_(padding, sampled=True, num_top=num_top)
 
 
 @torch.inference_mode()
@@ -154,5 +155,5 @@ def trial_prompt(round_: Round, state: RequestTable, num_tokens: int, page_size:
     chunk = PromptChunk(
         zeros, layout, slots, logits_indices, last + 1, torch.full_like(last, -1), zeros, layout, logits_indices
     )
-    round_.prefill(chunk, sampled=True, logprobs=True)
+    round_.prefill(chunk, sampled=True, num_top=MAX_TOP_LOGPROBS)
     state.ints_SF[state.padding] = saved

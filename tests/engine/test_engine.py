@@ -17,6 +17,7 @@ from specbatch.engine import round
 from specbatch.engine.engine import Engine
 from specbatch.engine.trial import trial_prompt, trial_round
 from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.engine.graphs import assert_close_logprobs
 from tests.marks import slow_on_cpu
 from tests.tiny_models import VOCAB, random_prompts, round_of, run, tiny_device_engine, tiny_oracle
 
@@ -94,19 +95,13 @@ def test_draft_vocabulary_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("method", "shape"), [("none", None), ("eagle", TREE), ("ngram", CHAIN)])
-def test_logprobs(method: str, shape: DraftShape | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(round, "_LOGPROB_ROWS", 2)  # in several parts
+def test_logprobs(method: str, shape: DraftShape | None) -> None:
     prompts = random_prompts(5)
     params = SamplingParams(max_tokens=12, logprobs=3)
     expected = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
     actual = run(tiny_device_engine(method, shape, num_pages=256), prompts, params)
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert mine.logprobs is not None
-        assert theirs.logprobs is not None
-        assert [t.token_id for t in mine.logprobs] == [t.token_id for t in theirs.logprobs]
-        for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
-            assert [i for i, _ in a.top] == [i for i, _ in b.top]
+    assert expected[0].logprobs
+    assert_close_logprobs(actual, expected)
 
 
 def test_stop_strings() -> None:
@@ -207,7 +202,7 @@ def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) ->
     before = state.ints_SF.clone()
     for num_tokens in (4, 32, 64):
         trial_prompt(round_of(engine), state, num_tokens, 4, torch.device("cpu"))
-    trial_round(round_of(engine), torch.full((8,), state.padding), logprobs=True)
+    trial_round(round_of(engine), torch.full((8,), state.padding), num_top=20)
     assert torch.equal(state.ints_SF, before)
     prompts = random_prompts(3)
     assert_same(run(engine, prompts, GREEDY), run(tiny_oracle(method, shape, num_pages=64), prompts, GREEDY))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
@@ -19,35 +16,13 @@ from specbatch.engine.round import Round
 from specbatch.errors import MemoryShortage
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.engine.graphs import Replays, Shortage
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 4, 8)
 CASES = [("ngram", CHAIN), ("draft_model", CHAIN), ("eagle3", TREE)]
 GREEDY = SamplingParams(max_tokens=10)
 SAMPLED = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.9, logprobs=2)
-
-
-# Beside views: a copy in place, which puts slots back, and what numpy asks of a report that is there.
-_NO_MEMORY = (torch.ops.aten.copy_.default, torch.ops.aten.resolve_conj.default, torch.ops.aten.resolve_neg.default)
-
-
-class Shortage(TorchDispatchMode):
-    """Operations on tensors within `step` are counted. The first one from each number in `at` on that may allocate
-    raises: between the launch of a chunk or a round and its end, most do."""
-
-    def __init__(self, at: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-        super().__init__()
-        self._at = set(at)
-        self.count = self.raised = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        due = {number for number in self._at if number <= self.count}
-        if due and not (func.is_view or func in _NO_MEMORY):
-            self._at -= due
-            self.raised += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return func(*args, **(kwargs or {}))
 
 
 def run_short(engine: Engine, prompts: list[list[int]], params: SamplingParams, mode: Shortage) -> dict[int, Any]:
@@ -113,64 +88,12 @@ def test_many_operations_run_out(method: str, shape: DraftShape | None, params: 
     check_shortages(method, shape, params, runs=60, padded=padded)
 
 
-def copy_into(target: Any, source: Any) -> None:
-    """Copy every tensor of a nest of dataclasses, tuples and lists onto its counterpart."""
-    if isinstance(target, torch.Tensor):
-        target.copy_(source)
-    elif isinstance(target, tuple | list):
-        for mine, theirs in zip(target, source, strict=True):
-            copy_into(mine, theirs)
-    elif is_dataclass(target):
-        for field in fields(target):
-            copy_into(getattr(target, field.name), getattr(source, field.name))
-
-
-class Replays:
-    """Stands in for a `GraphRunner` on a CPU. A capture runs its function twice, as a GPU's does, and runs out of
-    memory the second time where `fails` says so of its key. A replay writes where the captured function did."""
-
-    def __init__(self, fails: Callable[[Any], bool]) -> None:
-        self._fails = fails
-        self._captured: dict[Any, tuple[Callable[[], Any], Any]] = {}
-        self.outputs: dict[Any, Any] = {}
-        self.tried: list[Any] = []
-        self.num_replays = 0
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._captured
-
-    def __len__(self) -> int:
-        return len(self._captured)
-
-    def capture(self, key: Any, function: Callable[[], Any]) -> Any:
-        assert key not in self._captured
-        self.tried.append(key)
-        function()
-        with Shortage({5} if self._fails(key) else set()):
-            self.outputs[key] = function()
-        self._captured[key] = function, self.outputs[key]
-        return self.outputs[key]
-
-    def drop(self, key: Any) -> None:
-        self._captured.pop(key, None)
-
-    def replace_output(self, key: Any, output: Any) -> None:
-        self.outputs[key] = output
-
-    def replay(self, key: Any) -> Any:
-        self.num_replays += 1
-        function, memory = self._captured[key]
-        copy_into(memory, function())
-        return self.outputs[key]
-
-
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_a_graph_that_does_not_fit(method: str, shape: DraftShape | None, params: SamplingParams) -> None:
     """That batch runs eagerly, its capture is not tried again, and the other sizes are graphs as ever. Rows enter and
     leave while the capture breaks off."""
     prompts = random_prompts(5, shared=9, longest=30)
-    params = replace(params, logprobs=None)
     settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
     expected = run(tiny_oracle(method, shape, **settings), prompts, params)
     engine = tiny_device_engine(method, shape, **settings)
@@ -181,7 +104,7 @@ def test_a_graph_that_does_not_fit(method: str, shape: DraftShape | None, params
     compare(dict(enumerate(done)), expected)
     assert [key[1] for key in runner.tried].count(4) == 1
     assert runner.num_replays > 0
-    assert ("round", 4, 0, params.temperature > 0) not in runner
+    assert 4 not in {key[1] for key in runner._captured}
     assert engine.stats.memory_shortages == 0, "nothing had to become smaller"
     for key in runner._captured:
         assert isinstance(runner.outputs[key], Launched), "what else a round leaves is memory of other sizes"
@@ -222,12 +145,12 @@ def test_batches_become_smaller_and_stay_so() -> None:
     executor, most = engine.executor, []
     launch = executor.run
 
-    def short(slots: list[int], sampled: bool, logprobs: bool) -> Launched:
+    def short(slots: list[int], *wanted: Any) -> Launched:
         most.append(len(slots))
         if len(slots) > 3:
             with Shortage({200}):
-                return launch(slots, sampled, logprobs)
-        return launch(slots, sampled, logprobs)
+                return launch(slots, *wanted)
+        return launch(slots, *wanted)
 
     executor.run = short  # type: ignore[method-assign]
     compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
@@ -247,10 +170,10 @@ def test_graphs_go_before_the_job_does() -> None:
     executor.mode, executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
     launch, release, unread = executor.run, executor.release_graphs, []
 
-    def short(slots: list[int], sampled: bool, logprobs: bool) -> Launched:
+    def short(slots: list[int], *wanted: Any) -> Launched:
         if executor.runner is not None and engine.stats.rounds >= 3:
             _no_memory()
-        return launch(slots, sampled, logprobs)
+        return launch(slots, *wanted)
 
     def give_back() -> bool:
         unread.append(len(engine._reports))

@@ -4,6 +4,7 @@ from specbatch.kernels.triton.acceptance import accept_chain
 from specbatch.kernels.triton.attention import Workspace, attend
 from specbatch.kernels.triton.beam import beam_expand, beam_start
 from specbatch.kernels.triton.gemm import gated_linear, linear, norm_gated_linear, norm_linear
+from specbatch.kernels.triton.logprobs import logprobs
 from specbatch.kernels.triton.long_sequences import long_sequences
 from specbatch.kernels.triton.mask import forbid_tokens, tree_mask_bits
 from specbatch.kernels.triton.model import move_slots, rms_norm, rotary_write, silu_mul
@@ -27,6 +28,7 @@ __all__ = [
     "forbid_tokens",
     "gated_linear",
     "linear",
+    "logprobs",
     "long_sequences",
     "move_slots",
     "ngram_lookup",

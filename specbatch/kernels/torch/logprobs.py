@@ -1,0 +1,30 @@
+"""Log-probabilities of chosen and of the most likely tokens.
+
+Shape suffixes as in `sampling.py`; T rows of logits, R of them selected.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbatch.kernels.torch.sampling import argmax
+
+_PART_ROWS = 32  # computed at once: their log-probabilities of the whole vocabulary are in memory
+
+
+def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Natural-log probabilities by rows `index_R` (int64) of the logits, before temperature and filters.
+
+    Returns (R, 1 + K) in float32 (in float64 of float64 logits): those of `tokens_R` (int64), and of the K most likely
+    tokens, the first the most likely; and these tokens' ids (R, K), int64. K is `num_top`, or V if that is less.
+    """
+    num_top = min(num_top, logits_TV.shape[1])
+    values, ids = [], []
+    for index, tokens in zip(index_R.split(_PART_ROWS), tokens_R.split(_PART_ROWS), strict=True):
+        logits = logits_TV[index]
+        logprobs_RV = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        top = logprobs_RV.topk(num_top, dim=-1).indices if num_top > 1 else argmax(logits)[:, None][:, :num_top]
+        values.append(logprobs_RV.gather(1, torch.cat((tokens[:, None], top), dim=1)))
+        ids.append(top)
+    return torch.cat(values), torch.cat(ids)
