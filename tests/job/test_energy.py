@@ -44,3 +44,17 @@ def test_nothing_is_known_without_a_gpu_or_the_package(monkeypatch: pytest.Monke
     assert EnergyMeter(None).joules() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert EnergyMeter("a").joules() is None
+
+
+@pytest.mark.gpu
+def test_the_counter_of_a_real_card_rises() -> None:
+    import torch
+
+    pytest.importorskip("pynvml")
+    meter = EnergyMeter(gpu_uuid("cuda:0"))
+    assert meter.joules() is not None
+    a = torch.randn(4096, 4096, device="cuda")
+    for _ in range(300):
+        a @ a
+    torch.cuda.synchronize()
+    assert (meter.joules() or 0) > 1
