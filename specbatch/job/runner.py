@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbatch.config import Config
-from specbatch.engine.rules import NO_TOKEN_LEFT, forbidden_by
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
 from specbatch.job.chat_output import AnswerReader
 from specbatch.job.choices import choice_scores
@@ -308,5 +307,7 @@ def _failure(completions: Sequence[Completion], params: SamplingParams) -> RowEr
     of = f" of completion {number} of {len(completions)}" if len(completions) > 1 else ""
     at = f"at token {len(first.token_ids) + 1}{of}"
     if first.no_token_left:
+        from specbatch.engine.rules import NO_TOKEN_LEFT, forbidden_by  # here, because it imports torch
+
         return RowError("no_token_left", f"{NO_TOKEN_LEFT} {at}: {forbidden_by(params, params.bad_words)}")
     return RowError("non_finite", f"{NOT_FINITE} {at}: {NOT_FINITE_HINT}")

@@ -9,7 +9,6 @@ from typing import Any
 
 from specbatch.config import Config, DataSection
 from specbatch.engine.resolve_data import runs_prompts_as_chat
-from specbatch.engine.rules import make_rules
 from specbatch.errors import ConfigError, FieldError, RowError
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.chat_output import MARKS, AnswerReader, Thinking, ends_in_reasoning
@@ -209,6 +208,8 @@ class TextProcessor:
     def bad_words(self, params: SamplingParams, limits: EngineLimits) -> tuple[tuple[int, ...], ...]:
         """`params.bad_words` as token ids, without and with a space before them. Raises RowError for these and for all
         other rules that the engine cannot follow."""
+        from specbatch.engine.rules import make_rules  # here, because it imports torch
+
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words:
             for text in (word.lstrip(), " " + word.lstrip()):
