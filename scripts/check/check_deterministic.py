@@ -1,44 +1,68 @@
 """engine.deterministic: the same rows under other batches, chunks, graphs and draft methods, compared bit for bit.
 
-    python scripts/check/check_deterministic.py --target random:qwen2.5-1.5b -o deterministic.json     # a GPU
-    python scripts/check/check_deterministic.py --target random:tiny --rows 12 --repeats 20            # a CPU
+    python scripts/check/check_deterministic.py --target random:qwen2.5-1.5b --draft random:eagle3-32k   # a GPU
+    python scripts/check/check_deterministic.py --target random:tiny --rows 12 --repeats 3 --longest 60     # a CPU
 
 Rows are token ids from a generator with a seed: greedy and sampled ones, short and long, some with a common beginning.
 Texts, tokens, log-probabilities and usage must be equal; the field `speculation` is left out, for it says how the
 tokens were drafted. One prompt is repeated among other rows, after beginnings of several lengths that it shares with
 others: each gives one output. With random weights many logits are close, so that a wrong bit soon shows.
+
+Last, a file job is killed and goes on at another batch size: its file must have the bytes of one that ran through.
+
+`--fast`: without the mode, how many rows differ then. Nothing begins after `--time-limit`. Here the mode is allowed on
+CUDA, also while `resolve` refuses it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specbatch import LLM
+from specbatch.engine import resolve_deterministic
 from specbatch.job.stats import commit, versions
 
 PREFIXES = (1, 511, 2048, 4097)
 _IDS = 500  # token ids are below, so that each model has them
+_ALLOW = Path(__file__).with_name("allow_deterministic.py")
 
 
 def variants(target: str, draft: str | None) -> dict[str, dict[str, Any]]:
     """What must not matter, by name; the first is the one that the others are compared with."""
+    same = {"method": "draft_model", "draft": target}  # whose drafts are often right: long paths
+    tree = {"num_steps": 4, "topk": 2, "num_draft_tokens": 15}
     found: dict[str, dict[str, Any]] = {
         "plain": {"method": "none", "max_batch_size": 64},
         "plain, 7 rows, chunks of 200": {"method": "none", "max_batch_size": 7, "prefill_chunk_tokens": 200},
-        "plain, no prefix cache, no graphs": {"method": "none", "prefix_cache": False, "cuda_graphs": "none"},
         "ngram": {"method": "ngram", "max_batch_size": 33},
-        "draft model": {"method": "draft_model", "draft": target, "num_steps": 4, "max_batch_size": 50},
+        "draft model, chain 4/1/5": same | {"num_steps": 4, "max_batch_size": 50},
+        "draft model, tree 4/2/15": same | tree | {"max_batch_size": 64},
     }
     if draft is not None:
-        found["head"] = {"method": "eagle3", "draft": draft, "num_steps": 3, "max_batch_size": 64}
-        found["head, 5 steps, 20 rows"] = {"method": "eagle3", "draft": draft, "num_steps": 5, "max_batch_size": 20}
+        head = {"method": "eagle3", "draft": draft}
+        found["head, chain 3/1/4"] = head | {"num_steps": 3, "max_batch_size": 64}
+        found["head, tree 5/4/16, 20 rows"] = head | {
+            "num_steps": 5,
+            "topk": 4,
+            "num_draft_tokens": 16,
+            "max_batch_size": 20,
+        }
+    preempted = {"method": "none", "kv_cache_tokens": 40_000, "page_size": 16, "max_batch_size": 200}
+    found["plain, 200 rows, pages of 16, preempted"] = preempted
+    found["plain, no prefix cache, no graphs"] = {"method": "none", "prefix_cache": False, "cuda_graphs": "none"}
     return found
 
 
@@ -59,11 +83,6 @@ def make_rows(count: int, repeats: int, longest: int) -> list[dict[str, Any]]:
     return rows
 
 
-def compare(results: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> int:
-    """How many rows differ."""
-    return sum(_content(one) != _content(other) for one, other in zip(results, expected, strict=True))
-
-
 def _content(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name != "speculation"}
 
@@ -77,45 +96,121 @@ def outputs_of_repeats(results: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {name: len(texts) for name, texts in sorted(found.items())}
 
 
+def check_resume(target: str, draft: str | None, rows: Sequence[dict[str, Any]], mode: list[str]) -> dict[str, Any]:
+    """A file job that runs through, and one that is killed and goes on at another batch size: their bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "rows.jsonl")
+        unique = [row | {"id": f"{i} {row['id']}"} for i, row in enumerate(rows)]
+        source.write_text("".join(json.dumps(row) + "\n" for row in unique))
+        method = (
+            ["speculation.method=none"]
+            if draft is None
+            else ["speculation.method=eagle3", f"speculation.draft={draft}"]
+        )
+        options = [*mode, *method, f"model.target={target}"]
+
+        def start(name: str, batch: int) -> subprocess.Popen[bytes]:
+            command = [
+                sys.executable,
+                str(_ALLOW),
+                "-m",
+                "specbatch",
+                "generate",
+                str(source),
+                "-o",
+                f"{folder}/{name}",
+            ]
+            for option in (*options, f"engine.max_batch_size={batch}"):
+                command += ["--set", option]
+            return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+        codes = [start("whole.jsonl", 64).wait()]
+        killed = start("killed.jsonl", 64)
+        lines = 0
+        while killed.poll() is None and lines < len(rows) // 3:
+            time.sleep(0.05)
+            lines = sum(file.read_bytes().count(b"\n") for file in Path(folder).glob("killed.jsonl.*"))
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        was_killed = not Path(folder, "killed.jsonl").exists()
+        codes.append(start("killed.jsonl", 9).wait())
+        results = [Path(folder, name) for name in ("whole.jsonl", "killed.jsonl")]
+        texts = [file.read_bytes() if file.exists() else b"" for file in results]
+        return {
+            "killed_after_lines": lines if was_killed else "the job had ended",
+            "exit_codes": codes,
+            "equal": bool(texts[0]) and texts[0] == texts[1],
+        }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="random:qwen2.5-1.5b")
     parser.add_argument("--draft", help="an EAGLE-3 head")
-    parser.add_argument("--rows", type=int, default=120)
-    parser.add_argument("--repeats", type=int, default=50, help="of each repeated row")
+    parser.add_argument("--rows", type=int, default=500)
+    parser.add_argument("--repeats", type=int, default=125, help="of each of the 8 repeated rows")
     parser.add_argument("--longest", type=int, default=4097, help="tokens of the longest repeated row")
     parser.add_argument("--fast", action="store_true", help="without engine.deterministic: how many rows differ then")
+    parser.add_argument("--only", default="", help="variants whose names hold this, and the first")
+    parser.add_argument("--set", action="append", default=[], dest="options", help="NAME=JSON, of each variant")
+    parser.add_argument("--time-limit", type=float, default=450.0, help="seconds")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
+    resolve_deterministic.MEASURED_ON_CUDA = True
+    began, failed = time.perf_counter(), False
     rows = make_rows(args.rows, args.repeats, args.longest)
+    common = {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}
     report: dict[str, Any] = {
         "command": " ".join(sys.argv),
-        "commit": commit(),
+        "commit": os.environ.get("COMMIT") or commit(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": versions(),
         "rows": len(rows),
     }
-    expected: list[dict[str, Any]] = []
-    failed = False
-    for name, options in variants(args.target, args.draft).items():
-        began = time.perf_counter()
-        with LLM(args.target, deterministic=not args.fast, **options) as llm:
-            results = list(llm.generate(rows))
-            length = llm.stats.speculation.acceptance_length
-        differ = compare(results, expected or results)
-        expected = expected or results
-        repeats = outputs_of_repeats(results)
-        seconds = round(time.perf_counter() - began, 1)
-        found = {
-            "rows_that_differ": differ,
-            "outputs_of_repeats": repeats,
-            "acceptance_length": length,
-            "seconds": seconds,
-        }
+
+    def add(name: str, found: dict[str, Any]) -> None:
         report[name] = found
+        report["seconds"] = round(time.perf_counter() - began, 1)
         print(json.dumps({name: found}), flush=True)
-        failed |= not args.fast and (differ > 0 or any(count > 1 for count in repeats.values()))
         if args.output is not None:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+    expected: list[dict[str, Any]] = []
+    for name, options in variants(args.target, args.draft).items():
+        if expected and args.only not in name:
+            continue
+        if time.perf_counter() - began > args.time_limit:
+            add(name, {"skipped": "no time is left"})
+            continue
+        start = time.perf_counter()
+        try:
+            with LLM(args.target, deterministic=not args.fast, **(common | options)) as llm:
+                results = list(llm.generate(rows))
+                length = llm.stats.speculation.acceptance_length
+        except Exception as error:  # the other variants say more
+            add(name, {"error": f"{type(error).__name__}: {error}"})
+            failed = True
+            if not expected:
+                break
+            continue
+        differ = [result["id"] for result in results if "error" in result]
+        first = expected or results
+        differ += [one["id"] for one, other in zip(results, first, strict=True) if _content(one) != _content(other)]
+        expected = first
+        repeats = outputs_of_repeats(results)
+        found = {
+            "rows_that_differ": len(differ),
+            "some_of_them": differ[:5],
+            "outputs_of_repeats": repeats,
+            "acceptance_length": length,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        add(name, found)
+        failed |= not args.fast and (bool(differ) or any(count > 1 for count in repeats.values()))
+    if not args.fast and args.only in "resume" and time.perf_counter() - began < args.time_limit:
+        found = check_resume(args.target, args.draft, rows[:300], ["engine.deterministic=true"])
+        add("resume at another batch size", found)
+        failed |= not found["equal"]
     print("deterministic: FAILED" if failed else "deterministic: ok")
     return failed
 

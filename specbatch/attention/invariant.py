@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
+from specbatch.errors import ModelError
 
 if TYPE_CHECKING:
     from specbatch.kernels.triton.parts.attention_tile import Tile
@@ -43,7 +45,8 @@ class InvariantAttention:
         self._workspace = ops.Workspace(device, attention_splits.WORKSPACE_ROWS, head_dim)
         self._bounds = torch.tensor(attention_splits.bounds(), dtype=torch.int32, device=device)
         self._long_tokens = attention_splits.LONG_TOKENS
-        self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
+        self._num_kv_heads, self._group, self._head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
+        self._dtype = dtype
         self._scale = head_dim**-0.5 if scale is None else scale
         self._tile = tile or attention_splits.invariant_tile(head_dim, dtype.itemsize, shared_bytes(self._bounds))
 
@@ -64,3 +67,54 @@ class InvariantAttention:
             self._scale, window,
         )  # fmt: skip
         return out
+
+    def check(self) -> None:
+        """Check on this card that tokens have the same bits in launches of several kinds. Raises ModelError."""
+        heads, kv_heads, total, page = self._num_kv_heads * self._group, self._num_kv_heads, 600, 64
+        device = self._bounds.device
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(self._dtype)
+
+        q_THD, cache = random(total, heads, self._head_dim), _Cache(random(2, kv_heads, 10 * page, self._head_dim))
+        pages = torch.arange(10, dtype=torch.int32, device=device)
+
+        def attend(*starts: int, count: int, tree: bool = False) -> Tensor:
+            """`count` tokens from each of `starts` on. `tree`: as the nodes of a path."""
+            tokens = torch.cat([torch.arange(start, start + count, device=device) for start in starts])
+            starts_B = torch.tensor(starts, dtype=torch.int32, device=device)
+            ends = torch.arange(len(starts) + 1, dtype=torch.int32, device=device) * count
+            table = pages.expand(len(starts), -1).contiguous()
+            batch = PagedBatch(tokens, tokens, table, page, starts_B, ends, count)
+            if tree:
+                words = (2 << torch.arange(count, dtype=torch.int32, device=device)) - 1
+                batch = replace(batch, mask_TW=words.repeat(len(starts))[:, None], mask_starts_B=starts_B)
+            return self.attend(self.plan(batch), q_THD[tokens], cache, 0, None)  # type: ignore[arg-type]
+
+        expected = attend(0, count=total)
+        many = [255] * (1 + 512 // kv_heads)  # as many as have one program each
+        for name, starts, count, tree in (
+            ("of one token", [599], 1, False),
+            ("of many sequences", many, 1, False),
+            ("of a chain", [255, 510], 5, False),
+            ("of a tree", [255, 510], 5, True),
+            ("of a prompt's end", [200], 400, False),
+        ):
+            tokens = torch.cat([torch.arange(start, start + count, device=device) for start in starts])
+            if not torch.equal(attend(*starts, count=count, tree=tree), expected[tokens]):
+                raise ModelError(
+                    f"attention {name} differs from that of a whole prompt for {heads} heads of {self._head_dim}: this "
+                    "GPU cannot run deterministically",
+                    "engine.deterministic: false",
+                )
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Keys and values of one layer."""
+
+    kv_2KSD: Tensor
+
+    def layer(self, layer: int) -> Tensor:
+        return self.kv_2KSD

@@ -240,8 +240,12 @@ def _attention(
     deterministic: bool,
 ) -> AttentionBackend:
     sizes, scale = (config.num_heads, config.num_kv_heads, config.head_dim), config.attention_scale
+    if name == "triton" and deterministic:
+        backend = InvariantAttention(*sizes, dtype, device, scale=scale)
+        backend.check()
+        return backend
     if name == "triton":
-        return (InvariantAttention if deterministic else PagedAttention)(*sizes, dtype, device, scale=scale)
+        return PagedAttention(*sizes, dtype, device, scale=scale)
     if name == "flashinfer":
         return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale)
     if name == "torch":

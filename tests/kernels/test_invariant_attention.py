@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from specbatch.attention.invariant import InvariantAttention
 from specbatch.batch import PagedBatch
+from specbatch.errors import ModelError
 from specbatch.kernels import torch as reference
 from specbatch.kernels.triton.attention import Workspace
 from specbatch.kernels.triton.invariant_attention import attend
@@ -301,13 +302,23 @@ def test_the_backend_takes_the_same_bits_from_all_its_plans(monkeypatch: pytest.
     assert same(many[:1], alone)
 
 
+@pytest.mark.skipif(not CUDA, reason="the interpreter is slow with float8")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounded_keys(dtype: torch.dtype) -> None:
-    if not CUDA:
-        pytest.skip("the interpreter is slow with float8")
     kernel = Kernel(300, 4, 2, 64, dtype)
     kernel.kv = kernel.kv.to(FP8)
     whole = kernel.of((0, 300))
     kernel.check(whole, (0, 300))
     assert same(kernel.of((299, 300)), whole[299:])
     assert same(kernel.of((290, 295)), whole[290:295])
+
+
+@pytest.mark.skipif(not CUDA, reason="8 s in the interpreter")
+def test_the_check_at_load_finds_a_card_whose_rows_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = InvariantAttention(1, 1, 64, DTYPES[0], DEVICE)
+    backend.check()
+    attend = backend._attend
+    monkeypatch.setattr(backend, "_attend", lambda tile, q, *rest: attend(tile, q, *rest) + len(q))
+    monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.zeros(shape, device=DEVICE))
+    with pytest.raises(ModelError, match="attention of one token differs"):
+        backend.check()

@@ -1,0 +1,28 @@
+"""Runs a script or a module with engine.deterministic allowed on CUDA, where `resolve` refuses it until it is measured.
+
+python scripts/check/allow_deterministic.py scripts/bench/bench.py --set engine.deterministic=true ...
+python scripts/check/allow_deterministic.py -m specbatch generate ... --set engine.deterministic=true
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from specbatch.engine import resolve_deterministic
+
+
+def main() -> None:
+    resolve_deterministic.MEASURED_ON_CUDA = True
+    name, is_module = (sys.argv[2], True) if sys.argv[1] == "-m" else (sys.argv[1], False)
+    sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(name).resolve().parent))
+        runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
