@@ -96,6 +96,7 @@ class Trial:
 
     rows: int = 0
     seconds: float = 0.0
+    start_seconds: float = 0.0  # of these, before the first step
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     started: int = 0  # requests
@@ -156,6 +157,8 @@ def run_trial(runner: RowRunner, rows: Sequence[RawRow], max_seconds: float) -> 
         while waiting and runner.has_room:
             runner.add(waiting.pop())
         runner.start_rows()
+        if not trial.seconds:  # the first rows are prepared while nothing runs
+            trial.seconds = trial.start_seconds = time.perf_counter() - began
         if not runner.is_busy:
             _take(runner, trial)
             if runner.is_empty and not waiting:
@@ -218,7 +221,7 @@ def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estima
     batch = max(min(max_batch_size, trial.max_running) if is_full else max_batch_size, 1)
     round_seconds = trial.round_seconds(batch)
     prefill = trial.prefill_seconds_of(requests, tokens.work_ratio())
-    other = max(trial.seconds - trial.prefill_seconds - trial.decode_seconds, 0.0)
+    other = max(trial.seconds - trial.start_seconds - trial.prefill_seconds - trial.decode_seconds, 0.0)
     other *= requests / max(trial.started, 1)
     step = max(requests // _MAX_SIMULATED, 1)
     limits = np.array(tokens.limits[::step], dtype=np.float64)

@@ -88,7 +88,16 @@ def trial(lengths: list[tuple[int, bool]]) -> Trial:
     """32 requests in batches of up to 8; a round of b requests takes 10 + 2 b ms, and writes 2 tokens of each."""
     rounds = [(b, 1, 0.010 + 0.002 * b) for b in (8, 8, 8, 8, 5, 3, 1)]
     seconds = sum(s for _, _, s in rounds)
-    made = Trial(32, seconds + 1.0, 1.0, seconds, started=32, rounds=rounds, max_running=8, ended=lengths)
+    made = Trial(
+        32,
+        seconds + 1.0,
+        prefill_seconds=1.0,
+        decode_seconds=seconds,
+        started=32,
+        rounds=rounds,
+        max_running=8,
+        ended=lengths,
+    )
     made.request_rounds = sum(b for b, _, _ in rounds)
     made.tokens = round(2 * made.request_rounds) + made.started
     return made
