@@ -223,10 +223,14 @@ def _logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> list[d
 
 
 def _logprob(lp: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
-    def entry(token: int, value: float) -> dict[str, Any]:
-        return {"token": token_text(token), "token_id": token, "logprob": max(value, LOWEST_LOGPROB)}
-
-    return {**entry(lp.token_id, lp.logprob), "top": [entry(*top) for top in lp.top]}
+    token, value, top = lp
+    lowest = LOWEST_LOGPROB  # compared here and not by `max`: rows have thousands of these
+    return {
+        "token": token_text(token),
+        "token_id": token,
+        "logprob": lowest if value < lowest else value,
+        "top": [{"token": token_text(t), "token_id": t, "logprob": lowest if v < lowest else v} for t, v in top],
+    }
 
 
 def _openai_line(

@@ -240,7 +240,7 @@ def compared(ours: list[Completion], theirs: list[Completion], tolerance: float)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(FP16, 0.05), (BF16, 0.4)])
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_engine_agrees_with_triton(method: str, shape: DraftShape | None, dtype: torch.dtype, tolerance: float) -> None:
-    """Rounds with logprobs are eager: shapes are planned as they come, prompts in chunks of 32 tokens."""
+    """Eager rounds: shapes are planned as they come, prompts in chunks of 32 tokens."""
     params = SamplingParams(max_tokens=24, logprobs=0)
     requests = random_prompts(9, shared=10)
     theirs = run(tiny_device_engine(method, shape, **SETTINGS, dtype=dtype), requests, params)
