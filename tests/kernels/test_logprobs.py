@@ -67,3 +67,17 @@ def test_rows_that_are_not_finite_give_tokens_of_the_vocabulary(ops: Ops, bad: f
         for num_top in (1, 5):
             _, ids = ops.logprobs(logits, torch.tensor([0, 1]), torch.tensor([0, 4097]), num_top)
             assert bool(((ids >= 0) & (ids < 5000)).all())
+
+
+def test_the_lower_id_of_equal_logits_comes_first(ops: Ops) -> None:
+    """Otherwise the ids depend on how many rows and likely tokens are computed together."""
+    logits = torch.randint(-3, 4, (5, 5000), generator=torch.Generator().manual_seed(0)).float()
+    logits[:, 4000] = 5.0
+    rows, tokens = torch.arange(5), torch.zeros(5, dtype=torch.int64)
+    values, ids = ops.logprobs(logits, rows, tokens, 20)
+    for row in range(5):
+        assert ids[row].tolist() == sorted(range(5000), key=lambda i: (-logits[row, i].item(), i))[:20]
+    for num_top in (1, 2, 5):
+        fewer = ops.logprobs(logits[2:3], rows[:1], tokens[:1], num_top)
+        assert torch.equal(fewer[1], ids[2:3, :num_top])
+        assert torch.equal(fewer[0], values[2:3, : num_top + 1])

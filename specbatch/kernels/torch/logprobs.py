@@ -17,14 +17,25 @@ def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int)
     """Natural-log probabilities by rows `index_R` (int64) of the logits, before temperature and filters.
 
     Returns (R, 1 + K) in float32 (in float64 of float64 logits): those of `tokens_R` (int64), and of the K most likely
-    tokens, the first the most likely; and these tokens' ids (R, K), int64. K is `num_top`, or V if that is less.
+    tokens, the first the most likely; and these tokens' ids (R, K), int64. K is `num_top`, or V if that is less. Of
+    equal logits the lower id comes first, whatever K is.
     """
     num_top = min(num_top, logits_TV.shape[1])
     values, ids = [], []
     for index, tokens in zip(index_R.split(_PART_ROWS), tokens_R.split(_PART_ROWS), strict=True):
         logits = logits_TV[index]
         logprobs_RV = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-        top = logprobs_RV.topk(num_top, dim=-1).indices if num_top > 1 else argmax(logits)[:, None][:, :num_top]
+        top = _most_likely(logits, num_top) if num_top > 1 else argmax(logits)[:, None][:, :num_top]
         values.append(logprobs_RV.gather(1, torch.cat((tokens[:, None], top), dim=1)))
         ids.append(top)
     return torch.cat(values), torch.cat(ids)
+
+
+def _most_likely(logits_RV: Tensor, num_top: int) -> Tensor:
+    """(R, K) ids. torch.topk alone leaves open which of equal logits it takes."""
+    x = torch.where(logits_RV.isnan(), -torch.inf, logits_RV)
+    lowest = x.topk(num_top, dim=-1).values[:, -1:]
+    above, equal = x > lowest, x == lowest
+    kept = above | (equal & (equal.cumsum(1) <= num_top - above.sum(1, keepdim=True)))
+    ids = kept.nonzero()[:, 1].view(-1, num_top)
+    return ids.gather(1, x.gather(1, ids).sort(dim=1, descending=True, stable=True).indices)

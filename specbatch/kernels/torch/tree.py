@@ -11,7 +11,7 @@ from torch import Tensor
 
 def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k most likely draft tokens of each row: log-softmax values (R, K) float32, descending, and ids (R, K) int64;
-    of equal logits the lower id comes first. The first k ids, all -inf, where the logits are not finite. 1 <= k <= 16,
+    of equal logits the lower id comes first. The first k ids, all -inf, where the logits are not finite. 1 <= k <= 32,
     k <= W."""
     ids = logits_RW.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     log_p = torch.log_softmax(logits_RW, dim=-1, dtype=torch.promote_types(logits_RW.dtype, torch.float32))

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.kernels.triton.parts.filters import NO_ID
+from specbatch.kernels.triton.tree import draft_topk
 
 _PART_ROWS = 64  # of which the most likely tokens are found at once: their logits are copied
 
@@ -73,6 +74,9 @@ def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int)
         return chosen[:, None], best.new_empty((rows, 0))
     if num_top == 1:
         return torch.stack((chosen, -log_sum), dim=1), best[:, None]
-    tops = [logits_TV[part].topk(num_top, dim=-1) for part in index_R.split(_PART_ROWS)]
-    values = torch.cat([values for values, _ in tops]).float() - peak[:, None] - log_sum[:, None]
-    return torch.cat((chosen[:, None], values), dim=1), torch.cat([ids for _, ids in tops])
+    # Not torch.topk: which of equal logits it takes depends on the number of rows.
+    parts = [logits_TV[part] for part in index_R.split(_PART_ROWS)]
+    tops = [draft_topk(part, num_top)[1] for part in parts]
+    found = torch.cat([part.gather(1, top) for part, top in zip(parts, tops, strict=True)])
+    values = found.float() - peak[:, None] - log_sum[:, None]
+    return torch.cat((chosen[:, None], values), dim=1), torch.cat(tops)

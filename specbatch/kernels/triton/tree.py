@@ -55,7 +55,7 @@ def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See `kernels/torch/tree.py`: in one pass over the logits and a small one over the best of each chunk. Ordered and
     scored in float32. Rows of `logits_RW` may lie apart."""
     rows, width = logits_RW.shape
-    assert 1 <= k <= min(16, width), (k, width)
+    assert 1 <= k <= min(32, width), (k, width)
     assert logits_RW.stride(1) == 1
     chunk = min(4096, triton.next_power_of_2(width))
     num_chunks = triton.cdiv(width, chunk)
