@@ -214,13 +214,16 @@ def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> st
 
 def _made_by(results: Results, stats: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in stats.get("versions", {}).items())
+    session = stats.get("session") or {}
     config = _flat(stats["config"]) if "config" in stats else dict(results.job)
+    joules, per_joule = (session.get(name) for name in ("joules", "output_tokens_per_joule"))
     pairs = [
         ("result file", results.path),
         ("input", stats.get("input")),
         ("device", stats.get("device")),
         ("versions", versions or results.job.get("specbatch")),
         ("commit", stats.get("commit")),
+        ("energy", f"{joules:,.0f} J, {per_joule:.3g} output tokens per joule" if joules and per_joule else None),
         ("longest row", f"{stats['longest_row']:,} tokens" if stats.get("longest_row") else None),
         ("written by", f"specbatch {specbatch.__version__}, specbatch report"),
     ]

@@ -122,12 +122,14 @@ def test_texts_of_rows_are_no_markup(tmp_path: Path) -> None:
     path = write_results(tmp_path / "d.results.jsonl", lines)
     job = {"specbatch": "0", f"data.{HOSTILE}": HOSTILE}
     stats = {"job": job, "notes": [HOSTILE], "device": HOSTILE, "input": HOSTILE, "models": {"target": HOSTILE}}
+    stats["session"] = {"joules": 1234.5, "output_tokens_per_joule": 2.5}
     (tmp_path / "d.results.stats.json").write_text(json.dumps(stats))
     text = page_of(path)
     tags = Tags(text)
     assert not {"script", "img", "iframe", "link"} & set(tags.names)
     assert not {name for name in tags.attributes if name.startswith("on")}
     assert tags.links == []
+    assert "1,234 J, 2.5 output tokens per joule" in tags.words
     assert tags.words.count("alert(2)") >= 9
     assert "default-src 'none'" in text
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", text)
