@@ -79,6 +79,15 @@ def test_simulated_or_not_a_margin_is_of_a_token() -> None:
         assert 0 <= completion.margin.value < 100
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_edited_logits_have_the_margin_and_raw_ones_the_log_probabilities(engine: str) -> None:
+    params = SamplingParams(max_tokens=4, logit_bias={7: 90.0, 8: 40.0}, logprobs=0)
+    for completion in run(ENGINES[engine](), PROMPTS[:2], params):
+        assert completion.token_ids == [7] * 4
+        assert 30 < completion.margin.value < 50
+        assert all(-30 < one.logprob < -1e-3 for one in completion.logprobs or ())
+
+
 def test_one_possible_token_has_no_margin() -> None:
     """A vocabulary of one token."""
     only = run(tiny_engine(vocab=1), [[0, 0]], SamplingParams(max_tokens=3))[0]

@@ -17,7 +17,8 @@ from specbatch.kernels.triton.tree import draft_topk
 _PART_ROWS = 64  # of which the most likely tokens are found at once: their logits are copied
 
 
-@triton.jit
+# These are parts of larger tensors: aligned or not, there is one kernel.
+@triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def _sum_of_chunk(logits_ptr, index_ptr, peak_ptr, sum_ptr, id_ptr, stride, vocab, CHUNK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -30,7 +31,7 @@ def _sum_of_chunk(logits_ptr, index_ptr, peak_ptr, sum_ptr, id_ptr, stride, voca
     tl.store(id_ptr + at, tl.min(tl.where(x == peak, ids, NO_ID)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["index_ptr", "tokens_ptr"])
 def _logprobs_of_chunks(
     logits_ptr, index_ptr, tokens_ptr, peak_ptr, sum_ptr, id_ptr, peak_out_ptr, log_sum_ptr, chosen_ptr, best_ptr,
     stride, vocab, num_chunks, CHUNKS: tl.constexpr,
@@ -60,9 +61,9 @@ def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int)
     chunk = min(4096, triton.next_power_of_2(vocab))
     num_chunks = triton.cdiv(vocab, chunk)
     device = logits_TV.device
-    peaks, sums = torch.empty((2, rows, num_chunks), dtype=torch.float32, device=device)
+    peaks, sums = (torch.empty((rows, num_chunks), dtype=torch.float32, device=device) for _ in range(2))
     ids = torch.empty((rows, num_chunks), dtype=torch.int32, device=device)
-    peak, log_sum, chosen = torch.empty((3, rows), dtype=torch.float32, device=device)
+    peak, log_sum, chosen = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
     best = torch.empty(rows, dtype=torch.int64, device=device)
     index_R, tokens_R, stride = index_R.contiguous(), tokens_R.contiguous(), logits_TV.stride(0)
     _sum_of_chunk[(rows, num_chunks)](logits_TV, index_R, peaks, sums, ids, stride, vocab, CHUNK=chunk)

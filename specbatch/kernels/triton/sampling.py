@@ -78,7 +78,8 @@ def _argmax(logits_RV: Tensor, otherwise: int, margin_R: Tensor | None) -> Tenso
     chunk = min(4096, triton.next_power_of_2(vocab))
     num_chunks = triton.cdiv(vocab, chunk)
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    value, second = torch.empty((2, rows, num_chunks), dtype=wide, device=logits_RV.device)
+    # Each aligned: else Triton compiles the kernels anew.
+    value, second = (torch.empty((rows, num_chunks), dtype=wide, device=logits_RV.device) for _ in range(2))
     ids = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits_RV.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     has_margin = margin_R is not None
