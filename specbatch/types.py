@@ -7,10 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from specbatch.errors import FieldError, shown
 from specbatch.option import SEED, Range, option
+from specbatch.response_format import read_response_format
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class FinishReason(StrEnum):
@@ -49,6 +54,10 @@ def _biases(reader: Any, value: Any, path: str) -> Mapping[int, float] | None:
 
 TOKEN_ID = Range(">= 0 and < 2^31", lambda v: 0 <= v < 2**31)
 _PENALTY = Range(">= -2 and <= 2 (0 = off)", lambda v: -2 <= v <= 2)
+
+
+# What the text has to be. At most one is given; one of a row replaces the default's.
+GRAMMAR_FIELDS = ("response_format", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +134,15 @@ class SamplingParams:
         "Completions for each row. At temperature 0 one is computed, and the others are copies.",
         Range(">= 1 and <= 1024", lambda v: 1 <= v <= 1024),
     )
+    response_format: str | None = option(
+        None,
+        'As OpenAI has it: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema": {...}}}`. '
+        "The text is JSON that the schema allows. This and the next three need `pip install 'specbatch[grammar]'`.",
+        read=read_response_format,
+    )
+    regex: str | None = option(None, "The text matches this regular expression, in the syntax of Rust's `regex`.")
+    choice: tuple[str, ...] | None = option(None, "The text is one of these.")
+    grammar: str | None = option(None, "The text is a sentence of this grammar, in Lark or GBNF.")
 
     def __post_init__(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -133,6 +151,12 @@ class SamplingParams:
             )
         if self.allowed_token_ids == ():
             raise FieldError("invalid_value", "allowed_token_ids must not be empty")
+        if len(given := [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]) > 1:
+            raise FieldError("invalid_value", f"{' and '.join(given)} are given; give one of them")
+        if self.choice is not None and (len(set(self.choice)) < max(2, len(self.choice)) or "" in self.choice):
+            raise FieldError(
+                "invalid_value", f"choice must be a list of two or more different texts, not {shown(self.choice)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +178,30 @@ class RngKey:
 StopCheck = Callable[[Sequence[int], int], int | None]
 
 
+class GrammarMatcher(Protocol):
+    """Where the output of a request is in its grammar; at first before its first token. What it returns depends on the
+    tokens alone, however they were reached."""
+
+    def advance(self, token: int) -> bool:
+        """Go one token further, if the grammar allows it. Returns whether it did."""
+        ...
+
+    def back(self, num_tokens: int) -> None: ...
+
+    def is_complete(self) -> bool:
+        """Whether the output may end here."""
+        ...
+
+    def may_be_forced(self) -> bool:
+        """False: more than one token may come next, or the output is complete. It costs much less than `mask`."""
+        ...
+
+    def mask(self) -> NDArray[np.int32]:
+        """Which tokens may come next: token t if bit t % 32 of word t // 32 is set. Bits of end-of-sequence tokens
+        mean nothing, see `is_complete`. Tokens past the last word may not come."""
+        ...
+
+
 @dataclass(slots=True)
 class Request:
     """One completion to compute."""
@@ -164,6 +212,7 @@ class Request:
     rng: RngKey
     check_stop: StopCheck | None = None  # None: no stop strings
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
+    matcher: GrammarMatcher | None = None  # of this request alone; None: any text
 
 
 class TokenLogprob(NamedTuple):
@@ -271,6 +320,21 @@ class EngineLimits:
 
 
 @dataclass(slots=True)
+class GrammarCounts:
+    """What grammars did in rounds. Seconds are of the host."""
+
+    forced: int = 0  # nodes that they added to draft trees
+    forbidden: int = 0  # drafts that they took out of them
+    masks: int = 0
+    tree_seconds: float = 0.0  # between drafting and the target's forward pass
+    mask_seconds: float = 0.0  # while a device can compute
+
+    def add(self, other: GrammarCounts) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters since the engine was built. Seconds are wall time."""
 
@@ -285,13 +349,15 @@ class EngineStats:
     memory_shortages: int = 0  # launches that ran out of memory and were made smaller
     joules: float = 0.0  # of the GPU; 0: not measured
     broken_drafts: int = 0  # sampled drafts whose probabilities were not finite: rejected
+    grammar: GrammarCounts = field(default_factory=GrammarCounts)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     def add(self, other: EngineStats) -> None:
         """Sum with another engine's. Seconds of engines that ran together add up to more than the wall time."""
         for item in fields(self):
-            if item.name != "speculation":
+            if item.name not in ("grammar", "speculation"):
                 setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        self.grammar.add(other.grammar)
         self.speculation.add(other.speculation)
 
 

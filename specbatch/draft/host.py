@@ -75,7 +75,8 @@ class HostDraftMethod(DraftMethod):
         if self._is_chain:
             assert trees.parents_BN is None, "a tree, and topk is 1"
         else:
-            columns += _ancestry(trees, self.max_path, self._num_words)
+            columns += ancestry(trees, self._num_words)
+            assert columns[2].max(initial=0) < self.max_path, f"a path has at most {self.max_path} nodes"
         nodes = np.zeros((batch, self.num_nodes, self._num_columns), dtype=np.int32)
         nodes[:, :width] = np.concatenate(columns, axis=2)
         return np.concatenate((counts[:, None].astype(np.int32), nodes.reshape(batch, -1)), axis=1)
@@ -94,7 +95,7 @@ class HostDraftMethod(DraftMethod):
         return DraftTrees(tokens_BN, num_nodes_B, parents_BN, nodes[:, :, 2].long(), nodes[:, :, 3:].contiguous())
 
 
-def _ancestry(trees: HostTrees, max_path: int, num_words: int) -> list[np.ndarray]:
+def ancestry(trees: HostTrees, num_words: int) -> list[np.ndarray]:
     """Parents (B, N, 1), depths (B, N, 1) and mask words (B, N, W). A node past the tree's end sees itself alone."""
     batch, width = trees.tokens_BN.shape
     lines, nodes = np.arange(batch), np.arange(width)
@@ -111,5 +112,4 @@ def _ancestry(trees: HostTrees, max_path: int, num_words: int) -> list[np.ndarra
         parent = np.where(drafts[:, node], parents_BN[:, node], 0)
         depths[:, node] = np.where(drafts[:, node], depths[lines, parent] + 1, 0)
         mask[:, node] |= np.where(drafts[:, node, None], mask[lines, parent], 0)
-    assert depths.max(initial=0) < max_path, f"a path has at most {max_path} nodes"
     return [parents_BN[:, :, None], depths[:, :, None], mask.view(np.int32)]

@@ -26,9 +26,13 @@ class DraftTrees:
     parents_BN: Tensor | None = None  # int64; -1: the root; -2: past num_nodes
     depths_BN: Tensor | None = None  # int64; 0: the root, and nodes past num_nodes
     mask_BNW: Tensor | None = None  # int32 words: which nodes a node sees, see `kernels.torch.tree.select_nodes`
+    max_path: int | None = None  # nodes of the longest path, of trees that are no longer the method's own; None: its
     # What a chain's drafts were drawn from, for rejection sampling. None: a draft is accepted if it is the token that
     # the target itself draws.
     probs_BDW: Tensor | None = None
+    # int64, with `probs_BDW`: drafts of each chain. One past `num_nodes_B` is forbidden to the target: it is rejected
+    # without being verified. None: all of `probs_BDW`.
+    num_drafts_B: Tensor | None = None
 
 
 class DraftMethod(ABC):

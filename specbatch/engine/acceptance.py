@@ -54,7 +54,7 @@ class Acceptance:
         """`index_BN`: of the computed token of each node; None: all nodes are computed. `target_ids`: of the draft
         vocabulary; None: it is the target's. `sampled`: some request may have a positive temperature."""
         if sampled and trees.probs_BDW is not None:
-            found = self._accept_drawn(view, trees, logits_TV, target_ids)
+            found = self._accept_drawn(view, trees, logits_TV, index_BN, target_ids)
         else:
             choice_BN, margin_BN = self.choose(view, trees, logits_TV, index_BN, sampled)
             found = Decision(choice_BN, margin_BN=margin_BN)
@@ -105,7 +105,12 @@ class Acceptance:
         return choice_BN
 
     def _accept_drawn(
-        self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, target_ids: Tensor | None
+        self,
+        view: BatchView,
+        trees: DraftTrees,
+        logits_TV: Tensor,
+        index_BN: Tensor | None,
+        target_ids: Tensor | None,
     ) -> Decision:
         """Of chains that were drawn from `probs_BDW`."""
         assert trees.probs_BDW is not None
@@ -116,11 +121,14 @@ class Acceptance:
         accept_BN, residual_BN, sample_BN = (
             self.ops.uniform(*rng, position_BN, draw) for draw in (Draw.ACCEPT, Draw.RESIDUAL, Draw.SAMPLE)
         )
-        drafts_BD, q_BDW = trees.tokens_BN[:, 1:], trees.probs_BDW
+        drafts_BD, q_BDW, num_drafts_B = trees.tokens_BN[:, 1:], trees.probs_BDW, trees.num_drafts_B
+        if num_drafts_B is None:
+            num_drafts_B = torch.full_like(view.length_B, num_nodes - 1)
         if self.lazy:
             q_BDW, target_ids = widen(q_BDW, target_ids, logits_TV.shape[1]), None
-            logits_BNV = logits_TV.view(batch, num_nodes, -1)
-            p_BNV = self._distributions_on_path(view, drafts_BD, q_BDW, logits_BNV, accept_BN)
+            if index_BN is None:
+                index_BN = torch.arange(batch * num_nodes).view(batch, num_nodes)
+            p_BNV = self._distributions_on_path(view, drafts_BD, num_drafts_B, q_BDW, logits_TV, index_BN, accept_BN)
         else:
             params = (values.repeat_interleave(num_nodes) for values in view.sampling)
             p_BNV = self.ops.distribution(logits_TV, *params).view(batch, num_nodes, -1)
@@ -129,7 +137,7 @@ class Acceptance:
             q_BDW,
             target_ids,
             p_BNV,
-            torch.full_like(view.length_B, num_nodes - 1),
+            num_drafts_B,
             view.sampling[0],
             accept_BN[:, :-1],
             residual_BN[:, :-1],
@@ -139,20 +147,30 @@ class Acceptance:
             num_path_B=num_path_B,
             next_token_B=next_token_B,
             num_broken_B=num_broken_B,
-            margin_BN=margin_T.view(batch, num_nodes),
+            margin_BN=margin_T.view(batch, num_nodes) if index_BN is None else margin_T[index_BN],
         )
 
     def _distributions_on_path(
-        self, view: BatchView, drafts_BD: Tensor, q_BDV: Tensor, logits_BNV: Tensor, u_accept_BN: Tensor
+        self,
+        view: BatchView,
+        drafts_BD: Tensor,
+        num_drafts_B: Tensor,
+        q_BDV: Tensor,
+        logits_TV: Tensor,
+        index_BN: Tensor,
+        u_accept_BN: Tensor,
     ) -> Tensor:
         """(B, N, V) the target's distributions at the nodes up to the first draft that is rejected; 0 at the others,
         which `accept_chain` does not come to."""
-        p_BNV = torch.zeros(logits_BNV.shape, dtype=torch.float64)
+        p_BNV = torch.zeros((*index_BN.shape, logits_TV.shape[1]), dtype=torch.float64)
         request = torch.arange(len(drafts_BD))
-        for node in range(logits_BNV.shape[1]):
-            p = self.ops.distribution(logits_BNV[request, node], *(values[request] for values in view.sampling))
+        for node in range(index_BN.shape[1]):
+            logits = logits_TV[index_BN[request, node]]
+            p = self.ops.distribution(logits, *(values[request] for values in view.sampling))
             p_BNV[request, node] = p
-            if node == drafts_BD.shape[1]:
+            has_next = node < num_drafts_B[request]
+            request, p = request[has_next], p[has_next]
+            if not len(request):
                 break
             draft = drafts_BD[request, node][:, None]
             is_greedy = view.sampling[0][request] == 0

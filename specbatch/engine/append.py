@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from specbatch.batch import NO_TOKEN
+from specbatch.engine.grammar import GrammarState
 from specbatch.engine.rules import make_rules
 from specbatch.engine.sequence import Sequence
 from specbatch.types import EngineLimits, FinishReason, Request
@@ -17,8 +18,12 @@ def new_sequence(request: Request, limits: EngineLimits, max_length: int) -> Seq
         raise ValueError(f"a prompt has 1 to {limits.max_prompt_tokens} tokens here, got {len(prompt)}")
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         raise ValueError(f"a token id is outside the vocabulary of {limits.vocab_size}")
-    rules = make_rules(request.params, request.bad_words, limits)
-    return Sequence(request, prompt, min(len(prompt) + request.params.max_tokens, max_length), rules=rules)
+    params, matcher = request.params, request.matcher
+    rules = make_rules(params, request.bad_words, limits, has_grammar=matcher is not None)
+    grammar = None
+    if matcher is not None:
+        grammar = GrammarState(matcher, limits.eos_token_ids, params.stop_token_ids, limits.vocab_size)
+    return Sequence(request, prompt, min(len(prompt) + params.max_tokens, max_length), rules=rules, grammar=grammar)
 
 
 def append_tokens(seq: Sequence, tokens: list[int], eos: Set[int]) -> FinishReason | None:

@@ -23,6 +23,7 @@ class EngineBase:
     """The parts of `types.BatchEngine` that do not compute. `capacity` is the longest sequence, prompt and output, that
     the model and the cache can hold, `longest_row` what a new job allows; None: as much."""
 
+    max_forced = 0  # nodes that a grammar may add to a draft tree
     chunk_cost: ChunkCost | None = None  # for which short prompts are gathered; None: they are not
     waited_seconds = 0.0  # for a device: what is left of the time is the host's own
 
@@ -91,7 +92,9 @@ class EngineBase:
         return tokens
 
     def submit(self, request: Request) -> None:
-        self._scheduler.waiting.append(new_sequence(request, self.limits, self._max_length))
+        seq = new_sequence(request, self.limits, self._max_length)
+        seq.num_forced_room = self.max_forced if seq.grammar is not None else 0
+        self._scheduler.waiting.append(seq)
 
     def abort_all(self) -> None:
         """Drop all requests unfinished: for measurements, and for who gives up."""
@@ -126,7 +129,7 @@ class EngineBase:
         logprobs = seq.logprobs if params.logprobs is not None else None
         margin = seq.margin if params.temperature == 0 else NO_MARGIN
         scored = [seq.prompt_logprobs[i] for i in seq.scored_tokens] if params.prompt_logprobs is not None else None
-        failed = reason is FinishReason.ERROR and seq.rules is not None and seq.rules.leaves_none(seq.generated)
+        failed = reason is FinishReason.ERROR and _leaves_none(seq)
         return Completion(
             seq.request.request_id,
             list(seq.generated),
@@ -137,3 +140,14 @@ class EngineBase:
             prompt_logprobs=scored,
             no_token_left=failed,
         )
+
+
+def _leaves_none(seq: Sequence) -> bool:
+    """Whether the request's rules and its grammar forbid all tokens after its output."""
+    if seq.rules is None:
+        return False
+    allowed_W = seq.rules.allowed(seq.generated)
+    if seq.grammar is not None:
+        seq.grammar.follow(seq.generated)
+        allowed_W &= seq.grammar.mask()
+    return not allowed_W.any()

@@ -32,6 +32,8 @@ from specbatch.engine.base import EngineBase
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
+from specbatch.engine.grammar import MAX_FORCED
+from specbatch.engine.grammar_round import GrammarRound, write_node_masks
 from specbatch.engine.logprobs import LogprobDownload, ReadLogprobs, num_top_of
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import PromptPacker, ScoredToken
@@ -108,6 +110,8 @@ class Engine(EngineBase):
         self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
         self._max_batch_size = max_batch_size
         self._async_depth = _async_depth(rounds)
+        self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
+        self._num_mask_nodes = lookahead + self.max_forced
         self._forget_rounds()
         self._reports: deque[_Report] = deque()
         self._failed = 0  # launches in a row that ran out of memory
@@ -135,8 +139,9 @@ class Engine(EngineBase):
         spans = self._scheduler.plan_prefill()
         if spans:
             return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans), finished)
-        if self._reports and self._scheduler.would_preempt():
-            finished += self.drain()  # who is preempted is decided with everything known
+        if self._reports and (self._has_grammars or self._scheduler.would_preempt()):
+            # Who is preempted is decided with everything known; and a grammar follows all tokens.
+            finished += self.drain()
         rows = [seq for seq in self._scheduler.plan_round() if not _surely_ends(seq)]
         if not rows:
             return False
@@ -196,13 +201,12 @@ class Engine(EngineBase):
         method = self.executor.rounds.at(len(rows)).method
         if isinstance(method, HostDraftMethod):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
-        launched = self.executor.run(
-            [seq.req_idx for seq in rows],
-            any(p.temperature > 0 for p in params),
-            num_top_of(p.logprobs for p in params),
-            _edits(rows),
-        )
-        max_path = method.max_path
+        sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
+        grammar = self._grammar_round(rows, method)
+        launched = self.executor.run([seq.req_idx for seq in rows], sampled, num_top, _edits(rows), grammar)
+        if grammar is not None:
+            self._stats.grammar.add(grammar.counts)
+        max_path = launched.max_path
         report = self._transfers.download(launched.output_BZ)
         logprobs = LogprobDownload.start(launched.logprobs, self._transfers)
         for seq in rows:
@@ -218,6 +222,7 @@ class Engine(EngineBase):
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
         params = [seq.request.params for seq in ready]
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
+        self._write_first_masks(ready)
         tokens, logprobs, scores = self._prompts.run(
             self._round, packed, sampled, num_top, self.executor.mode, _edits(ready)
         )
@@ -238,6 +243,26 @@ class Engine(EngineBase):
         now = time.perf_counter()
         self._stats.prefill_seconds += now - self._last_read
         self._last_read = now
+
+    @property
+    def _has_grammars(self) -> bool:
+        return any(seq.grammar is not None for seq in self._scheduler.running)
+
+    def _grammar_round(self, rows: list[Sequence], method: DraftMethod) -> GrammarRound | None:
+        """None: no request of the batch has a grammar."""
+        if all(seq.grammar is None for seq in rows):
+            return None
+        for seq in rows:
+            if seq.grammar is not None:
+                seq.grammar.follow(seq.generated)
+        rules = self._rows.node_masks(self._num_mask_nodes)
+        return GrammarRound(rows, method, rules, self._transfers, fixed_shapes=self._round.fixed_shapes)
+
+    def _write_first_masks(self, ready: list[Sequence]) -> None:
+        """Of the first tokens of prompts that end."""
+        if first := [seq for seq in ready if seq.grammar is not None]:
+            masks_C1W = np.stack([seq.grammar.mask()[None] for seq in first if seq.grammar is not None])
+            write_node_masks(self._rows.node_masks(self._num_mask_nodes), first, masks_C1W, self._transfers)
 
     def _read(self) -> list[Completion]:
         """Wait for the oldest report and do what it says."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specbatch.batch import Edits
 from specbatch.draft.schedule import ByBatch
+from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, Logprobs
 from specbatch.engine.round import Round, Verified
 from specbatch.engine.transfers import Transfers
@@ -56,10 +57,12 @@ class Launched:
 
     output_BZ: Tensor  # see `Committed`
     logprobs: Logprobs | None
+    max_path: int  # tokens that the round may commit
 
     @staticmethod
     def of(verified: Verified) -> Launched:
-        return Launched(verified.committed.output_BZ, verified.logprobs)
+        committed = verified.committed
+        return Launched(committed.output_BZ, verified.logprobs, committed.path_BM.shape[1])
 
 
 class RoundExecutor:
@@ -151,14 +154,21 @@ class RoundExecutor:
             self._req_idx_B[: len(padded)].copy_(self._transfers.upload(np.array(padded, dtype=np.int64)))
             self._uploaded = padded
 
-    def run(self, slots: list[int], sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE) -> Launched:
-        """Launch a round of these slots. `sampled`, `num_top`, `edits`: see `Round`."""
+    def run(
+        self,
+        slots: list[int],
+        sampled: bool,
+        num_top: int | None = None,
+        edits: Edits = Edits.NONE,
+        grammar: GrammarRound | None = None,
+    ) -> Launched:
+        """Launch a round of these slots. `sampled`, `num_top`, `edits`, `grammar`: see `Round`."""
         size, i = self.padded_size(len(slots)), self.rounds.index(len(slots))
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._req_idx_B[:size]
         round_, key = self.rounds.items[i], _Key(size, i, sampled, num_top, edits)
-        if self.runner is None:
-            return self._eager(round_, req_idx_B, key)
+        if self.runner is None or grammar is not None:
+            return self._eager(round_, req_idx_B, key, grammar)
         first = ("round" if self.mode == "round" else "draft", *key)
         if first not in self.runner and key not in self._uncaptured:  # the first batch of its kind
             self._capture(key)
@@ -173,10 +183,10 @@ class RoundExecutor:
         self.runner.replay(("extend", *key))
         return launched
 
-    def _eager(self, round_: Round, req_idx_B: Tensor, key: _Key) -> Launched:
+    def _eager(self, round_: Round, req_idx_B: Tensor, key: _Key, grammar: GrammarRound | None = None) -> Launched:
         restore = round_.state.saved()
         try:
-            return Launched.of(round_(req_idx_B, key.sampled, key.num_top, key.edits))
+            return Launched.of(round_(req_idx_B, key.sampled, key.num_top, key.edits, grammar))
         except Exception as error:
             # Past the commit, the slots have moved on, and nobody would ever read where to. What else a round writes
             # lies past the committed slots of each row: the next one writes it again.

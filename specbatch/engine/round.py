@@ -22,12 +22,23 @@ from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.engine.acceptance import Acceptance, Decision
 from specbatch.engine.edits import edited_logits
+from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import Logprobs
 from specbatch.models.decoder import Decoder
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
 _SCORED_ROWS = 32  # prompt tokens whose log-probabilities are computed at once
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What the target computed for the T nodes of a round."""
+
+    hidden_TE: Tensor
+    aux_hidden_states: list[Tensor]
+    logits_TV: Tensor
+    index_T: Tensor | None  # int64, (B * N) of the computed token of each node; None: all nodes are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,7 @@ class Verified:
     hidden_TE: Tensor
     aux_hidden_states: list[Tensor]
     logprobs: Logprobs | None
+    num_reusable: int  # see `DraftMethod`
 
 
 class Round:
@@ -85,13 +97,24 @@ class Round:
         return self._target.num_positions
 
     def __call__(
-        self, req_idx_B: Tensor, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE
+        self,
+        req_idx_B: Tensor,
+        sampled: bool,
+        num_top: int | None = None,
+        edits: Edits = Edits.NONE,
+        grammar: GrammarRound | None = None,
     ) -> Verified:
         """One round of the requests `req_idx_B` (int64; padding's index may repeat). `sampled`: some request may have a
         positive temperature. `num_top`: with log-probabilities, of this number of most likely tokens, too; None:
-        without. `edits`: what the requests' rules change in logits."""
+        without. `edits`: what the requests' rules change in logits. `grammar`: of requests that have one; the host then
+        takes part in the round."""
         view, trees = self.draft(req_idx_B, sampled)
-        verified = self.verify(view, trees, sampled, num_top, edits)
+        if grammar is not None:
+            trees = grammar.reshape(trees)
+        forwarded = self.forward(view, trees)
+        if grammar is not None:
+            grammar.write_masks()  # the device computes meanwhile
+        verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
         self.extend(verified)
         return verified
 
@@ -108,6 +131,10 @@ class Round:
         edits: Edits = Edits.NONE,
     ) -> Verified:
         """The target's forward pass over all nodes, acceptance, commit, and the accepted paths made contiguous."""
+        return self.accept(view, trees, self.forward(view, trees), sampled, num_top, edits)
+
+    def forward(self, view: BatchView, trees: DraftTrees) -> Forwarded:
+        """The target's forward pass over all nodes."""
         batch, num_nodes = trees.tokens_BN.shape
         mask = None if trees.mask_BNW is None else trees.mask_BNW.view(batch * num_nodes, -1)
         layout = view.layout(num_nodes, depths_BQ=trees.depths_BN, mask_TW=mask)
@@ -118,7 +145,19 @@ class Round:
             index_T = torch.zeros_like(tokens_T).index_copy_(0, node_T, torch.arange(len(node_T), device=node_T.device))
             tokens_T = tokens_T[node_T]
         hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
-        logits = self._target.raw_logits(hidden)
+        return Forwarded(hidden, aux_hidden_states, self._target.raw_logits(hidden), index_T)
+
+    def accept(
+        self,
+        view: BatchView,
+        trees: DraftTrees,
+        forwarded: Forwarded,
+        sampled: bool,
+        num_top: int | None = None,
+        edits: Edits = Edits.NONE,
+    ) -> Verified:
+        """Acceptance, commit, and the accepted paths made contiguous."""
+        (batch, num_nodes), logits, index_T = trees.tokens_BN.shape, forwarded.logits_TV, forwarded.index_T
         target_ids = None if self.method.net is None else self.method.net.target_ids
         index_BN = None if index_T is None else index_T.view(batch, num_nodes)
         edited = self._edited(view, trees, logits, edits, keep=num_top is not None)
@@ -129,7 +168,11 @@ class Round:
             paths = committed.path_BM.shape
             self._ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
         logprobs = self._logprobs(logits, accept_index_T, committed.tokens_BM, num_top)
-        return Verified(view, committed, accept_index_T, hidden, aux_hidden_states, logprobs)
+        # What a grammar has put in place of drafts was not computed in drafting.
+        num_reusable = self.method.num_reusable if trees.max_path is None else 0
+        return Verified(
+            view, committed, accept_index_T, forwarded.hidden_TE, forwarded.aux_hidden_states, logprobs, num_reusable
+        )
 
     def _logprobs(self, logits_TV: Tensor, index_T: Tensor, tokens_BM: Tensor, num_top: int | None) -> Logprobs | None:
         """Of tokens (B, M), by the rows (B * M) of raw logits that they were chosen by."""
@@ -153,7 +196,7 @@ class Round:
             view.req_idx_B,
             self._page_size,
             self._eos,
-            self.method.max_path,
+            self.method.max_path if trees.max_path is None else trees.max_path,
             trees.tokens_BN,
             decision.choice_BN,
             parents_BN=trees.parents_BN,
@@ -192,7 +235,7 @@ class Round:
         starts_B = layout.starts_B
         tokens_T = committed.tokens_BM.reshape(-1)
         if not self.fixed_shapes:
-            layout, part_T = layout.part((num_path_B - 1).clamp(max=self.method.num_reusable), num_path_B)
+            layout, part_T = layout.part((num_path_B - 1).clamp(max=verified.num_reusable), num_path_B)
             tokens_T, accept_index_T = tokens_T[part_T], accept_index_T[part_T]
             last_B = layout.query_starts[1:].long() - 1
         else:

@@ -13,7 +13,7 @@ import numpy as np
 from specbatch.batch import Edits
 from specbatch.cache.rule_table import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES
 from specbatch.errors import FieldError, shown
-from specbatch.types import EngineLimits, SamplingParams
+from specbatch.types import GRAMMAR_FIELDS, EngineLimits, SamplingParams
 
 NO_TOKEN_LEFT = "no token is left to choose"
 
@@ -31,14 +31,20 @@ class Rules:
 
     def leaves_none(self, output: Sequence[int]) -> bool:
         """Whether they forbid all tokens after this output."""
+        return not self.allowed(output).any()
+
+    def allowed(self, output: Sequence[int]) -> np.ndarray:
+        """(W,) int32, the tokens that may come after this output."""
         mask_W = self.masks_2W[int(len(output) >= self.min_tokens)].copy()
         for word in self.bad_words:
             if tuple(output[1 - len(word) :]) == word[:-1]:
                 _remove(mask_W, word[-1:])
-        return not mask_W.any()
+        return mask_W
 
 
-def make_rules(params: SamplingParams, bad_words: Sequence[tuple[int, ...]], limits: EngineLimits) -> Rules | None:
+def make_rules(
+    params: SamplingParams, bad_words: Sequence[tuple[int, ...]], limits: EngineLimits, has_grammar: bool = False
+) -> Rules | None:
     """None: the request has no rules. `bad_words`: as token ids. Raises FieldError where a token id is not in the
     vocabulary, where there are more of something than the device has room for, or where no token is allowed."""
     biases = dict(params.logit_bias or {})
@@ -51,6 +57,8 @@ def make_rules(params: SamplingParams, bad_words: Sequence[tuple[int, ...]], lim
         edits |= Edits.BAD_WORDS
     if biases or penalties != (1.0, 0.0, 0.0):
         edits |= Edits.VALUES
+    if has_grammar:
+        edits |= Edits.NODE_MASK
     if edits is Edits.NONE:
         return None
     allowed = params.allowed_token_ids
@@ -73,6 +81,7 @@ def make_rules(params: SamplingParams, bad_words: Sequence[tuple[int, ...]], lim
 def forbidden_by(params: SamplingParams, bad_words: Sequence[object]) -> str:
     """The options that forbid tokens, for a message."""
     given = {
+        **{name: getattr(params, name) for name in GRAMMAR_FIELDS},
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": bad_words,
         "min_tokens": params.min_tokens,

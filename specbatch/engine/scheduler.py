@@ -165,7 +165,8 @@ class Scheduler:
         """Give a waiting sequence its cached prefix and pages for its prompt and the first round, if there are
         enough."""
         cached = self._prefix.match(seq.tokens, seq.max_cached) if self._prefix is not None else []
-        wanted = self._pool.pages_for(seq.num_prefill_tokens + self.num_lookahead) - len(cached)
+        forced = min(seq.num_forced_room, seq.max_length - 1 - seq.num_prefill_tokens)
+        wanted = self._pool.pages_for(seq.num_prefill_tokens + max(forced, 0) + self.num_lookahead) - len(cached)
         # A page for each running sequence stays free, or the newcomer would be preempted by the next round.
         if not self._make_room(wanted + len(self.running)):
             self._pool.release(cached)
@@ -196,7 +197,7 @@ class Scheduler:
 
     def _missing_pages(self, seq: Sequence) -> int:
         """Pages to add for the next round, the worst case of rounds under way counted in."""
-        committed = min(seq.num_computed_tokens + seq.num_in_flight, seq.max_length - 1)
+        committed = min(seq.num_computed_tokens + seq.num_in_flight + seq.num_forced_room, seq.max_length - 1)
         # As `pages_for`, in fewer calls: this is asked of every request before every round.
         return -(-(committed + self.num_lookahead) // self._pool.page_size) - len(seq.pages)
 

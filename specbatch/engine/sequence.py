@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbatch.batch import Edits
+from specbatch.engine.grammar import GrammarState
 from specbatch.engine.rules import Rules
 from specbatch.types import NO_MARGIN, Margin, Request, SpeculationCounts, TokenLogprob
 
@@ -38,6 +39,8 @@ class Sequence:
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     rules: Rules | None = None
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index of the token, as far as computed
+    grammar: GrammarState | None = None
+    num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `grammar.MAX_FORCED`
 
     @property
     def num_prompt(self) -> int:

@@ -77,6 +77,12 @@ class TableWriter:
                 table = self._state.add_rules(self._vocab_size)
                 write_rules(table, self._transfers, seq.req_idx, seq.rules, seq.num_prompt)
 
+    def node_masks(self, num_nodes: int) -> RuleTable:
+        """The rules' table, with room for masks of that number of nodes."""
+        table = self._state.add_rules(self._vocab_size)
+        table.add_node_masks(num_nodes)
+        return table
+
     def upload_pages(self, sequences: Iterable[Sequence]) -> None:
         """Tell the device the page tables that changed."""
         grown = [seq for seq in sequences if self._num_pages_of[seq.req_idx] != len(seq.pages)]

@@ -35,7 +35,7 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
         custom_logit_processor forced_bos_token_id forced_eos_token_id trace_decode_token_ids
         top_h top_p_min top_p_reset_ids sampling_seed beam_width_array
         max_length max_output_tokens max_time eos_token_id end_id truncate_prompt_tokens
-        json_schema regex ebnf structural_tag structured_outputs
+        json_schema ebnf structural_tag structured_outputs
         guided_decoding guided_json guided_regex guided_choice guided_grammar
         web_search_options enable_thinking thinking_budget max_thinking_tokens verbosity
         system chat_template input_ids input_embeds prompt_embeds image_data video_data audio_data multi_modal_data
@@ -94,9 +94,8 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
     (([], ""), "stop_regex"),
     (("",), "suffix"),
     ((str, bool), "truncate"),
-    ((str,), "grammar reasoning audio"),
+    ((str,), "reasoning audio"),
     (([], str), "documents"),
-    (({"type": "text"},), "response_format"),
     ((["text"],), "modalities"),
     (("none", "auto"), "function_call"),
 )
@@ -117,6 +116,15 @@ _INSTEAD = {
     "top_logprobs_num": "logprobs, a number",
     "top_n_tokens": "logprobs, a number",
     "return_logprob": "logprobs, a number",
+    "json_schema": "response_format",
+    "ebnf": "grammar",
+    "structural_tag": "grammar",
+    "structured_outputs": "response_format, regex, choice or grammar",
+    "guided_decoding": "response_format, regex, choice or grammar",
+    "guided_json": "response_format",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
     "system": "messages, or data.system_prompt of the configuration",
     "input_ids": "prompt_token_ids",
     "chat_template": "data.chat_template of the configuration",

@@ -60,6 +60,7 @@ class RowPreparer:
                 raise ids
             assert isinstance(prompt, Prompt)
             bad_words = self._texts.bad_words(prompt.params, self._limits)
+            self._texts.matcher(prompt.params)  # a grammar is compiled here, and kept
             choices = self._texts.choice_tokens(prompt, self._limits) if prompt.choices else ()
             return PreparedRow(digest, row, prompt, ids, bad_words, choices, self._texts.answer_reader(prompt, ids))
         except RowError as exc:

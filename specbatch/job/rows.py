@@ -31,7 +31,7 @@ from specbatch.job.parameters import PROMPTS, SAMPLING_NAMES, UNSUPPORTED, meant
 from specbatch.job.results_format import RowInfo
 from specbatch.job.sources import RawRow, Source
 from specbatch.job.templates import PromptTemplate
-from specbatch.types import SamplingParams
+from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 
 PromptKind = Literal["prompt", "messages", "token_ids"]
 _MAX_PREVIEW_ROWS = 100  # that are read before the model is loaded, if the first one lacks a field
@@ -181,6 +181,8 @@ def override(defaults: SamplingParams, fields: Mapping[str, Any]) -> SamplingPar
             raise RowError(exc.type, exc.message) from exc
         if changes.setdefault(field, value) != value:
             raise RowError("invalid_value", f"{name} is {value}, but another name of {field} has {changes[field]}")
+    if any(name in changes for name in GRAMMAR_FIELDS):
+        changes = {**dict.fromkeys(GRAMMAR_FIELDS), **changes}
     try:
         return replace(defaults, **changes) if changes else defaults
     except FieldError as exc:

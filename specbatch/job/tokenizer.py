@@ -10,12 +10,14 @@ from typing import Any
 from specbatch.config import Config, DataSection
 from specbatch.engine.resolve_data import runs_prompts_as_chat
 from specbatch.errors import ConfigError, FieldError, RowError
+from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.constraint import constraint_of
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.chat_output import MARKS, AnswerReader, Thinking, ends_in_reasoning
 from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
-from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck
+from specbatch.types import Completion, EngineLimits, FinishReason, GrammarMatcher, SamplingParams, StopCheck
 
 # Maximum tokens without visible text (special tokens, pieces of a character) that are held back. Characters take at
 # most 4 bytes, so a longer run is not an unfinished character.
@@ -127,6 +129,7 @@ class TextProcessor:
         self._token_texts: dict[int, str] = {}
         special = set(getattr(tokenizer, "all_special_tokens", ()))
         self._marks = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS if mark in special}
+        self._grammars = GrammarCompiler(tokenizer)
 
     @property
     def prints_today(self) -> bool:
@@ -182,6 +185,21 @@ class TextProcessor:
             thinking = "open" if ends_in_reasoning(end) else "marked"
         calls = self._chat.tool_facts.calls if chat.tools else None
         return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
+
+    def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
+        """Of an output that begins; None: it may be any text. Raises RowError for a grammar that cannot be used."""
+        try:
+            constraint = constraint_of(params)
+        except FieldError as exc:
+            raise RowError(exc.type, exc.message) from exc
+        return None if constraint is None else self._grammars.matcher(constraint)
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Raises ConfigError for the grammar of a configuration."""
+        try:
+            self.matcher(params)
+        except RowError as exc:
+            raise ConfigError(f"sampling.{exc.message}") from exc
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens, exactly as the tokenizer joins it. Marks of reasoning and of tool calls stay,

@@ -91,6 +91,7 @@ class Worker:
         run: ResolvedRun = self._runtime.resolve(config)
         self._run = run
         self._texts = TextProcessor(run.tokenizer, run.config.data)
+        self._texts.check_grammar(run.config.sampling)
         self.models = ModelFiles(self._runtime.model_paths(run.config), self._log)
         return Description(
             run.config,

@@ -37,7 +37,6 @@ CHANGING: list[dict[str, Any]] = [
     {"thinking_token_budget": 0},
     {"reasoning": {"effort": "low"}},
     {"functions": [{}]},
-    {"regex": "[0-9]+"},
     {"json_schema": "{}"},
     {"ebnf": "root ::= 'a'"},
     {"guided_choice": ["a", "b"]},
@@ -95,11 +94,11 @@ def test_values_that_change_nothing_are_not(row: dict[str, Any]) -> None:
 def test_the_way_out_is_named() -> None:
     assert "use stop" in (refused({"stop_sequences": ["a"]}) or "")
     assert "data.system_prompt" in (refused({"system": "a"}) or "")
-    for name in ("regex", "system", "input_ids"):  # columns of data sets
+    for name in ("ebnf", "system", "input_ids"):  # columns of data sets
         assert "if it is only data, put it under `metadata`, or set data.prompt_column" in (refused({name: "a"}) or "")
-    info, prompt = parse({"prompt": "x", "metadata": {"regex": "a"}})
+    info, prompt = parse({"prompt": "x", "metadata": {"ebnf": "a"}})
     assert isinstance(prompt, Prompt)
-    assert info.metadata == {"regex": "a"}
+    assert info.metadata == {"ebnf": "a"}
 
 
 def test_no_supported_field_is_refused() -> None:
@@ -120,11 +119,11 @@ def test_aliases(name: str) -> None:
 
 @pytest.mark.parametrize("data", [DataSection(prompt_template="{q}"), DataSection(prompt_column="q")])
 def test_columns_that_make_prompts_are_data(data: DataSection) -> None:
-    row = {"q": "x", "regex": "a", "system": "s", "do_sample": True, "tools": [1]}
+    row = {"q": "x", "ebnf": "a", "system": "s", "do_sample": True, "tools": [1]}
     for raw in (row, json.dumps(row).encode()):
         info, prompt = RowParser(SamplingParams(), data).parse(RawRow(0, raw))
         assert isinstance(prompt, Prompt), prompt
-        assert (info.metadata or {}).items() >= {"regex": "a", "system": "s", "do_sample": True, "tools": [1]}.items()
+        assert (info.metadata or {}).items() >= {"ebnf": "a", "system": "s", "do_sample": True, "tools": [1]}.items()
 
 
 def test_bodies_name_the_parameter_that_was_meant() -> None:
@@ -169,7 +168,7 @@ def test_fields_that_nothing_read_are_named_with_their_rows() -> None:
     assert "temprature (1 row; did you mean temperature?), topic (3 rows)" in line
     assert "own" not in line
     assert remarks_of([{"prompt": "x", "id": 1, "metadata": {"topic": 1}}]) == []
-    assert remarks_of([{"prompt": "x", "regex": "[0-9]"}, {"prompt": 3, "topic": 1}]) == []  # errors
+    assert remarks_of([{"prompt": "x", "ebnf": "[0-9]"}, {"prompt": 3, "topic": 1}]) == []  # errors
 
 
 def test_with_a_template_only_misspelled_names_are_reported() -> None:

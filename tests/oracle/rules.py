@@ -28,6 +28,13 @@ def edited_logits(logits_V: Tensor, seq: Sequence, path: list[int], eos: frozens
         forbidden |= set(range(len(logits_V))) - set(params.allowed_token_ids)
     if len(output) < params.min_tokens:
         forbidden |= {*eos, *params.stop_token_ids}
+    if (matcher := seq.request.matcher) is not None:
+        num_legal = next((i for i, token in enumerate(output) if not matcher.advance(token)), len(output))
+        if num_legal == len(output):  # else no path comes here
+            words, ends = matcher.mask(), {*eos, *params.stop_token_ids}
+            allowed = {token for token in range(len(logits_V)) if words[token >> 5] >> (token & 31) & 1} - eos
+            forbidden |= set(range(len(logits_V))) - allowed - (ends if matcher.is_complete() else set())
+        matcher.back(num_legal)
     for *start, last in seq.request.bad_words:
         if not start or output[-len(start) :] == start:
             forbidden.add(last)

@@ -25,7 +25,7 @@ LAYERS = [
     ["config_load"],
     ["config"],
     ["draft"],
-    ["models", "graphs"],
+    ["models", "graphs", "grammar"],
     ["attention"],
     ["cache"],
     ["kernels", "parallel"],
@@ -33,7 +33,7 @@ LAYERS = [
     ["strict"],
     ["strict_yaml", "retired"],
     ["types"],
-    ["option"],
+    ["option", "response_format"],
     ["errors", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,1 @@
+"""Structured output: what a row allows as its text, compiled to masks over token ids."""

@@ -1,0 +1,137 @@
+"""Grammars of llguidance (github.com/guidance-ai/llguidance), for one tokenizer. Nothing else imports it.
+
+JSON is written on one line, with one space after `,` and `:`, as `json.dumps` does: a small model that may write spaces
+can write them without end. A schema's `x-guidance` changes that, as llguidance describes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.errors import RowError
+from specbatch.grammar.constraint import Constraint
+
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAX_COMPILED = 1024  # grammars that are kept; one takes about 50 KB
+_NO_TOKEN = "<|specbatch: no token ends a text|>"
+_PIP = "pip install 'specbatch[grammar]'"
+
+
+class GrammarCompiler:
+    """`tokenizer`: of transformers, a fast one. Threads may share it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._hf_tokenizer = tokenizer
+        self._tokenizer: Any = None  # llguidance's, made for the first grammar: it takes a third of a second
+        self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """At the beginning of a text. Raises RowError for what cannot be compiled."""
+        with self._lock:
+            compiled = self._compiled.get(constraint)
+            if compiled is None:
+                compiled = self._compile(constraint)
+                self._compiled[constraint] = compiled
+                if len(self._compiled) > _MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            else:
+                self._compiled.move_to_end(constraint)
+        return Matcher(compiled, self._tokenizer.vocab_size)
+
+    def _compile(self, constraint: Constraint) -> Any:
+        llguidance = _library(constraint)
+        if self._tokenizer is None:
+            self._tokenizer = self._wrap(constraint)
+        make = {
+            "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON),
+            "regex": llguidance.LLMatcher.grammar_from_regex,
+            "grammar": lambda text: llguidance.grammar_from("grammar", text),
+        }[constraint.kind]
+        try:
+            compiled = llguidance.LLMatcher(self._tokenizer, make(constraint.text), log_level=0)
+        except ValueError as exc:
+            raise _refused(constraint, str(exc)) from exc
+        if compiled.is_error():
+            raise _refused(constraint, compiled.get_error())
+        start = Matcher(compiled, self._tokenizer.vocab_size)
+        if not start.mask().any() and not start.is_complete():
+            raise _refused(constraint, "no text matches it")
+        return compiled
+
+    def _wrap(self, constraint: Constraint) -> Any:
+        backend = getattr(self._hf_tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise _refused(constraint, "the model's tokenizer is not a fast one")
+        copy = type(backend).from_str(backend.to_str())
+        copy.no_padding()
+        copy.no_truncation()
+        end = self._hf_tokenizer.eos_token_id
+        if not isinstance(end, int):  # then an end that is no token of the model
+            copy.add_special_tokens([_NO_TOKEN])
+            end = copy.token_to_id(_NO_TOKEN)
+        try:
+            return _library(constraint).LLTokenizer(copy.to_str(), eos_token=end)
+        except ValueError as exc:
+            raise _refused(constraint, f"the model's tokenizer cannot be used: {exc}") from exc
+
+
+class Matcher:
+    """See `types.GrammarMatcher`."""
+
+    def __init__(self, compiled: Any, vocab_size: int) -> None:
+        self._compiled = compiled
+        self._tokens: list[int] = []
+        self._vocab_size = vocab_size
+        self._start()
+
+    def advance(self, token: int) -> bool:
+        if token >= self._vocab_size or self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._tokens.append(token)
+        return True
+
+    def back(self, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        del self._tokens[-num_tokens:]
+        if self._matcher.is_error() or not self._matcher.rollback(num_tokens):
+            self._start()  # an error is never left; what came before it may go on elsewhere
+            self._matcher.consume_tokens(self._tokens)
+
+    def may_be_forced(self) -> bool:
+        return bool(self._matcher.compute_ff_bytes()) or self._matcher.is_stopped()
+
+    def is_complete(self) -> bool:
+        return not self._matcher.is_error() and self._matcher.is_accepting()
+
+    def mask(self) -> NDArray[np.int32]:
+        mask_W = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
+        if not self._matcher.is_error() and not self._matcher.is_stopped():
+            self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            if self._matcher.is_error() or self._matcher.is_stopped():  # a limit, or an end that was found late
+                mask_W[:] = 0
+        return mask_W
+
+    def _start(self) -> None:
+        self._matcher = self._compiled.deep_copy()
+
+
+def _library(constraint: Constraint) -> Any:
+    try:
+        import llguidance
+    except ImportError as exc:
+        message = f"{constraint.option} needs the package llguidance: {_PIP}"
+        raise RowError("unsupported_parameter", message) from exc
+    return llguidance
+
+
+def _refused(constraint: Constraint, problem: str) -> RowError:
+    # Of a long error the first lines say what is wrong; the others repeat the grammar.
+    first = " ".join(" ".join(problem.split("<state>")[0].split()).split(" ")[:40])
+    return RowError("invalid_value", f"{constraint.option} cannot be used: {first}")

@@ -1,0 +1,43 @@
+"""What a request's sampling options ask of its text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from specbatch.errors import FieldError
+from specbatch.response_format import schema_of
+from specbatch.types import GRAMMAR_FIELDS, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A language: the texts that may be the output."""
+
+    option: str  # that it comes from, for messages
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+
+
+def constraint_of(params: SamplingParams) -> Constraint | None:
+    """None: any text. Raises FieldError where another option contradicts it."""
+    option = next((name for name in GRAMMAR_FIELDS if getattr(params, name) is not None), None)
+    if option is None:
+        return None
+    value = getattr(params, option)
+    if option == "response_format":
+        schema = schema_of(value)
+        found = None if schema is None else Constraint(option, "json_schema", schema)
+    elif option == "choice":
+        found = Constraint(option, "regex", _any_of(value))
+    else:
+        found = Constraint(option, "regex" if option == "regex" else "grammar", value)
+    if found is not None and params.ignore_eos:
+        raise FieldError("invalid_value", f"ignore_eos and {option} are given, but a complete text has to end")
+    return found
+
+
+def _any_of(texts: tuple[str, ...]) -> str:
+    # Each character that could mean something else is written as its number.
+    return "|".join(re.sub(r"[^0-9A-Za-z]", lambda c: f"\\x{{{ord(c[0]):x}}}", text) for text in texts)

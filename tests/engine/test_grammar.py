@@ -1,0 +1,229 @@
+"""Requests with a grammar: the engine against the oracle, which masks the logits of one token after the other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from scipy.stats import chi2
+
+from specbatch.draft.shape import DraftShape
+from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.constraint import constraint_of
+from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
+from tests.coins import plain_logits, reference_distribution
+from tests.grammar.tiny_tokenizer import END, tiny_tokenizer
+from tests.oracle.rules import edited_logits
+from tests.tiny_models import random_prompts, tiny_device_engine, tiny_engine, tiny_oracle
+
+TOKENIZER = tiny_tokenizer()
+COMPILER = GrammarCompiler(TOKENIZER)
+SHAPES: dict[str, tuple[str, DraftShape | None]] = {
+    "none": ("none", None),
+    "ngram": ("ngram", DraftShape(4, 1, 5)),
+    "draft_model-chain": ("draft_model", DraftShape(3, 1, 4)),
+    "draft_model-tree": ("draft_model", DraftShape(3, 3, 8)),
+    "eagle-chain": ("eagle", DraftShape(3, 1, 4)),
+    "eagle3-tree": ("eagle3", DraftShape(3, 2, 6)),
+}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "10": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 40}, {"type": "boolean"}]},
+        "trua": {"type": "array", "items": {"enum": ["ab", "true", "tru"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "trua"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "schema": {"response_format": json.dumps({"type": "json_schema", "json_schema": {"schema": SCHEMA}})},
+    "object": {"response_format": '{"type": "json_object"}'},
+    "regex": {"regex": "(name: [0-9]{2}_true_){1,3}"},
+    "choice": {"choice": ("true", "truname", "10-10-10-10-10-10-10-10-10-10-10-10")},
+    "none": {},
+}
+ROWS = [*GRAMMARS, "schema", "regex", "none"]
+
+
+def requests(temperatures: tuple[float, ...], names: list[str] = ROWS, **sampling: Any) -> list[Request]:
+    """Of one grammar after the other. `temperatures`: of one request after the other."""
+    prompts, wanted = random_prompts(len(names), shared=9), []
+    for i, name in enumerate(names):
+        options = {"max_tokens": 30, "temperature": temperatures[i % len(temperatures)], **GRAMMARS[name], **sampling}
+        params = SamplingParams(**options)
+        constraint = constraint_of(params)
+        matcher = None if constraint is None else COMPILER.matcher(constraint)
+        wanted.append(Request(i, prompts[i], params, RngKey(7, i, 0), matcher=matcher))
+    return wanted
+
+
+def run(engine: Any, wanted: list[Request]) -> list[Completion]:
+    for request in wanted:
+        engine.submit(request)
+    done: dict[int, Completion] = {}
+    while len(done) < len(wanted):
+        done |= {completion.request_id: completion for completion in engine.step()}
+        engine.check_integrity()
+    return [done[i] for i in range(len(wanted))]
+
+
+def decided(completions: list[Completion]) -> list[Any]:
+    return [(c.token_ids, c.finish_reason, c.margin, c.no_token_left) for c in completions]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """By the oracle, for the target of a method."""
+    made: dict[Any, list[Completion]] = {}
+
+    def of(method: str, temperatures: tuple[float, ...]) -> list[Completion]:
+        key = method == "eagle3", temperatures
+        if key not in made:
+            layers = 4 if method == "eagle3" else 3
+            made[key] = run(tiny_oracle(num_layers=layers, eos=(END,)), requests(temperatures))
+        return made[key]
+
+    return of
+
+
+FAST = [("none", (0.9, 0.0)), ("draft_model-tree", (0.9, 0.0)), ("eagle-chain", (0.0,))]
+DETERMINISTIC = [(case, t) for case in SHAPES for t in ((0.0,), (0.9, 0.0)) if "chain" not in case or t == (0.0,)]
+DETERMINISTIC = [one if one in FAST else pytest.param(*one, marks=pytest.mark.slow) for one in DETERMINISTIC]
+
+
+@pytest.mark.parametrize(("case", "temperatures"), DETERMINISTIC)
+def test_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -> None:
+    expected = plain(SHAPES[case][0], temperatures)
+    for engine in (tiny_engine(*SHAPES[case], eos=(END,)), tiny_device_engine(*SHAPES[case], eos=(END,))):
+        found = run(engine, requests(temperatures))
+        assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
+        counts = engine.stats.grammar
+        assert counts.masks > 0
+        assert counts.forced > 0 or SHAPES[case][0] == "none"
+        assert counts.forbidden > 0 or SHAPES[case][0] in ("none", "ngram")
+        assert sum(c.speculation.rounds for c in found) < sum(len(c.token_ids) - 1 for c in found) or case == "none"
+
+
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_every_text_that_ends_is_in_its_grammar(temperature: float) -> None:
+    found = run(tiny_engine(*SHAPES["eagle-chain"], eos=(END,)), requests((temperature,)))
+    num_ended = 0
+    for name, completion in zip(ROWS, found, strict=True):
+        if completion.finish_reason is FinishReason.STOP and name != "none":
+            num_ended += 1
+            text = TOKENIZER.decode(completion.token_ids, skip_special_tokens=True)
+            if name in ("schema", "object"):
+                value = json.loads(text)
+                assert isinstance(value, dict)
+                assert name == "object" or value.keys() <= SCHEMA["properties"].keys() >= {"name", "trua"}
+            elif name == "regex":
+                assert re.fullmatch(GRAMMARS["regex"]["regex"], text)
+            else:
+                assert text in GRAMMARS["choice"]["choice"]
+    assert num_ended > 2
+
+
+def test_plain_decoding_commits_a_forced_span_in_one_round() -> None:
+    """On a CPU: a choice after its first token that differs."""
+    (found,) = run(tiny_engine(eos=(END,)), requests((0.0,), ["choice"], logit_bias={TOKENIZER.vocab["1"]: 100.0}))
+    assert len(found.token_ids) > 20
+    assert found.speculation.rounds <= 3
+    assert found.finish_reason is FinishReason.STOP
+
+
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("ngram", "draft_model-chain", "eagle3-tree")]
+
+
+@pytest.mark.parametrize("case", ["none", *SLOW])
+def test_preemption_changes_nothing(case: str, plain: Any) -> None:
+    engine = tiny_engine(*SHAPES[case], eos=(END,), num_pages=30)
+    found, expected = run(engine, requests((0.9, 0.0))), plain(SHAPES[case][0], (0.9, 0.0))
+    if "chain" not in case:
+        assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
+    else:
+        calm = tiny_engine(*SHAPES[case], eos=(END,), num_pages=256)
+        assert decided(found) == decided(run(calm, requests((0.9, 0.0))))
+    assert engine.stats.preemptions > 0, "the cache was too large to preempt anything"
+
+
+@pytest.mark.slow
+def test_a_sampled_chain_does_not_depend_on_scheduling() -> None:
+    case = SHAPES["draft_model-chain"]
+    expected = decided(run(tiny_engine(*case, eos=(END,), num_pages=256), requests((0.9,))))
+    for change in ({"max_batch_size": 1, "prefix_cache": False}, {"num_pages": 30}, {"prefill_chunk_tokens": 5}):
+        assert decided(run(tiny_engine(*case, eos=(END,), **change), requests((0.9,)))) == expected
+    # On a GPU no nodes are added to a chain: another draw from the same distribution.
+    device = tiny_device_engine(*case, eos=(END,), num_pages=256)
+    assert {c.finish_reason for c in run(device, requests((0.9,)))} <= {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_no_token_is_left() -> None:
+    """The grammar wants tokens that another option forbids: an error, as in plain decoding."""
+    wanted = {"names": ["choice", "regex", "none"], "temperatures": (0.0,), "allowed_token_ids": tuple(range(1, 40))}
+    expected = decided(run(tiny_oracle(eos=(END,)), requests(**wanted)))
+    assert [one[1] for one in expected] == [FinishReason.ERROR, FinishReason.ERROR, FinishReason.LENGTH]
+    for engine in (tiny_engine(*SHAPES["ngram"], eos=(END,)), tiny_device_engine(eos=(END,))):
+        found = decided(run(engine, requests(**wanted)))
+        assert [(one[0], one[1], one[3]) for one in found[:2]] == [(one[0], one[1], True) for one in expected[:2]]
+        assert found[2][:2] == expected[2][:2]
+
+
+# A grammar with forced tokens, tokens that no draft may be, and free ones.
+CHI_SQUARE = SamplingParams(max_tokens=5, temperature=4.0, seed=3, regex="([ab]:(1|10))?[abc][12]")
+CASES = [
+    ("eagle-chain", True),
+    *(
+        pytest.param(case, lazy, marks=pytest.mark.slow)
+        for case in ("draft_model-chain", "eagle-chain")
+        for lazy in (True, False)
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "lazy"), CASES)
+def test_sampled_chains_fit_the_target(case: str, lazy: bool) -> None:
+    """Counts of whole outputs against exact probabilities, by chi-square at 1e-4. `lazy`: as on a CPU."""
+    prompt, num_rows = [1, 2, 3, 4, 1, 2, 3, 4], 300
+    constraint = constraint_of(CHI_SQUARE)
+    assert constraint is not None
+    make = tiny_engine if lazy else tiny_device_engine
+    engine = make(*SHAPES[case], eos=(END,), num_pages=600, max_batch_size=100, prefill_chunk_tokens=500)
+    for row in range(num_rows):
+        engine.submit(Request(row, prompt, CHI_SQUARE, RngKey(3, row, 0), matcher=COMPILER.matcher(constraint)))
+    counts: Counter[tuple[int, ...]] = Counter()
+    while engine.num_running or engine.num_waiting:
+        counts.update(tuple(c.token_ids) for c in engine.step())
+    expected = exact_probabilities(prompt)
+    assert set(counts) <= set(expected)
+    cells = [(counts[tokens], p * num_rows) for tokens, p in expected.items() if p * num_rows >= 5]
+    cells.append((num_rows - sum(c for c, _ in cells), num_rows - sum(mean for _, mean in cells)))
+    statistic = sum((observed - mean) ** 2 / mean for observed, mean in cells if mean > 0)
+    assert len(cells) > 6, "hardly anything to compare"
+    assert chi2.sf(statistic, len(cells) - 1) > 1e-4
+    assert engine.stats.grammar.forbidden > 0
+    assert engine.stats.speculation.accepted > 0
+
+
+def exact_probabilities(prompt: list[int]) -> dict[tuple[int, ...], float]:
+    oracle: Any = tiny_oracle(eos=(END,))
+    (request,) = requests((1.2,), ["none"])
+    constraint = constraint_of(CHI_SQUARE)
+    assert constraint is not None
+    request = Request(0, prompt, CHI_SQUARE, request.rng, matcher=COMPILER.matcher(constraint))
+    oracle.submit(request)
+    seq = oracle._scheduler.waiting[0]
+    result: dict[tuple[int, ...], float] = {}
+    open_: dict[tuple[int, ...], float] = {(): 1.0}
+    while open_:
+        prefix, mass = open_.popitem()
+        logits = plain_logits(oracle._target, [*prompt, *prefix])[-1]
+        edited = edited_logits(logits, seq, list(prefix), frozenset({END}))
+        for token, p in enumerate(reference_distribution(edited.tolist(), CHI_SQUARE)):
+            if p > 0.0:
+                ended = token == END or len(prefix) + 1 == CHI_SQUARE.max_tokens
+                (result if ended else open_)[*prefix, token] = mass * p
+    return result
