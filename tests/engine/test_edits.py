@@ -58,12 +58,14 @@ NONE: Rule = ({}, ())
 
 
 def requests(rules: list[Rule], temperatures: tuple[float, ...] = (0.0,), **sampling: Any) -> list[Request]:
-    """Of some prompts, the first of which comes more than once. `temperatures`: of one request after the other."""
+    """Of some prompts, the first of which comes more than once, every fourth with log-probabilities. `temperatures`: of
+    one request after the other."""
     prompts = random_prompts(len(rules), shared=9)
     wanted = []
     for i, (options, bad_words) in enumerate(rules):
         params = SamplingParams(
-            temperature=temperatures[i % len(temperatures)], **{"max_tokens": 12, **options, **sampling}
+            temperature=temperatures[i % len(temperatures)],
+            **{"max_tokens": 12, "logprobs": None if i % 4 else 1, **options, **sampling},
         )
         wanted.append(Request(i, prompts[0 if i % 3 == 2 else i], params, RngKey(7, i, 0), bad_words=bad_words))
     return wanted
@@ -81,7 +83,16 @@ def run_requests(engine: Any, wanted: list[Request]) -> list[Completion]:
 
 def decided(completions: list[Completion]) -> list[Any]:
     return [
-        (c.token_ids, c.finish_reason, c.speculation, f"{c.margin.value:.5g}", c.no_token_left) for c in completions
+        (
+            c.token_ids,
+            c.finish_reason,
+            c.speculation,
+            f"{c.margin.value:.5g}",
+            c.no_token_left,
+            # Of the model, without the rules.
+            [(f"{lp.logprob:.4f}", lp.top[0][0]) for lp in c.logprobs or ()],
+        )
+        for c in completions
     ]
 
 
