@@ -80,7 +80,7 @@ def compare(folder: Path, texts: list[str], max_tokens: int, **speculation: Any)
 
 
 def test_tiny_model(tiny_model: Path) -> None:
-    compare(tiny_model, ["abcabcab", "Hello, world", "zzz"], 10, method="ngram", num_draft_tokens=4)
+    compare(tiny_model, ["abcabcab", "Hello, world"], 8, method="ngram", num_draft_tokens=4)
 
 
 TOPICS = ["rivers", "gold", "bread", "whales", "the moon", "chess", "Rome", "tea", "glass", "bees"]

@@ -51,7 +51,7 @@ def expected(method: str, start: int = 0) -> list[Any]:
 
 CASES = [
     ("none", None),
-    ("eagle3", DraftShape(3, 1, 4)),
+    pytest.param("eagle3", DraftShape(3, 1, 4), marks=pytest.mark.slow),
     pytest.param("draft_model", DraftShape(3, 1, 4), marks=pytest.mark.slow),
     pytest.param("eagle", DraftShape(3, 2, 6), marks=pytest.mark.slow),
 ]
@@ -62,7 +62,7 @@ def test_in_chunks_and_with_a_shared_prefix(method: str, shape: DraftShape | Non
     plain = [c.token_ids for c in run(tiny_oracle(method, shape), PROMPTS, SamplingParams(max_tokens=6))]
     for make in (tiny_engine, tiny_device_engine, tiny_oracle):
         engine = make(method, shape, prefill_chunk_tokens=9)
-        for start in (0, 11, 30):
+        for start in (0, 11):
             found = run(engine, PROMPTS, replace(PARAMS, prompt_logprobs_start=start))
             assert scores(found) == expected(method, start)
             assert [c.token_ids for c in found] == plain
@@ -75,8 +75,8 @@ def test_in_chunks_and_with_a_shared_prefix(method: str, shape: DraftShape | Non
 
 @pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
 def test_after_a_preemption(make: Callable[..., Engine]) -> None:
-    engine = make(num_pages=24, prefill_chunk_tokens=7)
-    found = run(engine, PROMPTS, replace(PARAMS, max_tokens=30))
+    engine = make(num_pages=24, prefill_chunk_tokens=16)
+    found = run(engine, PROMPTS, replace(PARAMS, max_tokens=20))
     assert engine.stats.preemptions > 0
     assert scores(found) == expected("none")
 
