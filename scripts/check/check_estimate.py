@@ -1,0 +1,112 @@
+"""`specbatch estimate` against the runs that it estimates: six small jobs.
+
+    python scripts/check/check_estimate.py [--rows-factor 1] [--jobs plain,drafts] [-o FILE] [OPTION ...]
+
+The jobs differ in lengths, batch size, draft method, shared beginnings of prompts and completions of a row. For each,
+`estimate` and then `generate` run as commands, and both times are printed. Other arguments go to both commands, such as
+`--model org/model --draft org/head`; batch sizes are multiplied by `--batch-factor`. Exit code 1 if a job took 15% more
+or less than estimated. On one core with the built-in model it takes about 8 minutes. On a GPU, take factors that make
+jobs of minutes, such as `--rows-factor 40 --batch-factor 8`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TOPICS = ["rivers", "metals", "birds", "planets", "bridges", "poems", "engines", "islands", "cheese", "chess", "glass", "maps"]
+SHOTS = "".join(f"Q: What is {a}+{a + 3}?\nA: {a} plus {a + 3} is {2 * a + 3}.\n" for a in range(8))
+TOLERANCE = 0.15
+
+
+def ask(number: int) -> str:
+    return f"Write some sentences about {TOPICS[number % len(TOPICS)]} and number {number}."
+
+
+def jobs(factor: float) -> dict[str, tuple[list[dict[str, Any]], int, list[str]]]:
+    """Name -> (rows, batch size, options)."""
+
+    def count(rows: int) -> range:
+        return range(max(round(rows * factor), 8))
+
+    rng = random.Random(1)
+    limits = [8, 16, 32, 64, 128]
+    mixed = [{"prompt": ask(i) * rng.choice([1, 1, 2, 6]), "max_tokens": rng.choice(limits)} for i in count(64)]
+    shots = [{"prompt": f"{SHOTS}Q: What is {i}+{i + 7}?\nA:", "max_tokens": 24} for i in count(140)]
+    return {
+        "plain": ([{"prompt": ask(i), "max_tokens": 32} for i in count(96)], 8, ["--method", "none"]),
+        "drafts": ([{"prompt": ask(i), "max_tokens": 40} for i in count(120)], 8, []),
+        "single": ([{"prompt": ask(i), "max_tokens": 48} for i in count(28)], 1, []),
+        "8-shot": (shots, 16, ["--set", "data.prompts_as_chat=false"]),
+        "samples": (
+            [{"prompt": ask(i), "max_tokens": 96, "n": 4} for i in count(20)],
+            8,
+            ["--temperature", "0.8", "--method", "none"],
+        ),
+        "mixed": (mixed, 4, []),
+    }
+
+
+def command(*arguments: str) -> str:
+    """Its stdout."""
+    done = subprocess.run([sys.executable, "-m", "specbatch", *arguments], capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(done.stderr)
+    return done.stdout
+
+
+def check(name: str, rows: list[dict[str, Any]], options: list[str]) -> dict[str, Any]:
+    """One job. `error`: of the estimate, relative to the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, output = Path(folder) / "data.jsonl", Path(folder) / "results.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        estimated = json.loads(command("estimate", str(path), "--json", *options))
+        command("generate", str(path), "-o", str(output), *options)
+        stats = json.loads(output.with_name("results.stats.json").read_text(encoding="utf-8"))
+    seconds, ran = estimated["seconds"], stats["session"]["seconds"]
+    return {
+        "job": name,
+        "rows": len(rows),
+        "estimated": seconds,
+        "ran": ran,
+        "error": round(seconds["expected"] / ran["total"] - 1, 3),
+        "in_range": seconds["low"] <= ran["total"] <= seconds["high"],
+        "estimated_tokens": estimated["completion_tokens"],
+        "tokens": stats["tokens"]["completion"],
+        "trial": estimated["trial"],
+        "device": stats["device"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows-factor", type=float, default=1.0)
+    parser.add_argument("--batch-factor", type=int, default=1)
+    parser.add_argument("--jobs", help="names, with commas between them")
+    parser.add_argument("-o", "--output", type=Path, help="a JSON file of all figures")
+    given, options = parser.parse_known_args()
+    found = []
+    for name, (rows, batch, own) in jobs(given.rows_factor).items():
+        if given.jobs is None or name in given.jobs.split(","):
+            size = ["--set", f"engine.max_batch_size={batch * given.batch_factor}"]
+            found.append(check(name, rows, [*own, *size, *options]))
+            one = found[-1]
+            print(
+                f"{name:8} {one['rows']:6} rows: estimated {one['estimated']['expected']:7.1f} s "
+                f"({one['estimated']['low']:.1f} to {one['estimated']['high']:.1f}), ran {one['ran']['total']:7.1f} s, "
+                f"{one['error']:+.1%}",
+                flush=True,
+            )
+    if given.output is not None:
+        given.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    raise SystemExit(int(any(abs(one["error"]) > TOLERANCE for one in found)))
+
+
+if __name__ == "__main__":
+    main()
