@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TOPICS = ["rivers", "metals", "birds", "planets", "bridges", "poems", "engines", "islands", "cheese", "chess", "glass", "maps"]
+TOPICS = ["rivers", "metals", "birds", "planets", "bridges", "poems", "engines", "islands", "cheese", "chess", "maps"]
 SHOTS = "".join(f"Q: What is {a}+{a + 3}?\nA: {a} plus {a + 3} is {2 * a + 3}.\n" for a in range(8))
 TOLERANCE = 0.15
 
