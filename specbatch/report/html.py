@@ -60,8 +60,9 @@ def figure(title: str, plot: str, how: str) -> str:
     return f'<figure><figcaption>{text(title)}</figcaption>{plot}<p class="how">{text(how)}</p></figure>'
 
 
-def figures(parts: Sequence[str]) -> str:
-    return f'<div class="figures">{"".join(parts)}</div>'
+def figures(parts: Sequence[str], kind: str = "figures") -> str:
+    """Next to each other, as far as there is room. `kind`: figures, or pictures, which need more room."""
+    return f'<div class="{kind}">{"".join(parts)}</div>'
 
 
 def section(title: str, *parts: str) -> str:

@@ -39,7 +39,7 @@ def tune_section(given: Path) -> str:
     stem = path.name.removesuffix(".report.json")
     plots = [_picture(path.with_name(f"{stem}.{name}.png"), name, how) for name, how in _PLOTS.items()]
     if any(plots):
-        parts.append(figures([plot for plot in plots if plot]))
+        parts.append(figures([plot for plot in plots if plot], "pictures"))
     return section("Tuning", *parts)
 
 
