@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,77 +17,8 @@ from specbatch.job.chat_output import MARKS, AnswerReader, Thinking, ends_in_rea
 from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
+from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
 from specbatch.types import Completion, EngineLimits, FinishReason, GrammarMatcher, SamplingParams, StopCheck
-
-# Maximum tokens without visible text (special tokens, pieces of a character) that are held back. Characters take at
-# most 4 bytes, so a longer run is not an unfinished character.
-_MAX_HELD = 8
-
-
-class StopChecker:
-    """A `types.StopCheck` whose cost does not grow with the length of the text.
-
-    Tokens are decoded one by one, after a short window of earlier ones, because decoders join and strip across tokens.
-    An unfinished character (a trailing U+FFFD) is held back until its last byte. The result does not depend on how many
-    tokens a call brings.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], min_tokens: int = 0) -> None:
-        """`min_tokens`: a stop string that these first tokens complete is part of the text."""
-        assert stops, "no stop strings"
-        assert all(stops), stops
-        self._decode = decode
-        self._min_tokens = min_tokens
-        self._stops = tuple(stops)
-        self._tail_chars = max(map(len, stops)) - 1
-        self._seen = 0  # tokens searched
-        self._reset()
-
-    def __call__(self, tokens: Sequence[int], num_new: int) -> int | None:
-        if len(tokens) - num_new < self._seen:  # the request was preempted and runs again
-            self._reset()
-        for position in range(self._seen, len(tokens)):
-            hit = self._feed(tokens, position)
-            self._seen = position + 1
-            if hit and self._seen > max(len(tokens) - num_new, self._min_tokens):
-                return self._seen
-        return None
-
-    def _reset(self) -> None:
-        self._seen = 0
-        self._window = 0  # tokens[window:read] are context that is decoded again
-        self._read = 0  # tokens[:read] are complete characters, or more tokens than are held back
-        self._given = 0  # characters of decode(tokens[window:]) that have been searched
-        self._tail = ""  # the last characters, in which a stop string can have begun
-
-    def _feed(self, tokens: Sequence[int], position: int) -> bool:
-        end = position + 1
-        text = self._decode(tokens[self._window : end])
-        whole = text.rstrip("\ufffd")  # a token can end in the middle of a character and complete others
-        fresh = whole[self._given :]
-        if (whole == text and fresh) or end - self._read >= _MAX_HELD:
-            self._window = max(self._read, end - _MAX_HELD)  # short, even after many special tokens
-            self._read = end
-            context = self._decode(tokens[self._window : end])
-            # A character can be unfinished here too, after special tokens.
-            self._given = len(context if whole == text else context.rstrip("\ufffd"))
-        else:
-            self._given = max(self._given, len(whole))
-        region, num_old = self._tail + fresh, len(self._tail)
-        self._tail = region[-self._tail_chars :] if self._tail_chars else ""
-        return any(find_stop(region, stop, num_old) >= 0 for stop in self._stops)
-
-
-def find_stop(text: str, stop: str, num_old: int) -> int:
-    """Where the first `stop` in `text` begins that ends after the first `num_old` characters; -1: there is none."""
-    return text.find(stop, max(0, num_old - len(stop) + 1))
-
-
-def cut_at_stop(text: str, stops: Sequence[str], num_old: int = 0, include: bool = False) -> str | None:
-    """`text` before the earliest stop string; None if it has none. `num_old`: see `find_stop`. `include`: the text with
-    its stop string."""
-    found = [(at, at + len(stop)) for stop in stops if (at := find_stop(text, stop, num_old)) >= 0]
-    return text[: min(found)[include]] if found else None
 
 
 def with_chat_template_text(config: Config) -> Config:
@@ -108,6 +39,7 @@ def with_chat_template_text(config: Config) -> Config:
 # A prompt with more characters than both of these is too long without being tokenized: that could take minutes and
 # gigabytes.
 _MAX_CHARS_PER_TOKEN, _MAX_CHARS = 64, 1 << 20
+_MAX_STOP_SETS = 256  # whose tokens are kept; rows can have their own
 _MARK_TOKENS = 16  # at most, in which a prompt's last mark is
 
 
@@ -127,6 +59,9 @@ class TextProcessor:
         if self._as_chat or data.chat_template is not None:
             self._chat.check()
         self._token_texts: dict[int, str] = {}
+        self._own_texts = TokenTexts(self.decode, self.token_text)
+        self._is_plain = adds_its_own_text(tokenizer)
+        self._stop_tokens: dict[frozenset[str], StopTokens] = {}  # by the last characters of stop strings
         special = set(getattr(tokenizer, "all_special_tokens", ()))
         self._marks = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS if mark in special}
         self._grammars = GrammarCompiler(tokenizer)
@@ -255,7 +190,14 @@ class TextProcessor:
         return found
 
     def stop_check(self, params: SamplingParams) -> StopCheck | None:
-        return StopChecker(self.decode, params.stop, params.min_tokens) if params.stop else None
+        if not params.stop:
+            return None
+        last_chars = frozenset(stop[-1] for stop in params.stop)
+        if last_chars not in self._stop_tokens:
+            if len(self._stop_tokens) >= _MAX_STOP_SETS:
+                self._stop_tokens.clear()
+            self._stop_tokens[last_chars] = StopTokens(self._own_texts, last_chars, plain=self._is_plain)
+        return StopChecker(self._own_texts, params.stop, self._stop_tokens[last_chars], params.min_tokens)
 
     def final_text(self, completion: Completion, params: SamplingParams) -> str:
         """The completion's text before its stop string, or without the token that stopped it; with

@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from specbatch.config import Config, DataSection
 from specbatch.errors import ConfigError, RowError
 from specbatch.job.rows import Prompt
-from specbatch.job.tokenizer import StopChecker, TextProcessor, cut_at_stop, with_chat_template_text
+from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, SpeculationCounts
 from tests.stub_engine import EOS, StubTokenizer
 
@@ -24,84 +22,6 @@ RAW = DataSection(prompts_as_chat=False)
 
 def decode(ids: Sequence[int]) -> str:
     return StubTokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def expected_stop(tokens: list[bytes], stops: list[str]) -> int | None:
-    """The definition: the fewest tokens whose text, unfinished characters aside, holds a stop string."""
-    for keep in range(1, len(tokens) + 1):
-        text = b"".join(tokens[:keep]).decode("utf-8", "replace").rstrip("\ufffd")
-        if any(stop in text for stop in stops):
-            return keep
-    return None
-
-
-def split(data: bytes, lengths: list[int]) -> list[bytes]:
-    """Tokens of several bytes, borders inside of characters included, and some without any text."""
-    tokens, at = [], 0
-    for length in [*lengths, *[1] * len(data)]:
-        tokens.append(data[at : at + length])
-        at += length
-    return tokens
-
-
-@given(
-    st.text(ALPHABET, max_size=40),
-    st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size=3),
-    st.lists(st.integers(0, 5), max_size=60),
-    st.lists(st.integers(1, 7), max_size=60),
-)
-@example("aab", ["ab"], [], [1])
-@example("é", ["é"], [], [1, 1])
-@example("é😀", ["😀"], [0, 0, 0, 0, 0, 3], [])  # a character that begins behind many tokens without text
-@example("a 😀", [" "], [1, 3], [3])  # the token that ends the stop string also begins a character
-@settings(max_examples=300, deadline=None)
-def test_stop_is_found_at_its_last_token_however_tokens_arrive(
-    text: str, stops: list[str], lengths: list[int], steps: list[int]
-) -> None:
-    pieces = split(text.encode(), lengths)
-    ids = list(range(len(pieces)))
-
-    def decode_pieces(part: Sequence[int]) -> str:
-        return b"".join(pieces[i] for i in part).decode("utf-8", "replace")
-
-    checker = StopChecker(decode_pieces, stops)
-    sent, found = 0, None
-    for step in [*steps, *[1] * len(ids)]:
-        new = min(step, len(ids) - sent)
-        if not new:
-            break
-        sent += new
-        found = checker(ids[:sent], new)
-        if found is not None:
-            break
-    assert found == expected_stop(pieces, stops)
-    if found is not None:
-        cut = cut_at_stop(decode_pieces(ids[:found]), stops)
-        assert cut is not None
-        assert not any(stop in cut for stop in stops)
-
-
-def test_stop_work_does_not_grow_with_the_sequence() -> None:
-    lengths = []
-
-    def counting(ids: Sequence[int]) -> str:
-        lengths.append(len(ids))
-        return decode(ids)
-
-    checker = StopChecker(counting, ["never"])
-    tokens: list[int] = []
-    for i in range(3000):
-        tokens.append([EOS, 97, 0xC3][i // 1000])  # special tokens, text, and pieces of characters without an end
-        assert checker(tokens, 1) is None
-    assert max(lengths) <= 20
-    assert len(lengths) <= 6000
-
-
-def test_stop_after_going_back() -> None:
-    checker = StopChecker(decode, ["cd"])
-    assert checker(list(b"abc"), 3) is None
-    assert checker(list(b"ab"), 2) is None  # a preempted request starts again
-    assert checker(list(b"abcd"), 2) == 4
 
 
 @pytest.mark.parametrize(

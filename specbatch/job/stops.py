@@ -1,0 +1,136 @@
+"""Stop strings: which token completes one, and the text before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_BROKEN = "\ufffd"  # what bytes that are no character are decoded to
+_CONTEXT_CHARS = 8  # before the longest stop string, because decoders join and strip across tokens
+_MAX_RUN = 64  # pieces of characters, one after another, that are decoded together
+
+
+def adds_its_own_text(tokenizer: Any) -> bool:
+    """Whether a token adds the same characters to each text. Two kinds of characters are left aside: spaces, and those
+    that are not ASCII, which can be made of several tokens. `tokenizer`: a transformers tokenizer."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return decoder is not None and _is_plain(json.loads(decoder.__getstate__()))
+
+
+def _is_plain(decoder: dict[str, Any]) -> bool:
+    match decoder:
+        case {"type": "Sequence", "decoders": parts}:
+            return all(map(_is_plain, parts))
+        case {"type": "Replace", "pattern": {"String": "▁"}, "content": " "} | {"type": "Strip", "content": " "}:
+            return True
+        case {"type": kind}:
+            return kind in ("ByteLevel", "ByteFallback", "Metaspace", "Fuse")
+    return False
+
+
+class TokenTexts(dict[int, str | None]):
+    """Token id -> its text when it is decoded alone; None: a special token, which no text shows. Found out when it is
+    asked for."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], show: Callable[[int], str]) -> None:
+        """`decode` leaves special tokens out, and `show` does not."""
+        super().__init__()
+        self.decode = decode
+        self._show = show
+
+    def __missing__(self, token: int) -> str | None:
+        text = self[token] = self.decode([token]) or (None if self._show(token) else "")
+        return text
+
+
+class StopTokens(dict[int, bool]):
+    """Token id -> whether it can complete a stop string that ends with one of `last_chars`. It is found out when it is
+    asked for. `plain`: see `adds_its_own_text`; of other tokenizers each token can."""
+
+    def __init__(self, texts: TokenTexts, last_chars: frozenset[str], *, plain: bool) -> None:
+        super().__init__()
+        self._texts = texts
+        self._last_chars = last_chars
+        # A space can come with any token. A broken character counts as text from the next token on.
+        self._all = not plain or not last_chars.isdisjoint(" " + _BROKEN)
+        self._has_others = not all(map(str.isascii, last_chars))
+
+    def __missing__(self, token: int) -> bool:
+        text = self._texts[token]
+        found = self[token] = text is not None and (
+            self._all or not self._last_chars.isdisjoint(text) or (self._has_others and _BROKEN in text)
+        )
+        return found
+
+
+class StopChecker:
+    """A `types.StopCheck`. Text is decoded only where a token can complete a stop string, and only its end.
+
+    An unfinished character at the end, which is decoded to U+FFFD, is not text yet. The result does not depend on how
+    many tokens a call brings.
+    """
+
+    def __init__(self, texts: TokenTexts, stops: Sequence[str], ends: StopTokens, min_tokens: int = 0) -> None:
+        """`ends`: for the last characters of `stops`. `min_tokens`: a stop string that these first tokens complete is
+        part of the text."""
+        assert stops, "no stop strings"
+        assert all(stops), stops
+        self._texts = texts
+        self._stops = tuple(stops)
+        self._ends = ends
+        self._min_tokens = min_tokens
+        self._has_broken = any(_BROKEN in stop for stop in stops)  # bytes far before can be the cause
+        self._num_chars = max(map(len, stops)) + _CONTEXT_CHARS
+
+    def __call__(self, tokens: Sequence[int], num_new: int) -> int | None:
+        for position in range(max(len(tokens) - num_new, self._min_tokens), len(tokens)):
+            if self._ends[tokens[position]] and self._is_complete(tokens, position + 1):
+                return position + 1
+        return None
+
+    def _is_complete(self, tokens: Sequence[int], end: int) -> bool:
+        """Whether the text of the first `end` tokens has a stop string that counts."""
+        if not self._has_broken:
+            last = self._last_text(tokens, end)
+            if not any(stop in last for stop in self._stops):
+                return False
+        # Once a request, as a rule: decided by the definition.
+        decode = self._texts.decode
+        num_old = len(decode(tokens[: self._min_tokens]).rstrip(_BROKEN)) if self._min_tokens else 0
+        text = decode(tokens[:end]).rstrip(_BROKEN)
+        return any(find_stop(text, stop, num_old) >= 0 for stop in self._stops)
+
+    def _last_text(self, tokens: Sequence[int], end: int) -> str:
+        """The end of the text, long enough for a stop string that the last token completes."""
+        texts, decode = self._texts, self._texts.decode
+        wanted, found = self._num_chars + len(texts[tokens[end - 1]] or ""), 0
+        window: list[int] = []  # from the last one on
+        for position in range(end - 1, -1, -1):
+            text = texts[token := tokens[position]]
+            if text is None:
+                continue
+            window.append(token)
+            found += len(text)
+            # Some decoders make a run of bytes into characters only as a whole.
+            if found >= wanted and (_BROKEN not in text or found >= wanted + _MAX_RUN):
+                break
+        window.reverse()
+        last = decode(window)
+        for first in range(1, min(4, len(window))):
+            if not last.startswith(_BROKEN):
+                break
+            last = decode(window[first:])  # it began within a character
+        return last.rstrip(_BROKEN)
+
+
+def find_stop(text: str, stop: str, num_old: int) -> int:
+    """Where the first `stop` in `text` begins that ends after the first `num_old` characters; -1: there is none."""
+    return text.find(stop, max(0, num_old - len(stop) + 1))
+
+
+def cut_at_stop(text: str, stops: Sequence[str], num_old: int = 0, include: bool = False) -> str | None:
+    """`text` before the earliest stop string; None if it has none. `num_old`: see `find_stop`. `include`: the text with
+    its stop string."""
+    found = [(at, at + len(stop)) for stop in stops if (at := find_stop(text, stop, num_old)) >= 0]
+    return text[: min(found)[include]] if found else None

@@ -1,0 +1,236 @@
+"""Stop strings: found at the token that completes them, as if all text were decoded after each token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from specbatch.config import DataSection
+from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop, find_stop
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.types import SamplingParams
+from tests.stub_engine import EOS, StubTokenizer
+
+ALPHABET = "ab né😀"
+TEXT = "User: a né\n\nnb 😀😀 don't a. b?\n€uro ab  ab\n# né" * 3
+SPECIAL = "<end>"
+
+
+def decode(ids: Sequence[int]) -> str:
+    return StubTokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def checker_of(
+    decode: Callable[[Sequence[int]], str], stops: Sequence[str], specials: Sequence[int] = ()
+) -> StopChecker:
+    """For a tokenizer that nothing is known of."""
+    texts = TokenTexts(decode, lambda token: SPECIAL if token in specials else "")
+    return StopChecker(texts, stops, StopTokens(texts, frozenset(stop[-1] for stop in stops), plain=False))
+
+
+def split(data: bytes, lengths: list[int]) -> list[bytes]:
+    """Tokens of several bytes, borders inside of characters included, and some without any text."""
+    tokens, at = [], 0
+    for length in [*lengths, *[1] * len(data)]:
+        tokens.append(data[at : at + length])
+        at += length
+    return tokens
+
+
+def expected_stop(
+    decode: Callable[[Sequence[int]], str], ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+) -> int | None:
+    """The definition: the fewest tokens whose text, unfinished characters aside, holds a stop string."""
+    num_old = len(decode(ids[:min_tokens]).rstrip("\ufffd")) if min_tokens else 0
+    for keep in range(min_tokens + 1, len(ids) + 1):
+        text = decode(ids[:keep]).rstrip("\ufffd")
+        if any(find_stop(text, stop, num_old) >= 0 for stop in stops):
+            return keep
+    return None
+
+
+def found_stop(checker: Any, ids: Sequence[int], steps: Sequence[int]) -> int | None:
+    """With `steps` new tokens a call, then one a call."""
+    sent = 0
+    for step in [*steps, *[1] * len(ids)]:
+        new = min(step, len(ids) - sent)
+        sent += new
+        if new and (found := checker(ids[:sent], new)) is not None:
+            return found
+    return None
+
+
+@given(
+    st.text(ALPHABET, max_size=40),
+    st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(0, 5), max_size=60),
+    st.lists(st.integers(1, 7), max_size=60),
+)
+@example("aab", ["ab"], [], [1])
+@example("é", ["é"], [], [1, 1])
+@example("é😀", ["😀"], [0, 0, 0, 0, 0, 3], [])  # a character that begins after many tokens without text
+@example("a 😀", [" "], [1, 3], [3])  # the token that ends the stop string also begins a character
+@settings(max_examples=100, deadline=None)
+def test_stop_is_found_at_its_last_token_however_tokens_arrive(
+    text: str, stops: list[str], lengths: list[int], steps: list[int]
+) -> None:
+    pieces = split(text.encode(), lengths)
+    ids = list(range(len(pieces)))
+
+    def decode_pieces(part: Sequence[int]) -> str:
+        return b"".join(pieces[i] for i in part).decode("utf-8", "replace")
+
+    found = found_stop(checker_of(decode_pieces, stops), ids, steps)
+    assert found == expected_stop(decode_pieces, ids, stops)
+    if found is not None:
+        cut = cut_at_stop(decode_pieces(ids[:found]), stops)
+        assert cut is not None
+        assert not any(stop in cut for stop in stops)
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    """Small tokenizers of the kinds that models have: pieces of characters, spaces at the front, bytes as tokens."""
+    special = [AddedToken(SPECIAL, special=True)]
+    if kind == "byte-level":
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        backend.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        backend.train_from_iterator(
+            [TEXT], trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+        )
+    elif kind == "wordpiece":
+        words = ["a", "b", "n", "##a", "##b", "n't", "not", "do", ".", "?", "'", "don", "#", "[UNK]"]
+        backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+        backend.decoder = decoders.WordPiece(cleanup=True)
+    else:
+        pieces = [
+            "<unk>",
+            "▁",
+            "▁a",
+            "▁ab",
+            "a",
+            "b",
+            "n",
+            "\n",
+            "\n\n",
+            "é",
+            "▁né",
+            ":",
+            "▁User",
+            "User:",
+            "don",
+            "'",
+            "t",
+        ]
+        pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+        backend = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], 0, True))
+        if kind == "sentencepiece":
+            replace = decoders.Replace("▁", " ")
+            parts = [replace, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1, right=0)]
+            backend.decoder = decoders.Sequence(parts)
+        else:
+            backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+STOPS = [
+    "\n\n", "User:", "a", "é", "€", "😀", "né", " ", "b\n", "\n# né", "'t", "ab", ":", "\ufffd", " né 😀", "n't",
+    "User: a né\n\nnb", "don'", "€uro a", "aaaaaaaaaaaa",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [("byte-level", True), ("sentencepiece", True), ("metaspace", True), ("wordpiece", False)],
+)
+def test_decoders_that_add_the_same_text_to_each_text(kind: str, plain: bool) -> None:
+    assert adds_its_own_text(tokenizer_of(kind)) is plain
+    assert not adds_its_own_text(StubTokenizer())
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "metaspace", "wordpiece"])
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_of_each_kind_of_tokenizer(kind: str, data: st.DataObject) -> None:
+    """Random tokens and those of texts: characters of several tokens, broken ones, special tokens between."""
+    tokenizer = tokenizer_of(kind)
+    texts = TextProcessor(tokenizer, DataSection(prompts_as_chat=False))
+    some = st.integers(0, len(tokenizer) - 1)
+    bytes_of = [i for i in range(len(tokenizer)) if "\ufffd" in texts.decode([i])] or [0]
+    pieces = st.one_of(
+        st.text("ab né😀\n:€", max_size=8).map(lambda text: tokenizer.encode(text, add_special_tokens=False)),
+        st.sampled_from(STOPS).map(lambda text: tokenizer.encode(text, add_special_tokens=False)),
+        st.sampled_from(["é😀€漢"]).map(lambda text: tokenizer.encode("漢字" * 20 + text, add_special_tokens=False)),
+        st.lists(some, max_size=6),
+        st.lists(st.sampled_from(bytes_of), max_size=5),
+        st.just([tokenizer.convert_tokens_to_ids(SPECIAL)]).map(lambda ids: ids * 3),
+    )
+    ids = [i for part in data.draw(st.lists(pieces, max_size=8)) for i in part]
+    stops = data.draw(st.lists(st.sampled_from(STOPS), min_size=1, max_size=3))
+    min_tokens = data.draw(st.sampled_from([0, 0, 0, 3]))
+    check = texts.stop_check(SamplingParams(stop=tuple(stops), min_tokens=min_tokens))
+    steps = data.draw(st.lists(st.integers(1, 5), max_size=10))
+    assert found_stop(check, ids, steps) == expected_stop(texts.decode, ids, stops, min_tokens)
+
+
+def test_few_tokens_are_decoded() -> None:
+    """Only those with the last character of a stop string, and the end of the text before them."""
+    tokenizer = tokenizer_of("byte-level")
+    lengths: list[int] = []
+
+    def counting(ids: Sequence[int]) -> str:
+        lengths.append(len(ids))
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    texts = TokenTexts(counting, lambda token: "")
+    checker = StopChecker(texts, ["b: never", "no: never"], StopTokens(texts, frozenset("r"), plain=True))
+    tokens = tokenizer.encode(TEXT * 20, add_special_tokens=False)
+    num_r = sum("r" in tokenizer.decode([token]) for token in tokens)
+    assert 40 < num_r < len(tokens) / 10
+    for token in range(len(tokenizer)):
+        texts[token]
+    lengths.clear()
+    assert found_stop(checker, tokens, []) is None
+    assert len(lengths) == num_r
+    assert max(lengths) <= 20
+
+
+def test_the_work_does_not_grow_with_the_sequence() -> None:
+    """Of a tokenizer that nothing is known of."""
+    lengths: list[int] = []
+
+    def counting(ids: Sequence[int]) -> str:
+        lengths.append(len(ids))
+        return decode(ids)
+
+    checker = checker_of(counting, ["never"], specials=[EOS])
+    tokens: list[int] = []
+    for i in range(1200):
+        tokens.append([EOS, 97, 0xC3][i // 400])  # special tokens, text, and pieces of characters without an end
+        assert checker(tokens, 1) is None
+    assert max(lengths) <= 90
+    assert len(lengths) <= 2500
+
+
+def test_stop_after_going_back() -> None:
+    checker = checker_of(decode, ["cd"])
+    assert checker(list(b"abc"), 3) is None
+    assert checker(list(b"ab"), 2) is None  # a preempted request starts again
+    assert checker(list(b"abcd"), 2) == 4
+
+
+def test_rows_with_their_own_stop_strings_share_what_is_known() -> None:
+    texts = TextProcessor(tokenizer_of("byte-level"), DataSection(prompts_as_chat=False))
+    for number in range(1000):
+        assert texts.stop_check(SamplingParams(stop=(chr(0x4E00 + number),))) is not None
+    assert len(texts._stop_tokens) <= 256
