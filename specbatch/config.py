@@ -276,6 +276,12 @@ class ClusterSection:
     )
     max_deaths: int = option(5, "How often a worker is replaced after its process or its host has died.", AT_LEAST_0)
     stuck_seconds: float = option(300.0, "A worker that has not answered for this time is ended and replaced.", ABOVE_0)
+    start_seconds: float = option(
+        3600.0,
+        "A worker that takes longer to describe the job (with its downloads) or to load the models is not used. That "
+        "is an error, unless others run already.",
+        ABOVE_0,
+    )
     resources: Mapping[str, float] | None = option(
         None, "Other resources of the Ray cluster that a worker needs, such as {a100: 1}.", read=_amounts
     )

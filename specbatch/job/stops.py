@@ -8,7 +8,8 @@ from typing import Any
 
 _BROKEN = "\ufffd"  # what bytes that are no character are decoded to
 _CONTEXT_CHARS = 8  # before the longest stop string, because decoders join and strip across tokens
-_MAX_RUN = 64  # pieces of characters, one after another, that are decoded together
+_MAX_RUN = 16  # characters of several tokens, one after another, that are decoded in addition
+_MAX_BYTES = 4  # of a character
 
 
 def adds_its_own_text(tokenizer: Any) -> bool:
@@ -50,6 +51,7 @@ class StopTokens(dict[int, bool]):
 
     def __init__(self, texts: TokenTexts, last_chars: frozenset[str], *, plain: bool) -> None:
         super().__init__()
+        self.plain = plain
         self._texts = texts
         self._last_chars = last_chars
         # A space can come with any token. A broken character counts as text from the next token on.
@@ -104,14 +106,15 @@ class StopChecker:
     def _last_text(self, tokens: Sequence[int], end: int) -> str:
         """The end of the text, long enough for a stop string that the last token completes."""
         texts, decode = self._texts, self._texts.decode
-        wanted, found = self._num_chars + len(texts[tokens[end - 1]] or ""), 0
+        wanted, found = self._num_chars + len(texts[tokens[end - 1]] or ""), 0.0
         window: list[int] = []  # from the last one on
         for position in range(end - 1, -1, -1):
             text = texts[token := tokens[position]]
             if text is None:
                 continue
             window.append(token)
-            found += len(text)
+            # In its context a token of another kind of tokenizer can be shorter.
+            found += len(text) - text.count(_BROKEN) * (1 - 1 / _MAX_BYTES) if self._ends.plain else 1 / _MAX_BYTES
             # Some decoders make a run of bytes into characters only as a whole.
             if found >= wanted and (_BROKEN not in text or found >= wanted + _MAX_RUN):
                 break

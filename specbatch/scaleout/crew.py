@@ -14,7 +14,7 @@ from specbatch.errors import SpecbatchError, WorkerFailed
 from specbatch.job.fingerprint import differences
 from specbatch.job.worker import Description, Loaded, Slice
 from specbatch.scaleout.members import Member, PoolWorker
-from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply, Transport, WorkerId
+from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, Transport, WorkerId
 
 _WAIT_SECONDS = 0.2
 _CHECK_SECONDS = 1.0  # between two looks at the deadlines
@@ -26,6 +26,7 @@ class PoolLimits:
     slice_seconds: float = 0.25  # of an exchange
     max_deaths: int = 5  # of a member after which it gets another worker
     stuck_seconds: float = 300.0  # for the answer to an exchange; then the worker is killed
+    start_seconds: float = 3600.0  # for each answer before that; then the worker is not used
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,8 @@ class Crew:
 
     def _handle(self, worker: PoolWorker, event: Event) -> None:
         match event:
+            case Placed(_, node):
+                worker.began, worker.node = self._clock(), node
             case Reply(_, value):
                 worker.began = self._clock()
                 self._handle_reply(worker, worker.calls.popleft(), value)
@@ -260,12 +263,19 @@ class Crew:
         while self.handle_events(0):  # this process may have been away for long, and answers have come meanwhile
             pass
         for worker in [worker for worker in self.workers.values() if self._is_stuck(worker)]:
-            self._transport.kill(worker.id)
-            self._end(worker, f"no answer for {self._limits.stuck_seconds:g} seconds", blame=True)
+            if worker.holding is None:
+                message = f"no answer to `{worker.calls[0]}` for {self._limits.start_seconds:g} seconds"
+                self._leave_out(worker, message, "cluster.start_seconds is the limit; look at that process")
+            else:
+                self._transport.kill(worker.id)
+                self._end(worker, f"no answer for {self._limits.stuck_seconds:g} seconds", blame=True)
 
     def _is_stuck(self, worker: PoolWorker) -> bool:
-        is_running = worker.holding is not None and bool(worker.calls)  # describe and load can be slow
-        return is_running and self._clock() - worker.began > self._limits.stuck_seconds
+        is_starting = worker.holding is None
+        if not worker.calls or (is_starting and worker.node is None):  # it can wait for room in the cluster for ever
+            return False
+        limit = self._limits.start_seconds if is_starting else self._limits.stuck_seconds
+        return self._clock() - worker.began > limit
 
 
 def _identity(description: Description) -> dict[str, Any]:

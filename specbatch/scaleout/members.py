@@ -21,6 +21,7 @@ class PoolWorker:
     member: Member
     calls: deque[str] = field(default_factory=deque)  # methods that have not answered, the oldest first
     began: float = 0.0  # when the oldest of them could begin
+    node: str | None = None  # None: not placed yet
     description: Description | None = None
     loaded: Loaded | None = None
     holding: Holding | None = None  # None: not ready for rows
@@ -28,7 +29,7 @@ class PoolWorker:
 
     @property
     def name(self) -> str:
-        node = f" on {self.description.node}" if self.description is not None else ""
+        node = f" on {self.node}" if self.node is not None else ""
         return f"worker {self.member.number}{node}"
 
 
@@ -64,7 +65,8 @@ class Member:
         tokens, seconds = self.tokens, self.seconds
         state = "lost" if self.is_lost else "starting"
         if worker is not None and worker.holding is not None:
-            state, running = "running", len(worker.load.running)
+            # At its last answer, which can be older than the end of its rows.
+            state, running = "running", len(worker.load.running) if worker.holding.num_rows else 0
             tokens += worker.load.stats.generated_tokens
             seconds += now - self.ready_at
         elif worker is not None and worker.description is not None:

@@ -7,15 +7,17 @@ deleted at the end, and no process of it outlives the job's process: see `reaper
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import secrets
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from specbatch.errors import SpecbatchError
 from specbatch.scaleout.reaper import start_reaper
@@ -24,6 +26,11 @@ from specbatch.signals import deferred_signals
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 256 << 20  # of shared memory, taken as it is used: rows and result lines are small
 _CONNECT_SECONDS = 5.0
+_LOOK_SECONDS = 1.0  # between two looks at Ray's head
+_PATIENCE = {True: 3.0, False: 40.0}  # seconds without its answer, by whether it is of this host: others can return
+# The beginning of each connection to Ray, which is HTTP/2: a preface with empty settings, and settings as the answer.
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_SETTINGS_AT, _SETTINGS = 3, 4  # in a frame of HTTP/2: where its type is, and that type
 _REAP_SECONDS = 20.0
 _MAX_FOLDER_CHARS = 30  # of the folder for temporary files: paths of sockets have at most 107 in all
 # Ray replaces 127.0.0.1 by an outer address, except where it does not support clusters.
@@ -58,12 +65,23 @@ class RaySession:
     """`address` None: a Ray of this host, with `num_cpus`; else the cluster of that address. A Ray that this process is
     connected to already is used, and is left as it is. Raises SpecbatchError."""
 
+    _own: ClassVar[RaySession | None] = None  # that has started or joined Ray: a process can have one at a time
+
     def __init__(self, address: str | None, num_cpus: int) -> None:
         self._folder: Path | None = None
         self._reaper: subprocess.Popen[bytes] | None = None
+        self._is_of_host = address is None
+        self._answered_at = self._looked_at = time.monotonic()
+        self.is_lost = False  # `has_ended` was true
         self._is_own = not ray.is_initialized()
+        if RaySession._own is not None:
+            raise SpecbatchError(
+                "this process has workers already: of another LLM, or of another job",
+                "close that one first; or call ray.init() before both, and they share that Ray",
+            )
         if not self._is_own:
             return
+        RaySession._own = self
         try:
             if address is None:
                 self._start(num_cpus)
@@ -75,13 +93,27 @@ class RaySession:
 
     def close(self) -> None:
         """End what this session has started."""
-        if self._is_own:
+        if RaySession._own is self:
+            RaySession._own = None
+        if self._is_own and self.is_lost:
+            atexit.unregister(ray._private.worker.shutdown)  # it would try to reach what has ended, for minutes
+        elif self._is_own:
             ray.shutdown()
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._reaper.wait(_REAP_SECONDS)
             self._reaper = None
+
+    def has_ended(self) -> bool:
+        """Whether Ray's head has not answered for a while. Once a second it is asked."""
+        now = time.monotonic()
+        if now >= self._looked_at + _LOOK_SECONDS and not self.is_lost:
+            self._looked_at = now
+            if _speaks_ray(_head_address(), _LOOK_SECONDS):
+                self._answered_at = time.monotonic()
+            self.is_lost = time.monotonic() - self._answered_at > _PATIENCE[self._is_of_host]
+        return self.is_lost
 
     def nodes(self) -> list[Mapping[str, float]]:
         """The resources of each node, by Ray's names."""
@@ -135,12 +167,42 @@ def _check_answers(place: str, address: str) -> None:
     if not host or not port.isdecimal():
         raise SpecbatchError(f"cluster.address must be auto, HOST:PORT or ray://HOST:PORT, not {address!r}")
     try:
-        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        speaks_ray = _speaks((host, int(port)), _CONNECT_SECONDS)
     except (OSError, OverflowError) as error:
         raise SpecbatchError(
             f"nothing answers at cluster.address {address}: {error}",
             "is the head node of the Ray cluster up? `ray status` on it says so",
         ) from error
+    if not speaks_ray:
+        raise SpecbatchError(
+            f"what answers at cluster.address {address} is not Ray",
+            "the port is that of `ray start --head --port`, 6379 without it; that of ray:// is 10001",
+        )
+
+
+def _speaks(place: tuple[str, int], seconds: float) -> bool:
+    """Whether what listens there answers as each server of Ray does. Raises OSError if nothing listens."""
+    with socket.create_connection(place, seconds) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return True
+        try:
+            connection.sendall(_PREFACE)
+            answer = connection.recv(_SETTINGS_AT + 1, socket.MSG_WAITALL)
+        except OSError:  # no answer in time, or the connection was closed
+            return False
+        return len(answer) > _SETTINGS_AT and answer[_SETTINGS_AT] == _SETTINGS
+
+
+def _speaks_ray(address: str, seconds: float) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        return _speaks((host, int(port)), seconds)
+    except (OSError, ValueError):
+        return False
+
+
+def _head_address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _init(failure: str, **options: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import platform
 import re
 import signal
 import time
@@ -21,9 +22,11 @@ from typing import Any
 from specbatch.errors import SpecbatchError
 from specbatch.scaleout.needs import WorkerNeeds, amounts
 from specbatch.scaleout.ray_session import RaySession, ray
-from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply, WorkerId
+from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, WorkerId
 
 _PICKLE = 5  # the protocol
+_ENDED = "Ray has ended: the process that has its state (gcs_server) does not answer"
+_AGAIN = "run the same command again: finished rows are kept"
 _NODE_DIED = re.compile("node has died|node was terminated|node is dead|preempted", re.IGNORECASE)
 _LOW_MEMORY = re.compile("NODE_OUT_OF_MEMORY|running low on memory|memory monitor", re.IGNORECASE)
 
@@ -78,8 +81,10 @@ class RayTransport:
     def wait(self, seconds: float) -> Sequence[Event]:
         end = time.monotonic() + seconds
         while True:
+            self._check_ray()
             events = self._ready(max(0.0, end - time.monotonic()))
-            self._look_for_missing()
+            if not events:
+                self._look_for_missing()
             if events or time.monotonic() >= end:
                 return events
 
@@ -88,7 +93,7 @@ class RayTransport:
             ray.kill(process.actor, no_restart=True)
 
     def close(self) -> None:
-        for worker in list(self._processes):
+        for worker in list(self._processes) if not self._session.is_lost else ():
             with contextlib.suppress(Exception):  # the cluster is gone: so are they
                 self.kill(worker)
         self._session.close()
@@ -102,10 +107,9 @@ class RayTransport:
         ready, rest = ray.wait(list(first), num_returns=1, timeout=seconds)
         if ready and rest:
             ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
-        events = (self._read(first[answer]) for answer in ready)
-        return [event for event in events if event is not None]
+        return [self._read(first[answer]) for answer in ready]
 
-    def _read(self, worker: WorkerId) -> Event | None:
+    def _read(self, worker: WorkerId) -> Event:
         """A worker's next answer, which is there."""
         process = self._processes[worker]
         try:
@@ -116,8 +120,8 @@ class RayTransport:
             self.kill(worker)  # a node that is unreachable for a moment could come back with it
             return self._death(worker, process, error)
         if process.pid is None:
-            process.pid = value
-            return None
+            process.pid, node = value
+            return Placed(worker, node)
         event: Event = pickle.loads(value)
         return event
 
@@ -138,10 +142,15 @@ class RayTransport:
         crash = self._session.crash_of(process.pid)
         return Died(worker, f"its process crashed ({crash})" if crash else "its process was killed or crashed")
 
+    def _check_ray(self) -> None:
+        """Before Ray itself ends this process: it does so a minute after its head has gone."""
+        if self._session.has_ended():
+            raise SpecbatchError(_ENDED, _AGAIN)
+
     def _check_nodes(self) -> None:
         """Without a node, workers would wait for ever: Ray of this host was killed, for example."""
         if not self._session.nodes():
-            raise SpecbatchError("Ray has ended: it has no node", "run the same command again: finished rows are kept")
+            raise SpecbatchError("Ray has ended: it has no node", _AGAIN)
 
     def _look_for_missing(self) -> None:
         """Now and then: what keeps workers from being placed. The note comes once."""
@@ -176,8 +185,8 @@ class _Actor:
         self._make_worker = make_worker
         self._worker: object | None = None
 
-    def place(self) -> int:
-        return os.getpid()
+    def place(self) -> tuple[int, str]:
+        return os.getpid(), platform.node()
 
     def call(self, call: bytes) -> bytes:
         """A pickled (method, arguments) -> a pickled event. Ray's own pickle takes twice the time. Errors are values:

@@ -13,6 +13,14 @@ WorkerId = int  # a new process has a new one, also if it replaces another
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """The process is there: its calls begin."""
+
+    worker: WorkerId
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """A call's result. It belongs to the pool: the process does not change it later."""
 
@@ -46,7 +54,7 @@ class Died:
     node_lost: bool = False  # its whole node is gone, so that no row is the cause
 
 
-Event = Reply | Refused | Broken | Died
+Event = Placed | Reply | Refused | Broken | Died
 
 
 class Transport(Protocol):

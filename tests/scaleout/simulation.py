@@ -13,7 +13,7 @@ from specbatch.config import Config
 from specbatch.job.runner import Finished, FinishedRow, Load
 from specbatch.job.sources import RawRow
 from specbatch.job.worker import Description, Loaded, Slice
-from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply, WorkerId
+from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, WorkerId
 from specbatch.types import EngineStats
 
 MAX_WAITS = 20_000  # of a job: more is a job that does not end
@@ -77,7 +77,7 @@ class Machine:
     load_seconds: float = 1.0
     longest_row: int = 100
     description: Description | None = None
-    fail: dict[str, Callable[[WorkerId], Event]] = field(default_factory=dict)  # by method: instead of an answer
+    fail: dict[str, Callable[[WorkerId], Event | None]] = field(default_factory=dict)  # by method: instead of an answer
 
 
 @dataclass
@@ -136,6 +136,9 @@ class Simulation:
         self.started.append(worker)
         machine = self._machines.get(worker, Machine())
         self.processes[worker] = Process(worker, machine, self.now + machine.placed_after)
+        if machine.placed_after < float("inf"):
+            node = (machine.description or description(self.batch)).node
+            self.at(machine.placed_after, lambda: Placed(worker, node) if worker in self.processes else None)
         self.delivered[worker] = []
 
     def call(self, worker: WorkerId, method: str, *arguments: Any) -> None:
@@ -232,9 +235,9 @@ class Simulation:
 
         self.at(begins - self.now, run)
 
-    def _answer(self, process: Process, seconds: float, method: str, event: Event) -> None:
+    def _answer(self, process: Process, seconds: float, method: str, event: Event | None) -> None:
         def deliver() -> Event | None:
-            if process.id not in self.processes or process.is_stuck:
+            if process.id not in self.processes or process.is_stuck or event is None:
                 return None
             if isinstance(event, Died):
                 return self._end(process, event.reason, event.node_lost)
@@ -288,6 +291,10 @@ class Simulation:
         process.most_finished = max(process.most_finished, len(finished.rows))
         value = Slice(finished, load, list(process.running), weights)
         self._answer(process, passed, "exchange", Reply(process.id, value))
+
+
+def silent(worker: WorkerId) -> None:
+    """No answer ever comes."""
 
 
 def refused(message: str, hint: str | None = None) -> Callable[[WorkerId], Event]:

@@ -14,6 +14,7 @@ from tests.scaleout.simulation import (
     description,
     died,
     refused,
+    silent,
 )
 
 NEVER = float("inf")
@@ -57,6 +58,37 @@ def test_a_late_worker_joins() -> None:
     assert len(simulation.delivered[1]) > 50
 
 
+@pytest.mark.parametrize(
+    ("method", "machine"), [("load", Machine(load_seconds=NEVER)), ("describe", Machine(fail={"describe": silent}))]
+)
+def test_a_worker_that_never_loads_is_an_error_that_names_it(method: str, machine: Machine) -> None:
+    simulation = Simulation(machines={0: machine})
+    with pytest.raises(SpecbatchError, match=f"worker 1 on node: no answer to `{method}` for 100 seconds") as caught:
+        Job(simulation, 1, PoolLimits(start_seconds=100)).load()
+    assert "cluster.start_seconds" in str(caught.value.hint)
+    assert simulation.now - 1000 == pytest.approx(100, abs=3)
+
+
+def test_a_worker_that_comes_late_and_never_loads_is_left_out() -> None:
+    simulation = Simulation(machines={1: Machine(placed_after=5, load_seconds=NEVER)}, seconds_of=lambda index: 5.0)
+    job = loaded_job(simulation, limits=PoolLimits(start_seconds=100)).run(100)
+    assert job.indices == list(range(100))
+    assert job.log == ["warning: worker 2 on node is not used: no answer to `load` for 100 seconds"]
+    assert simulation.killed == [1]
+
+
+def test_a_worker_may_wait_for_its_place_for_longer() -> None:
+    simulation = Simulation(machines={0: Machine(placed_after=500)})
+    job = loaded_job(simulation, 1, limits=PoolLimits(start_seconds=100))
+    assert job.run(10).indices == list(range(10))
+
+
+def test_no_request_runs_at_the_end() -> None:
+    job = loaded_job(Simulation()).run(200)
+    assert [line.running for line in job.pool.state().workers] == [0, 0]
+    assert [line.state for line in job.pool.state().workers] == ["running", "running"]
+
+
 def test_a_worker_that_is_never_placed_stops_nothing() -> None:
     job = loaded_job(Simulation(machines={0: Machine(placed_after=NEVER)})).run(20)
     assert job.indices == list(range(20))
@@ -74,7 +106,7 @@ def test_deaths_before_the_engine_is_built_are_paused_after() -> None:
 
 def test_an_error_in_describe_is_the_users() -> None:
     simulation = Simulation(machines={0: Machine(fail={"describe": refused("no such model", "look")})})
-    with pytest.raises(SpecbatchError, match="worker 1: no such model") as caught:
+    with pytest.raises(SpecbatchError, match="worker 1 on node: no such model") as caught:
         Job(simulation, 1).load()
     assert caught.value.hint == "look"
 
