@@ -53,6 +53,7 @@ class Crew:
         self.members = [Member(number) for number in range(1, num_workers + 1)]
         self.workers: dict[WorkerId, PoolWorker] = {}  # that live
         self.error: Exception | None = None
+        self.is_cut_off = False  # no event will come
         self.models: Mapping[str, Any] = {}  # the record of the models' files, as the first worker sees them
         self._transport = transport
         self._limits = limits
@@ -136,7 +137,12 @@ class Crew:
 
     def handle_events(self, seconds: float) -> Sequence[Event]:
         """Wait for at most `seconds`. Returns the events, which have been handled."""
-        events = self._transport.wait(seconds)
+        try:
+            events = self._transport.wait(seconds)
+        except SpecbatchError as error:  # rows that have finished are returned first
+            self.fail(error)
+            self.is_cut_off = True
+            return []
         for event in events:
             worker = self.workers.get(event.worker)
             if worker is not None:

@@ -106,7 +106,7 @@ class Pool:
         self._is_ending = True
         running = {worker.id for worker in self._crew.workers.values() if worker.holding is not None and worker.calls}
         end = self._clock() + _DRAIN_SECONDS
-        while running and (left := end - self._clock()) > 0:
+        while running and not self._crew.is_cut_off and (left := end - self._clock()) > 0:
             running -= {event.worker for event in self._crew.handle_events(left)}
         return self._taken()
 

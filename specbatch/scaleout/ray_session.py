@@ -7,7 +7,6 @@ deleted at the end, and no process of it outlives the job's process: see `reaper
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import secrets
@@ -95,9 +94,7 @@ class RaySession:
         """End what this session has started."""
         if RaySession._own is self:
             RaySession._own = None
-        if self._is_own and self.is_lost:
-            atexit.unregister(ray._private.worker.shutdown)  # it would try to reach what has ended, for minutes
-        elif self._is_own:
+        if self._is_own:
             ray.shutdown()
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
@@ -110,7 +107,7 @@ class RaySession:
         now = time.monotonic()
         if now >= self._looked_at + _LOOK_SECONDS and not self.is_lost:
             self._looked_at = now
-            if _speaks_ray(_head_address(), _LOOK_SECONDS):
+            if answers_as_ray(_head_address(), _LOOK_SECONDS):
                 self._answered_at = time.monotonic()
             self.is_lost = time.monotonic() - self._answered_at > _PATIENCE[self._is_of_host]
         return self.is_lost
@@ -193,7 +190,8 @@ def _speaks(place: tuple[str, int], seconds: float) -> bool:
         return len(answer) > _SETTINGS_AT and answer[_SETTINGS_AT] == _SETTINGS
 
 
-def _speaks_ray(address: str, seconds: float) -> bool:
+def answers_as_ray(address: str, seconds: float) -> bool:
+    """Whether a server of Ray answers at HOST:PORT within `seconds`."""
     host, _, port = address.rpartition(":")
     try:
         return _speaks((host, int(port)), seconds)

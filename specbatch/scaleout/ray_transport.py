@@ -67,6 +67,7 @@ class RayTransport:
         self._make_worker = ray.cloudpickle.dumps(make_worker)  # plain pickle refuses what a script defines
         self._processes: dict[WorkerId, _Process] = {}
         self._has_noted = False
+        self._is_ending = False  # the last answers were read
         self._look_at = 0.0
 
     def start(self, worker: WorkerId) -> None:
@@ -81,7 +82,8 @@ class RayTransport:
     def wait(self, seconds: float) -> Sequence[Event]:
         end = time.monotonic() + seconds
         while True:
-            self._check_ray()
+            if self._session.has_ended():
+                return self._last_answers()
             events = self._ready(max(0.0, end - time.monotonic()))
             if not events:
                 self._look_for_missing()
@@ -142,10 +144,14 @@ class RayTransport:
         crash = self._session.crash_of(process.pid)
         return Died(worker, f"its process crashed ({crash})" if crash else "its process was killed or crashed")
 
-    def _check_ray(self) -> None:
-        """Before Ray itself ends this process: it does so a minute after its head has gone."""
-        if self._session.has_ended():
+    def _last_answers(self) -> list[Event]:
+        """Those that are there when Ray has ended. Then an error, before Ray itself ends this process: it does so a
+        minute after its head has gone."""
+        events = [] if self._is_ending else self._ready(0.0)
+        self._is_ending = True
+        if not events:
             raise SpecbatchError(_ENDED, _AGAIN)
+        return events
 
     def _check_nodes(self) -> None:
         """Without a node, workers would wait for ever: Ray of this host was killed, for example."""

@@ -12,6 +12,7 @@ from specbatch.errors import SpecbatchError, WorkerFailed
 from specbatch.job.partial import RowDeaths
 from specbatch.job.results import ResultFile
 from specbatch.scaleout.crew import PoolLimits
+from specbatch.scaleout.transport import Event
 from tests.scaleout.job import exchanges, indices, loaded_job
 from tests.scaleout.simulation import (
     Machine,
@@ -205,3 +206,23 @@ def test_suspects_do_not_keep_the_input_from_being_read() -> None:
     simulation = Simulation(batch=2, killers=[0])
     job = loaded_job(simulation, 1, quarantine=True).run(50)
     assert job.indices == list(range(50))
+
+
+def test_rows_that_finished_before_the_transport_ended_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has ended, for example. Nothing is awaited then."""
+    simulation = Simulation()
+    job = loaded_job(simulation)
+    wait, num_waits = simulation.wait, 0
+
+    def ending(seconds: float) -> list[Event]:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits > 10:
+            raise SpecbatchError("Ray has ended", "again")
+        return wait(seconds)
+
+    monkeypatch.setattr(simulation, "wait", ending)
+    with pytest.raises(SpecbatchError, match="Ray has ended"):
+        job.run(1000)
+    assert num_waits < 20
+    assert sorted(index for rows in simulation.delivered.values() for index in rows) == job.indices != []

@@ -15,7 +15,7 @@ import pytest
 
 from specbatch.errors import SpecbatchError
 from specbatch.scaleout.needs import WorkerNeeds
-from specbatch.scaleout.transport import Broken, Died, Event, Refused, Reply
+from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply
 from tests.scaleout.ray_workers import NeverMade, StubWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'specbatch[ray]'")
@@ -74,7 +74,7 @@ class Calls:
         found: list[Event] = []
         end = time.monotonic() + _SECONDS
         while len(found) < count and time.monotonic() < end:
-            found += self.transport.wait(0.2)
+            found += [event for event in self.transport.wait(0.2) if not isinstance(event, Placed)]
         return found
 
     def event(self) -> Event:
@@ -219,6 +219,37 @@ def test_ray_leaves_signals_and_environment_as_they_were(session: RaySession) ->
     assert session.nodes()[0]["CPU"] == FOUR_WORKERS
 
 
+def test_a_second_ray_in_a_process_is_refused(session: RaySession) -> None:
+    """It would end with the first one, or wait for room that the first one has."""
+    for address in (None, "auto"):
+        with pytest.raises(SpecbatchError, match="this process has workers already") as caught:
+            RaySession(address, 1)
+        assert "ray.init()" in str(caught.value.hint)
+    assert session.nodes()
+
+
+class Ended(RaySession):
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def has_ended(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+
+def test_answers_come_before_the_end_of_ray(session: RaySession) -> None:
+    calls = Calls(Ended(), StubWorker)
+    worker = calls.start()
+    assert [type(event) for event in calls.transport.wait(_SECONDS)] == [Placed]
+    calls.call("count", worker=worker)
+    time.sleep(1)
+    assert calls.transport.wait(_SECONDS) == [Reply(worker, 1)], "it is there already"
+    with pytest.raises(SpecbatchError, match="Ray has ended") as caught:
+        calls.transport.wait(_SECONDS)
+    assert "run the same command again" in str(caught.value.hint)
+    calls.transport.kill(worker)
+
+
 def test_a_signal_is_handled_after_the_start_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception inside of it can end this process by SIGSEGV."""
     finished = []
@@ -230,6 +261,7 @@ def test_a_signal_is_handled_after_the_start_of_ray(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(RaySession, "_own", None)  # another test's
     with pytest.raises(KeyboardInterrupt):
         RaySession("auto", 1)
     assert finished
@@ -240,6 +272,7 @@ import time
 from specbatch.scaleout.needs import WorkerNeeds
 from specbatch.scaleout.ray_session import RaySession
 from specbatch.scaleout.ray_transport import RayTransport
+from specbatch.scaleout.transport import Reply
 from tests.scaleout.ray_workers import StubWorker
 
 transport = RayTransport(RaySession(None, 2), StubWorker, WorkerNeeds())
@@ -248,7 +281,7 @@ for worker in (1, 2):
     transport.call(worker, "count")
 answers = 0
 while answers < 2:
-    answers += len(transport.wait(1))
+    answers += sum(isinstance(event, Reply) for event in transport.wait(1))
 transport.call(1, "segfault")
 transport.call(2, "spin")
 transport.wait(10)

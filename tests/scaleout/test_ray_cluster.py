@@ -13,7 +13,7 @@ import pytest
 
 from specbatch.errors import SpecbatchError
 from specbatch.scaleout.needs import WorkerNeeds
-from specbatch.scaleout.transport import Died, Event, Reply
+from specbatch.scaleout.transport import Died, Event, Placed, Reply
 from tests.scaleout.ray_workers import StubWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'specbatch[ray]'")
@@ -51,7 +51,7 @@ def events_of(transport: RayTransport, count: int, seconds: float = 60.0) -> lis
     found: list[Event] = []
     end = time.monotonic() + seconds
     while len(found) < count and time.monotonic() < end:
-        found += transport.wait(0.2)
+        found += [event for event in transport.wait(0.2) if not isinstance(event, Placed)]
     return found
 
 
@@ -98,11 +98,12 @@ import sys, time
 from specbatch.scaleout.needs import WorkerNeeds
 from specbatch.scaleout.ray_session import RaySession
 from specbatch.scaleout.ray_transport import RayTransport
+from specbatch.scaleout.transport import Reply
 from tests.scaleout.ray_workers import StubWorker
 transport = RayTransport(RaySession(sys.argv[1], 1), StubWorker, WorkerNeeds())
 transport.start(1)
 transport.call(1, "pid")
-while not (found := transport.wait(1)):
+while not (found := [event for event in transport.wait(1) if isinstance(event, Reply)]):
     pass
 transport.call(1, "spin")
 print(found[0].value, flush=True)
@@ -138,3 +139,42 @@ def test_a_cluster_that_ray_remembers_and_that_is_gone_is_an_error_at_once(monke
 def test_an_address_of_another_form_is_an_error() -> None:
     with pytest.raises(SpecbatchError, match="must be auto, HOST:PORT"):
         RaySession("somewhere", 1)
+
+
+HEAD_SCRIPT = """
+import sys, time
+from specbatch.errors import SpecbatchError
+from specbatch.scaleout.needs import WorkerNeeds
+from specbatch.scaleout.ray_session import RaySession
+from specbatch.scaleout.ray_transport import RayTransport
+from tests.scaleout.ray_workers import StubWorker
+transport = RayTransport(RaySession(None, 1), StubWorker, WorkerNeeds())
+transport.start(1)
+try:
+    while True:
+        for event in transport.wait(1):
+            print(event, flush=True)
+            transport.call(1, "rest", 0.5)
+except SpecbatchError as error:
+    print("error:", error.message, flush=True)
+    transport.close()
+    sys.exit(2)
+"""
+
+
+def test_a_head_that_is_killed_is_an_error_soon() -> None:
+    """Before Ray ends the process itself, with exit code 1. No process remains."""
+    command = [sys.executable, "-c", HEAD_SCRIPT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert "Placed" in job.stdout.readline()
+        children = psutil.Process(job.pid).children(recursive=True)
+        (head,) = (child for child in children if "gcs_server" in child.name())
+        began = time.monotonic()
+        head.kill()
+        said, errors = job.communicate(timeout=100)
+        assert job.returncode == 2, said[-1000:] + errors[-3000:]
+        assert time.monotonic() - began < 30
+    assert said.splitlines()[-1].startswith("error: Ray has ended")
+    assert "Traceback" not in errors
+    assert psutil.wait_procs(children, timeout=20)[1] == []
