@@ -62,7 +62,7 @@ def edited_logits(
 ) -> Tensor:
     """The logits under the rules of `state.rules`. `edits`: all kinds that requests of the batch have. Of each request
     its first `num_nodes` nodes are computed, all N where shapes are fixed. `keep`: `logits_TV` must not change."""
-    if edits is Edits.NONE:
+    if not edits:
         return logits_TV
     rules = state.rules
     assert rules is not None, "no request has brought rules"
