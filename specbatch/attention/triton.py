@@ -20,6 +20,9 @@ MAX_PROGRAMS = 512
 _MAX_SPLITS = 8
 _MAX_SPLITS_SMALL, _SMALL_PROGRAMS = 16, 4
 _MAX_ROWS = 64  # (new token, query head) pairs of one program
+# Where no sequence is split, those of at least this many tokens are, as many as the workspace holds. None: none is. Not
+# measured yet: `scripts/bench/bench_long_rows.py` compares.
+LONG_TOKENS: int | None = None
 WORKSPACE_ROWS = MAX_PROGRAMS * _MAX_ROWS
 
 
@@ -36,20 +39,31 @@ class PagedAttention:
         device: torch.device,
         *,
         scale: float | None = None,
+        long_tokens: int | None = LONG_TOKENS,
     ) -> None:
         ops = ops_for(device, dtype)
-        self._attend = ops.attend
+        self._attend, self._long_sequences, self._long_tokens = ops.attend, ops.long_sequences, long_tokens
         self._workspace = ops.Workspace(device, WORKSPACE_ROWS, head_dim)
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._scale = head_dim**-0.5 if scale is None else scale
 
-    def plan(self, layout: PagedBatch) -> tuple[PagedBatch, int]:
-        return layout, num_splits(layout.starts_B.shape[0], self._num_kv_heads, layout.max_queries * self._group)
+    def plan(self, layout: PagedBatch) -> Any:
+        num_seqs, max_pages = layout.page_table_BP.shape
+        num_rows = layout.max_queries * self._group
+        splits = num_splits(num_seqs, self._num_kv_heads, num_rows)
+        if splits > 1 or self._long_tokens is None or max_pages * layout.page_size < self._long_tokens:
+            return layout, splits, None
+        count = num_long(num_seqs, self._num_kv_heads, num_rows)
+        if not count:
+            return layout, splits, None
+        listed = self._long_sequences(layout.starts_B, layout.query_starts, self._long_tokens, count)
+        return layout, _MAX_SPLITS, listed
 
     def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
-        batch, splits = plan
-        out: Tensor = self._attend(q_THD, cache.layer(layer), batch, self._scale, window, splits, self._workspace)
+        batch, splits, listed = plan
+        kv, workspace = cache.layer(layer), self._workspace
+        out: Tensor = self._attend(q_THD, kv, batch, self._scale, window, splits, workspace, listed)
         return out
 
 
@@ -61,3 +75,9 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
     while splits < max_splits and splits * 2 * programs <= MAX_PROGRAMS:
         splits *= 2
     return splits
+
+
+def num_long(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
+    """Sequences of a batch without splits that can be split as far as possible all the same."""
+    programs = num_kv_heads * -(-num_rows // _MAX_ROWS)
+    return min(num_seqs, MAX_PROGRAMS // (programs * _MAX_SPLITS))

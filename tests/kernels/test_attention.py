@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from specbatch.attention.triton import PagedAttention
 from specbatch.batch import PagedBatch
 from specbatch.kernels import torch as reference
 from specbatch.kernels.triton import attention
@@ -28,6 +29,7 @@ from tests.kernels.batches import (
     random_cache,
     tree_batch,
 )
+from tests.kernels.operations import Ops
 from tests.marks import slow_on_cpu
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -121,3 +123,44 @@ def test_bits_do_not_depend_on_the_cut(splits: int, rounded: bool, dtype: torch.
     full = part(0, total)
     assert torch.equal(torch.cat([part(0, 37), part(37, total)]), full)
     assert torch.equal(torch.cat([part(i, i + 1) for i in range(64, total)]), full[64:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nodes", [5, slow_on_cpu(None)])
+def test_only_long_sequences_are_split(nodes: int | None, dtype: torch.dtype) -> None:
+    """Two of three have 130 tokens or more; the list has room for one of them, for both, and for more."""
+    starts = [150, 20, 130]
+    batch = paged_batch(starts, [1] * 3, 16) if nodes is None else tree_batch(nodes, [-1, 0, 0, 1, 3], starts, 16)
+    q = random(batch.slots_T.shape[0], 4, 64, dtype=dtype)
+    kv, workspace = random_cache(batch, 2, 64, dtype), attention.Workspace(DEVICE, 4096, 64)
+    expected = reference.attend(q, kv, batch, 0.125, None)
+    for count in (1, 3):
+        listed = reference.long_sequences(batch.starts_B, batch.query_starts, 131, count)
+        for _ in range(2):  # the counters are back at zero
+            close(attention.attend(q, kv, batch, 0.125, None, 4, workspace, listed), expected, dtype)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_long_sequences(ops: Ops, count: int) -> None:
+    starts = torch.tensor([3, 900, 10, 500, 499, 600], dtype=torch.int32, device=DEVICE)
+    query_starts = torch.tensor([0, 1, 2, 502, 503, 504, 504], dtype=torch.int32, device=DEVICE)
+    index, listed = ops.long_sequences(starts, query_starts, 500, count)
+    places = {1: 0, 2: 1, 3: 2, 4: 3, 5: 4}
+    assert index.tolist() == [-1 if places.get(i, 9) >= count else places[i] for i in range(6)]
+    assert listed.tolist() == [1, 2, 3, 4, 5][:count]
+    index, listed = ops.long_sequences(starts, query_starts, 900, count)
+    assert listed.tolist() == [1, -1, -1, -1, -1][:count]
+    assert (index.dtype, listed.dtype) == (torch.int32, torch.int32)
+
+
+def test_the_backend_splits_long_sequences() -> None:
+    batch = paged_batch([70, 600], [1, 1], 16)
+    batch = replace(batch, page_table_BP=batch.page_table_BP[torch.tensor([0] * 299 + [1])])
+    batch = replace(batch, starts_B=batch.starts_B[torch.tensor([0] * 299 + [1])])
+    batch = replace(batch, query_starts=torch.arange(301, dtype=torch.int32))
+    backend = PagedAttention(4, 2, 64, torch.float32, torch.device("cpu"), long_tokens=500)
+    _, splits, listed = backend.plan(batch)
+    assert splits == 8
+    assert listed[0].tolist() == [-1] * 299 + [0]
+    assert listed[1].tolist() == [299] + [-1] * 31
+    assert PagedAttention(4, 2, 64, torch.float32, torch.device("cpu")).plan(batch)[1:] == (1, None)

@@ -27,12 +27,13 @@ def attend(
     window: int | None = None,
     num_splits: int = 1,
     workspace: Workspace | None = None,
+    listed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention output (T, H, D) of new tokens over their sequences' pages; see `PagedBatch` for what is visible.
 
     `window`: a query at position p sees keys at positions > p - window; a key's position is its slot's index, which is
     wrong for nodes of a draft tree, all of which lie in the window of any real model.
-    `num_splits` and `workspace` are for the Triton kernel.
+    `num_splits`, `workspace` and `listed` are for the Triton kernel.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = kv_2KSD.shape[1]

@@ -7,7 +7,8 @@ changes nothing, to the last bit. So a token's output does not depend on how its
 tokens. (The unified kernel of SGLang's pull request 11536 has the same aim.)
 
 With splits, split s takes blocks s, s + NUM_SPLITS, ...: a fixed number, whatever the lengths, and nothing for the host
-to plan. The last split to finish merges all of them, in order, so that no second launch is needed.
+to plan. The last split to finish merges all of them, in order, so that no second launch is needed. Where a batch has
+programs enough, only sequences that the device has listed as long are split.
 
 Lengths, page tables and masks are read on the device, so that a captured graph follows them.
 
@@ -32,13 +33,13 @@ _LOG2E = 1.4426950408889634
 @triton.jit
 def _walk(
     acc, maximum, total, q, k_base, v_base, table, first_block, stop_block, end, start, query, row_ok, token, position,
-    mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok,
-    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
+    mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, ALL_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Merges every NUM_SPLITS-th block of keys in [first_block, stop_block). ALL_VISIBLE: each of their keys, to each
-    row, which gives the same bits."""
-    for block in range(first_block, stop_block, NUM_SPLITS):
+    """Merges every `step`-th block of keys in [first_block, stop_block). ALL_VISIBLE: each of their keys, to each row,
+    which gives the same bits."""
+    for block in range(first_block, stop_block, step):
         keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
         key_ok = keys < end
         if PAGE % BLOCK_N == 0:
@@ -93,11 +94,14 @@ def _attend(
     partial_ptr,
     sums_ptr,
     counter_ptr,
+    index_ptr,
+    listed_ptr,
     scale_log2,
     window,
     stride_kv_head,
     stride_table,
     mask_words,
+    num_seqs,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -106,6 +110,7 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    LISTED: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -114,9 +119,20 @@ def _attend(
 ):
     await_former(PDL)
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
-    split = tl.program_id(0) % NUM_SPLITS
-    kv_head = tl.program_id(0) // NUM_SPLITS
     row_block, seq = tl.program_id(1), tl.program_id(2)
+    if LISTED:
+        # Each sequence has a program. The other splits of those that are listed come after all sequences.
+        kv_head, other = tl.program_id(0), seq - num_seqs
+        split = tl.where(other >= 0, 1 + other % (NUM_SPLITS - 1), 0)
+        number = tl.maximum(other, 0) // (NUM_SPLITS - 1)
+        seq = tl.where(other >= 0, tl.load(listed_ptr + number), seq)
+        if seq < 0:
+            return
+        number = tl.load(index_ptr + seq)
+        step = tl.where(number >= 0, NUM_SPLITS, 1)
+    else:
+        split, kv_head = tl.program_id(0) % NUM_SPLITS, tl.program_id(0) // NUM_SPLITS
+        number, step = seq, NUM_SPLITS
 
     first = tl.load(query_starts_ptr + seq)
     num_queries = tl.load(query_starts_ptr + seq + 1) - first
@@ -148,7 +164,7 @@ def _attend(
     else:
         position = token.to(tl.int64)
     # Whole rounds of splits, so that a split's blocks do not depend on where the window begins.
-    begin_block = begin_block // NUM_SPLITS * NUM_SPLITS + split
+    begin_block = begin_block // step * step + split
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -164,22 +180,22 @@ def _attend(
         seen_by_all = num_seen // BLOCK_N
         acc, maximum, total = _walk(
             acc, maximum, total, q, k_base, v_base, table, begin_block, seen_by_all, end, start, query, row_ok, token,
-            position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok,
-            D, PAGE, BLOCK_N, NUM_SPLITS, HAS_MASK, HAS_WINDOW, PRECISION, True,
+            position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
+            D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, PRECISION, True,
         )  # fmt: skip
-        begin_block += tl.cdiv(tl.maximum(seen_by_all - begin_block, 0), NUM_SPLITS) * NUM_SPLITS
+        begin_block += tl.cdiv(tl.maximum(seen_by_all - begin_block, 0), step) * step
     acc, maximum, total = _walk(
         acc, maximum, total, q, k_base, v_base, table, begin_block, stop_block, end, start, query, row_ok, token,
-        position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok,
-        D, PAGE, BLOCK_N, NUM_SPLITS, HAS_MASK, HAS_WINDOW, PRECISION, False,
+        position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
+        D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, PRECISION, False,
     )  # fmt: skip
 
     out_ok = row_ok[:, None] & dim_ok[None, :]
-    if NUM_SPLITS == 1:
+    if NUM_SPLITS == 1 or (LISTED and step == 1):
         out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=out_ok)
     else:
-        tile = (seq * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head
+        tile = (number * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head
         local = tl.arange(0, BLOCK_M)
         base = tile.to(tl.int64) * NUM_SPLITS
         cell = (local[:, None] * BLOCK_D + dims[None, :]).to(tl.int64)
@@ -239,12 +255,14 @@ def attend(
     window: int | None = None,
     num_splits: int = 1,
     workspace: Workspace | None = None,
+    listed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """See `kernels/torch/attention.py`. `num_splits`, a power of two, needs a `workspace` if above 1."""
+    """See `kernels/torch/attention.py`. `num_splits`, a power of two, needs a `workspace` if above 1. `listed`: only
+    these sequences are split, see `long_sequences`; None: all are."""
     _, num_heads, head_dim = q_THD.shape
     num_rows = batch.max_queries * (num_heads // kv_2KSD.shape[1])
     tile = tile_for(num_rows, head_dim, q_THD.element_size(), shared_bytes(q_THD))
-    return attend_by(tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace)
+    return attend_by(tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed)
 
 
 def attend_by(
@@ -256,6 +274,7 @@ def attend_by(
     window: int | None,
     num_splits: int,
     workspace: Workspace | None,
+    listed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`attend` with a given tile. Bits are comparable only between calls with equal tiles and splits."""
     _, num_heads, head_dim = q_THD.shape
@@ -267,12 +286,17 @@ def attend_by(
     block_d = padded(head_dim)
     out = torch.empty_like(q_THD)
     partial = sums = counters = q_THD
+    index, listed_K = listed or (batch.starts_B, batch.starts_B)
     if num_splits > 1:
         assert workspace is not None, "splits need a workspace"
-        partial, sums, counters = workspace.reserve(num_seqs * row_blocks * num_kv_heads, num_splits, block_m, block_d)
+        tiles = (num_seqs if listed is None else len(listed_K)) * row_blocks * num_kv_heads
+        partial, sums, counters = workspace.reserve(tiles, num_splits, block_m, block_d)
+    grid = num_splits * num_kv_heads, row_blocks, num_seqs
+    if listed is not None:
+        grid = num_kv_heads, row_blocks, num_seqs + (num_splits - 1) * len(listed_K)
     has_mask = batch.mask_TW is not None
     pdl = dependent_launch(q_THD)
-    _attend[(num_splits * num_kv_heads, row_blocks, num_seqs)](
+    _attend[grid](
         q_THD,
         out,
         kv_2KSD[0],
@@ -286,11 +310,14 @@ def attend_by(
         partial,
         sums,
         counters,
+        index,
+        listed_K,
         scale * _LOG2E,
         window or 0,
         kv_2KSD.stride(1),
         batch.page_table_BP.stride(0),
         batch.mask_TW.shape[1] if batch.mask_TW is not None else 0,
+        num_seqs,
         NUM_HEADS=num_heads,
         GROUP=group,
         D=head_dim,
@@ -299,6 +326,7 @@ def attend_by(
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         NUM_SPLITS=num_splits,
+        LISTED=listed is not None,
         HAS_MASK=has_mask,
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
