@@ -18,7 +18,7 @@ from specbatch.job.results_format import RowInfo
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.types import EngineLimits
+from specbatch.types import GRAMMAR_FIELDS, EngineLimits
 
 _BATCH = 32  # rows that are tokenized in one call
 _LOOK_SECONDS = 0.5  # between two looks at the bounds of a template, while a row is awaited
@@ -36,12 +36,16 @@ class PreparedRow:
 
 
 class RowPreparer:
-    """Raw rows -> prepared ones, in their order. `limits`: of the engine."""
+    """Raw rows -> prepared ones, in their order. `limits`: of the engine. `no_grammars`: the option with which no
+    grammars run, if it is set."""
 
-    def __init__(self, parser: RowParser, texts: TextProcessor, limits: EngineLimits) -> None:
+    def __init__(
+        self, parser: RowParser, texts: TextProcessor, limits: EngineLimits, no_grammars: str | None = None
+    ) -> None:
         self._parser = parser
         self._texts = texts
         self._limits = limits
+        self._no_grammars = no_grammars
 
     def __call__(self, raws: Sequence[RawRow]) -> list[PreparedRow]:
         parsed = [self._parser.parse(raw) for raw in raws]
@@ -60,7 +64,10 @@ class RowPreparer:
                 raise ids
             assert isinstance(prompt, Prompt)
             bad_words = self._texts.bad_words(prompt.params, self._limits)
-            self._texts.matcher(prompt.params)  # a grammar is compiled here, and kept
+            has_grammar = self._texts.matcher(prompt.params) is not None  # it is compiled here, and kept
+            if has_grammar and self._no_grammars is not None:
+                message = f"{' / '.join(GRAMMAR_FIELDS)}: not supported with {self._no_grammars}"
+                raise RowError("unsupported_parameter", message)
             choices = self._texts.choice_tokens(prompt, self._limits) if prompt.choices else ()
             return PreparedRow(digest, row, prompt, ids, bad_words, choices, self._texts.answer_reader(prompt, ids))
         except RowError as exc:

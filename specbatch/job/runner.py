@@ -135,7 +135,8 @@ class RowRunner:
         """Queue a row. It is parsed and tokenized meanwhile."""
         if self._queue is None:
             parser = RowParser(self._config.sampling, self._config.data)
-            self._queue = RowQueue(RowPreparer(parser, self._texts, self.engine.limits), self._texts.stop_late)
+            preparer = RowPreparer(parser, self._texts, self.engine.limits, _without_grammars(self._config))
+            self._queue = RowQueue(preparer, self._texts.stop_late)
         self._queue.add(raw)
 
     def drop(self, indices: Collection[int]) -> None:
@@ -285,6 +286,14 @@ class RowRunner:
 
     def _add(self, row: RowInfo, digest: int, line: dict[str, Any], margin: Margin = NO_MARGIN) -> None:
         self._finished.add(row.index, digest, line, remark_on(row), margin)
+
+
+def _without_grammars(config: Config) -> str | None:
+    """The option with which no grammars run, if it is set: ranks have no matchers, and a simulated acceptance commits
+    tokens that a grammar forbids."""
+    if config.engine.tensor_parallel > 1:
+        return "engine.tensor_parallel"
+    return None if config.speculation.simulate_acceptance is None else "speculation.simulate_acceptance"
 
 
 def failed_row(raw: RawRow, error: RowError, parser: RowParser) -> Finished:

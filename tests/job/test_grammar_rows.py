@@ -16,9 +16,12 @@ from specbatch import LLM, generate_file
 from specbatch.config import DataSection
 from specbatch.config_load import dump_config, load_config
 from specbatch.errors import ConfigError, RowError
+from specbatch.job.row_queue import RowPreparer
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
-from specbatch.types import SamplingParams
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.types import EngineLimits, SamplingParams
+from tests.grammar.tiny_tokenizer import tiny_tokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -122,6 +125,17 @@ def test_a_job(tmp_path: Path) -> None:
     assert found[6]["error"]["type"] == "no_token_left"
     assert "regex and allowed_token_ids forbid all" in found[6]["error"]["message"]
     assert "ignore_eos and choice" in found[7]["error"]["message"]
+
+
+def test_options_without_grammars_make_error_rows() -> None:
+    texts = TextProcessor(tiny_tokenizer(), DataSection(prompts_as_chat=False))
+    prepare = RowPreparer(RowParser(JSON, DataSection()), texts, EngineLimits(99, 61), "engine.tensor_parallel")
+    one, other = prepare(
+        [RawRow(0, b'{"prompt": "a"}'), RawRow(1, b'{"prompt": "a", "response_format": {"type": "text"}}')]
+    )
+    assert isinstance(one.prompt, RowError)
+    assert "not supported with engine.tensor_parallel" in one.prompt.message
+    assert isinstance(other.prompt, Prompt)
 
 
 def test_a_bad_grammar_of_the_configuration_ends_the_job() -> None:
