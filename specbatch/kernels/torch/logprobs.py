@@ -32,10 +32,11 @@ def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int)
 
 
 def _most_likely(logits_RV: Tensor, num_top: int) -> Tensor:
-    """(R, K) ids. torch.topk alone leaves open which of equal logits it takes."""
-    x = torch.where(logits_RV.isnan(), -torch.inf, logits_RV)
-    lowest = x.topk(num_top, dim=-1).values[:, -1:]
-    above, equal = x > lowest, x == lowest
-    kept = above | (equal & (equal.cumsum(1) <= num_top - above.sum(1, keepdim=True)))
-    ids = kept.nonzero()[:, 1].view(-1, num_top)
-    return ids.gather(1, x.gather(1, ids).sort(dim=1, descending=True, stable=True).indices)
+    """(R, K) ids. torch.topk alone leaves open which of equal logits it takes, and in which order."""
+    if logits_RV.device.type == "cpu":
+        values, ids = logits_RV.topk(num_top, dim=-1)
+        if bool(((logits_RV >= values[:, -1:]).sum(dim=1) == num_top).all()):  # no equal logit is left out
+            ids = ids.sort(dim=1).values
+            return ids.gather(1, logits_RV.gather(1, ids).sort(dim=1, descending=True, stable=True).indices)
+    # Of fixed shapes, for CUDA graphs: the Triton kernels are faster.
+    return logits_RV.sort(dim=1, descending=True, stable=True).indices[:, :num_top]
