@@ -411,3 +411,16 @@ def test_every_packaged_task_is_named_in_the_docs() -> None:
         pytest.skip("no checkout")
     for name in packaged_tasks():
         assert f"`{name}`" in page.read_text(encoding="utf-8")
+
+
+def test_rules_for_tokens_in_a_task(tmp_path: Path) -> None:
+    rules = {"presence_penalty": 0.5, "logit_bias": {"5": 2, 7: -1.5}, "bad_words": "no", "min_tokens": 3}
+    sampling = load_task(write_task(tmp_path, {"sampling": rules})).sampling
+    assert (sampling.presence_penalty, sampling.bad_words, sampling.min_tokens) == (0.5, ("no",), 3)
+    assert sampling.logit_bias == {5: 2.0, 7: -1.5}
+    for wrong, words in (
+        ({"min_tokens": 300}, "min_tokens must be <= max_tokens, which is 256, not 300"),
+        ({"logit_bias": {5: 200}}, r"sampling.logit_bias\[5\] must be >= -100 and <= 100, not 200"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_task(write_task(tmp_path, {"sampling": wrong}))
