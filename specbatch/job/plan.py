@@ -25,10 +25,10 @@ from specbatch.job.sources import RawRow
 _BLOCK_BYTES = 256  # of a prompt: 64 token ids, or text of about as many tokens. Prompts that share less are no group
 _MAX_BLOCKS = 64  # of a prompt that are compared
 _HASH_BYTES = 8
-_FIRST_ROWS = 1024  # that are read before the first one starts: a few milliseconds
+_FIRST_ROWS = 1024  # that are read before the first one starts: 20 to 40 ms
 _READ_AHEAD = 4  # rows that are read for each one that starts
 _MAX_BYTES = 64 << 20  # of rows that are read and have not started
-_SAMPLE = 1024  # rows
+_SAMPLE = 1024  # rows whose limits are counted for an estimate
 _ROW_BYTES = 512  # of the objects of a row, in addition to its text
 
 
@@ -129,8 +129,8 @@ class RowPlan:
     """Iterates over `rows` in the order in which they should start.
 
     At most `max_rows` rows are held, and 64 MiB of them. The first ones start at once, while the next ones are read.
-    The order is decided again when as many rows are new as are left, so the last rows of an order start only where the
-    input ends. It depends on nothing but the rows. `num_last`: see `start_order`.
+    The order is decided again when as many rows are new as are left, and when the input ends: the last `num_last` rows
+    are known then, see `start_order`. It depends on nothing but the rows.
 
     An InputError of `rows` is raised after all rows before it.
     """
@@ -151,9 +151,12 @@ class RowPlan:
         return self
 
     def __next__(self) -> RawRow:
+        was_exhausted = self._exhausted
         self._read()
-        if self._new and (self._exhausted or len(self._new) >= len(self._ordered)):
-            self._order()
+        if self._exhausted > was_exhausted:
+            self._order(self._num_last)
+        elif self._new and len(self._new) >= len(self._ordered):
+            self._order(0)
         if not self._ordered:
             if self._error is not None:
                 raise self._error
@@ -198,9 +201,10 @@ class RowPlan:
             return _HeldRow(raw, num_bytes)
         return _HeldRow(raw, num_bytes, prefix_of(_content(prompt)), prompt.num_requests, prompt.params.max_tokens)
 
-    def _order(self) -> None:
+    def _order(self, num_last: int) -> None:
+        # A group of which some rows have started stays the first one.
         held = [*self._ordered, *self._new]
-        order = start_order([row.prefix for row in held], [row.max_tokens for row in held], self._num_last)
+        order = start_order([row.prefix for row in held], [row.max_tokens for row in held], num_last)
         self._ordered, self._new = deque(held[i] for i in order), []
 
 
