@@ -109,6 +109,7 @@ def plan_config(config: Config, plan: Plan, stop_token_ids: Sequence[int]) -> Co
         separate_reasoning=given.separate_reasoning,
         system_prompt=given.system_prompt,
         prompts_as_chat=False,
+        plan_rows=given.plan_rows,
     )
     return dataclasses.replace(config, sampling=dataclasses.replace(plan.sampling, stop_token_ids=ids), data=data)
 

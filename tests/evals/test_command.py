@@ -501,3 +501,9 @@ def test_speculation_changes_nothing_on_a_real_engine(run: Eval) -> None:
         assert task["compare"]["acceptance_length"] == 1.0
     mine = report["tasks"]["mine"]
     assert mine["accuracy"] == mine["compare"]["accuracy"]
+
+
+def test_the_order_of_rows_is_that_of_the_configuration(run: Eval) -> None:
+    assert run(Config(data=DataSection(plan_rows=7)), task_files=(write_task(run.folder, EXACT),)) == 0
+    stats = json.loads((run.output / "mine" / "answers.stats.json").read_text())
+    assert stats["config"]["data"]["plan_rows"] == 7
