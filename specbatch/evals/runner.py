@@ -31,7 +31,7 @@ from specbatch.job.tokenizer import TextProcessor
 from specbatch.job.worker import Runtime, Worker
 from specbatch.retired import current_statistics
 from specbatch.signals import INTERRUPTED
-from specbatch.types import BatchEngine, EngineStats, SpeculationCounts
+from specbatch.types import BatchEngine, EngineStats, GrammarCounts, SpeculationCounts
 
 _PROGRESS_SECONDS = 5.0
 
@@ -194,7 +194,14 @@ class _OneJob:
 
 def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
     """`now` less `before`, an earlier copy of the same engine's statistics."""
-    numbers = {f.name: getattr(now, f.name) for f in dataclasses.fields(EngineStats) if f.name != "speculation"}
+    sums = ("speculation", "grammar")
+    numbers = {f.name: getattr(now, f.name) for f in dataclasses.fields(EngineStats) if f.name not in sums}
+    grammar = GrammarCounts(
+        **{
+            f.name: getattr(now.grammar, f.name) - getattr(before.grammar, f.name)
+            for f in dataclasses.fields(GrammarCounts)
+        }
+    )
     counts = SpeculationCounts()
     for f in dataclasses.fields(SpeculationCounts):
         new, old = getattr(now.speculation, f.name), getattr(before.speculation, f.name)
@@ -205,4 +212,4 @@ def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
         else:
             value = new - old
         setattr(counts, f.name, value)
-    return EngineStats(**{n: v - getattr(before, n) for n, v in numbers.items()}, speculation=counts)
+    return EngineStats(**{n: v - getattr(before, n) for n, v in numbers.items()}, speculation=counts, grammar=grammar)
