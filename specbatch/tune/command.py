@@ -33,7 +33,7 @@ from specbatch.tune.search import Plan, SearchResult, neural_space, ngram_space,
 from specbatch.tune.session import Session
 from specbatch.tune.start import TuneInput, TuneOptions, cache_folder, rows_to_trace
 from specbatch.tune.tuner import SearchLimits, TuneCache, Tuner
-from specbatch.types import Request
+from specbatch.types import GRAMMAR_FIELDS, Request
 
 # Shares of the time that is left when a part begins.
 _TRACE_SHARE, _MEASURE_SHARE, _LIVE_SHARE = 0.4, 0.4, 0.9
@@ -102,6 +102,8 @@ def tune_file(
     log(f"{source.name}: {sample.num_rows:,} completions, {sample.num_to_trace} sampled{alike}")
     if sample.num_failed:
         log(f"{sample.num_failed} of the {sample.num_drawn} rows that were drawn fail and are left out")
+    if any(getattr(request.params, name) is not None for request in sample.requests for name in GRAMMAR_FIELDS):
+        log(f"rows with {', '.join(GRAMMAR_FIELDS)} are measured without it")
     models = ModelFiles(model_paths(run.config))
     identity = job_fingerprint(run.config, source.identity, num_rows, models=models.digests)
     identity |= {"device": device_name(run.config.engine.device), "versions": versions()}

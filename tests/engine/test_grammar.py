@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from scipy.stats import chi2
 
 from specbatch.draft.shape import DraftShape
@@ -91,8 +92,8 @@ def plain() -> Any:
 
 
 FAST = [("none", (0.9, 0.0)), ("draft_model-tree", (0.9, 0.0)), ("eagle-chain", (0.0,))]
-DETERMINISTIC = [(case, t) for case in SHAPES for t in ((0.0,), (0.9, 0.0)) if "chain" not in case or t == (0.0,)]
-DETERMINISTIC = [one if one in FAST else pytest.param(*one, marks=pytest.mark.slow) for one in DETERMINISTIC]
+CASES_OF_METHODS = [(case, t) for case in SHAPES for t in ((0.0,), (0.9, 0.0)) if "chain" not in case or t == (0.0,)]
+DETERMINISTIC = [one if one in FAST else pytest.param(*one, marks=pytest.mark.slow) for one in CASES_OF_METHODS]
 
 
 @pytest.mark.parametrize(("case", "temperatures"), DETERMINISTIC)
@@ -106,6 +107,16 @@ def test_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -
         assert counts.forced > 0 or SHAPES[case][0] == "none"
         assert counts.forbidden > 0 or SHAPES[case][0] in ("none", "ngram")
         assert sum(c.speculation.rounds for c in found) < sum(len(c.token_ids) - 1 for c in found) or case == "none"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize(("case", "temperatures"), CASES_OF_METHODS)
+def test_a_gpu_as_the_oracle(case: str, temperatures: tuple[float, ...], graphs: Any, plain: Any) -> None:
+    settings: dict[str, Any] = {"eos": (END,), "num_pages": 256, "device": torch.device("cuda"), "graphs": graphs}
+    found = run(tiny_device_engine(*SHAPES[case], **settings), requests(temperatures))
+    expected = plain(SHAPES[case][0], temperatures)
+    assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
