@@ -145,8 +145,8 @@ def test_long_sequences(ops: Ops, count: int) -> None:
     starts = torch.tensor([3, 900, 10, 500, 499, 600], dtype=torch.int32, device=DEVICE)
     query_starts = torch.tensor([0, 1, 2, 502, 503, 504, 504], dtype=torch.int32, device=DEVICE)
     index, listed = ops.long_sequences(starts, query_starts, 500, count)
-    places = {1: 0, 2: 1, 3: 2, 4: 3, 5: 4}
-    assert index.tolist() == [-1 if places.get(i, 9) >= count else places[i] for i in range(6)]
+    indices = {1: 0, 2: 1, 3: 2, 4: 3, 5: 4}
+    assert index.tolist() == [-1 if indices.get(i, 9) >= count else indices[i] for i in range(6)]
     assert listed.tolist() == [1, 2, 3, 4, 5][:count]
     index, listed = ops.long_sequences(starts, query_starts, 900, count)
     assert listed.tolist() == [1, -1, -1, -1, -1][:count]
@@ -157,7 +157,7 @@ def test_the_backend_splits_long_sequences() -> None:
     batch = paged_batch([70, 600], [1, 1], 16)
     batch = replace(batch, page_table_BP=batch.page_table_BP[torch.tensor([0] * 299 + [1])])
     batch = replace(batch, starts_B=batch.starts_B[torch.tensor([0] * 299 + [1])])
-    batch = replace(batch, query_starts=torch.arange(301, dtype=torch.int32))
+    batch = replace(batch, query_starts=torch.arange(301, dtype=torch.int32, device=DEVICE))
     backend = PagedAttention(4, 2, 64, torch.float32, torch.device("cpu"), long_tokens=500)
     _, splits, listed = backend.plan(batch)
     assert splits == 8

@@ -21,7 +21,8 @@ def rows_agree(function: Callable[[Tensor], Tensor | tuple[Tensor, ...]], count:
 
     def bits(index: Tensor) -> list[Tensor]:
         found = function(index)
-        return [part.contiguous().view(torch.uint8) for part in (found if isinstance(found, tuple) else (found,))]
+        parts = found if isinstance(found, tuple) else (found,)
+        return [part.reshape(len(part), part[0].numel()).view(torch.uint8) for part in parts]
 
     everything = bits(torch.arange(count, device=CUDA))
     generator = torch.Generator().manual_seed(0)

@@ -220,10 +220,10 @@ def _attend(
                         scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, False,
                     )  # fmt: skip
         if PARTS > 1 and parts > 1:
-            place = base + split
-            tl.store(partial_ptr + place * ROWS * BLOCK_D + cell, split_acc, mask=row_ok[:, None])
-            tl.store(sums_ptr + place * 2 * ROWS + local, split_maximum, mask=row_ok)
-            tl.store(sums_ptr + place * 2 * ROWS + ROWS + local, tl.max(split_total, 1), mask=row_ok)
+            at = base + split
+            tl.store(partial_ptr + at * ROWS * BLOCK_D + cell, split_acc, mask=row_ok[:, None])
+            tl.store(sums_ptr + at * 2 * ROWS + local, split_maximum, mask=row_ok)
+            tl.store(sums_ptr + at * 2 * ROWS + ROWS + local, tl.max(split_total, 1), mask=row_ok)
         sees = _sees(limit, oldest, split_low, split_high)
         acc, total, maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum, sees)
 
@@ -240,13 +240,13 @@ def _attend(
             total = tl.zeros([BLOCK_M, _ONES], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for split in range(0, num_splits):
-                place = base + split
-                sums = sums_ptr + place * 2 * ROWS + local
+                at = base + split
+                sums = sums_ptr + at * 2 * ROWS + local
                 split_maximum = tl.load(sums, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
                 split_sum = tl.load(sums + ROWS, mask=row_ok, other=0.0, cache_modifier=".cg")
                 split_total = tl.broadcast_to(split_sum[:, None], [BLOCK_M, _ONES])
                 split_acc = tl.load(
-                    partial_ptr + place * ROWS * BLOCK_D + cell, mask=row_ok[:, None], other=0.0, cache_modifier=".cg"
+                    partial_ptr + at * ROWS * BLOCK_D + cell, mask=row_ok[:, None], other=0.0, cache_modifier=".cg"
                 )
                 sees = _sees(limit, oldest, tl.load(bounds_ptr + split), tl.load(bounds_ptr + split + 1))
                 acc, total, maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum, sees)
