@@ -83,7 +83,8 @@ def edited_logits(
             forbidden_CNK = torch.where(hit_BNK[requests, :num_nodes], -torch.inf, 0.0)
             x_CNV.scatter_add_(2, ends_CNK, forbidden_CNK.to(x_CNV.dtype))
         if edits & Edits.VALUES:
-            _change_values(rules, part, state.tokens_SL, x_CNV)
+            longest = None if fixed_shapes else int(part.length_C.max()) + 1
+            _change_values(rules, part, state.tokens_SL, x_CNV, longest)
     return logits_TV
 
 
@@ -148,13 +149,13 @@ def _bad_words_begun(rules: RuleTable, nodes: _Nodes, tokens_SL: Tensor) -> Tens
     return hit_CNK
 
 
-def _change_values(rules: RuleTable, nodes: _Nodes, tokens_SL: Tensor, x_CNV: Tensor) -> None:
-    """Biases and penalties, in place."""
+def _change_values(rules: RuleTable, nodes: _Nodes, tokens_SL: Tensor, x_CNV: Tensor, longest: int | None) -> None:
+    """Biases and penalties, in place. `longest`: tokens of the longest text; None: it is not known."""
     line, num_nodes = nodes.line_C, x_CNV.shape[1]
     biases_CNK = rules.biases_SK[line].to(x_CNV.dtype)[:, None].expand(-1, num_nodes, -1)
     x_CNV.scatter_add_(2, rules.bias_ids_SK[line][:, None].expand(-1, num_nodes, -1), biases_CNK)
 
-    text_CL = tokens_SL[line].long()
+    text_CL = tokens_SL[line, :longest].long()
     position = torch.arange(text_CL.shape[1], device=text_CL.device)
     is_text_CL = position <= nodes.length_C[:, None]
     is_output_CL = is_text_CL & (position >= rules.num_prompt_S[line][:, None])
@@ -164,16 +165,20 @@ def _change_values(rules: RuleTable, nodes: _Nodes, tokens_SL: Tensor, x_CNV: Te
         for counted in (is_text_CL, is_output_CL)
     )
     penalties_C311 = rules.penalties_S3[line].to(x_CNV.dtype)[:, :, None, None]
-    # First as if a path had no drafts; then again the tokens of the tree, from what their logits were.
     tokens_CNN = nodes.tokens_CN[:, None].expand(-1, num_nodes, -1).clamp(min=0)
     before_CNN = x_CNV.gather(2, tokens_CNN)
-    x_CNV.copy_(_penalised(x_CNV, num_text_CV[:, None] > 0, num_output_CV[:, None], penalties_C311))
+    # First the tokens of the text, as if a path had no drafts. A token that is there twice is written twice, equally.
+    text_CL = torch.where(is_text_CL, text_CL, text_CL[:, :1])
+    text_CNL, output_C1L = text_CL[:, None].expand(-1, num_nodes, -1), num_output_CV.gather(1, text_CL)[:, None]
+    here = torch.ones_like(output_C1L, dtype=torch.bool)
+    x_CNV.scatter_(2, text_CNL, _penalised(x_CNV.gather(2, text_CNL), here, output_C1L, penalties_C311))
+    # Then the tokens of the tree, from what their logits were.
     is_same_CNN = nodes.tokens_CN[:, :, None] == nodes.tokens_CN[:, None]
     on_path_CNN = (nodes.sees_CNN[:, :, :, None] & is_same_CNN[:, None]).sum(2)  # of each node's token, at each node
-    text_CNN, output_CNN = (
+    in_text_CNN, output_CNN = (
         counts.gather(1, tokens_CNN[:, 0])[:, None] + on_path_CNN for counts in (num_text_CV, num_output_CV)
     )
-    x_CNV.scatter_(2, tokens_CNN, _penalised(before_CNN, text_CNN > 0, output_CNN, penalties_C311))
+    x_CNV.scatter_(2, tokens_CNN, _penalised(before_CNN, in_text_CNN > 0, output_CNN, penalties_C311))
 
 
 def _penalised(x: Tensor, in_text: Tensor, num_output: Tensor, penalties_C311: Tensor) -> Tensor:
