@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from specbatch import LLM
 from specbatch.config import DataSection
-from specbatch.job.tokenizer import StopChecker, TextProcessor
+from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import Completion, FinishReason, SamplingParams, SpeculationCounts
 from tests.stub_engine import StubTokenizer
 
@@ -110,10 +110,6 @@ def test_bodies_are_those_of_openai(body: Any, prompt: dict[str, Any]) -> None:
     TypeAdapter(body).validate_python({"model": "m", **prompt, **fields}, strict=True)
 
 
-def letters(ids: Any) -> str:
-    return "".join(map(chr, ids))
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "min_tokens", "kept"),
     [
@@ -129,15 +125,15 @@ def letters(ids: Any) -> str:
 def test_stop_strings_and_min_tokens(text: str, stop: str | tuple[str, ...], min_tokens: int, kept: str) -> None:
     """A stop string that the first tokens complete ends nothing. `kept`: the text before and of the stop string."""
     stops = (stop,) if isinstance(stop, str) else stop
-    checker, ids = StopChecker(letters, stops, min_tokens), [*map(ord, text)]
-    end = next(found for n in range(1, len(ids) + 1) if (found := checker(ids[:n], 1)) is not None)
-    assert end == len(kept) - 1
-    processor = TextProcessor(StubTokenizer(), DataSection())
-    processor.decode = letters  # type: ignore[method-assign]
-    completion = Completion(0, ids[:end], FinishReason.STOP, None, SpeculationCounts())
+    texts, ids = TextProcessor(StubTokenizer(), DataSection()), [*text.encode()]
     for include in (False, True):
         params = SamplingParams(stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include)
-        assert processor.final_text(completion, params) == (kept.replace("|", "") if include else kept.split("|")[0])
+        check = texts.stop_check(params)
+        assert check is not None
+        end = next(found for n in range(1, len(ids) + 1) if (found := check(ids[:n], 1)) is not None)
+        assert end == check(ids, len(ids)) == len(kept) - 1
+        completion = Completion(0, ids[:end], FinishReason.STOP, None, SpeculationCounts())
+        assert texts.final_text(completion, params) == (kept.replace("|", "") if include else kept.split("|")[0])
 
 
 def test_a_stop_token_stays_on_request(llm: LLM) -> None:
