@@ -184,7 +184,7 @@ def main() -> int:
             continue
         start = time.perf_counter()
         try:
-            with LLM(args.target, deterministic=not args.fast, **(common | options)) as llm:
+            with LLM(args.target, deterministic=not args.fast, certificate=True, **(common | options)) as llm:
                 results = list(llm.generate(rows))
                 length = llm.stats.speculation.acceptance_length
         except Exception as error:  # the other variants say more
@@ -193,14 +193,22 @@ def main() -> int:
             if not expected:
                 break
             continue
-        differ = [result["id"] for result in results if "error" in result]
         first = expected or results
-        differ += [one["id"] for one, other in zip(results, first, strict=True) if _content(one) != _content(other)]
+        differ = [
+            one for one, other in zip(results, first, strict=True) if "error" in one or _content(one) != _content(other)
+        ]
         expected = first
         repeats = outputs_of_repeats(results)
+        others = {row["id"]: row["text"] for row in first}
+        texts = [one for one in differ if one["text"] != others[one["id"]]]
         found = {
             "rows_that_differ": len(differ),
-            "some_of_them": differ[:5],
+            "texts_that_differ": len(texts),
+            # Of greedy ones: where two tokens were nearly as likely, a rounding decides.
+            "largest_smallest_margin": max(
+                (one["certificate"]["margin"] for one in texts if "certificate" in one), default=None
+            ),
+            "some_of_them": [one["id"] for one in differ[:5]],
             "outputs_of_repeats": repeats,
             "acceptance_length": length,
             "seconds": round(time.perf_counter() - start, 1),
