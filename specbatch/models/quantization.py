@@ -29,7 +29,7 @@ _KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.k_scal
 @dataclass(frozen=True)
 class Quantization:
     """`block`: (outputs, inputs) of a block of weights that has one scale. `ignored`: layers that are not quantised, by
-    name; "re:..." is a regular expression, and `*` stands for anything. `lm_head`: quantised unless it is ignored."""
+    name; "re:..." is a regular expression, and `*` matches anything. `lm_head`: quantised unless it is ignored."""
 
     method: str  # as config.json names it
     weights: WeightScales
