@@ -56,9 +56,9 @@ def _overview(results: Results, summary: Summary, stats: Mapping[str, Any]) -> s
     if stats.get("simulated") or stats.get("random_weights"):
         warnings.append("The texts are not answers: acceptance was simulated, or weights were random.")
     if results.damaged:
-        warnings.append(f"{results.damaged:,} lines of the file are damaged. They are not counted here.")
+        warnings.append(f"Damaged lines of the file, which are not counted here: {results.damaged:,}.")
     if summary.repeated:
-        warnings.append(f"{summary.repeated:,} rows are in the file more than once. Each counts once here.")
+        warnings.append(f"Rows that are in the file again, and count once here: {summary.repeated:,}.")
     failed = f"{totals.failed / totals.rows:.2%} of the rows" if totals.failed else "none"
     shown = [
         ("Rows", f"{totals.rows:,}", f"{totals.ok:,} answered"),
