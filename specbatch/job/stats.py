@@ -147,7 +147,7 @@ class Session:
     rows: int = 0
     completion_tokens: int = 0  # of these rows
     load_seconds: float = 0.0
-    io_seconds: float = 0.0  # reading, tokenizing, detokenizing, writing and the final sort
+    io_seconds: float = 0.0  # reading, detokenizing, writing and the final sort
     run_seconds: float = 0.0  # from the first row to the last
     total_seconds: float = 0.0  # since the command began
     engine: EngineStats = field(default_factory=EngineStats)
@@ -195,6 +195,7 @@ def build_report(
                 "load": round(session.load_seconds, 3),
                 "prefill": round(engine.prefill_seconds / num_workers, 3),
                 "decode": round(engine.decode_seconds / num_workers, 3),
+                "input_wait": round(engine.input_wait_seconds / num_workers, 3),
                 "io": round(session.io_seconds, 3),
             },
             "output_tokens": output_tokens,

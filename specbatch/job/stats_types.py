@@ -42,6 +42,7 @@ class Seconds(TypedDict):
     load: float
     prefill: float
     decode: float
+    input_wait: float
     io: float
 
 
