@@ -16,19 +16,20 @@ from specbatch.kernels import ops_for
 
 # Few splits leave multiprocessors idle, many cost more to merge. Measured on an H200 by
 # `scripts/bench/tune_attention.py`. Constants: results must not depend on the card.
-MAX_PROGRAMS = 512
+_MAX_PROGRAMS = 512
 _MAX_SPLITS = 8
 _MAX_SPLITS_SMALL, _SMALL_PROGRAMS = 16, 4
 _MAX_ROWS = 64  # (new token, query head) pairs of one program
 # Where no sequence is split, those of at least this many tokens are, as many as the workspace holds. None: none is. Not
 # measured yet: `scripts/bench/bench_long_rows.py` compares.
 LONG_TOKENS: int | None = None
-WORKSPACE_ROWS = MAX_PROGRAMS * _MAX_ROWS
+WORKSPACE_ROWS = _MAX_PROGRAMS * _MAX_ROWS
 
 
 class PagedAttention:
     """`num_heads` is a multiple of `num_kv_heads`. Splits follow the number of sequences, which is fixed in a captured
-    graph, never their lengths. `scale` None: head_dim ** -0.5."""
+    graph, not their lengths; `long_tokens`: but of a large batch sequences of as many tokens are split, too. `scale` None:
+    head_dim ** -0.5."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
     programs = num_seqs * num_kv_heads * -(-num_rows // _MAX_ROWS)
     splits = 1
     max_splits = _MAX_SPLITS_SMALL if programs <= _SMALL_PROGRAMS else _MAX_SPLITS
-    while splits < max_splits and splits * 2 * programs <= MAX_PROGRAMS:
+    while splits < max_splits and splits * 2 * programs <= _MAX_PROGRAMS:
         splits *= 2
     return splits
 
@@ -80,4 +81,4 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
 def num_long(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
     """Sequences of a batch without splits that can be split as far as possible all the same."""
     programs = num_kv_heads * -(-num_rows // _MAX_ROWS)
-    return min(num_seqs, MAX_PROGRAMS // (programs * _MAX_SPLITS))
+    return min(num_seqs, _MAX_PROGRAMS // (programs * _MAX_SPLITS))

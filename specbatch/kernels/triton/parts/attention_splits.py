@@ -18,8 +18,8 @@ _SMALLEST = 256  # keys; a multiple of every tile's
 _NUM_SMALLEST = 8
 
 WORKSPACE_ROWS = 65_536  # of results of splits
-LONG_TOKENS = 8192
-_MAX_PROGRAMS = 512  # on the way to which sequences are given several
+LONG_TOKENS = 8192  # of a sequence that has several programs, also where there are many sequences
+_MAX_PROGRAMS = 512  # of sequences that have several programs
 _MAX_PARTS, _PARTS_OF_LONG = 16, 8
 
 
