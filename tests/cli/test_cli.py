@@ -264,3 +264,14 @@ def test_examples_are_valid_input(inline: Callable[..., Any]) -> None:
     for name in ("questions", "chat", "openai_batch"):
         done = inline("generate", str(folder / f"{name}.jsonl"), "-o", f"{name}.jsonl")
         assert done.exit_code == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["tune", "eval"])
+def test_commands_with_one_engine_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """cluster.workers is in a configuration that generate uses, too. A Ray is not started."""
+    monkeypatch.chdir(tmp_path)
+    arguments = {"tune": ["tune", "no.jsonl"], "eval": ["eval", "gsm8k", "--data", "no.jsonl"]}[command]
+    done = CliRunner().invoke(app, [*arguments, "--set", "cluster.workers=2"])
+    assert done.exit_code == 2, done.output
+    assert "cluster.workers is for generate: this command runs one engine" in done.output
+    assert "no.jsonl" in done.output
