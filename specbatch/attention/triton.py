@@ -28,8 +28,8 @@ WORKSPACE_ROWS = _MAX_PROGRAMS * _MAX_ROWS
 
 class PagedAttention:
     """`num_heads` is a multiple of `num_kv_heads`. Splits follow the number of sequences, which is fixed in a captured
-    graph, never their lengths. `scale` None: head_dim ** -0.5. `long_tokens`: sequences of as many tokens are split in a
-    large batch, too; None: they are not."""
+    graph, never their lengths. `scale` None: head_dim ** -0.5. `long_tokens`: in a large batch, sequences of as many
+    tokens are split, too; None: they are not."""
 
     def __init__(
         self,
