@@ -74,7 +74,7 @@ def _grouped(prefixes: Sequence[bytes], lengths: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Branch:
-    """A row, or all rows that share a prefix. Sorts by its longest row, then by its first one."""
+    """A row, or all rows that share a prefix, by the longest of these: it is the first of equal ones."""
 
     minus_length: int
     row: int
@@ -101,7 +101,7 @@ class _Node:
 
     def closed_with(self, last: _Branch) -> _Branch:
         branches = sorted([*self.branches, last])
-        return _Branch(branches[0].minus_length, min(branch.row for branch in branches), branches)
+        return _Branch(branches[0].minus_length, branches[0].row, branches)
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:
