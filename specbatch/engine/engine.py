@@ -15,54 +15,40 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from specbatch.batch import Edits, Output
+from specbatch.batch import Edits
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.grammar import MAX_FORCED
 from specbatch.engine.grammar_round import GrammarRound, write_node_masks
-from specbatch.engine.logprobs import LogprobDownload, ReadLogprobs, num_top_of
+from specbatch.engine.logprobs import LogprobDownload, num_top_of
 from specbatch.engine.prompt_graphs import PromptGraphs
-from specbatch.engine.prompts import PromptPacker, ScoredToken
+from specbatch.engine.prompts import PromptPacker
+from specbatch.engine.reports import Report, read_report
 from specbatch.engine.round import Round
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
-from specbatch.engine.transfers import Download, Transfers
+from specbatch.engine.transfers import Transfers
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.types import (
     Completion,
     FinishReason,
-    Margin,
 )
 
 # What cannot be made smaller is tried so often: other programs may take memory for a moment.
 _SMALLEST_CHUNK, _TRIES = 32, 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """What a launch will have decided."""
-
-    sequences: Seq[Sequence | None]  # None: nothing to read
-    rows: Download  # (B, Z) int32 of a round, (R, 2) of a prompt chunk
-    logprobs: LogprobDownload | None
-    max_path: int | None  # tokens that the round may commit; None: a prompt chunk
-    scored: Seq[ScoredToken] = ()
-    scores: LogprobDownload | None = None  # of these
 
 
 class Engine(EngineBase):
@@ -113,7 +99,7 @@ class Engine(EngineBase):
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
         self._num_mask_nodes = lookahead + self.max_forced
         self._forget_rounds()
-        self._reports: deque[_Report] = deque()
+        self._reports: deque[Report] = deque()
         self._failed = 0  # launches in a row that ran out of memory
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
@@ -212,7 +198,7 @@ class Engine(EngineBase):
         for seq in rows:
             seq.num_in_flight += max_path
             seq.rounds_in_flight += 1
-        self._reports.append(_Report(rows, report, logprobs, max_path))
+        self._reports.append(Report(rows, report, logprobs, max_path))
         self._stats.rounds += 1
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
@@ -238,7 +224,7 @@ class Engine(EngineBase):
             first_tokens.append(seq if len(seq.tokens) == seq.num_computed_tokens else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
         of_scored = LogprobDownload.start(scores, self._transfers)
-        self._reports.append(_Report(first_tokens, chosen, downloads, None, packed.scored, of_scored))
+        self._reports.append(Report(first_tokens, chosen, downloads, None, packed.scored, of_scored))
         # Launching a chunk takes the host longer than many a round.
         now = time.perf_counter()
         self._stats.prefill_seconds += now - self._last_read
@@ -277,31 +263,8 @@ class Engine(EngineBase):
         else:
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
-        if report.scores is not None:
-            _read_scores(report.scored, report.scores.wait())
-        finished = []
-        rows = rows[: len(report.sequences)]  # padding has words, too
-        first_margin = 1 if report.max_path is None else Output.TOKENS + report.max_path
-        words_of, margins = rows[:, :first_margin].tolist(), rows[:, first_margin:].view(np.float32)
-        lowest = margins.min(axis=1).tolist()
-        for row, (seq, words) in enumerate(zip(report.sequences, words_of, strict=True)):
-            if seq is None or seq.is_finished:
-                continue
-            before = len(seq.tokens)
-            if report.max_path is None:
-                reason = self._read_prompt(seq, words)
-            else:
-                reason = self._read_round(seq, words, report.max_path)
-            count = len(seq.tokens) - before
-            self._stats.generated_tokens += count
-            if count and lowest[row] < seq.margin.value:  # hardly ever, after a request's first rounds
-                seq.margin = _lower_margin(seq.margin, margins[row, :count], before - seq.num_prompt)
-            num_top = seq.request.params.logprobs
-            if num_top is not None and logprobs is not None:
-                seq.logprobs += logprobs.of(row, seq.tokens[before:], num_top)
-            if reason is not None:
-                finished.append(self._complete(seq, reason))
-        return finished
+        ended = read_report(report, rows, logprobs, self._eos, self._stats)
+        return [self._complete(seq, reason) for seq, reason in ended]
 
     def _forget_rounds(self) -> None:
         """Before any request has ended, short prompts are held for a sixteenth of the request indices."""
@@ -314,28 +277,6 @@ class Engine(EngineBase):
         if self.chunk_cost is not None:
             self._scheduler.min_free_requests = self.chunk_cost.places(self._max_batch_size, self._rounds_of_rows.mean)
         return super()._complete(seq, reason)
-
-    def _read_prompt(self, seq: Sequence, report: list[int]) -> FinishReason | None:
-        seq.rounds_in_flight -= 1
-        return append_tokens(seq, report, self._eos)
-
-    def _read_round(self, seq: Sequence, report: list[int], max_path: int) -> FinishReason | None:
-        count = report[Output.NUM_NEW]
-        assert count >= 1, f"request {seq.request.request_id} ended on the device only"
-        seq.rounds_in_flight -= 1
-        seq.num_in_flight -= max_path
-        seq.num_computed_tokens += count
-        self._stats.broken_drafts += report[Output.NUM_BROKEN]
-        before = len(seq.tokens)
-        reason = append_tokens(seq, report[Output.TOKENS : Output.TOKENS + count], self._eos)
-        committed = len(seq.tokens) - before
-        seq.counts.record(
-            drafted=report[Output.NUM_DRAFTED],
-            depth=report[Output.DEPTH],
-            accepted=min(count - 1, committed),
-            committed=committed,
-        )
-        return reason
 
     def _start(self, seq: Sequence) -> None:
         """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
@@ -415,15 +356,3 @@ def _async_depth(rounds: Seq[Round]) -> int:
 def _surely_ends(seq: Sequence) -> bool:
     """Each round in flight commits at least one token; with these the request is at its end."""
     return len(seq.tokens) + seq.rounds_in_flight >= seq.max_length or not seq.prefill_done
-
-
-def _lower_margin(margin: Margin, of_new: np.ndarray, position: int) -> Margin:
-    """The lower one of a request's margin and those of its new tokens, the first of which has the index `position`."""
-    i = int(of_new.argmin())
-    return min(margin, Margin(float(of_new[i]), position + i))
-
-
-def _read_scores(scored: Seq[ScoredToken], scores: ReadLogprobs) -> None:
-    for i, (seq, position, _) in enumerate(scored):
-        num_top = seq.request.params.prompt_logprobs or 0
-        (seq.prompt_logprobs[position],) = scores.of(i, seq.tokens[position : position + 1], num_top)

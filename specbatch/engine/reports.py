@@ -1,0 +1,99 @@
+"""What a launch decided, once it is on the host: new tokens, log-probabilities and margins go to their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.batch import Output
+from specbatch.engine.append import append_tokens
+from specbatch.engine.logprobs import LogprobDownload, ReadLogprobs
+from specbatch.engine.prompts import ScoredToken
+from specbatch.engine.sequence import Sequence
+from specbatch.engine.transfers import Download
+from specbatch.types import EngineStats, FinishReason, Margin
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a launch will have decided."""
+
+    sequences: Seq[Sequence | None]  # None: nothing to read
+    rows: Download  # (B, Z) int32 of a round, (R, 2) of a prompt chunk
+    logprobs: LogprobDownload | None
+    max_path: int | None  # tokens that the round may commit; None: a prompt chunk
+    scored: Seq[ScoredToken] = ()
+    scores: LogprobDownload | None = None  # of these
+
+
+def read_report(
+    report: Report, rows_BZ: NDArray[np.int32], logprobs: ReadLogprobs | None, eos: Set[int], stats: EngineStats
+) -> list[tuple[Sequence, FinishReason]]:
+    """Append what the rows of a report hold, and count it. Returns the requests that end, and why."""
+    if report.scores is not None:
+        _read_scores(report.scored, report.scores.wait())
+    ended = []
+    rows = rows_BZ[: len(report.sequences)]  # padding has words, too
+    first_margin = 1 if report.max_path is None else Output.TOKENS + report.max_path
+    words_of, margins = rows[:, :first_margin].tolist(), rows[:, first_margin:].view(np.float32)
+    lowest = margins.min(axis=1).tolist()
+    for row, (seq, words) in enumerate(zip(report.sequences, words_of, strict=True)):
+        if seq is None or seq.is_finished:
+            continue
+        before = len(seq.tokens)
+        if report.max_path is None:
+            reason = _read_prompt(seq, words, eos)
+        else:
+            reason = _read_round(seq, words, report.max_path, eos, stats)
+        count = len(seq.tokens) - before
+        stats.generated_tokens += count
+        if count and lowest[row] < seq.margin.value:  # hardly ever, after a request's first rounds
+            seq.margin = _lower_margin(seq.margin, margins[row, :count], before - seq.num_prompt)
+        num_top = seq.request.params.logprobs
+        if num_top is not None and logprobs is not None:
+            seq.logprobs += logprobs.of(row, seq.tokens[before:], num_top)
+        if reason is not None:
+            ended.append((seq, reason))
+    return ended
+
+
+def _read_prompt(seq: Sequence, report: list[int], eos: Set[int]) -> FinishReason | None:
+    seq.rounds_in_flight -= 1
+    return append_tokens(seq, report, eos)
+
+
+def _read_round(
+    seq: Sequence, report: list[int], max_path: int, eos: Set[int], stats: EngineStats
+) -> FinishReason | None:
+    count = report[Output.NUM_NEW]
+    assert count >= 1, f"request {seq.request.request_id} ended on the device only"
+    seq.rounds_in_flight -= 1
+    seq.num_in_flight -= max_path
+    seq.num_computed_tokens += count
+    stats.broken_drafts += report[Output.NUM_BROKEN]
+    before = len(seq.tokens)
+    reason = append_tokens(seq, report[Output.TOKENS : Output.TOKENS + count], eos)
+    committed = len(seq.tokens) - before
+    seq.counts.record(
+        drafted=report[Output.NUM_DRAFTED],
+        depth=report[Output.DEPTH],
+        accepted=min(count - 1, committed),
+        committed=committed,
+    )
+    return reason
+
+
+def _lower_margin(margin: Margin, of_new: np.ndarray, position: int) -> Margin:
+    """The lower one of a request's margin and those of its new tokens, the first of which has the index `position`."""
+    i = int(of_new.argmin())
+    return min(margin, Margin(float(of_new[i]), position + i))
+
+
+def _read_scores(scored: Seq[ScoredToken], scores: ReadLogprobs) -> None:
+    for i, (seq, position, _) in enumerate(scored):
+        num_top = seq.request.params.prompt_logprobs or 0
+        (seq.prompt_logprobs[position],) = scores.of(i, seq.tokens[position : position + 1], num_top)
