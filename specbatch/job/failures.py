@@ -50,12 +50,22 @@ class FailureWatch:
 
     max_failed: MaxFailed | None = None
     all_of_first: bool = False  # end the job if each of the first rows failed
+    _num_started: int = field(default=0, init=False)  # of the first rows
+    _unfinished: set[int] = field(default_factory=set, init=False)  # indices of these
     _rows: int = field(default=0, init=False)
     _failed: int = field(default=0, init=False)
     _counts: Counter[str] = field(default_factory=Counter, init=False)  # of kinds of messages
     _examples: dict[str, str] = field(default_factory=dict, init=False)  # the first message of each kind
 
+    def start(self, index: int) -> None:
+        """A row starts. A healthy one takes longer than an error: the first rows have failed when all have finished."""
+        if self._num_started < FIRST_ROWS:
+            self._num_started += 1
+            self._unfinished.add(index)
+
     def add(self, finished: Finished) -> None:
+        if self._unfinished:
+            self._unfinished.difference_update(row.index for row in finished.rows)
         self._rows += len(finished.rows)
         self._failed += finished.totals.failed
         if not finished.totals.failed:
@@ -76,7 +86,8 @@ class FailureWatch:
                 f"{self.max_failed.text} allows{self._common()}",
                 f"{_KEPT}; repair the rows, or run the same command with a higher --max-failed",
             )
-        if self.all_of_first and not ended and self._rows >= FIRST_ROWS and self._failed == self._rows:
+        first_ended = self._rows >= FIRST_ROWS and not self._unfinished
+        if self.all_of_first and not ended and first_ended and self._failed == self._rows:
             return TooManyFailed(
                 f"each of the first {self._rows:,} rows that ran failed{self._common()}",
                 f"{_KEPT}; repair the rows or the options, or run the same command with --keep-going",

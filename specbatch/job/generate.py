@@ -146,6 +146,8 @@ class FileJob:
                 else:
                     self._rows_started += 1
                     deaths = self.results.deaths_of(raw)
+                    if deaths is None:  # the others start at the end
+                        self.failures.start(raw.index)
                     pool.submit(raw, deaths.times if deaths is not None else 0)
                 self._show_progress()
             self.session.io_seconds += time.perf_counter() - began

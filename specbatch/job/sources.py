@@ -133,6 +133,8 @@ def _stdin_source(given: BinaryIO | None) -> Source:
         return line if complete else line + stdin.readline(size - len(line))
 
     def rows() -> Iterator[RawRow]:
+        if whole:  # it is held, so it can be read again
+            first.seek(0)
         for index, line in numbered_lines(readline, "standard input"):
             yield RawRow(index, line)
 

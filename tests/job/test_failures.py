@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,34 @@ def test_a_job_ends_if_all_of_its_first_rows_fail(run: Run) -> None:
     assert run(engine=Broken(), keep_going=True) == 1
     assert run.stats()["session"]["resumed_rows"] >= FIRST_ROWS - 10
     assert run.stats()["rows"]["ok"] == 12
+
+
+def test_a_healthy_one_of_the_first_rows_is_awaited(run: Run) -> None:
+    class Slow(StubEngine):
+        """A row takes ten steps. Rows without a prompt take none."""
+
+        def step(self) -> list[Completion]:
+            self._calls = getattr(self, "_calls", 0) + 1
+            return super().step() if self._calls % 10 == 0 else []
+
+    run.write([{"prompt": "p" * (i == FIRST_ROWS - 1)} for i in range(FIRST_ROWS + 50)])
+    assert run(engine=Slow()) == 1
+    assert run.stats()["rows"]["ok"] == 1
+
+
+def test_rows_of_standard_input_are_kept_by_a_retry(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows(30, 10))
+
+    def run_lines(**options: Any) -> bytes:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+        run(input="-", output=run.output, **options)
+        return run.output.read_bytes()
+
+    failed = run_lines(engine=Broken())
+    assert failed.count(b"non_finite") == 3
+    healthy = run_lines(retry_errors=True)
+    assert b"non_finite" not in healthy
+    assert healthy == run_lines(overwrite=True)
 
 
 def test_a_short_file_of_bad_rows_is_finished(run: Run) -> None:
