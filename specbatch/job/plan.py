@@ -11,7 +11,6 @@ token at the end of what they share. So the job needs no tokenizer, and the rows
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 
 from specbatch.errors import InputError
+from specbatch.job.jsonl import encode_line
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 
@@ -216,5 +216,6 @@ def _content(prompt: Prompt) -> bytes:
             return array("i", prompt.content[: max_bytes // 4]).tobytes()
         except OverflowError:  # not a token; the row will be an error
             return b""
-    text = prompt.content if prompt.kind == "prompt" else json.dumps(prompt.content, ensure_ascii=False)
-    return str(text)[:max_bytes].encode("utf-8", "surrogatepass")
+    if prompt.kind == "messages":  # those of a table can have dates and other values that JSON lacks
+        return encode_line({"messages": prompt.content})[:max_bytes]
+    return str(prompt.content)[:max_bytes].encode("utf-8", "surrogatepass")

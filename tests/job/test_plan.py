@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import random
@@ -98,6 +99,12 @@ def test_rows_that_begin_alike_start_together(kind: str) -> None:
 
 def test_numbers_that_are_no_tokens_and_broken_text_do_not_end_the_plan() -> None:
     rows = [RawRow(0, b"\xff"), RawRow(1, b'{"prompt_token_ids": [99999999999999999999]}'), raw(2, "\ud800" * 300)]
+    assert sorted(planned(rows)) == [0, 1, 2]
+
+
+def test_messages_of_a_table_can_have_values_that_json_lacks() -> None:
+    time = datetime.datetime(2024, 5, 17)
+    rows = [RawRow(i, {"messages": [{"role": "user", "content": f"{i}", "timestamp": time}]}) for i in range(3)]
     assert sorted(planned(rows)) == [0, 1, 2]
 
 
