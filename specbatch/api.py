@@ -95,8 +95,9 @@ class LLM:
                     except StopIteration:
                         exhausted = True
                         break
-                    pool.submit(_raw_row(num_read, given))
+                    self._opened().submit(_raw_row(num_read, given))
                     num_read += 1
+                self._opened()  # what gives the rows can call close()
                 if exhausted and pool.is_idle:
                     return
                 # If the results of all later rows wait for a row that the pool keeps for the end, it has to run now.

@@ -119,6 +119,20 @@ def test_a_closed_model_runs_nothing() -> None:
     assert llm.stats.generated_tokens > 0
 
 
+@pytest.mark.parametrize("num_after", [0, 3])
+def test_the_rows_can_close_the_model(num_after: int) -> None:
+    """Nobody prepares the rows that wait then."""
+    llm = LLM()
+
+    def rows() -> Iterator[str]:
+        yield from "abc"
+        llm.close()
+        yield from "d" * num_after
+
+    with pytest.raises(InputError, match="closed"):
+        list(llm.generate(rows()))
+
+
 def test_close_frees_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that another model has room, while the closed LLM still exists."""
     engines: list[weakref.ref[StubEngine]] = []

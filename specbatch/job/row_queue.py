@@ -118,6 +118,8 @@ class RowQueue:
             if not self._prepared:
                 began = time.perf_counter()
                 while not self._prepared:
+                    if self._thread is None or not self._thread.is_alive():
+                        raise RuntimeError("no thread prepares this row: the queue is closed")
                     if not self._changed.wait(_LOOK_SECONDS):
                         self._stop_late()
                 self.waited_seconds += time.perf_counter() - began

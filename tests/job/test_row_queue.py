@@ -105,6 +105,16 @@ def test_the_queue_ends_while_the_thread_works() -> None:
     assert not any(thread.name == THREAD for thread in threading.enumerate())
 
 
+def test_a_closed_queue_does_not_wait() -> None:
+    with queue() as rows:
+        rows.add(raw(0))
+        rows.take()
+        rows.close()
+        rows.add(raw(1))
+        with pytest.raises(RuntimeError, match="closed"):
+            rows.take()
+
+
 def test_waiting_is_counted() -> None:
     def slow(raws: Sequence[RawRow]) -> list[PreparedRow]:
         time.sleep(0.05)
