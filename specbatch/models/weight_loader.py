@@ -62,8 +62,11 @@ class WeightLoader:
         return self._tensors.load(name)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in the dtype and on the device of the model, or this process's part of it."""
-        stored = self.stored(name)
+        """A tensor in the dtype and on the device of the model, or this process's part of it. A quantised weight is
+        dequantised."""
+        layer, _, kind = name.rpartition(".")
+        is_fp8 = kind == "weight" and self._covers(layer)
+        stored = self._fp8_weight(layer).dequantised() if is_fp8 else self.stored(name)
         own = stored if self._shard is None else part_of(name, stored, self._shard)
         return own.to(device=self.device, dtype=self.dtype)
 
@@ -100,19 +103,21 @@ class WeightLoader:
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None
         return self.new_gated_linear(self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight"), biases, activation)
 
+    def _covers(self, layer: str) -> bool:
+        return self._quantization is not None and self._quantization.covers(layer)
+
     def _is_quantised(self, *names: str) -> bool:
-        return self._quantization is not None and any(map(self._quantization.covers, names))
+        """Whether the inputs of one of these layers are quantised, too: else it is an ordinary layer."""
+        return self._quantization is not None and self._quantization.inputs != "none" and any(map(self._covers, names))
 
     def _quantised(self, names: tuple[str, ...], has_bias: bool) -> Linear:
         """Layers of which some are quantised."""
         biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
-        weights = [self._fp8_weight(name) for name in names if self._is_quantised(name)]
+        weights = [self._fp8_weight(name) for name in names if self._covers(name)]
         joined = joined_weights(weights) if len(weights) == len(names) else None
         if joined is None and len(names) > 1:
             return JoinedLinear([self.linear(name, has_bias=has_bias) for name in names])
         assert joined is not None
-        if joined.inputs == "none":
-            return self.new_linear(joined.dequantised().to(self.dtype), _joined(biases) if has_bias else None)
         return Fp8Linear(joined, _joined(biases) if has_bias else None, self._wide_linear)
 
     def _fp8_weight(self, name: str) -> Fp8Weight:

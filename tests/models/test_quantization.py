@@ -20,7 +20,9 @@ from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.fp8 import E4M3_MAX, Fp8Linear, Fp8Weight, quantise_weight
 from specbatch.models.packed import PackedLinear
 from specbatch.models.quantization import ON_LOAD, Quantization, chosen, parse_quantization
+from specbatch.models.sharded import ModelShard
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.parallel.group import Group
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_checkpoint import RAW, random_state, write_checkpoint
 
@@ -265,6 +267,34 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     fp8 = fp8_checkpoint(tmp_path / "fp8", compressed())
     with pytest.raises(ConfigError, match="tensor_parallel"):
         resolve(load_config(None, [f"model.target={fp8}", "engine.device=cpu", "engine.tensor_parallel=2"]))
+
+
+@pytest.mark.parametrize("section", FORMATS.values(), ids=FORMATS)
+def test_a_rank_has_a_part_of_dequantised_layers(section: dict[str, Any], tmp_path: Path) -> None:
+    found = open_checkpoint(fp8_checkpoint(tmp_path / "m", section))
+    quantization = chosen("none", found.quantization)
+    shards = [ModelShard.of(found.config, LoneRank(rank)) for rank in range(2)]
+    whole, *parts = (
+        WeightLoader(found.tensors, torch.float32, CPU, shard=shard, quantization=quantization)
+        for shard in (None, *shards)
+    )
+    x = rows(3, found.config.hidden_size)
+    name = "model.layers.1.mlp.up_proj"
+    assert torch.allclose(torch.cat([part.linear(name)(x) for part in parts], dim=1), whole.linear(name)(x))
+    name = "model.layers.1.self_attn.o_proj"
+    assert torch.equal(
+        torch.cat([part.tensor(f"{name}.weight") for part in parts], dim=1), whole.tensor(f"{name}.weight")
+    )
+
+
+class LoneRank(Group):
+    """One of two, for what needs no other."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = rank, 2
+
+    def gather(self, x: Tensor) -> Tensor:
+        raise AssertionError("the other rank does not run")
 
 
 @pytest.mark.parametrize(("strategy", "inputs"), [("channel", "token"), ("tensor", "static")])
