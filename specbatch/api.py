@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from specbatch.config_load import load_config, option_paths
 from specbatch.errors import ConfigError, InputError
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.failures import MaxFailed
+from specbatch.job.first_day import with_first_day
 from specbatch.job.pool import WorkerPool
 from specbatch.job.remote import fetch
 from specbatch.job.result_files import result_rows
@@ -58,7 +60,7 @@ class LLM:
         prepare_libraries()
         pool = open_pool(self._config, Console(quiet=True))
         try:
-            what = pool.describe(with_chat_template_text(self._config))
+            what = pool.describe(with_first_day(with_chat_template_text(self._config), date.today()))
             self._parser = RowParser(what.config.sampling, what.config.data)
             self.notes = list(what.notes)
             self.notes += pool.load(lambda tokens: tokens, lambda step: None)

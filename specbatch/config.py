@@ -7,10 +7,12 @@ values.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, Literal
 
 from specbatch.errors import FieldError, shown
@@ -182,6 +184,13 @@ def read_variables(reader: Reader, value: Any, path: str) -> Mapping[str, Any]:
     return value
 
 
+def _day(path: str, value: str) -> None:
+    with contextlib.suppress(ValueError):
+        if date.fromisoformat(value).isoformat() == value:
+            return
+    raise FieldError("invalid_value", f"{path} must be a day such as 2026-11-23, not {shown(value)}")
+
+
 @dataclass(frozen=True)
 class DataSection:
     """How rows become prompts."""
@@ -201,6 +210,12 @@ class DataSection:
         "Variables of the chat template, such as {enable_thinking: false}. A row's `chat_template_kwargs` has "
         "precedence, name by name.",
         read=read_variables,
+    )
+    chat_template_date: str | None = option(
+        None,
+        "The day that a chat template prints as the current one (`strftime_now`), such as 2026-11-23. null: the day on "
+        "which the job first started. Shards that start on different days need the same one.",
+        _day,
     )
     separate_reasoning: bool | None = option(
         None,

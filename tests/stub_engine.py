@@ -39,6 +39,9 @@ VOCAB = 300
 BOS, EOS = 256, 257
 
 
+PRINTS_TODAY = "{{ strftime_now('%d %b %Y') }}"  # a chat template
+
+
 class StubTokenizer:
     """UTF-8 bytes are tokens 0..255, BOS 256, EOS 257. Decodes like a byte-level tokenizer."""
 
@@ -63,6 +66,7 @@ class StubTokenizer:
         add_generation_prompt: bool,
         date_string: str,
         tools: list[dict[str, Any]] | None = None,
+        strftime_texts: dict[str, str] | None = None,
     ) -> str:
         assert tokenize is False
         assert add_generation_prompt is True
@@ -70,6 +74,8 @@ class StubTokenizer:
             raise ValueError("no such role")
         if chat_template == "date":
             return date_string
+        if strftime_texts:
+            return f"{strftime_texts['%d %b %Y']}: {messages[-1]['content']}"
         return "".join(f"<{m['role']}>{m.get('content', '')}" for m in messages) + "<assistant>"
 
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import jinja2
@@ -19,11 +20,12 @@ from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, ModelError, RowError, SpecbatchError
 from specbatch.job.bounds import Bounded, OutOfBounds, Stoppable
 from specbatch.job.chat_output import CallFormat, call_format, thinks
+from specbatch.job.template_day import on_day, reads_clock
 from specbatch.job.template_variables import variables_of
 from specbatch.strict import nearest
 
 # Some templates take the date that they print as a variable. A row must not depend on the day: Llama 3.2's default.
-_DATE_STRING = "26 Jul 2024"
+_DATE_STRING, _DEFAULT_DAY = "26 Jul 2024", "2024-07-26"
 _GREETING = [{"role": "user", "content": "Hello"}]
 _MAX_GREETING = 1 << 20  # characters
 
@@ -50,13 +52,15 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._given = data.chat_template  # None: the tokenizer's own
         self._kwargs = data.chat_template_kwargs or {}
+        self._day = data.chat_template_date or date.today().isoformat()
+        self._on_day = functools.cache(on_day)
         self._bounded = bounded or Bounded()
         self._stoppable = Stoppable(self._bounded.seconds)
 
     def examine(self) -> None:
         """Find out what is asked of the template's text, in the main thread, where each step is bounded. Then `write`
         can be called in another thread."""
-        _ = self._problem, self.facts, self.tool_facts
+        _ = self._problem, self.facts, self.tool_facts, self.printed_day
 
     def stop_late(self) -> None:
         """See `Stoppable.stop_late`: of a `write` in another thread."""
@@ -67,10 +71,11 @@ class ChatTemplate:
         """Without chats, and for a template that does not work, it reads nothing."""
         return self._facts(self._text)
 
-    @property
-    def prints_today(self) -> bool:
-        """Whether it prints the current date, and takes none as a variable. The job then includes the date."""
-        return "strftime_now" in self._text and "date_string" not in self._text
+    @functools.cached_property
+    def printed_day(self) -> str | None:
+        """The day that it prints as the current one; None: it prints none, or takes one as a variable."""
+        texts = (self._variant("default"), self._variant("tool_use"))
+        return self._day if any(reads_clock(text) and "date_string" not in text for text in texts) else None
 
     def write(
         self,
@@ -165,14 +170,20 @@ class ChatTemplate:
     def _render(
         self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], tools: Sequence[dict[str, Any]] = ()
     ) -> str:
+        variables = {"date_string": _DATE_STRING, **kwargs}
+        template = self._given
         with self._bounded, self._stoppable:
+            if reads_clock(text := self._variant("tool_use" if tools else "default")):
+                # Not the day of the clock: a job can run over midnight.
+                template, texts = self._on_day(text, self.printed_day or _DEFAULT_DAY)
+                variables |= texts
             return self._tokenizer.apply_chat_template(
                 messages,
                 tools=list(tools) or None,
-                chat_template=self._given,
+                chat_template=template,
                 tokenize=False,
                 add_generation_prompt=True,
-                **{"date_string": _DATE_STRING, **kwargs},
+                **variables,
             )
 
     def _unusable(self, why: str) -> SpecbatchError:

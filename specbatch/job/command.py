@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
 from specbatch.job.failures import FailureWatch, MaxFailed
+from specbatch.job.first_day import with_first_day
 from specbatch.job.generate import FileJob
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict
 from specbatch.job.paths import ELSEWHERE, check_input_name, files_read, partial_path, stats_path_of
@@ -55,6 +57,7 @@ class GenerateOptions:
     retry_errors: bool = False  # of a finished output, run the rows that failed again
     max_failed: MaxFailed | None = None  # the job ends early if more rows fail
     keep_going: bool = False  # also if all of the first rows fail
+    today: Callable[[], date] = date.today
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def _run(
     output = _checked_output(named, options, config, console)
     shown = str(output) if store is None else store.url
     config = with_chat_template_text(config)
+    config = with_first_day(config, options.today(), None if options.overwrite else output)
     parser = RowParser(config.sampling, config.data)
     source = with_checked_fields(open_source(options.input, config.data), parser)
     source = part_of(source, options.limit, options.shard)

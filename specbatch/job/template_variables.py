@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import jinja2
+import jinja2.defaults
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
@@ -19,10 +20,14 @@ _IN_MACROS = ("caller", "varargs", "kwargs")
 
 def variables_of(template: str) -> frozenset[str]:
     """Raises jinja2.TemplateSyntaxError for a template that is not valid."""
-    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation])
     reads = _Reads()
-    reads.all(environment.parse(template).body, {*environment.globals, *_FUNCTIONS})
+    reads.all(parsed(template).body, {*jinja2.defaults.DEFAULT_NAMESPACE, *_FUNCTIONS})
     return frozenset(reads.found)
+
+
+def parsed(template: str) -> nodes.Template:
+    """Raises jinja2.TemplateSyntaxError for a template that is not valid."""
+    return jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation]).parse(template)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -67,9 +67,9 @@ class TextProcessor:
         self._grammars = GrammarCompiler(tokenizer)
 
     @property
-    def prints_today(self) -> bool:
+    def printed_day(self) -> str | None:
         """See ChatTemplate."""
-        return self._chat.prints_today
+        return self._chat.printed_day
 
     def encode(self, prompt: Prompt, limits: EngineLimits) -> list[int]:
         """The prompt as token ids within `limits`. Raises RowError."""

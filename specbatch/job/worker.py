@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,14 +44,11 @@ class Description:
     node: str
     made_by: Mapping[str, Any]  # versions, commit, device
     weights: Mapping[str, Any]  # ModelFiles.record()
-    date: str | None  # that the chat template prints; None: it prints none
     bits_depend_on: Sequence[str] = ()  # of a deterministic run, in addition to the above
 
     def fingerprint(self, source: Mapping[str, Any], limit: int | None, shard: Shard | None = None) -> dict[str, Any]:
         """The job's identity. `source`: of the input."""
         job = job_fingerprint(self.config, source, limit, shard=shard, row_tokens=self.row_tokens, models=self.digests)
-        if self.date is not None:
-            job["date (printed by the chat template)"] = self.date
         if self.config.engine.deterministic:
             job["device and versions (engine.deterministic)"] = [self.made_by["device"], *self.bits_depend_on]
         return job
@@ -93,8 +89,9 @@ class Worker:
         self._texts = TextProcessor(run.tokenizer, run.config.data)
         self._texts.check_grammar(run.config.sampling)
         self.models = ModelFiles(self._runtime.model_paths(run.config), self._log)
+        data = replace(run.config.data, chat_template_date=self._texts.printed_day)
         return Description(
-            run.config,
+            replace(run.config, data=data),
             run.row_tokens,
             dict(self.models.digests),
             dict(run.description),
@@ -103,7 +100,6 @@ class Worker:
             platform.node(),
             {"versions": versions(), "commit": commit(), "device": device_name(run.config.engine.device)},
             self.models.record(),
-            datetime.date.today().isoformat() if self._texts.prints_today else None,
             list(run.bits_depend_on),
         )
 

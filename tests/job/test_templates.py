@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -37,6 +38,31 @@ def chat_template(template: str, own: bool = False, seconds: float = 0.5) -> Cha
     tokenizer = byte_tokenizer(300)
     tokenizer.chat_template = template if own else None
     return ChatTemplate(tokenizer, DataSection(chat_template=None if own else template), Bounded(seconds, 1 << 28))
+
+
+DAY = "{{ strftime_now('%d %b %Y %H:%M') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "day", "text"),
+    [
+        (DAY, [], "2001-02-03", "03 Feb 2001 00:00"),
+        ({"default": "hi", "tool_use": DAY + "{{ tools and '' }}"}, [{}], "2001-02-03", "03 Feb 2001 00:00"),
+        ("{{ date_string }}" + DAY, [], None, "26 Jul 2024" + "26 Jul 2024 00:00"),
+        ("\n  {% if 1 %}\n  " + DAY + "{% endif %}", [], "2001-02-03", "\n  03 Feb 2001 00:00"),
+        (
+            "  {% macro m(f) %}{{ strftime_now(f) if strftime_now is defined }}{% endmacro %}\n{{ m('%Y') }}",
+            [],
+            "2001-02-03",
+            "2001",
+        ),
+    ],
+)
+def test_the_current_day_is_that_of_the_job(template: Any, tools: list[Any], day: str | None, text: str) -> None:
+    tokenizer = byte_tokenizer(300)
+    tokenizer.chat_template = template
+    written = ChatTemplate(tokenizer, DataSection(chat_template_date="2001-02-03"))
+    assert (written.printed_day, written.write(MESSAGES, tools=tools)) == (day, text)
 
 
 INVALID = [

@@ -63,7 +63,6 @@ def description(batch: int = 2, **changes: Any) -> Description:
         "node": "node",
         "made_by": made_by,
         "weights": {"target/w": {"mtime_ns": 1, "sha256": None}},
-        "date": None,
     }
     return Description(**(values | changes))
 

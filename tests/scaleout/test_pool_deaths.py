@@ -118,7 +118,7 @@ def test_answers_that_came_while_this_process_was_away_count() -> None:
 
 
 def test_a_replacement_of_another_job_is_left_out() -> None:
-    simulation = Simulation(machines={2: Machine(description=description(node="old", date="today"))})
+    simulation = Simulation(machines={2: Machine(description=description(node="old", row_tokens=7))})
     job = loaded_job(simulation)
     simulation.at(0.5, lambda: simulation.die(0))
     job.run(100)

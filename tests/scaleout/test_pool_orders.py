@@ -190,7 +190,7 @@ def test_with_few_replacements_the_job_ends(scene: Scene, max_deaths: int) -> No
 def test_replacements_that_cannot_do_the_job(scene: Scene, number: int, method: str) -> None:
     """The others do it; if there are none, the error names the worker."""
     bad = (
-        Machine(description=description(date="2026-01-01"))
+        Machine(description=description(row_tokens=7))
         if method == "differs"
         else Machine(fail={method: refused("it cannot")})
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from specbatch.config import Config, DataSection
 from specbatch.errors import SpecbatchError
 from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.members import Member, PoolWorker
@@ -132,7 +133,7 @@ def test_workers_of_different_jobs_are_an_error_that_names_node_and_difference()
         ({"digests": {"model.target": "e"}}, "model.target"),
         ({"row_tokens": 7}, "kv_cache_tokens"),
         ({"made_by": {**description().made_by, "device": "cuda (B)"}}, "device"),
-        ({"date": "2026-01-01"}, "date"),
+        ({"config": Config(data=DataSection(chat_template_date="2026-01-01"))}, "chat_template_date"),
     ],
 )
 def test_what_must_be_equal(changes: dict[str, object], named: str) -> None:
