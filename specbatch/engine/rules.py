@@ -71,7 +71,9 @@ def make_rules(
     _remove(mask_W, [word[0] for word in bad_words if len(word) == 1])
     early_W = mask_W.copy()
     if params.min_tokens:
-        _remove(early_W, [*limits.eos_token_ids, *params.stop_token_ids])
+        # The end of a text in the tokenizer may be no token of the model.
+        ends = {*limits.eos_token_ids, *params.stop_token_ids}
+        _remove(early_W, [token for token in ends if token < limits.vocab_size])
     rules = Rules(np.stack((early_W, mask_W)), params.min_tokens, biases, several, penalties, edits)
     if not mask_W.any() or rules.leaves_none(()):
         raise FieldError("invalid_value", f"{NO_TOKEN_LEFT}: {forbidden_by(params, bad_words)}")

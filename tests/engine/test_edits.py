@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -239,6 +240,13 @@ def test_rules_that_cannot_be_followed(options: dict[str, Any], bad_words: Any, 
     limits = EngineLimits(30, 2000 if "1025" in message else VOCAB, eos_token_ids=(0,))
     with pytest.raises(FieldError, match=re.escape(message)):
         make_rules(SamplingParams(**options), bad_words, limits)
+
+
+def test_an_end_that_the_model_does_not_have_is_no_error() -> None:
+    rules = make_rules(SamplingParams(min_tokens=2), (), EngineLimits(30, VOCAB, eos_token_ids=(5, 10 * VOCAB)))
+    assert rules is not None
+    is_allowed = np.unpackbits(rules.allowed(()).view(np.uint8), bitorder="little")
+    assert np.flatnonzero(is_allowed[:VOCAB] == 0).tolist() == [5]
 
 
 def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
