@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
+from typing import Any
 
 from specbatch.errors import InputError
 from specbatch.job.jsonl import encode_line
@@ -194,8 +195,7 @@ class RowPlan:
         self._num_to_read = _READ_AHEAD
 
     def _held(self, raw: RawRow) -> _HeldRow:
-        values = [raw.data] if isinstance(raw.data, bytes) else raw.data.values()
-        num_bytes = _ROW_BYTES + sum(len(value) for value in values if isinstance(value, bytes | str))
+        num_bytes = _ROW_BYTES + _text_bytes(raw.data)
         _, prompt = self._parser.parse(raw)
         if not isinstance(prompt, Prompt):
             return _HeldRow(raw, num_bytes)
@@ -206,6 +206,14 @@ class RowPlan:
         held = [*self._ordered, *self._new]
         order = start_order([row.prefix for row in held], [row.max_tokens for row in held], num_last)
         self._ordered, self._new = deque(held[i] for i in order), []
+
+
+def _text_bytes(value: Any) -> int:
+    """Of a line, or of all texts of a table's row: messages are in lists."""
+    if isinstance(value, bytes | str):
+        return len(value)
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_text_bytes, values))
 
 
 def _content(prompt: Prompt) -> bytes:

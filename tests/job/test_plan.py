@@ -135,8 +135,10 @@ def test_a_group_that_has_begun_goes_on_when_the_order_is_decided_again() -> Non
     assert started == [0, *range(1, 8000, 2), *range(2, 8000, 2)]
 
 
-def test_large_rows_are_held_in_small_numbers() -> None:
-    line = raw(0, "x" * (1 << 20)).data
+@pytest.mark.parametrize("is_table", [False, True])
+def test_large_rows_are_held_in_small_numbers(is_table: bool) -> None:
+    text = "x" * (1 << 20)
+    line = {"messages": [{"role": "user", "content": text}]} if is_table else raw(0, text).data
     held = 0
 
     def rows() -> Iterator[RawRow]:
