@@ -57,6 +57,8 @@ def test_tune_counts_what_is_computed(temperature: float, completions: int) -> N
     prompt = Prompt("prompt", "x", SamplingParams(temperature=temperature, n=3), False)
     source = SimpleNamespace(name="x", rows=lambda: range(8))
     parser = SimpleNamespace(parse=lambda raw: (SimpleNamespace(index=raw), prompt))
-    texts = SimpleNamespace(encode=lambda prompt, limits: [1], stop_check=lambda params: None)
+    texts = SimpleNamespace(
+        encode=lambda prompt, limits: [1], stop_check=lambda params: None, bad_words=lambda params, limits: ()
+    )
     sample = sample_rows(source, parser, texts, EngineLimits(10, 10), 8, 0)  # type: ignore[arg-type]
     assert (sample.num_rows, len(sample.prompt_tokens)) == (completions, completions)

@@ -477,7 +477,9 @@ def sampled(prompts: list[bytes], num_rows: int) -> Sample:
     parser: Any = SimpleNamespace(
         parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams(), num_requests=1))
     )
-    texts: Any = SimpleNamespace(encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None)
+    texts: Any = SimpleNamespace(
+        encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None, bad_words=lambda params, limits: ()
+    )
     limits: Any = None
     return sample_rows(source, parser, texts, limits, num_rows, 0)
 
