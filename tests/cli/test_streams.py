@@ -31,7 +31,14 @@ def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("redirection", ["2>&-", "2>&- >&- <&-", "2> >(head -c1 >/dev/null)"])
+@pytest.mark.parametrize(
+    "redirection",
+    [
+        "2>&-",
+        pytest.param("2>&- >&- <&-", marks=pytest.mark.slow),
+        pytest.param("2> >(head -c1 >/dev/null)", marks=pytest.mark.slow),
+    ],
+)
 def test_a_job_goes_on_without_stderr(tmp_path: Path, redirection: str) -> None:
     write_rows(tmp_path, 20, bad=1)
     done = shell(tmp_path, f"SPECBATCH generate d.jsonl {redirection}")

@@ -68,7 +68,9 @@ def outputs(completions: list[Completion]) -> list[tuple[list[int], str]]:
     return [(c.token_ids, str(c.finish_reason)) for c in completions]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow), pytest.param(SAMPLED, id="sampled")]
+)
 @pytest.mark.parametrize(
     ("method", "shape", "kind"),
     [

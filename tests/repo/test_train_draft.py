@@ -435,6 +435,7 @@ def test_a_text_begins_once(adds: bool) -> None:
     assert tokenizer.encode(before) == [257, *tokenizer.encode("u: ", add_special_tokens=False)]
 
 
+@pytest.mark.slow
 def test_prompts_that_the_target_makes_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

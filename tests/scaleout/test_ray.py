@@ -22,7 +22,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'specbatch[
 from specbatch.scaleout.ray_session import RaySession, ray
 from specbatch.scaleout.ray_transport import RayTransport
 
-pytestmark = [pytest.mark.timeout(120)]
+# One process runs all of these tests: two would start a Ray each.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("ray")]
 FOUR_WORKERS = 4  # more than this machine can have cores
 _SECONDS = 30.0
 
@@ -290,7 +291,8 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("is_terminated", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_terminated", [False, True])
 def test_nothing_remains_of_a_killed_job(is_terminated: bool, tmp_path: Path) -> None:
     """No process and no file; and Ray prints nothing, though a worker has crashed. `is_terminated`: each process gets
     SIGTERM, as from a scheduler that ends a job."""

@@ -86,7 +86,9 @@ def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tuner, "measure", Mock(side_effect=SpecbatchError("enough")))
 
 
-@pytest.mark.parametrize("has_draft", [False, True], ids=["ngram", "draft_model"])
+@pytest.mark.parametrize(
+    "has_draft", [pytest.param(False, id="ngram", marks=pytest.mark.slow), pytest.param(True, id="draft_model")]
+)
 def test_writes_a_configuration_that_runs(
     rows: Path, tmp_path: Path, tiny_model: Path, has_draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
