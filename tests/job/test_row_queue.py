@@ -39,12 +39,13 @@ def prepare(raws: Sequence[RawRow]) -> list[PreparedRow]:
 
 @contextmanager
 def queue(prepare: Callable[[Sequence[RawRow]], Sequence[PreparedRow]] = prepare) -> Iterator[RowQueue]:
+    before = set(threading.enumerate())  # other tests may have left a queue open
     made = RowQueue(prepare)
     try:
         yield made
     finally:
         made.close()
-    assert not any(thread.name == THREAD for thread in threading.enumerate())
+    assert not any(thread.name == THREAD for thread in set(threading.enumerate()) - before)
 
 
 def test_rows_come_in_their_order_and_errors_at_their_row() -> None:
@@ -96,13 +97,14 @@ def test_the_queue_ends_while_the_thread_works() -> None:
         stopped.wait()
         raise ZeroDivisionError
 
+    before = set(threading.enumerate())
     rows = RowQueue(endless, stopped.set)
     for index in range(100):
         rows.add(raw(index))
     began.wait()
     rows.close()
     rows.close()
-    assert not any(thread.name == THREAD for thread in threading.enumerate())
+    assert not any(thread.name == THREAD for thread in set(threading.enumerate()) - before)
 
 
 def test_a_closed_queue_does_not_wait() -> None:
