@@ -92,6 +92,7 @@ def test_standard_input_that_cannot_be_read(tmp_path: Path, redirection: str) ->
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_few_open_files(tmp_path: Path) -> None:
     """A low limit is raised where the hard one allows it."""
     write_rows(tmp_path, 3)

@@ -664,6 +664,7 @@ def tiny_model(folder: Path, layers: int = 7, longest: int = 512) -> Path:
     return write_checkpoint(folder, num_hidden_layers=layers, max_position_embeddings=longest, **sizes)
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Answers, training, evaluation; then again, which does nothing; then with more data to evaluate."""
     import train_draft
