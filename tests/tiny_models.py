@@ -345,6 +345,17 @@ def run(
     return [done[i] for i in range(len(prompts))]
 
 
+def run_requests(engine: Any, wanted: list[Request]) -> list[Completion]:
+    """All of them to the end, in their order, with page accounting checked after every step."""
+    for request in wanted:
+        engine.submit(request)
+    done: dict[int, Completion] = {}
+    while len(done) < len(wanted):
+        done |= {completion.request_id: completion for completion in engine.step()}
+        engine.check_integrity()
+    return [done[request.request_id] for request in wanted]
+
+
 def random_prompts(
     count: int, seed: int = 0, vocab: int = VOCAB, longest: int = 40, shared: int = 0
 ) -> list[list[int]]:

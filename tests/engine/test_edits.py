@@ -23,7 +23,15 @@ from specbatch.engine.transfers import Transfers
 from specbatch.errors import FieldError
 from specbatch.kernels import torch as reference
 from specbatch.types import Completion, EngineLimits, FinishReason, Request, RngKey, SamplingParams
-from tests.tiny_models import VOCAB, random_prompts, round_of, tiny_device_engine, tiny_engine, tiny_oracle
+from tests.tiny_models import (
+    VOCAB,
+    random_prompts,
+    round_of,
+    run_requests,
+    tiny_device_engine,
+    tiny_engine,
+    tiny_oracle,
+)
 
 SHAPES: dict[str, tuple[str, DraftShape | None]] = {
     "none": ("none", None),
@@ -70,16 +78,6 @@ def requests(rules: list[Rule], temperatures: tuple[float, ...] = (0.0,), **samp
         )
         wanted.append(Request(i, prompts[0 if i % 3 == 2 else i], params, RngKey(7, i, 0), bad_words=bad_words))
     return wanted
-
-
-def run_requests(engine: Any, wanted: list[Request]) -> list[Completion]:
-    for request in wanted:
-        engine.submit(request)
-    done: dict[int, Completion] = {}
-    while len(done) < len(wanted):
-        done |= {completion.request_id: completion for completion in engine.step()}
-        engine.check_integrity()
-    return [done[request.request_id] for request in wanted]
 
 
 def decided(completions: list[Completion]) -> list[Any]:

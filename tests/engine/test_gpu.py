@@ -11,9 +11,17 @@ import torch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.engine.test_edits import MIXED, decided, requests, run_requests
+from tests.engine.test_edits import MIXED, decided, requests
 from tests.engine.test_nonfinite import all_nan, nan_embedding
-from tests.tiny_models import num_target_layers, random_prompts, round_of, run, tiny_device_engine, tiny_oracle
+from tests.tiny_models import (
+    num_target_layers,
+    random_prompts,
+    round_of,
+    run,
+    run_requests,
+    tiny_device_engine,
+    tiny_oracle,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingP
 from tests.coins import plain_logits, reference_distribution
 from tests.grammar.tiny_tokenizer import END, tiny_tokenizer
 from tests.oracle.rules import edited_logits
-from tests.tiny_models import random_prompts, tiny_device_engine, tiny_engine, tiny_oracle
+from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_engine, tiny_oracle
 
 TOKENIZER = tiny_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER)
@@ -62,16 +62,6 @@ def requests(temperatures: tuple[float, ...], names: list[str] = ROWS, **samplin
     return wanted
 
 
-def run(engine: Any, wanted: list[Request]) -> list[Completion]:
-    for request in wanted:
-        engine.submit(request)
-    done: dict[int, Completion] = {}
-    while len(done) < len(wanted):
-        done |= {completion.request_id: completion for completion in engine.step()}
-        engine.check_integrity()
-    return [done[i] for i in range(len(wanted))]
-
-
 def decided(completions: list[Completion]) -> list[Any]:
     return [(c.token_ids, c.finish_reason, c.margin, c.no_token_left) for c in completions]
 
@@ -85,7 +75,7 @@ def plain() -> Any:
         key = method == "eagle3", temperatures
         if key not in made:
             layers = 4 if method == "eagle3" else 3
-            made[key] = run(tiny_oracle(num_layers=layers, eos=(END,)), requests(temperatures))
+            made[key] = run_requests(tiny_oracle(num_layers=layers, eos=(END,)), requests(temperatures))
         return made[key]
 
     return of
@@ -100,7 +90,7 @@ DETERMINISTIC = [one if one in FAST else pytest.param(*one, marks=pytest.mark.sl
 def test_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -> None:
     expected = plain(SHAPES[case][0], temperatures)
     for engine in (tiny_engine(*SHAPES[case], eos=(END,)), tiny_device_engine(*SHAPES[case], eos=(END,))):
-        found = run(engine, requests(temperatures))
+        found = run_requests(engine, requests(temperatures))
         assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
         counts = engine.stats.grammar
         assert counts.masks > 0
@@ -114,14 +104,14 @@ def test_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -
 @pytest.mark.parametrize(("case", "temperatures"), CASES_OF_METHODS)
 def test_a_gpu_as_the_oracle(case: str, temperatures: tuple[float, ...], graphs: Any, plain: Any) -> None:
     settings: dict[str, Any] = {"eos": (END,), "num_pages": 256, "device": torch.device("cuda"), "graphs": graphs}
-    found = run(tiny_device_engine(*SHAPES[case], **settings), requests(temperatures))
+    found = run_requests(tiny_device_engine(*SHAPES[case], **settings), requests(temperatures))
     expected = plain(SHAPES[case][0], temperatures)
     assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_every_text_that_ends_is_in_its_grammar(temperature: float) -> None:
-    found = run(tiny_engine(*SHAPES["eagle-chain"], eos=(END,)), requests((temperature,)))
+    found = run_requests(tiny_engine(*SHAPES["eagle-chain"], eos=(END,)), requests((temperature,)))
     num_ended = 0
     for name, completion in zip(ROWS, found, strict=True):
         if completion.finish_reason is FinishReason.STOP and name != "none":
@@ -140,7 +130,9 @@ def test_every_text_that_ends_is_in_its_grammar(temperature: float) -> None:
 
 def test_plain_decoding_commits_a_forced_span_in_one_round() -> None:
     """On a CPU: a choice after its first token that differs."""
-    (found,) = run(tiny_engine(eos=(END,)), requests((0.0,), ["choice"], logit_bias={TOKENIZER.vocab["1"]: 100.0}))
+    (found,) = run_requests(
+        tiny_engine(eos=(END,)), requests((0.0,), ["choice"], logit_bias={TOKENIZER.vocab["1"]: 100.0})
+    )
     assert len(found.token_ids) > 20
     assert found.speculation.rounds <= 3
     assert found.finish_reason is FinishReason.STOP
@@ -152,33 +144,33 @@ SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("ngram", "draft_
 @pytest.mark.parametrize("case", ["none", *SLOW])
 def test_preemption_changes_nothing(case: str, plain: Any) -> None:
     engine = tiny_engine(*SHAPES[case], eos=(END,), num_pages=30)
-    found, expected = run(engine, requests((0.9, 0.0))), plain(SHAPES[case][0], (0.9, 0.0))
+    found, expected = run_requests(engine, requests((0.9, 0.0))), plain(SHAPES[case][0], (0.9, 0.0))
     if "chain" not in case:
         assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
     else:
         calm = tiny_engine(*SHAPES[case], eos=(END,), num_pages=256)
-        assert decided(found) == decided(run(calm, requests((0.9, 0.0))))
+        assert decided(found) == decided(run_requests(calm, requests((0.9, 0.0))))
     assert engine.stats.preemptions > 0, "the cache was too large to preempt anything"
 
 
 @pytest.mark.slow
 def test_a_sampled_chain_does_not_depend_on_scheduling() -> None:
     case = SHAPES["draft_model-chain"]
-    expected = decided(run(tiny_engine(*case, eos=(END,), num_pages=256), requests((0.9,))))
+    expected = decided(run_requests(tiny_engine(*case, eos=(END,), num_pages=256), requests((0.9,))))
     for change in ({"max_batch_size": 1, "prefix_cache": False}, {"num_pages": 30}, {"prefill_chunk_tokens": 5}):
-        assert decided(run(tiny_engine(*case, eos=(END,), **change), requests((0.9,)))) == expected
+        assert decided(run_requests(tiny_engine(*case, eos=(END,), **change), requests((0.9,)))) == expected
     # On a GPU no nodes are added to a chain: another draw from the same distribution.
     device = tiny_device_engine(*case, eos=(END,), num_pages=256)
-    assert {c.finish_reason for c in run(device, requests((0.9,)))} <= {FinishReason.STOP, FinishReason.LENGTH}
+    assert {c.finish_reason for c in run_requests(device, requests((0.9,)))} <= {FinishReason.STOP, FinishReason.LENGTH}
 
 
 def test_no_token_is_left() -> None:
     """The grammar wants tokens that another option forbids: an error, as in plain decoding."""
     wanted = {"names": ["choice", "regex", "none"], "temperatures": (0.0,), "allowed_token_ids": tuple(range(1, 40))}
-    expected = decided(run(tiny_oracle(eos=(END,)), requests(**wanted)))
+    expected = decided(run_requests(tiny_oracle(eos=(END,)), requests(**wanted)))
     assert [one[1] for one in expected] == [FinishReason.ERROR, FinishReason.ERROR, FinishReason.LENGTH]
     for engine in (tiny_engine(*SHAPES["ngram"], eos=(END,)), tiny_device_engine(eos=(END,))):
-        found = decided(run(engine, requests(**wanted)))
+        found = decided(run_requests(engine, requests(**wanted)))
         assert [(one[0], one[1], one[3]) for one in found[:2]] == [(one[0], one[1], True) for one in expected[:2]]
         assert found[2][:2] == expected[2][:2]
 
