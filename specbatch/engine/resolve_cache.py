@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specbatch.engine.memory import (
+    ENOUGH_ROW,
     GIB,
     CachedModel,
     CachePlan,
@@ -24,6 +25,7 @@ DEFAULT_BATCH = {"cpu": 16, "cuda": 256}  # engine.max_batch_size: null
 _LARGE_BATCHES = (1024, 768, 512)  # that are chosen on CUDA if the cache is large enough
 _MAX_VERIFY_TOKENS = 4096  # of a round, for which they are: with more, the fixed cost of a round is next to nothing
 _PROMPT_TOKENS = 1024  # of a row, before any was read
+_ENOUGH_ROWS, _MAX_CARDS = 16, 8  # when the number of GPUs for a model is advised
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
     """
     available = available_memory(wanted.device) // wanted.num_ranks
     weights, rows = wanted.weights, wanted.rows
+    kib = f"{rows.token_bytes / 1024:g}"
     if wanted.given_tokens is not None:
         plan = given_cache(wanted.given_tokens, rows)
         _check_given(wanted.given_tokens, available, weights, rows)
@@ -91,8 +94,8 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
         plan = plan_cache(bytes_for_cache(max(0, available - weights), wanted.memory_fraction, 0, 0), rows)
         notes.append(
             f"engine.kv_cache_tokens: {plan.num_pages * rows.page_size} ({plan.gib(rows):.2f} GiB; "
-            f"{available / GIB:.1f} GiB available, {weights / GIB:.2f} GiB of weights, memory_fraction "
-            f"{wanted.memory_fraction})"
+            f"{available / GIB:.1f} GiB available, {weights / GIB:.2f} GiB of weights, {kib} KiB "
+            f"a token, memory_fraction {wanted.memory_fraction})"
         )
         notes += row_notes(plan, rows)
     else:
@@ -100,8 +103,9 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
         likely, working = _likely(wanted, available)
         notes.append(
             f"engine.kv_cache_tokens: about {likely.num_pages * rows.page_size} ({likely.gib(rows):.1f} GiB; "
-            f"{available / GIB:.1f} GiB are free, {weights / GIB:.1f} GiB of weights, about {working / GIB:.1f} GiB "
-            f"for rounds and prompts, memory_fraction {wanted.memory_fraction}); measured when the model is loaded"
+            f"{available / GIB:.1f} GiB are free, {weights / GIB:.1f} GiB of weights, {kib} KiB "
+            f"a token, about {working / GIB:.1f} GiB for rounds and prompts, memory_fraction "
+            f"{wanted.memory_fraction}); measured when the model is loaded"
         )
     if plan.capacity < 2:
         _refuse(wanted, plan, available)
@@ -148,8 +152,25 @@ def _refuse(wanted: CacheRequest, plan: CachePlan, available: int) -> None:
             "ahead",
             hint="raise engine.kv_cache_tokens or engine.memory_fraction",
         )
+    hint = "free memory, use a smaller model or a smaller model.dtype, or raise engine.memory_fraction"
+    num_cards = None if wanted.measured is None else cards_for(wanted, available)
+    if num_cards is not None:
+        # What `part_of_a_rank` refuses today.
+        hint += f"; {num_cards} GPUs like this one hold it: engine.tensor_parallel: {num_cards}, once it runs on CUDA"
     raise ConfigError(
-        f"the weights take {wanted.weights / GIB:.1f} GiB, and {available / GIB:.1f} GiB of memory are available, of "
-        f"which engine.memory_fraction allows {wanted.memory_fraction:g}",
-        hint="free memory, use a smaller model or a smaller model.dtype, or raise engine.memory_fraction",
+        f"the weights take {wanted.weights / GIB:.1f} GiB, a token {wanted.rows.token_bytes / 1024:g} KiB, and "
+        f"{available / GIB:.1f} GiB of memory are available, of which engine.memory_fraction allows "
+        f"{wanted.memory_fraction:g}",
+        hint=hint,
     )
+
+
+def cards_for(wanted: CacheRequest, available: int) -> int | None:
+    """How many GPUs with as much free memory hold the model and _ENOUGH_ROWS rows; None: more than _MAX_CARDS, or more
+    than can divide it."""
+    heads, tokens = wanted.models[0].config.num_heads, _ENOUGH_ROWS * min(ENOUGH_ROW, wanted.rows.max_positions)
+    for count in range(1, _MAX_CARDS + 1):
+        part = (wanted.weights + tokens * wanted.rows.token_bytes) / count
+        if heads % count == 0 and part <= available * wanted.memory_fraction:
+            return count
+    return None

@@ -54,7 +54,9 @@ def _published() -> dict[str, dict[str, Any]]:
         "llama-3-8b": llama3 | _sizes(4096, 14336, 32, 32, 8, 8192),
         # meta-llama/Llama-3.2-1B
         "llama-3.2-1b": llama3 | _sizes(2048, 8192, 16, 32, 8, 131072) | tied | {"rope_scaling": llama32_rope},
-        # meta-llama/Meta-Llama-3-70B, 8 of its 80 layers: the part of one GPU of eight, with the whole vocabulary
+        # meta-llama/Meta-Llama-3-70B
+        "llama-3-70b": llama3 | _sizes(8192, 28672, 80, 64, 8, 8192),
+        # 8 of its 80 layers: the part of one GPU of eight, with the whole vocabulary
         "llama-3-70b-8l": llama3 | _sizes(8192, 28672, 8, 64, 8, 8192),
         # Qwen/Qwen3-8B
         "qwen3-8b": qwen3 | _sizes(4096, 12288, 36, 32, 8, 40960),

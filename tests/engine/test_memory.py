@@ -29,7 +29,7 @@ from specbatch.engine.memory import (
     sizes_to_try,
 )
 from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_cache import CacheRequest, default_batch_size
+from specbatch.engine.resolve_cache import CacheRequest, cards_for, default_batch_size, resolve_cache
 from specbatch.errors import ConfigError
 from specbatch.models.config import ModelConfig
 from specbatch.models.random_weights import geometries
@@ -100,6 +100,22 @@ def test_as_many_rows_run_at_once_as_the_cache_of_a_gpu_holds(
 
 def test_a_cpu_runs_16_rows_at_once_however_large_its_memory() -> None:
     assert default_batch_size(cache_request(MODELS["smollm2-135m"], None), 1000 * GIB, 256) == 16
+
+
+@pytest.mark.parametrize(("name", "cards"), [("llama-3-70b", 2), ("llama-3-8b", 1)])
+def test_a_model_that_one_gpu_does_not_hold_names_how_many_do(
+    name: str, cards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, free = cache_request(geometries()[name], (1, 8192)), 139 * GIB
+    assert cards_for(wanted, free) == cards
+    assert cards_for(wanted, 5 * GIB) == (None if cards == 2 else 8)
+    monkeypatch.setattr("specbatch.engine.resolve_cache.available_memory", lambda device: free)
+    if cards == 1:
+        assert resolve_cache(wanted, []).capacity == 8192
+        return
+    with pytest.raises(ConfigError, match=r"weights take 131\.4 GiB, a token 320 KiB") as error:
+        resolve_cache(wanted, [])
+    assert "engine.tensor_parallel: 2" in str(error.value.hint)
 
 
 def cache_request(model: ModelConfig, measured: tuple[int, int] | None) -> CacheRequest:
