@@ -17,6 +17,7 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.batch import PagedBatch
 from specbatch.kernels import torch as reference
 from specbatch.kernels.triton import attention
+from specbatch.kernels.triton.parts.attention_tile import Fp8Form, tile_for
 from tests.kernels.batches import (
     CUDA,
     DEVICE,
@@ -95,6 +96,36 @@ def test_attention_of_a_tree(nodes: int, dtype: torch.dtype, rounded: bool, spli
     batch = tree_batch(nodes, parents, [0, 31, 70], 16)
     actual, expected = attend_both(batch, 4, 2, 64, dtype, None, splits, rounded)
     close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 1e3), *[(torch.bfloat16, 1e6)] * CUDA])
+@pytest.mark.parametrize("form", ["half", "pairs"])
+@pytest.mark.parametrize(
+    ("dim", "splits", "nodes", "window", "page_size"),
+    [(64, 4, 0, None, 16), (80, 1, 5, None, 64), slow_on_cpu(128, 2, 40, None, 16), slow_on_cpu(128, 1, 0, 20, 1)],
+)
+def test_fp8_in_float16(
+    dim: int,
+    splits: int,
+    nodes: int,
+    window: int | None,
+    page_size: int,
+    form: Fp8Form,
+    dtype: torch.dtype,
+    size: float,
+) -> None:
+    """Queries in bfloat16 may be larger than float16's largest number."""
+    starts, parents = [70, 0, 33], [-1, 0, 0, 1, 3, *range(4, 39)][:nodes]
+    batch = tree_batch(nodes, parents, starts, page_size) if nodes else paged_batch(starts, [4] * 3, page_size)
+    q = random(batch.slots_T.shape[0], 4, dim, dtype=dtype) * size
+    kv, scale = random_cache(batch, 2, dim, dtype).to(FP8), dim**-0.5 / size
+    workspace = attention.Workspace(DEVICE, 16384, dim)
+    expected = reference.attend(q, kv, batch, scale, window, v_scale=0.3)
+    tile = replace(tile_for(8, dim, 2), fp8=form)
+    for peeled in (False, True):
+        shape = replace(tile, peeled=peeled)
+        actual = attention.attend_by(shape, q, kv, batch, scale, window, splits, workspace, v_scale=0.3)
+        close(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

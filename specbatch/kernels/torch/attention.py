@@ -28,11 +28,13 @@ def attend(
     num_splits: int = 1,
     workspace: Workspace | None = None,
     listed: tuple[Tensor, Tensor] | None = None,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Attention output (T, H, D) of new tokens over their sequences' pages; see `PagedBatch` for what is visible.
 
     `window`: a query at position p sees keys at positions > p - window; a key's position is its slot's index, which is
     wrong for nodes of a draft tree, all of which lie in the window of any real model.
+    `v_scale`: of the values of an FP8 cache; that of its keys is in `scale`.
     `num_splits`, `workspace` and `listed` are for the Triton kernel.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -59,5 +61,5 @@ def attend(
     q = q_THD.to(wide).view(num_tokens, num_kv_heads, group, head_dim).transpose(0, 1)
     scores = torch.einsum("ktgd,ktld->ktgl", q, k) * scale
     weights = torch.softmax(scores.masked_fill(~visible[None, :, None], -torch.inf), dim=-1)
-    out = torch.einsum("ktgl,ktld->ktgd", weights, v)
+    out = torch.einsum("ktgl,ktld->ktgd", weights, v) * v_scale
     return out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim).to(q_THD.dtype)

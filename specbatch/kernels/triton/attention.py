@@ -24,6 +24,8 @@ from torch import Tensor
 
 from specbatch.batch import PagedBatch
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded, tile_for
+from specbatch.kernels.triton.parts.attention_walk import walk
+from specbatch.kernels.triton.parts.fp8 import half_queries
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 
@@ -31,52 +33,9 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _walk(
-    acc, maximum, total, q, k_base, v_base, table, first_block, stop_block, end, start, query, row_ok, token, position,
-    mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
-    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, ALL_VISIBLE: tl.constexpr,
-):  # fmt: skip
-    """Merges every `step`-th block of keys in [first_block, stop_block). ALL_VISIBLE: each of their keys, to each row,
-    which gives the same bits."""
-    for block in range(first_block, stop_block, step):
-        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        key_ok = keys < end
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(table + block * BLOCK_N // PAGE).to(tl.int64)
-            slots = page * PAGE + (block * BLOCK_N) % PAGE + tl.arange(0, BLOCK_N)
-        else:
-            page = tl.load(table + keys // PAGE, mask=key_ok, other=0).to(tl.int64)
-            slots = page * PAGE + keys % PAGE
-        k_ptrs = k_base + slots[None, :] * D + dims[:, None]
-        v_ptrs = v_base + slots[:, None] * D + dims[None, :]
-        k = tl.load(k_ptrs, mask=dim_ok[:, None] & (ALL_VISIBLE | key_ok[None, :]), other=0.0).to(q.dtype)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-        if not ALL_VISIBLE:
-            if HAS_MASK:
-                bit = keys - mask_start
-                word = tl.load(
-                    mask_ptr + token[:, None] * mask_words + (bit // 32)[None, :],
-                    mask=((bit >= 0) & (bit < mask_words * 32))[None, :] & row_ok[:, None],
-                    other=0,
-                )
-                visible = (bit < 0)[None, :] | (((word >> (bit & 31)[None, :]) & 1) != 0)
-                visible = visible & key_ok[None, :]
-            else:
-                visible = keys[None, :] <= (start + query)[:, None]
-            if HAS_WINDOW:
-                visible = visible & (keys[None, :] > (position - window)[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # Nothing seen yet: any finite reference makes every weight an exact zero.
-        reference = new_maximum if ALL_VISIBLE else tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - reference[:, None])
-        decay = tl.exp2(maximum - reference)
-        total = total * decay + tl.sum(weights, 1)
-        v = tl.load(v_ptrs, mask=dim_ok[None, :] & (ALL_VISIBLE | key_ok[:, None]), other=0.0).to(q.dtype)
-        acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
-        maximum = new_maximum
-    return acc, maximum, total
+def _result(acc, total, v_scale, IS_FP8: tl.constexpr):
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    return out * v_scale if IS_FP8 else out
 
 
 @triton.jit
@@ -102,6 +61,7 @@ def _attend(
     stride_table,
     mask_words,
     num_seqs,
+    v_scale,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -115,6 +75,9 @@ def _attend(
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     PEELED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_former(PDL)
@@ -168,9 +131,13 @@ def _attend(
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D], tl.float32)
+    odd_acc = acc
+    if HALF:
+        q, unit = half_queries(q)
+        scale_log2 = (unit * scale_log2)[:, None]
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
-    v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
+    v_base = v_ptr + kv_head.to(tl.int64) * (stride_kv_head // 2 if PAIRS else stride_kv_head)
     table = table_ptr + seq.to(tl.int64) * stride_table
 
     stop_block = tl.cdiv(end, BLOCK_N)
@@ -178,21 +145,23 @@ def _attend(
         # Blocks that every row sees to their ends need no comparisons.
         num_seen = mask_start if HAS_MASK else start + row_block * BLOCK_M // GROUP + 1
         seen_by_all = num_seen // BLOCK_N
-        acc, maximum, total = _walk(
-            acc, maximum, total, q, k_base, v_base, table, begin_block, seen_by_all, end, start, query, row_ok, token,
-            position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
-            D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, PRECISION, True,
+        acc, odd_acc, maximum, total = walk(
+            acc, odd_acc, maximum, total, q, k_base, v_base, table, begin_block, seen_by_all, end, start, query, row_ok,
+            token, position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
+            D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, PRECISION, PAIRS, True,
         )  # fmt: skip
         begin_block += tl.cdiv(tl.maximum(seen_by_all - begin_block, 0), step) * step
-    acc, maximum, total = _walk(
-        acc, maximum, total, q, k_base, v_base, table, begin_block, stop_block, end, start, query, row_ok, token,
-        position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
-        D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, PRECISION, False,
+    acc, odd_acc, maximum, total = walk(
+        acc, odd_acc, maximum, total, q, k_base, v_base, table, begin_block, stop_block, end, start, query, row_ok,
+        token, position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
+        D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, PRECISION, PAIRS, False,
     )  # fmt: skip
+    if PAIRS:
+        acc = tl.interleave(acc, odd_acc)
 
     out_ok = row_ok[:, None] & dim_ok[None, :]
     if NUM_SPLITS == 1 or (LISTED and step == 1):
-        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = _result(acc, total, v_scale, IS_FP8)
         tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=out_ok)
     else:
         tile = (number * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head
@@ -221,7 +190,7 @@ def _attend(
                 acc += share[:, None] * tl.load(
                     partial_ptr + (base + s) * BLOCK_M * BLOCK_D + cell, cache_modifier=".cg"
                 )
-            out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            out = _result(acc, total, v_scale, IS_FP8)
             tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=out_ok)
             tl.store(counter_ptr + tile, 0)  # ready for the next launch
 
@@ -256,13 +225,15 @@ def attend(
     num_splits: int = 1,
     workspace: Workspace | None = None,
     listed: tuple[Tensor, Tensor] | None = None,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """See `kernels/torch/attention.py`. `num_splits`, a power of two, needs a `workspace` if above 1. `listed`: only
     these sequences are split, see `long_sequences`; None: all are."""
     _, num_heads, head_dim = q_THD.shape
     num_rows = batch.max_queries * (num_heads // kv_2KSD.shape[1])
-    tile = tile_for(num_rows, head_dim, q_THD.element_size(), shared_bytes(q_THD))
-    return attend_by(tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed)
+    is_fp8 = kv_2KSD.dtype == torch.float8_e4m3fn
+    tile = tile_for(num_rows, head_dim, q_THD.element_size(), shared_bytes(q_THD), is_fp8=is_fp8)
+    return attend_by(tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed, v_scale)
 
 
 def attend_by(
@@ -275,6 +246,7 @@ def attend_by(
     num_splits: int,
     workspace: Workspace | None,
     listed: tuple[Tensor, Tensor] | None = None,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """`attend` with a given tile. Bits are comparable only between calls with equal tiles and splits."""
     _, num_heads, head_dim = q_THD.shape
@@ -296,11 +268,16 @@ def attend_by(
         grid = num_kv_heads, row_blocks, num_seqs + (num_splits - 1) * len(listed_K)
     has_mask = batch.mask_TW is not None
     pdl = dependent_launch(q_THD)
+    is_fp8 = kv_2KSD.dtype == torch.float8_e4m3fn
+    is_half = is_fp8 and tile.fp8 != "widen"
+    has_pairs = is_fp8 and tile.fp8 == "pairs"
+    assert not is_half or q_THD.element_size() == 2, "wider queries would lose bits in float16"
+    values = kv_2KSD[1].view(torch.int16) if has_pairs else kv_2KSD[1]
     _attend[grid](
         q_THD,
         out,
         kv_2KSD[0],
-        kv_2KSD[1],
+        values,
         batch.page_table_BP,
         batch.starts_B,
         batch.query_starts,
@@ -318,6 +295,7 @@ def attend_by(
         batch.page_table_BP.stride(0),
         batch.mask_TW.shape[1] if batch.mask_TW is not None else 0,
         num_seqs,
+        v_scale,
         NUM_HEADS=num_heads,
         GROUP=group,
         D=head_dim,
@@ -331,6 +309,9 @@ def attend_by(
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         PEELED=(tile.peeled or has_mask) and window is None,
+        IS_FP8=is_fp8,
+        HALF=is_half,
+        PAIRS=has_pairs,
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
+
+# Converted to the queries' dtype; to float16; to float16, and the values read as pairs.
+Fp8Form = Literal["widen", "half", "pairs"]
+# Not measured yet: `scripts/bench/bench_kv8.py` compares.
+FP8_IN_HALF = False
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """block_m rows by block_n keys. `peeled`: keys that all rows see have a loop of their own, which pays in prompts
-    (and always under a mask)."""
+    (and always under a mask). `fp8`: how keys and values in FP8 are multiplied, see `parts/fp8.py`."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     peeled: bool = False
+    fp8: Fp8Form = "widen"
 
 
-def tile_for(num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES) -> Tile:
-    """For that many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory.
+def tile_for(
+    num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES, *, is_fp8: bool = False
+) -> Tile:
+    """For that many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory. `is_fp8`:
+    keys and values are in FP8, whatever the queries' `itemsize` is.
 
     Its rows do not depend on the GPU. Its keys do, but not on the number of rows: prompts and rounds agree to the last
     bit on every GPU. GPUs that differ in shared memory may differ from each other. Stages change no bit.
@@ -31,7 +41,15 @@ def tile_for(num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_S
     tile = replace(_wanted(num_rows, head_dim, itemsize), block_n=largest.block_n)
     while shared_of(tile, head_dim, itemsize) > shared and tile.num_stages > 1:
         tile = replace(tile, num_stages=tile.num_stages - 1)
-    return tile
+    return replace(tile, fp8=fp8_form(tile.block_m)) if is_fp8 and itemsize == 2 else tile
+
+
+def fp8_form(block_m: int) -> Fp8Form:
+    """How a tile of that many rows multiplies keys and values in FP8. All forms in float16 have the same bits."""
+    if not FP8_IN_HALF:
+        return "widen"
+    # From 64 rows on, Hopper's tensor cores read values from shared memory, as they are.
+    return "pairs" if block_m < 64 else "half"
 
 
 def shared_of(tile: Tile, head_dim: int, itemsize: int) -> int:

@@ -1,0 +1,60 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Keys and values in FP8 (E4M3) as operands in float16 (Triton).
+
+Hopper turns two E4M3 numbers into float16 in one instruction. To bfloat16 it has no such conversion: through float16,
+each number costs one more instruction, on a unit that is too slow to keep up with the memory. And float16 holds each
+E4M3 number exactly, NaN included.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# float32's exponent: its bits, and where they begin
+_EXPONENT = tl.constexpr(0x7F800000)
+_LARGEST_EXPONENT = tl.constexpr(14 << 23)  # queries become smaller than 2^14
+
+
+@triton.jit
+def half_queries(q):
+    """Queries (M, D) in float16, and the power of two (M,) by which each was divided, so that none is too large. Of
+    bfloat16 numbers, those above 2^-27 of a query's largest stay exact. What is not finite stays so."""
+    wide = q.to(tl.float32)
+    exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & _EXPONENT
+    is_number = (exponent > _LARGEST_EXPONENT) & (exponent < _EXPONENT)
+    unit = tl.where(is_number, exponent - _LARGEST_EXPONENT + (1 << 23), 127 << 23).to(tl.float32, bitcast=True)
+    return (wide / unit[:, None]).to(tl.float16), unit
+
+
+_IS_COMPILED = tl.constexpr(isinstance(half_queries, triton.JITFunction))  # the interpreter has no assembler
+
+
+@triton.jit
+def unpack_pairs(pairs_ND):
+    """int16 numbers, each two of E4M3, as two tensors of float16: the first and the second of each pair.
+
+    A tensor core takes values as columns. With 16 bits for each number a tile is transposed while it is read from
+    shared memory, with 8 bits byte by byte; so values are read as pairs.
+    """
+    if _IS_COMPILED:  # two instructions for two numbers, where Triton's own conversions need three
+        first, second = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 a, b;
+            .reg .b32 x, y;
+            mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 x, a;
+            cvt.rn.f16x2.e4m3x2 y, b;
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632;
+            }""",
+            "=r,=r,r",
+            [pairs_ND],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        first = (pairs_ND & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        second = ((pairs_ND >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return first, second
