@@ -130,7 +130,7 @@ def plain_logits(target: Decoder, tokens: list[int]) -> Tensor:
     """Logits (T, V) of a plain forward pass over all tokens, with a cache of its own."""
     cache = target.new_cache(len(tokens), target.embedding_VE.dtype)
     layout = batch_of([Span([0], 0, len(tokens))], len(tokens), target.device)
-    return target.logits(target.forward(torch.tensor(tokens), layout, cache)[0])
+    return target.logits(target.forward(torch.tensor(tokens, device=target.device), layout, cache)[0])
 
 
 def target_sequences(

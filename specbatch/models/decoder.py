@@ -115,7 +115,7 @@ class MLP:
 
     def __call__(self, x_TE: Tensor, *, norm: RMSNorm, residual_TE: Tensor) -> Tensor:
         """residual + mlp(norm(x)). The residual, which may be x, may be overwritten."""
-        return self._down.with_residual(self._gated.with_norm(x_TE, norm), residual_TE)
+        return self._gated.into(self._down, x_TE, norm, residual_TE)
 
 
 class DecoderLayer:

@@ -1,9 +1,8 @@
-"""Linear layers with weights and inputs in FP8 (E4M3), computed on a CPU: the arithmetic of the GPU, emulated.
+"""Weights in FP8 (E4M3), and the linear layers that compute with them on a CPU: the arithmetic of the GPU, emulated.
 
-Inputs are divided by a scale and rounded to E4M3. The GEMM multiplies the rounded numbers exactly and adds in float32
-at least. The result is multiplied by both scales. A scale of inputs belongs to one token (and, with blocks, to 128 of
-its features), so that a token's result does not depend on the others. Where a checkpoint asks for one dynamic scale for
-all tokens of a batch, each token gets its own: that is more exact, and needs no batch.
+`kernels/torch/fp8.py` says how inputs are quantised. The GEMM multiplies the rounded numbers exactly and adds in
+float32 at least. The result is multiplied by both scales. Where a checkpoint asks for one dynamic scale for all tokens
+of a batch, each token gets its own: that is more exact, and needs no batch.
 
 Shape suffixes: T packed tokens, I input features, O output features, G blocks of input features.
 """
@@ -17,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specbatch.kernels.quantised import E4M3_MAX, GROUP, SMALLEST_SCALE
+from specbatch.kernels.torch.fp8 import quantise
 from specbatch.models.linear import GatedLinear, Linear
 from specbatch.models.quantization import InputScales
 
-E4M3_MAX = 448.0
-_SMALLEST_SCALE = 1e-12  # of a token whose features are all 0
-_GROUP = 128
 # torch computes elements in vectors, and those at the end of a thread's share one by one, by another formula. A part of
 # this size is one share, and of whole vectors.
 _SHARE, _VECTORS = 32768, 64
@@ -41,15 +39,16 @@ class Fp8Weight:
         """(O, I) float32."""
         scale = self.scale
         if scale.shape[1] > 1:
-            scale = scale.repeat_interleave(_GROUP, 1)[:, : self.values_OI.shape[1]]
+            scale = scale.repeat_interleave(GROUP, 1)[:, : self.values_OI.shape[1]]
         return self.values_OI.float() * scale
 
 
 def quantise_weight(weight_OI: Tensor) -> Fp8Weight:
     """A scale for each output, so that the largest weight becomes 448."""
     wide = weight_OI.float()
-    scale = (wide.abs().amax(dim=1, keepdim=True) / E4M3_MAX).clamp(min=_SMALLEST_SCALE)
-    return Fp8Weight(_rounded(wide / scale).to(torch.float8_e4m3fn), scale, "token")
+    scale = (wide.abs().amax(dim=1, keepdim=True) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    # The clamp comes first: torch rounds to NaN what E4M3 cannot hold.
+    return Fp8Weight((wide / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale, "token")
 
 
 def expand_scale(scale: Tensor, weight_shape: tuple[int, ...], block_outputs: int | None) -> Tensor:
@@ -84,13 +83,12 @@ class Fp8Linear(Linear):
         self._gemm = make_linear(weight.dequantised() if self._scale_O is None else weight.values_OI.float())
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        wide = x_TI.float()
-        if self._inputs == "block":
-            rounded, scale = _rounded_blocks(wide), wide.new_ones(())
+        values_TI, scale_TG = quantise(x_TI, self._input_scale, grouped=self._inputs == "block")
+        if self._inputs == "block":  # scales of groups are a part of the inputs
+            spread_TI = scale_TG.repeat_interleave(GROUP, 1)[:, : values_TI.shape[1]]
+            y_TO = self._gemm(values_TI.float() * spread_TI)
         else:
-            scale = _token_scales(wide) if self._input_scale is None else wide.new_tensor(self._input_scale)
-            rounded = _rounded(wide / scale)
-        y_TO = self._gemm(rounded) * scale
+            y_TO = self._gemm(values_TI.float()) * scale_TG
         if self._scale_O is not None:
             y_TO = y_TO * self._scale_O
         if self._bias is not None:
@@ -123,20 +121,3 @@ def _silu(x_TI: Tensor) -> Tensor:
     flat = x_TI.reshape(-1)
     padded = F.pad(flat, (0, -len(flat) % _VECTORS))
     return torch.cat([F.silu(part) for part in padded.split(_SHARE)])[: len(flat)].view(x_TI.shape)
-
-
-def _token_scales(x: Tensor) -> Tensor:
-    return (x.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp(min=_SMALLEST_SCALE)
-
-
-def _rounded(x: Tensor) -> Tensor:
-    """To E4M3, as float32. NaN stays NaN. The clamp comes first: torch rounds to NaN what E4M3 cannot hold."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-
-
-def _rounded_blocks(x_TI: Tensor) -> Tensor:
-    """Quantised with a scale for each token and block of features, and multiplied by it again."""
-    num_tokens, width = x_TI.shape
-    blocks = F.pad(x_TI, (0, -width % _GROUP)).view(num_tokens, -1, _GROUP)
-    scale = _token_scales(blocks)
-    return (_rounded(blocks / scale) * scale).view(num_tokens, -1)[:, :width]

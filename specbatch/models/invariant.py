@@ -11,6 +11,8 @@ Shape suffixes: T packed tokens, I input features, O output features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,8 @@ class InvariantGemm:
         self._skinny = invariant_linear
         self._library = CublasLt(device, dtype, unsplit=True)
         self._algorithms: dict[tuple[int, int, int], Algorithm] = {}
-        self._checked: set[tuple[int, int]] = set()  # shapes of weights
+        self._dtype = dtype
+        self._checked: set[tuple[int, int, torch.dtype]] = set()  # shapes and dtypes of weights
 
     def __call__(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         num_out, num_in = weight_OI.shape
@@ -58,18 +61,18 @@ class InvariantGemm:
             x_TI = x_TI.clone()
         return self._library.multiply(self._algorithms[size], x_TI, weight_OI)
 
-    def check(self, weight_OI: Tensor) -> None:
-        """Check on this card that rows have the same bits for several numbers of rows; one weight of each shape. Raises
-        ModelError."""
+    def check(self, weight_OI: Tensor, multiply: Callable[[Tensor], Tensor]) -> None:
+        """Check on this card that rows have the same bits for several numbers of rows; one weight of each shape and
+        dtype. `multiply`: x W^T. Raises ModelError."""
         shape = (weight_OI.shape[0], weight_OI.shape[1])
-        if shape in self._checked:
+        if (*shape, weight_OI.dtype) in self._checked:
             return
-        self._checked.add(shape)
+        self._checked.add((*shape, weight_OI.dtype))
         generator = torch.Generator(weight_OI.device).manual_seed(0)
-        x = torch.randn(_CHECKED_TOKENS[-1], shape[1], generator=generator, device=weight_OI.device).to(weight_OI.dtype)
-        expected = self(x, weight_OI)
+        x = torch.randn(_CHECKED_TOKENS[-1], shape[1], generator=generator, device=weight_OI.device).to(self._dtype)
+        expected = multiply(x)
         for count in _CHECKED_TOKENS:
-            if not torch.equal(self(x[-count:], weight_OI), expected[-count:]):
+            if not torch.equal(multiply(x[-count:]), expected[-count:]):
                 raise ModelError(
                     f"products of {count} and of {len(x)} tokens differ for a weight of {shape}: this GPU cannot run "
                     "deterministically",
@@ -79,7 +82,7 @@ class InvariantGemm:
 
 class InvariantLinear(Linear):
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, gemm: InvariantGemm) -> None:
-        gemm.check(weight_OI)
+        gemm.check(weight_OI, lambda x_TI: gemm(x_TI, weight_OI))
         self._weight, self._bias, self._gemm = weight_OI, bias_O, gemm
 
     def __call__(self, x_TI: Tensor) -> Tensor:

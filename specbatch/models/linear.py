@@ -42,6 +42,10 @@ class Linear(Layer, Protocol):
 class GatedLinear(Layer, Protocol):
     """act(x G^T) * (x U^T): the first half of a gated feed-forward (Shazeer 2020)."""
 
+    def into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Tensor:
+        """The whole feed-forward: residual + down(this layer of norm(x)). The sum may be written over the residual."""
+        return down.with_residual(self.with_norm(x_TI, norm), residual_TO)
+
 
 class DenseLinear(Linear):
     """`ops`: as `kernels.ops_for` returns them. They fuse the norm and the residual where that is faster."""

@@ -26,6 +26,7 @@ from specbatch.models.layers import RMSNorm
 from specbatch.models.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
 from specbatch.models.packed import PackedGatedLinear, PackedLinear, is_packable
 from specbatch.models.quantization import ON_LOAD, Quantization
+from specbatch.models.scaled import ScaledGatedLinear, ScaledLinear
 from specbatch.models.sharded import Embedding, GatheredLinear, ModelShard, SummedLinear, part_of
 
 
@@ -99,6 +100,8 @@ class WeightLoader:
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
         if self._is_quantised(gate, up):
             assert activation == "silu", activation
+            if self.device.type == "cuda":
+                return ScaledGatedLinear(self.linear(gate, up, has_bias=has_bias), self._ops)
             return SiluGatedLinear(self.linear(gate, has_bias=has_bias), self.linear(up, has_bias=has_bias))
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None
         return self.new_gated_linear(self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight"), biases, activation)
@@ -118,7 +121,13 @@ class WeightLoader:
         if joined is None and len(names) > 1:
             return JoinedLinear([self.linear(name, has_bias=has_bias) for name in names])
         assert joined is not None
-        return Fp8Linear(joined, _joined(biases) if has_bias else None, self._wide_linear)
+        bias = _joined(biases) if has_bias else None
+        if self.device.type == "cuda":
+            scaled = ScaledLinear(joined, bias, self._ops, self.dtype, invariant=self._gemm is not None)
+            if self._gemm is not None:
+                self._gemm.check(joined.values_OI, scaled)
+            return scaled
+        return Fp8Linear(joined, bias, self._wide_linear)
 
     def _fp8_weight(self, name: str) -> Fp8Weight:
         weight, quantization = self.stored(f"{name}.weight").to(self.device), self._quantization

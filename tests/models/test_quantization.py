@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +15,24 @@ from torch import Tensor
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
+from specbatch.engine.resolve_model import resolve_quantization
 from specbatch.errors import ConfigError, ModelError
+from specbatch.kernels import ops_for
+from specbatch.kernels.quantised import E4M3_MAX
 from specbatch.models.formats.checkpoint import open_checkpoint
-from specbatch.models.fp8 import E4M3_MAX, Fp8Linear, Fp8Weight, quantise_weight
+from specbatch.models.fp8 import Fp8Linear, Fp8Weight, SiluGatedLinear, quantise_weight
+from specbatch.models.layers import RMSNorm
 from specbatch.models.packed import PackedLinear
 from specbatch.models.quantization import ON_LOAD, Quantization, chosen, parse_quantization
+from specbatch.models.scaled import ScaledGatedLinear, ScaledLinear
 from specbatch.models.sharded import ModelShard
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.tiny_checkpoint import RAW, random_state, write_checkpoint
+from tests.fp8_checkpoints import BLOCKS, FORMATS, INPUTS, MODELOPT, WEIGHTS, compressed, fp8_checkpoint
+from tests.tiny_checkpoint import RAW, write_checkpoint
 
 CPU = torch.device("cpu")
-WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}
-
-
-def compressed(**changes: Any) -> dict[str, Any]:
-    group = {**GROUP, **{key: value for key, value in changes.items() if key in GROUP or key == "output_activations"}}
-    section = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
-    rest = {key: value for key, value in changes.items() if key not in group}
-    return {**section, "config_groups": {"group_0": group}, **rest}
-
-
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
 
 
 @pytest.mark.parametrize(
@@ -154,6 +146,41 @@ def test_rows_do_not_depend_on_each_other() -> None:
     assert all(torch.equal(layer(x[i : i + 1]), together[i : i + 1]) for i in range(40))
 
 
+@pytest.mark.parametrize("inputs", ["token", "static", "block"])
+def test_layers_of_a_gpu_compute_the_same(inputs: Any) -> None:
+    """With the reference kernels. Inputs are quantised in norms and activations there."""
+    ops = ops_for(CPU, torch.float32)
+    scale = rows(200, 2, seed=2).abs() * 0.01 if inputs == "block" else quantise_weight(rows(200, 200)).scale
+    values = quantise_weight(rows(200, 200, seed=1)).values_OI
+    weight = Fp8Weight(values, scale, inputs, 0.01 if inputs == "static" else None)
+    bias, norm, x, residual = (
+        rows(1, 200, seed=3)[0],
+        RMSNorm(rows(1, 200, seed=4)[0], 1e-5),
+        rows(7, 200),
+        rows(7, 200),
+    )
+    cpu, gpu = Fp8Linear(weight, bias, PackedLinear), ScaledLinear(weight, bias, ops, torch.float32)
+    for expected, found in (
+        (cpu(x), gpu(x)),
+        (cpu.with_norm(x, norm), gpu.with_norm(x, norm)),
+        (cpu.with_residual(x, residual), gpu.with_residual(x, residual)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    half = replace(weight, values_OI=values[:100], scale=scale[:100])
+    other = replace(weight, values_OI=values[100:], scale=scale[100:])
+    narrow = replace(weight, values_OI=values[:, :100].contiguous(), scale=scale[:, :1])
+    gated_cpu = SiluGatedLinear(Fp8Linear(half, None, PackedLinear), Fp8Linear(other, None, PackedLinear))
+    gated_gpu = ScaledGatedLinear(ScaledLinear(weight, None, ops, torch.float32), ops)
+    expected = gated_cpu.into(Fp8Linear(narrow, bias, PackedLinear), x, norm, residual)
+    found = gated_gpu.into(ScaledLinear(narrow, bias, ops, torch.float32), x, norm, residual)
+    # A last bit of the activations may round to the next number of FP8.
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
+    plain = PackedLinear(rows(200, 100))
+    torch.testing.assert_close(
+        gated_gpu.into(plain, x, norm, residual), gated_cpu.into(plain, x, norm, residual), rtol=1e-4, atol=1e-2
+    )
+
+
 def test_odd_numbers() -> None:
     layer = Fp8Linear(quantise_weight(rows(8, 32)), None, PackedLinear)
     x = rows(3, 32)
@@ -166,34 +193,6 @@ def test_odd_numbers() -> None:
     assert quantise_weight(torch.tensor([[1e-30, 5e4]])).values_OI.float().max() == E4M3_MAX
 
 
-def fp8_checkpoint(folder: Path, section: dict[str, Any], **changes: Any) -> Path:
-    """A tiny model in FP8, in the format of `section`."""
-    write_checkpoint(folder, **changes)
-    raw = {**RAW, **changes, "quantization_config": section}
-    found = parse_quantization(raw)
-    assert found is not None
-    state = {}
-    for name, tensor in random_state({**RAW, **changes}).items():
-        layer = name.removesuffix(".weight")
-        if not (tensor.ndim == 2 and found.covers(layer)):
-            state[name] = tensor.to(torch.bfloat16)
-            continue
-        scale = tensor.abs().amax() / 448 if found.weights == "tensor" else quantise_weight(tensor).scale
-        if found.weights == "block":
-            scale = torch.rand(-(-tensor.shape[0] // 128), -(-tensor.shape[1] // 128)) * 0.01
-            whole = scale.repeat_interleave(128, 0)[: tensor.shape[0]].repeat_interleave(128, 1)[:, : tensor.shape[1]]
-            state[name] = (tensor / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
-        else:
-            state[name] = (tensor / scale).to(torch.float8_e4m3fn)
-        state[f"{layer}.{found.scale}"] = scale
-        if found.inputs == "static":
-            state[f"{layer}.input_scale"] = torch.tensor(0.02)
-    state["model.layers.0.self_attn.k_scale"] = torch.tensor(0.5)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
-
-
 def texts(model: Path, *sets: str) -> list[list[int]]:
     options = [f"model.target={model}", "engine.device=cpu", "engine.kv_cache_tokens=1024", *sets]
     engine = build_engine(resolve(load_config(None, options)))
@@ -203,15 +202,6 @@ def texts(model: Path, *sets: str) -> list[list[int]]:
     while len(done) < 3:
         done |= {c.request_id: c.token_ids for c in engine.step()}
     return [done[i] for i in range(3)]
-
-
-FORMATS = {
-    "channel, token": compressed(),
-    "tensor, static": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
-    "blocks": BLOCKS,
-    "weights alone": compressed(input_activations=None),
-    "one layer is not": compressed(ignore=["lm_head", "model.layers.1.self_attn.k_proj"]),
-}
 
 
 @pytest.mark.parametrize("section", FORMATS.values(), ids=FORMATS)
@@ -267,6 +257,8 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     fp8 = fp8_checkpoint(tmp_path / "fp8", compressed())
     with pytest.raises(ConfigError, match="tensor_parallel"):
         resolve(load_config(None, [f"model.target={fp8}", "engine.device=cpu", "engine.tensor_parallel=2"]))
+    with pytest.raises(ConfigError, match="a checkpoint in FP8 does not run on CUDA yet"):
+        resolve_quantization(load_config(None, [f"model.target={fp8}"]), open_checkpoint(fp8), torch.device("cuda"), [])
 
 
 @pytest.mark.parametrize("section", FORMATS.values(), ids=FORMATS)

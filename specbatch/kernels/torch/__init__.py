@@ -3,6 +3,7 @@
 from specbatch.kernels.torch.acceptance import accept_chain
 from specbatch.kernels.torch.attention import Workspace, attend
 from specbatch.kernels.torch.beam import beam_expand, beam_start
+from specbatch.kernels.torch.fp8 import quantise, rms_norm_quantised, scaled_linear, silu_mul_quantised
 from specbatch.kernels.torch.gemm import gated_linear, linear, norm_gated_linear, norm_linear
 from specbatch.kernels.torch.logprobs import logprobs
 from specbatch.kernels.torch.long_sequences import long_sequences
@@ -34,11 +35,15 @@ __all__ = [
     "ngram_lookup",
     "norm_gated_linear",
     "norm_linear",
+    "quantise",
     "rms_norm",
+    "rms_norm_quantised",
     "rotary_write",
     "sample",
+    "scaled_linear",
     "select_nodes",
     "silu_mul",
+    "silu_mul_quantised",
     "span_layout",
     "tree_mask_bits",
     "uniform",

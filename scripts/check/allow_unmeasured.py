@@ -1,7 +1,7 @@
-"""Runs a script or a module with engine.deterministic allowed on CUDA, where `resolve` refuses it until it is measured.
+"""Runs a script or a module with what `resolve` refuses on CUDA until it is measured: engine.deterministic, and FP8.
 
-python scripts/check/allow_deterministic.py scripts/bench/bench.py --set engine.deterministic=true ...
-python scripts/check/allow_deterministic.py -m specbatch generate ... --set engine.deterministic=true
+python scripts/check/allow_unmeasured.py scripts/bench/bench.py --set engine.deterministic=true ...
+python scripts/check/allow_unmeasured.py -m specbatch generate ... --set model.quantization=fp8
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import runpy
 import sys
 from pathlib import Path
 
-from specbatch.engine import resolve_deterministic
+from specbatch.engine import resolve_deterministic, resolve_model
 
 
 def main() -> None:
     resolve_deterministic.MEASURED_ON_CUDA = True
+    resolve_model.MEASURED_ON_CUDA = True
     name, is_module = (sys.argv[2], True) if sys.argv[1] == "-m" else (sys.argv[1], False)
     sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
     if is_module:

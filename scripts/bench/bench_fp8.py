@@ -1,0 +1,337 @@
+"""Times the linear layers of FP8 on a GPU against those of bfloat16, and finds the best tiles for few tokens.
+
+    python scripts/bench/bench_fp8.py -o bench_fp8.json [--budget 80] [--shape llama-3-8b --shape qwen2.5-1.5b]
+    python scripts/bench/bench_fp8.py --table bench_fp8.json
+
+For each GEMM of a layer and each number of tokens: microseconds, TFLOP/s and GB/s (weights, inputs and results) in
+CUDA-graph replay over copies of the weight that together exceed L2, of bfloat16 as it is used now, of the library's FP8
+with sums in the tensor cores (`fast`) and in float32 (`slow`), and of our tiles; and each one's error against float64,
+of the same rounded numbers. Then what quantises inputs, whole layers (all GEMMs, norms, activations and residuals,
+without attention), and the card's power and clock while large GEMMs run.
+
+Every measurement is one JSON line, written at once. What fails is a line with "error". `--table` prints the table of
+`specbatch/kernels/triton/scaled/tile.py` from the file. Stops by itself when the budget (seconds) is used up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tune_linear import Gemm, Geometry, only_compile, replay_time
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from specbatch.kernels import triton as kernels
+from specbatch.kernels.quantised import Quantised
+from specbatch.kernels.triton.gemm import linear as linear_now
+from specbatch.kernels.triton.scaled import ops
+from specbatch.kernels.triton.scaled.tile import ScaledTile
+from specbatch.models.fp8 import quantise_weight
+from specbatch.models.random_weights import geometries
+
+ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)
+DTYPE, FP8, EPS = torch.bfloat16, torch.float8_e4m3fn, 1e-5
+ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
+CHECKED = 64  # tokens whose results are compared with float64
+LARGEST_TABLE = 256  # tokens up to which `--table` chooses between us and the library
+
+
+def candidates(gemm: Gemm, tokens: int) -> list[ScaledTile]:
+    outputs = gemm.weight_shape[0]
+    splits = (1,) if outputs > 8192 else (1, 2) if outputs > 4096 else (2, 4)
+    if tokens <= 8:
+        found = [
+            ScaledTile(8, 16, 256, 5, 1),
+            ScaledTile(8, 16, 512, 4, 1),
+            ScaledTile(8, 16, 512, 4, 2, prefetch=1024),
+            ScaledTile(8, 32, 256, 4, 2),
+            ScaledTile(8, 64, 256, 4, 4, prefetch=1024),
+        ]
+        found += [ScaledTile(16, 64, 256, 4, 4, splits=s, tma=True) for s in splits]
+        return [*found, ScaledTile(16, 128, 128, 6, 4, splits=splits[-1], tma=True)]
+    if tokens <= 16:
+        found = [ScaledTile(16, 32, 256, 4, 2), ScaledTile(16, 128, 128, 6, 4, splits=splits[-1], tma=True)]
+        return found + [ScaledTile(16, 64, 256, 4, 4, splits=s, tma=tma) for s in splits for tma in (False, True)]
+    if tokens <= 64:
+        found = [ScaledTile(64, 128, 128, 5, 4, splits=s, tma=True) for s in splits]
+        found += [ScaledTile(64, 64, 128, 6, 4, splits=s) for s in splits]
+        return [*found, ScaledTile(64, 64, 256, 4, 4, splits=splits[-1], tma=True)]
+    if tokens <= 256:
+        found = [ScaledTile(128, 64, 128, 6, 4, tma=True), ScaledTile(128, 128, 128, 5, 8, tma=True)]
+        return [*found, ScaledTile(128, 128, 128, 5, 8, splits=splits[-1], imprecise=0, tma=True)]
+    return [ScaledTile(128, 128, 128, 5, 8, tma=True, imprecise=exact) for exact in (128, 0)]
+
+
+def name_of(tile: ScaledTile) -> str:
+    sizes = f"m{tile.block_m} o{tile.block_o} i{tile.block_i} s{tile.num_stages} w{tile.num_warps}"
+    more = [f"split{tile.splits}"] * (tile.splits > 1) + ["tma"] * tile.tma + ["fast"] * (tile.imprecise == 0)
+    return " ".join([sizes, *more, *[f"pre{tile.prefetch}"] * (tile.prefetch > 0)])
+
+
+def start_compiling() -> None:
+    """In a worker: launches only compile, as for a Hopper GPU."""
+    only_compile()
+    ops.dependent_launch = lambda _: True
+
+
+def compile_task(shape: tuple[int, int], tokens: int, tile: ScaledTile) -> None:
+    (num_out, num_in), one = shape, torch.empty(1, 1)
+    x = Quantised(torch.empty(tokens, num_in, dtype=FP8), torch.empty(tokens, 1))
+    weight, scale = torch.empty(num_out, num_in, dtype=FP8), one.expand(num_out, 1).contiguous()
+    ops.linear(x, weight, scale, DTYPE, None, None, tile)
+
+
+class Bench:
+    def __init__(self, output: Path, deadline: float) -> None:
+        self._file, self._deadline = output.open("w"), deadline
+        self._pool = multiprocessing.get_context("fork").Pool(max((os.cpu_count() or 2) - 1, 1), start_compiling)
+        self._compiled: dict[Any, Any] = {}
+        # (shape, tokens): the best way to compute it in FP8; None: the library, fast.
+        self._best: dict[tuple[tuple[int, int], int], tuple[float, ScaledTile | None]] = {}
+
+    def say(self, **line: Any) -> None:
+        text = json.dumps(line)
+        print(text, flush=True)
+        self._file.write(text + "\n")
+        self._file.flush()
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def compile(self, gemms: list[Gemm], rows: list[int]) -> None:
+        for tokens in rows:
+            for gemm in gemms:
+                for tile in candidates(gemm, tokens):
+                    key = (gemm.weight_shape, tokens, tile)
+                    self._compiled[key] = self._pool.apply_async(compile_task, key)
+
+    def close(self) -> None:
+        self._pool.terminate()
+        self._file.close()
+
+    def guarded(self, what: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            line = work()
+        except Exception as error:
+            line = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        self.say(**what, **line)
+        return line
+
+    def gemm(self, shape_name: str, gemm: Gemm, rows: list[int]) -> None:
+        """Every way to compute one GEMM, without what precedes and follows it."""
+        num_out, num_in = gemm.weight_shape
+        copies = max(4, math.ceil(ROTATION_BYTES / (num_out * num_in)))
+        wide = [normal(num_out, num_in, scale=num_in**-0.5)]
+        made = quantise_weight(wide[0])
+        wide += [wide[0].clone() for _ in range(max(4, copies // 2) - 1)]
+        weights = [made.values_OI.view(torch.uint8).clone().view(FP8) for _ in range(copies)]
+        for tokens in rows:
+            if self.out_of_time():
+                return
+            self._gemm_of(shape_name, gemm, normal(tokens, num_in), wide, weights, made.scale)
+
+    def _gemm_of(
+        self, shape_name: str, gemm: Gemm, x: Tensor, wide: list[Tensor], weights: list[Tensor], scale: Tensor
+    ) -> None:
+        tokens, copies, size = x.shape[0], len(weights), gemm.weight_shape
+        q = kernels.quantise(x)
+        unrounded = x[:CHECKED].double() @ wide[0].double().T
+        exact = (q.values_TI[:CHECKED].double() @ weights[0].double().T) * q.scale_TG[:CHECKED] * scale[:, 0]
+        what = {"shape": shape_name, "gemm": gemm.name, "weight": size, "tokens": tokens}
+        most = copies if tokens <= 64 else 8 if tokens <= 2048 else 4
+
+        def timed(how: str, multiply: Callable[[int], Tensor], num_bytes: int, expected: Tensor, calls: int) -> float:
+            def measure() -> dict[str, Any]:
+                error = float((multiply(0)[:CHECKED].double() - expected).norm() / expected.norm())
+                seconds = replay_time(lambda: [multiply(i) for i in range(calls)], num_replays=5) / calls
+                moved = math.prod(size) * num_bytes + tokens * (size[1] * num_bytes + 2 * size[0])
+                return {
+                    "us": round(seconds * 1e6, 2),
+                    "tflops": round(2 * tokens * math.prod(size) / seconds / 1e12, 1),
+                    "gb_s": round(moved / seconds / 1e9),
+                    "error": float(f"{error:.2e}"),
+                }
+
+            return float(self.guarded({**what, "how": how}, measure).get("us", math.inf))
+
+        timed("bf16", lambda i: linear_now(x, wide[i % len(wide)]), 2, unrounded, min(most, len(wide)))
+        self.say(**what, how="rounding inputs and weights", error=float((exact - unrounded).norm() / unrounded.norm()))
+
+        def by_library(fast: bool) -> Callable[[int], Tensor]:
+            return lambda i: ops.library_linear(q, weights[i % copies], scale, DTYPE, fast=fast)
+
+        def by_tile(tile: ScaledTile) -> Callable[[int], Tensor]:
+            return lambda i: ops.linear(q, weights[i % copies], scale, DTYPE, None, None, tile)
+
+        best: tuple[float, ScaledTile | None] = timed("library fast", by_library(True), 1, exact, most), None
+        timed("library slow", by_library(False), 1, exact, most)
+        for tile in candidates(gemm, tokens):
+            if self.out_of_time():
+                break
+            try:
+                self._compiled[size, tokens, tile].get(max(0.1, self._deadline - time.monotonic()))
+            except Exception as error:
+                self.say(**what, how=name_of(tile), error=f"{type(error).__name__}: {str(error)[:300]}")
+                continue
+            us = timed(name_of(tile), by_tile(tile), 1, exact, most)
+            best = min(best, (us, tile), key=lambda one: one[0])
+        self._best[size, tokens] = best
+        self.say(**what, how="best", us=best[0], tile=None if best[1] is None else asdict(best[1]))
+
+    def inputs(self, shape_name: str, geometry: Geometry, rows: list[int]) -> None:
+        """What quantises, against what it replaces."""
+        inner = geometry.layer["down"].num_in
+        for tokens in rows:
+            x, both = normal(tokens, geometry.hidden), normal(tokens, 2 * inner)
+            weight = normal(geometry.hidden)
+            ways: dict[str, Callable[[], object]] = {
+                "rms_norm": partial(kernels.rms_norm, x, weight, EPS),
+                "rms_norm_quantised": partial(kernels.rms_norm_quantised, x, weight, EPS),
+                "quantise": partial(kernels.quantise, x),
+                "silu_mul": partial(kernels.silu_mul, both),
+                "silu_mul_quantised": partial(kernels.silu_mul_quantised, both),
+            }
+            for name, work in ways.items():
+                self.guarded({"shape": shape_name, "tokens": tokens, "how": name}, partial(graph_time, work))
+
+    def layers(self, shape_name: str, geometry: Geometry, rows: list[int]) -> None:
+        """Eight layers, each with its own weights, by what was best for each GEMM."""
+        gemms, heads = geometry.layer, geometry.heads
+        wide = [{n: normal(*g.weight_shape, scale=g.num_in**-0.5) for n, g in gemms.items()} for _ in range(8)]
+        made = [{n: quantise_weight(w) for n, w in layer.items()} for layer in wide]
+        norm = normal(geometry.hidden).abs()
+
+        def in_bf16(x: Tensor) -> Tensor:
+            x = x.clone()
+            for w in wide:
+                qkv = kernels.norm_linear(x, norm, EPS, w["qkv"])
+                x = kernels.linear(qkv[:, :heads].contiguous(), w["o"], None, x)
+                x = kernels.linear(kernels.norm_gated_linear(x, norm, EPS, w["gate_up"]), w["down"], None, x)
+            return x
+
+        def multiply(q: Quantised, weight: Any, residual: Tensor | None = None) -> Tensor:
+            tile = self._best.get((tuple(weight.values_OI.shape), q.values_TI.shape[0]), (0.0, None))[1]
+            if tile is None:
+                return ops.library_linear(q, weight.values_OI, weight.scale, DTYPE, None, residual)
+            return ops.linear(q, weight.values_OI, weight.scale, DTYPE, None, residual, tile)
+
+        def in_fp8(x: Tensor) -> Tensor:
+            x = x.clone()
+            for w in made:
+                qkv = multiply(kernels.rms_norm_quantised(x, norm, EPS), w["qkv"])
+                x = multiply(kernels.quantise(qkv[:, :heads].contiguous()), w["o"], x)
+                gate_up = multiply(kernels.rms_norm_quantised(x, norm, EPS), w["gate_up"])
+                x = multiply(kernels.silu_mul_quantised(gate_up), w["down"], x)
+            return x
+
+        for tokens in rows:
+            if self.out_of_time():
+                return
+            x = normal(tokens, geometry.hidden)
+            for how, forward in {"layer bf16": in_bf16, "layer fp8": in_fp8}.items():
+                what = {"shape": shape_name, "tokens": tokens, "how": how}
+                self.guarded(what, partial(graph_time, partial(forward, x), repeats=1, units=len(wide)))
+
+    def power(self, shape_name: str, gemm: Gemm, tokens: int = 8192) -> None:
+        """The card under a large GEMM that runs for a second and more."""
+        wide = normal(*gemm.weight_shape, scale=gemm.num_in**-0.5)
+        made, x = quantise_weight(wide), normal(tokens, gemm.num_in)
+        q = kernels.quantise(x)
+        for how, work in {
+            "bf16": lambda: F.linear(x, wide),
+            "library fast": lambda: ops.library_linear(q, made.values_OI, made.scale, DTYPE, fast=True),
+            "library slow": lambda: ops.library_linear(q, made.values_OI, made.scale, DTYPE, fast=False),
+        }.items():
+
+            def run(work: Callable[[], Tensor] = work) -> dict[str, Any]:
+                once = replay_time(work, num_replays=3)
+                calls = max(4, int(1.5 / once))
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                for _ in range(calls):
+                    work()
+                end.record()
+                time.sleep(0.7)
+                query = "power.draw,power.limit,clocks.sm,clocks_event_reasons.active"
+                command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+                seen = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+                running = not end.query()
+                end.synchronize()
+                seconds = begin.elapsed_time(end) / 1e3 / calls
+                flops = 2 * tokens * math.prod(gemm.weight_shape)
+                return {"tflops": round(flops / seconds / 1e12), "card": seen, "seen_while_running": running}
+
+            self.guarded({"shape": shape_name, "gemm": gemm.name, "tokens": tokens, "sustained": how}, run)
+
+
+def graph_time(work: Callable[[], object], repeats: int = 10, units: int = 1) -> dict[str, Any]:
+    """`units`: what one call computes, in layers."""
+    seconds = replay_time(lambda: [work() for _ in range(repeats)], num_replays=5) / repeats / units
+    return {"us": round(seconds * 1e6, 2)}
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.empty(shape, dtype=DTYPE, device="cuda").normal_(0.0, scale)
+
+
+def print_table(path: Path) -> None:
+    """Source text of `tile._MEASURED`."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    best = [line for line in lines if line.get("how") == "best" and line["tokens"] <= LARGEST_TABLE]
+    print("_MEASURED: dict[tuple[int, int], dict[int, ScaledTile | None]] = {")
+    for weight in dict.fromkeys(tuple(line["weight"]) for line in best):
+        of_weight = [line for line in best if tuple(line["weight"]) == weight]
+        print(f"    {weight}: {{  # {of_weight[0]['shape']}, {of_weight[0]['gemm']}")
+        for line in of_weight:
+            print(f"        {line['tokens']}: {None if line['tile'] is None else ScaledTile(**line['tile'])},")
+        print("    },")
+    print("}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=Path("bench_fp8.json"))
+    parser.add_argument("--table", type=Path, help="print the table of a file written before, and stop")
+    parser.add_argument("--budget", type=float, default=80.0, help="seconds in all")
+    parser.add_argument("--shape", action="append", choices=sorted(geometries()))
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    args = parser.parse_args()
+    if args.table is not None:
+        print_table(args.table)
+        return
+    bench = Bench(args.output, time.monotonic() + args.budget)
+    shapes = args.shape or ["llama-3-8b", "qwen2.5-1.5b"]
+    all_gemms = {name: list(Geometry.of(geometries()[name]).layer.values()) for name in shapes}
+    for gemms in all_gemms.values():
+        bench.compile(gemms, args.rows)
+    try:
+        with torch.no_grad():
+            for i, (name, gemms) in enumerate(all_gemms.items()):
+                geometry = Geometry.of(geometries()[name])
+                for gemm in gemms:
+                    bench.gemm(name, gemm, args.rows)
+                bench.inputs(name, geometry, args.rows)
+                bench.layers(name, geometry, args.rows)
+                if i == 0:
+                    bench.power(name, geometry.layer["gate_up"])
+    finally:
+        bench.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Linear layers with weights and inputs in FP8 (E4M3), in plain torch.
+
+Inputs are multiplied by the reciprocal of a scale and rounded to E4M3. The scale belongs to one token, or with
+`grouped` to GROUP features of one, and makes the largest value 448. Or it is `static`, the same number for all tokens.
+So a token's result does not depend on the others.
+
+Shape suffixes: T packed tokens, E hidden size, I input features, O output features, G groups of input features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specbatch.kernels.quantised import E4M3_MAX, GROUP, SMALLEST_SCALE, Quantised
+from specbatch.kernels.torch.model import rms_norm, silu_mul
+
+
+def quantise(x_TI: Tensor, static: float | None = None, grouped: bool = False) -> Quantised:
+    """x in FP8. A token with a NaN or an infinite value becomes NaN."""
+    num_tokens, width = x_TI.shape
+    wide = x_TI.float()
+    padded = F.pad(wide, (0, -width % GROUP)) if grouped else wide
+    parts_TGI = padded.unflatten(1, (-1, GROUP) if grouped else (1, width))
+    if static is None:
+        scale = (parts_TGI.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    else:
+        scale = wide.new_full((num_tokens, 1, 1), static)
+    # The clamp comes first: torch rounds to NaN what E4M3 cannot hold.
+    scaled = (parts_TGI * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
+    values_TI = scaled.to(torch.float8_e4m3fn).flatten(1)[:, :width]
+    return Quantised(values_TI.contiguous(), scale.squeeze(-1))
+
+
+def rms_norm_quantised(
+    x_TE: Tensor, weight_E: Tensor, eps: float, static: float | None = None, grouped: bool = False
+) -> Quantised:
+    return quantise(rms_norm(x_TE, weight_E, eps), static, grouped)
+
+
+def silu_mul_quantised(gate_up_T2I: Tensor, static: float | None = None, grouped: bool = False) -> Quantised:
+    return quantise(silu_mul(gate_up_T2I), static, grouped)
+
+
+def scaled_linear(
+    x: Quantised,
+    weight_OI: Tensor,
+    scale_OG: Tensor,
+    dtype: torch.dtype,
+    bias_O: Tensor | None = None,
+    residual_TO: Tensor | None = None,
+    invariant: bool = False,
+) -> Tensor:
+    """x W^T + bias, rounded to `dtype`, then + residual, rounded again; (T, O). `weight_OI`: E4M3 numbers. `scale_OG`:
+    float32, (O, 1), or (O, G) where inputs are grouped. The sum may be written over the residual. `invariant`: a
+    token's bits do not depend on the number of tokens."""
+    wide, weight = x.values_TI.float(), weight_OI.float()
+    if scale_OG.shape[1] > 1:
+        y = F.linear(wide * _spread(x.scale_TG, wide), weight * _spread(scale_OG, weight))
+    else:
+        y = F.linear(wide, weight) * x.scale_TG * scale_OG[:, 0]
+    y = (y if bias_O is None else y + bias_O.float()).to(dtype)
+    return y if residual_TO is None else residual_TO + y
+
+
+def _spread(scale: Tensor, values: Tensor) -> Tensor:
+    """Scales of groups, one for each feature."""
+    return scale.repeat_interleave(GROUP, 1)[:, : values.shape[1]]

@@ -1,0 +1,1 @@
+"""GEMMs in FP8 with scales of tokens and outputs."""

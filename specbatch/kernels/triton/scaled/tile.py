@@ -1,0 +1,94 @@
+"""How the GEMMs in FP8 (`ops.py`) are cut into programs, and which of them the library computes.
+
+Pure functions of the shape, so that a model's bits are reproducible from its shapes alone. No Triton here.
+
+Shape letters: M tokens, O output features, I input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from specbatch.kernels.quantised import GROUP
+
+# Above this a GEMM has enough arithmetic for the library's kernels.
+MAX_TOKENS = 64
+# How the library adds: in the tensor cores alone, as the field does. `scripts/bench/bench_fp8.py` shows the error of
+# both ways.
+FAST_LIBRARY = True
+_SHARED_SPARE = 5_376  # bytes for all but the tiles
+
+
+@dataclass(frozen=True)
+class ScaledTile:
+    """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
+
+    block_m, block_o: tokens and output features of one program. block_i: input features of one step.
+    num_stages: tiles in flight of one program. num_warps: 32 threads each; with 4, block_o of at least 64 and block_m
+        of at least 16, Hopper multiplies FP8 as it is. Otherwise it turns it into float16, and sums are more exact.
+    splits: parts of the input features, summed afterwards in fixed order.
+    imprecise: input features that the tensor cores add before float32 takes over; 0: all.
+    tma: weights are read by the tensor memory accelerator.
+    prefetch: features of every weight row that a program asks into L2 before it waits for x.
+    """
+
+    block_m: int
+    block_o: int
+    block_i: int
+    num_stages: int
+    num_warps: int
+    splits: int = 1
+    imprecise: int = 128
+    tma: bool = False
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        for size in (self.block_m, self.block_o, self.block_i, self.num_warps):
+            assert size.bit_count() == 1, self  # a power of two
+        assert self.imprecise <= self.block_i, self
+        assert min(self.num_stages, self.splits) >= 1, self
+
+
+# (O, I) of the weight: for up to M tokens, the best tile measured, or None where the library was faster. Of
+# `scripts/bench/bench_fp8.py`, which prints it.
+_MEASURED: dict[tuple[int, int], dict[int, ScaledTile | None]] = {}
+
+
+def scaled_tile_for(
+    M: int,
+    O: int,  # noqa: E741
+    I: int,  # noqa: E741
+    library_fits: bool,
+    grouped: bool = False,
+    invariant: bool = False,
+) -> ScaledTile | None:
+    """The tile for x (M, I) and weights (O, I); None: the library computes it. `grouped`: a scale for each GROUP of
+    input features. `invariant`: a token's bits do not depend on M, nor on the tile."""
+    if grouped or invariant:
+        # One instruction and one order of sums for every M: 16 tokens and 64 outputs at least, steps of GROUP.
+        return _tall(M)
+    bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
+    tile = _MEASURED[O, I][min(bounds)] if bounds else _guess(M, O)
+    return tile if tile is not None or library_fits else _tall(M)
+
+
+def fitting(tile: ScaledTile, shared: int) -> ScaledTile:
+    """The tile for a GPU with `shared` bytes of shared memory: fewer stages, which changes no bit."""
+    stage = tile.block_i * (tile.block_o + tile.block_m)
+    return replace(tile, num_stages=max(1, min(tile.num_stages, (shared - _SHARED_SPARE) // stage)))
+
+
+def _tall(M: int) -> ScaledTile:
+    if M > MAX_TOKENS:
+        return ScaledTile(128, 128, GROUP, num_stages=4, num_warps=8)
+    return ScaledTile(max(16, 1 << (M - 1).bit_length()), 64, GROUP, num_stages=6, num_warps=4)
+
+
+def _guess(M: int, O: int) -> ScaledTile | None:  # noqa: E741
+    """For sizes that were not measured."""
+    if M > MAX_TOKENS:
+        return None
+    block_m = max(8, 1 << (M - 1).bit_length())
+    # As many programs as fill the card.
+    splits = 1 if O > 8192 else 2 if O > 4096 else 4
+    return ScaledTile(block_m, 64, 256, num_stages=4, num_warps=4, splits=splits)

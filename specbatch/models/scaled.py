@@ -1,0 +1,69 @@
+"""Linear layers in FP8 on CUDA. Inputs are quantised inside the norm or the activation that precedes a layer.
+
+Shape suffixes: T packed tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from specbatch.kernels.quantised import Quantised
+from specbatch.models.fp8 import Fp8Weight
+from specbatch.models.layers import RMSNorm
+from specbatch.models.linear import GatedLinear, Linear
+
+
+class ScaledLinear(Linear):
+    """`ops`: as `kernels.ops_for` returns them. `dtype`: of the results. `invariant`: a token's bits do not depend on
+    how many are computed with it."""
+
+    def __init__(
+        self, weight: Fp8Weight, bias_O: Tensor | None, ops: ModuleType, dtype: torch.dtype, *, invariant: bool = False
+    ) -> None:
+        assert weight.inputs != "none", "a layer whose inputs are not quantised is an ordinary one"
+        self._weight, self._bias, self._ops, self._dtype = weight, bias_O, ops, dtype
+        self._invariant = invariant
+        self._scheme = weight.input_scale, weight.inputs == "block"
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return self._multiply(self._ops.quantise(x_TI, *self._scheme))
+
+    def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
+        return self._multiply(self._ops.rms_norm_quantised(x_TI, norm.weight, norm.eps, *self._scheme))
+
+    def with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Tensor:
+        return self._multiply(self._ops.quantise(x_TI, *self._scheme), residual_TO)
+
+    def of_gate_and_up(self, gate_up_T2I: Tensor, residual_TO: Tensor) -> Tensor:
+        """residual + the layer of silu(gate) * up."""
+        return self._multiply(self._ops.silu_mul_quantised(gate_up_T2I, *self._scheme), residual_TO)
+
+    def _multiply(self, x: Quantised, residual_TO: Tensor | None = None) -> Tensor:
+        w = self._weight
+        y_TO: Tensor = self._ops.scaled_linear(
+            x, w.values_OI, w.scale, self._dtype, self._bias, residual_TO, self._invariant
+        )
+        return y_TO
+
+
+class ScaledGatedLinear(GatedLinear):
+    """`both`: gate and up as one layer of which at least a part is in FP8."""
+
+    def __init__(self, both: Linear, ops: ModuleType) -> None:
+        self._both, self._ops = both, ops
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        y_TO: Tensor = self._ops.silu_mul(self._both(x_TI))
+        return y_TO
+
+    def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
+        y_TO: Tensor = self._ops.silu_mul(self._both.with_norm(x_TI, norm))
+        return y_TO
+
+    def into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Tensor:
+        if isinstance(down, ScaledLinear):
+            return down.of_gate_and_up(self._both.with_norm(x_TI, norm), residual_TO)
+        return super().into(down, x_TI, norm, residual_TO)
