@@ -37,8 +37,9 @@ BATCHES = {
     "8 x 1k": [1024] * 8,
     "1 x 1k": [1024],
     "1 x 100k": [100_000],
+    "8 prompts of 1k": [1024] * 8,
 }
-TILES = [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 2), Tile(32, 64, 4, 3)]
+TILES = [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(16, 64, 4, 5), Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)]
 LONG_TOKENS = (4096, 8192)
 PAGE, MAX_TOKENS, LAYERS = 64, 131_072, 2
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -74,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--queries", default="1,4", help="new tokens of a row")
+    parser.add_argument("--only", default="", help="batches whose names hold this")
     args = parser.parse_args()
     lines: list[dict[str, Any]] = []
     head = {"device": torch.cuda.get_device_name(), "commit": commit(), "versions": versions()}
@@ -81,7 +83,9 @@ def main() -> None:
     for shape_name, shape in SHAPES.items():
         heads, kv_heads, dim = shape
         for batch_name, lengths in BATCHES.items():
-            for queries in map(int, args.queries.split(",")):
+            if args.only not in batch_name:
+                continue
+            for queries in [1024] if "prompts" in batch_name else map(int, args.queries.split(",")):
                 batch, cache = make(lengths, kv_heads, dim, queries)
                 q = torch.randn(len(lengths) * queries, heads, dim, device=DEVICE).to(DTYPE)
                 expected = None

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class InvariantAttention:
-    """`num_heads` is a multiple of `num_kv_heads`. `scale` None: head_dim ** -0.5. `tile`: for measurements; a run has
-    one."""
+    """`num_heads` is a multiple of `num_kv_heads`. `scale` None: head_dim ** -0.5. `tile`: for
+    measurements."""
 
     def __init__(
         self,
@@ -48,22 +48,24 @@ class InvariantAttention:
         self._num_kv_heads, self._group, self._head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
         self._dtype = dtype
         self._scale = head_dim**-0.5 if scale is None else scale
-        self._tile = tile or attention_splits.invariant_tile(head_dim, dtype.itemsize, shared_bytes(self._bounds))
+        self._own_tile, self._tile_for, self._shared = tile, attention_splits.invariant_tile, shared_bytes(self._bounds)
 
     def plan(self, batch: PagedBatch) -> Any:
         num_seqs, max_pages = batch.page_table_BP.shape
         max_keys = max_pages * batch.page_size
-        splits = self._plan_splits(num_seqs, self._num_kv_heads, batch.max_queries * self._group, max_keys, self._tile)
+        num_rows = batch.max_queries * self._group
+        tile = self._own_tile or self._tile_for(num_rows, self._head_dim, self._dtype.itemsize, self._shared)
+        splits = self._plan_splits(num_seqs, self._num_kv_heads, num_rows, max_keys, tile)
         listed = None
         if splits.num_seqs < num_seqs:
             listed = self._long_sequences(batch.starts_B, batch.query_starts, self._long_tokens, splits.num_seqs)
         paths = None if batch.mask_TW is None else self._tree_paths(batch)
-        return batch, paths, splits, listed
+        return batch, tile, paths, splits, listed
 
     def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
-        batch, paths, splits, listed = plan
+        batch, tile, paths, splits, listed = plan
         out: Tensor = self._attend(
-            self._tile, q_THD, cache.layer(layer), batch, paths, splits, listed, self._bounds, self._workspace,
+            tile, q_THD, cache.layer(layer), batch, paths, splits, listed, self._bounds, self._workspace,
             self._scale, window,
         )  # fmt: skip
         return out

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.batch import ALL_EDITS, Edits
+from specbatch.batch import Edits
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.grammar_graphs import PARTS, GrammarGraphs
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, Logprobs
 from specbatch.engine.round import Round, Verified
@@ -49,7 +48,7 @@ class _Key(NamedTuple):
     item: int  # of the schedule
     sampled: bool  # this and the next two: see `Round`
     num_top: int | None = None
-    edits: Edits = Edits.NONE  # with NODE_MASK, the host takes part in the round
+    edits: Edits = Edits.NONE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +89,6 @@ class RoundExecutor:
         self._uploaded: list[int] = []
         self._uncaptured: set[_Key] = set()  # for want of memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
-        self._grammars: GrammarGraphs | None = None  # made for the first batch with a grammar
 
     @property
     def num_graphs(self) -> int:
@@ -99,7 +97,7 @@ class RoundExecutor:
     def release_graphs(self) -> bool:
         """Give the memory of all graphs back; from now on rounds run eagerly. Nothing may be in flight. Returns whether
         there were graphs."""
-        had_graphs, self.runner, self._grammars, self.mode = self.runner is not None, None, None, "none"
+        had_graphs, self.runner, self.mode = self.runner is not None, None, "none"
         return had_graphs
 
     def capture(
@@ -115,36 +113,31 @@ class RoundExecutor:
             self._capture(_Key(size, i, sampled, num_top))
 
     def capture_largest(self) -> None:
-        """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""
+        """Capture what takes the most memory: for a trial, which wants to know how much."""
         largest = {i: size for size, i in reversed(self._captures)}
         for i, size in largest.items():
-            for key in (_Key(size, i, sampled=False), _Key(size, i, True, MAX_TOP_LOGPROBS, ALL_EDITS)):
+            for key in (_Key(size, i, sampled=False), _Key(size, i, sampled=True, num_top=MAX_TOP_LOGPROBS)):
                 self._capture(key)
 
-    def _capture(self, key: _Key, grammar: GrammarRound | None = None) -> None:
-        """Leaves the kind of batch uncaptured where memory runs out. `grammar`: of a batch that has one."""
+    def _capture(self, key: _Key) -> None:
+        """Leaves the kind of batch uncaptured where memory runs out."""
         assert self.runner is not None
         saved = self._uploaded
         self._uploaded = []
         self._req_idx_B[: key.size].fill_(self._padding)
         try:
-            self._capture_round(self.runner, key, grammar)
+            self._capture_round(self.runner, key)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self._uncaptured.add(key)
-            for name in ("round", *PHASES, *PARTS):
+            for name in ("round", *PHASES):
                 self.runner.drop((name, *key))
         if saved:
             self._upload(saved)
 
-    def _capture_round(self, runner: GraphRunner, key: _Key, grammar: GrammarRound | None) -> None:
+    def _capture_round(self, runner: GraphRunner, key: _Key) -> None:
         req_idx_B, round_ = self._req_idx_B[: key.size], self.rounds.items[key.item]
-        if grammar is not None:
-            if self._grammars is None:
-                self._grammars = GrammarGraphs(runner, len(self._req_idx_B))
-            self._grammars.capture(round_, req_idx_B, key, grammar.of_padding(), Launched.of)
-            return
         sampled, wanted = key.sampled, (key.sampled, key.num_top, key.edits)
         if self.mode == "round":
             # The report alone: what else a round leaves is memory that other sizes can use.
@@ -174,18 +167,14 @@ class RoundExecutor:
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._req_idx_B[:size]
         round_, key = self.rounds.items[i], _Key(size, i, sampled, num_top, edits)
-        if self.runner is None:
+        if self.runner is None or grammar is not None:
             return self._eager(round_, req_idx_B, key, grammar)
-        name = PARTS[0] if grammar is not None else "round" if self.mode == "round" else "draft"
-        if (name, *key) not in self.runner and key not in self._uncaptured:  # the first batch of its kind
-            self._capture(key, grammar)
+        first = ("round" if self.mode == "round" else "draft", *key)
+        if first not in self.runner and key not in self._uncaptured:  # the first batch of its kind
+            self._capture(key)
         if key in self._uncaptured:
-            return self._eager(round_, req_idx_B, key, grammar)
+            return self._eager(round_, req_idx_B, key)
         launched: Launched
-        if grammar is not None:
-            assert self._grammars is not None
-            launched = self._grammars.run(key, grammar)
-            return launched
         if self.mode == "round":
             launched = self.runner.replay(("round", *key))
             return launched

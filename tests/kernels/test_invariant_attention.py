@@ -53,7 +53,6 @@ class Kernel:
         self.whole = paged_batch([0], [total], page)
         self.q = random(total, heads, dim, dtype=dtype)
         self.kv = random_cache(self.whole, kv_heads, dim, dtype)
-        self.tile = invariant_tile(dim, dtype.itemsize)
         self.heads = heads, kv_heads, dim
         self.max_splits = sum(border < total for border in BOUNDS)
 
@@ -73,7 +72,8 @@ class Kernel:
         sums.fill_(float("nan"))
         paths = None if batch.mask_TW is None else tree_paths(batch)
         table = torch.tensor(BOUNDS, dtype=torch.int32, device=DEVICE)
-        out = attend(self.tile, q, self.kv, batch, paths, splits, listed, table, workspace, dim**-0.5, window)
+        tile = invariant_tile(batch.max_queries * self.heads[0] // self.heads[1], dim, q.element_size())
+        out = attend(tile, q, self.kv, batch, paths, splits, listed, table, workspace, dim**-0.5, window)
         assert not counters.any(), "the counters are ready for the next launch"
         return out
 
@@ -248,28 +248,29 @@ def test_split_borders() -> None:
     """Multiples of every tile's keys, rising, and few; a function of the number alone."""
     borders = bounds()
     assert borders == sorted(set(borders))
-    assert len(borders) == MAX_SPLITS + 1 == 64
+    assert len(borders) == MAX_SPLITS + 1 == 128
     assert all(border % 256 == 0 for border in borders[:-1])
-    assert borders[:11] == [0, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072]
-    assert [splits_of(n) for n in (1, 256, 257, 2048, 2049, 131_072, 131_073)] == [1, 1, 2, 8, 9, 32, 33]
-    assert all(split_begin(i + 1) - split_begin(i) <= max(256, split_begin(i) // 4) for i in range(40))
+    assert borders[:11] == [0, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304, 2560]
+    assert [splits_of(n) for n in (1, 256, 257, 2048, 2049, 131_072, 131_073)] == [1, 1, 2, 8, 9, 56, 57]
+    assert all(split_begin(i + 1) - split_begin(i) <= max(256, split_begin(i) // 8) for i in range(40))
 
 
 @pytest.mark.parametrize("max_keys", [200, 4096, 140_000])
 def test_the_workspace_holds_every_launch(max_keys: int) -> None:
-    tile = invariant_tile(128, 2)
     for num_seqs in (1, 2, 3, 8, 31, 64, 256, 1000):
         for kv_heads in (1, 2, 8):
             for num_rows in (1, 4, 7, 16, 40, 64, 65, 240, 8192):
+                tile = invariant_tile(num_rows, 128, 2)
                 plan = plan_splits(num_seqs, kv_heads, num_rows, max_keys, tile)
-                tiles = plan.num_seqs * kv_heads * -(-num_rows // 64)
+                tiles = plan.num_seqs * kv_heads * -(-num_rows // tile.block_m)
                 assert plan.max_splits == splits_of(max_keys)
                 assert 1 <= plan.num_seqs <= num_seqs
                 assert plan.parts == 1 or tiles * plan.max_splits * stored_rows(num_rows, tile) <= WORKSPACE_ROWS
                 assert plan.parts == 1 or tiles * plan.parts <= 512
-    assert plan_splits(1, 8, 4, 4096, tile) == SplitPlan(16, 1, 12)
-    assert plan_splits(256, 8, 4, 4096, tile) == SplitPlan(1, 256, 12)
-    assert plan_splits(256, 8, 4, 140_000, tile) == SplitPlan(8, 8, 33)
+    tile = invariant_tile(4, 128, 2)
+    assert plan_splits(1, 8, 4, 4096, tile) == SplitPlan(16, 1, 16)
+    assert plan_splits(256, 8, 4, 4096, tile) == SplitPlan(1, 256, 16)
+    assert plan_splits(256, 8, 4, 140_000, tile) == SplitPlan(8, 8, 57)
 
 
 def test_the_backend_takes_the_same_bits_from_all_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:

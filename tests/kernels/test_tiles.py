@@ -143,13 +143,14 @@ def test_the_interpreter_counts_as_hopper() -> None:
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_invariant_tile_of_attention_is_one_for_all_launches(limit: int) -> None:
-    """It follows the head and the GPU. Its keys begin where splits begin."""
+def test_the_keys_of_an_invariant_tile_of_attention_do_not_depend_on_the_launch(limit: int) -> None:
+    """They follow the head and the GPU, and begin where splits begin."""
     for head_dim in (64, 80, 128, 256):
-        tile = invariant_tile(head_dim, 2, limit)
-        assert shared_of(tile, head_dim, 2) <= limit
-        assert 256 % tile.block_n == 0
-    assert invariant_tile(128, 2) == Tile(64, 64, 4, 2)
+        few, many = invariant_tile(16, head_dim, 2, limit), invariant_tile(17, head_dim, 2, limit)
+        assert few.block_n == many.block_n
+        assert max(shared_of(tile, head_dim, 2) for tile in (few, many)) <= limit
+        assert 256 % few.block_n == 0
+    assert (few.block_m, invariant_tile(17, 128, 2)) == (16, Tile(64, 64, 4, 2))
 
 
 def test_invariant_gemms_are_neither_split_nor_reordered() -> None:

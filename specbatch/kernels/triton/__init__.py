@@ -3,12 +3,11 @@
 from specbatch.kernels.triton.acceptance import accept_chain
 from specbatch.kernels.triton.attention import Workspace, attend
 from specbatch.kernels.triton.beam import beam_expand, beam_start
-from specbatch.kernels.triton.edits import edit_logits
 from specbatch.kernels.triton.fp8 import quantise, rms_norm_quantised, scaled_linear, silu_mul_quantised
 from specbatch.kernels.triton.gemm import gated_linear, linear, norm_gated_linear, norm_linear
 from specbatch.kernels.triton.logprobs import logprobs
 from specbatch.kernels.triton.long_sequences import long_sequences
-from specbatch.kernels.triton.mask import tree_mask_bits
+from specbatch.kernels.triton.mask import forbid_tokens, tree_mask_bits
 from specbatch.kernels.triton.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.triton.ngram import ngram_lookup
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
@@ -27,7 +26,7 @@ __all__ = [
     "distribution",
     "draft_topk",
     "draw",
-    "edit_logits",
+    "forbid_tokens",
     "gated_linear",
     "linear",
     "logprobs",

@@ -28,13 +28,12 @@ from torch import Tensor
 
 from specbatch.batch import PagedBatch
 from specbatch.kernels.triton.attention import Workspace
-from specbatch.kernels.triton.parts.attention_splits import SplitPlan, stored_rows
+from specbatch.kernels.triton.parts.attention_splits import SplitPlan, num_ones, stored_rows
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
 from specbatch.kernels.triton.tree_paths import TreePaths
 
 _LOG2E = 1.4426950408889634
-_ONES = tl.constexpr(16)  # columns of ones: the least that a tensor core multiplies
 
 
 @triton.jit
@@ -56,7 +55,7 @@ def _add_block(
     weights = tl.exp2(scores - reference[:, None]).to(q.dtype)
     decay = tl.exp2(maximum - reference)[:, None]
     v = tl.load(v_base + slots[:, None] * D + dims[None, :], mask=v_ok, other=0.0).to(q.dtype)
-    ones = tl.full([BLOCK_N, _ONES], 1.0, q.dtype)
+    ones = tl.full([BLOCK_N, total.shape[1]], 1.0, q.dtype)
     new_acc = tl.dot(weights, v, acc * decay, input_precision=PRECISION)
     new_total = tl.dot(weights, ones, total * decay, input_precision=PRECISION)
     if not ALL_VISIBLE:
@@ -67,14 +66,30 @@ def _add_block(
 
 
 @triton.jit
-def _merge(acc, total, maximum, split_acc, split_total, split_maximum, sees):
-    """Adds the result of a split, for rows that see any of its keys."""
+def _merge(acc, total, maximum, split_acc, split_total, split_maximum):
+    """Adds the result of a split."""
     new_maximum = tl.maximum(maximum, split_maximum)
     reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     share, split_share = tl.exp2(maximum - reference)[:, None], tl.exp2(split_maximum - reference)[:, None]
-    acc = tl.where(sees[:, None], acc * share + split_acc * split_share, acc)
-    total = tl.where(sees[:, None], total * share + split_total * split_share, total)
-    return acc, total, tl.where(sees, new_maximum, maximum)
+    return acc * share + split_acc * split_share, total * share + split_total * split_share, new_maximum
+
+
+@triton.jit
+def _merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees):
+    """Adds the result of a split, for rows that see any of its keys."""
+    new_acc, new_total, new_maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum)
+    acc = tl.where(sees[:, None], new_acc, acc)
+    return acc, tl.where(sees[:, None], new_total, total), tl.where(sees, new_maximum, maximum)
+
+
+@triton.jit
+def _store_split(
+    partial_ptr, sums_ptr, at, cell, local, row_ok, split_acc, split_total, split_maximum,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    tl.store(partial_ptr + at * ROWS * BLOCK_D + cell, split_acc, mask=row_ok[:, None])
+    tl.store(sums_ptr + at * 2 * ROWS + local, split_maximum, mask=row_ok)
+    tl.store(sums_ptr + at * 2 * ROWS + ROWS + local, tl.max(split_total, 1), mask=row_ok)
 
 
 @triton.jit
@@ -97,8 +112,8 @@ def _attend(
     partial_ptr, sums_ptr, counter_ptr, scale_log2, window, stride_kv_head, stride_table, num_bits, num_seqs,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDS: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, ONES: tl.constexpr, HAS_TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -150,10 +165,16 @@ def _attend(
         oldest = tl.maximum(tl.load(positions_ptr + token).to(tl.int32) - window + 1, 0)
         num_seen = num_seen * 0
     begin = tl.min(oldest, 0) // BLOCK_N * BLOCK_N
-    num_splits = tl.sum((tl.load(bounds_ptr + tl.arange(0, BOUNDS)) < end).to(tl.int32))
+    borders = tl.minimum(tl.load(bounds_ptr + tl.arange(0, BOUNDS)), end)
+    num_splits = tl.sum((borders < end).to(tl.int32))
     parts = tl.minimum(parts, num_splits)
     if part >= parts:
         return
+    # A program has the splits that begin in its share of the keys.
+    split, stop_split = part * 0, num_splits
+    if PARTS > 1:
+        split = tl.sum((borders * parts < part * end).to(tl.int32))
+        stop_split = tl.sum((borders * parts < (part + 1) * end).to(tl.int32))
 
     q_offsets = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * D + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
@@ -165,30 +186,44 @@ def _attend(
     cell = local[:, None] * BLOCK_D + dims[None, :]
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M, _ONES], tl.float32)
+    total = tl.zeros([BLOCK_M, ONES], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in range(part, num_splits, parts):
-        split_low, split_high = tl.load(bounds_ptr + split), tl.load(bounds_ptr + split + 1)
+    split_maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    split_total = tl.zeros([BLOCK_M, ONES], tl.float32)
+    split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Blocks that every row sees to their ends need no comparisons. One loop goes over all splits, for loads to overlap.
+    split_high = tl.load(bounds_ptr + split + 1)
+    first_block = tl.maximum(tl.load(bounds_ptr + split), begin) // BLOCK_N
+    stop_seen = tl.maximum(tl.minimum(num_seen, tl.load(bounds_ptr + stop_split)) // BLOCK_N, first_block)
+    for block in range(first_block, stop_seen):
+        if block * BLOCK_N == split_high:
+            if PARTS > 1 and parts > 1:
+                _store_split(
+                    partial_ptr, sums_ptr, base + split, cell, local, row_ok, split_acc, split_total, split_maximum,
+                    ROWS, BLOCK_D,
+                )  # fmt: skip
+            acc, total, maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum)
+            split += 1
+            split_high = tl.load(bounds_ptr + split + 1)
+            split_maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            split_total = tl.zeros([BLOCK_M, ONES], tl.float32)
+            split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        keys = block * BLOCK_N + columns
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table + block * BLOCK_N // PAGE).to(tl.int64)
+            slots = page * PAGE + (block * BLOCK_N) % PAGE + columns
+        else:
+            slots = tl.load(table + keys // PAGE).to(tl.int64) * PAGE + keys % PAGE
+        split_acc, split_total, split_maximum = _add_block(
+            split_acc, split_total, split_maximum, q, k_base, v_base, slots, row_ok, row_ok, row_ok,
+            scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, True,
+        )  # fmt: skip
+    for last in range(split, stop_split):
+        split_low, split_high = tl.load(bounds_ptr + last), tl.load(bounds_ptr + last + 1)
         low, high = tl.maximum(split_low, begin), tl.minimum(split_high, end)
-        split_maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        split_total = tl.zeros([BLOCK_M, _ONES], tl.float32)
-        split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        # Blocks that every row sees to their ends need no comparisons.
-        next_block = low // BLOCK_N
-        stop_seen = tl.maximum(tl.minimum(num_seen, high) // BLOCK_N, next_block)
+        next_block = tl.maximum(low // BLOCK_N, stop_seen)
         stop_shared = tl.cdiv(tl.minimum(num_shared, high), BLOCK_N)
-        for block in range(next_block, stop_seen):
-            keys = block * BLOCK_N + columns
-            if PAGE % BLOCK_N == 0:
-                page = tl.load(table + block * BLOCK_N // PAGE).to(tl.int64)
-                slots = page * PAGE + (block * BLOCK_N) % PAGE + columns
-            else:
-                slots = tl.load(table + keys // PAGE).to(tl.int64) * PAGE + keys % PAGE
-            split_acc, split_total, split_maximum = _add_block(
-                split_acc, split_total, split_maximum, q, k_base, v_base, slots, row_ok, row_ok, row_ok,
-                scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, True,
-            )  # fmt: skip
-        for block in range(stop_seen, stop_shared):
+        for block in range(next_block, stop_shared):
             keys = block * BLOCK_N + columns
             key_ok = keys < end
             slots = tl.load(table + keys // PAGE, mask=key_ok, other=0).to(tl.int64) * PAGE + keys % PAGE
@@ -220,12 +255,15 @@ def _attend(
                         scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, False,
                     )  # fmt: skip
         if PARTS > 1 and parts > 1:
-            at = base + split
-            tl.store(partial_ptr + at * ROWS * BLOCK_D + cell, split_acc, mask=row_ok[:, None])
-            tl.store(sums_ptr + at * 2 * ROWS + local, split_maximum, mask=row_ok)
-            tl.store(sums_ptr + at * 2 * ROWS + ROWS + local, tl.max(split_total, 1), mask=row_ok)
+            _store_split(
+                partial_ptr, sums_ptr, base + last, cell, local, row_ok, split_acc, split_total, split_maximum,
+                ROWS, BLOCK_D,
+            )  # fmt: skip
         sees = _sees(limit, oldest, split_low, split_high)
-        acc, total, maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum, sees)
+        acc, total, maximum = _merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees)
+        split_maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        split_total = tl.zeros([BLOCK_M, ONES], tl.float32)
+        split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     out_ptrs, out_ok = out_ptr + q_offsets, row_ok[:, None] & dim_ok[None, :]
     if PARTS == 1 or parts == 1:
@@ -237,19 +275,19 @@ def _attend(
         if arrived == parts - 1:
             tl.debug_barrier()
             maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M, _ONES], tl.float32)
+            total = tl.zeros([BLOCK_M, ONES], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for split in range(0, num_splits):
                 at = base + split
                 sums = sums_ptr + at * 2 * ROWS + local
                 split_maximum = tl.load(sums, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
                 split_sum = tl.load(sums + ROWS, mask=row_ok, other=0.0, cache_modifier=".cg")
-                split_total = tl.broadcast_to(split_sum[:, None], [BLOCK_M, _ONES])
+                split_total = tl.broadcast_to(split_sum[:, None], [BLOCK_M, ONES])
                 split_acc = tl.load(
                     partial_ptr + at * ROWS * BLOCK_D + cell, mask=row_ok[:, None], other=0.0, cache_modifier=".cg"
                 )
                 sees = _sees(limit, oldest, tl.load(bounds_ptr + split), tl.load(bounds_ptr + split + 1))
-                acc, total, maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum, sees)
+                acc, total, maximum = _merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees)
             _store(out_ptrs, out_ok, acc, total)
             tl.store(counter, 0)  # ready for the next launch
 
@@ -293,8 +331,8 @@ def attend(
         scale * _LOG2E, window or 0, kv_2KSD.stride(1), batch.page_table_BP.stride(0), nodes.stride(0), num_seqs,
         NUM_HEADS=num_heads, GROUP=group, D=head_dim, BLOCK_D=block_d, PAGE=batch.page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BOUNDS=bounds.shape[0], PARTS=splits.parts,
-        LISTED=listed is not None, MAX_SPLITS=splits.max_splits, ROWS=rows, HAS_TREE=paths is not None,
-        HAS_WINDOW=window is not None, PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32", PDL=pdl,
+        LISTED=listed is not None, MAX_SPLITS=splits.max_splits, ROWS=rows, ONES=num_ones(tile),
+        HAS_TREE=paths is not None, HAS_WINDOW=window is not None, PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32", PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip
     return out

@@ -1,26 +1,26 @@
 """Where attention splits a sequence's keys, if results must not depend on the batch. Free of Triton.
 
-The splits are the same for every row: 256 keys each up to 2,048 tokens, then an eighth to a quarter of what came
-before. So a short context has some splits to compute at once, and 128k tokens have 32, whose results fit in a small
+The splits are the same for every row: 256 keys each up to 2,048 tokens, then a sixteenth to an eighth of what came
+before. So a short context has some splits to compute at once, and 128k tokens have 56, whose results fit in a small
 workspace.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded, shared_of
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
-MAX_SPLITS = 63  # up to 27 million tokens; with an end a power of two
+MAX_SPLITS = 127  # up to 61 million tokens; with an end a power of two
 _SMALLEST = 256  # keys; a multiple of every tile's
 _NUM_SMALLEST = 8
 
 WORKSPACE_ROWS = 65_536  # of results of splits
 LONG_TOKENS = 8192  # of a sequence that has several programs, also where there are many sequences
 _MAX_PROGRAMS = 512  # of sequences that have several programs
-_MAX_PARTS, _PARTS_OF_LONG = 16, 8
+_MAX_PARTS, _PARTS_OF_LONG = 32, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ def split_begin(number: int) -> int:
     """The first key of a split: a multiple of 256, and a function of the split's number alone."""
     if number <= _NUM_SMALLEST:
         return number * _SMALLEST
-    doublings, quarter = divmod(number - _NUM_SMALLEST, 4)
-    return (_NUM_SMALLEST * _SMALLEST << doublings) // 4 * (4 + quarter)
+    doublings, eighth = divmod(number - _NUM_SMALLEST, 8)
+    return (_NUM_SMALLEST * _SMALLEST << doublings) // 8 * (8 + eighth)
 
 
 def bounds() -> list[int]:
@@ -55,16 +55,18 @@ def splits_of(num_keys: int) -> int:
     return next(number for number in range(1, MAX_SPLITS + 1) if split_begin(number) >= num_keys)
 
 
-def invariant_tile(head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES) -> Tile:
-    """The one tile of all launches, on a GPU with `shared` bytes of shared memory: 64 rows, as prompts need them.
+def invariant_tile(num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES) -> Tile:
+    """For that many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory.
 
-    Stages change no bit. Keys do: GPUs that differ in shared memory may differ from each other.
+    Its rows and stages change no bit. Its keys do, and do not depend on the number of rows: GPUs that differ in shared
+    memory may differ from each other.
     """
     rows, keys = (16, 32) if itemsize == 4 else (64, 64)
     warps = 8 if head_dim > 128 else 4
     smaller = itertools.product((rows, rows // 2, 16), (keys, keys // 2, 16), (2, 1))
     tiles = [Tile(block_m, block_n, warps, stages) for block_m, block_n, stages in smaller]
-    return next((t for t in tiles if shared_of(t, head_dim, itemsize) + _ones_of(t, itemsize) <= shared), tiles[-1])
+    largest = next((t for t in tiles if shared_of(t, head_dim, itemsize) + _ones_of(t, itemsize) <= shared), tiles[-1])
+    return replace(largest, block_m=16) if num_rows <= 16 else largest
 
 
 def stored_rows(num_rows: int, tile: Tile) -> int:
@@ -92,6 +94,15 @@ def plan_splits(num_seqs: int, num_kv_heads: int, num_rows: int, max_keys: int, 
     return SplitPlan(parts, num_seqs, max_splits)
 
 
+def num_ones(tile: Tile) -> int:
+    """Columns of ones that the weights are multiplied with to add them up: the least that a tensor core multiplies.
+
+    Of a small tile, more than its rows: Triton 3.6 gives each warp all of a product with fewer columns than rows, and
+    with it of the others in the kernel (255 registers and spills instead of 154 registers on sm_90).
+    """
+    return 16 if tile.block_m >= 64 else 2 * tile.block_m
+
+
 def _ones_of(tile: Tile, itemsize: int) -> int:
-    """Bytes of what the weights are multiplied with to add them up."""
-    return tile.block_n * 16 * itemsize
+    """Their bytes."""
+    return tile.block_n * num_ones(tile) * itemsize
