@@ -7,7 +7,7 @@ C candidates, M longest path (root counted), Z columns of the round output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
@@ -100,6 +100,29 @@ class PagedBatch:
             self.mask_starts_B,
         )
         return part, index_T
+
+    def divided(self, num_seqs: int, num_tokens: int) -> tuple[PagedBatch, PagedBatch]:
+        """Its first `num_seqs` sequences, which have `num_tokens` new tokens, and the others."""
+        first, second = (
+            replace(
+                self,
+                slots_T=self.slots_T[tokens],
+                positions_T=self.positions_T[tokens],
+                page_table_BP=self.page_table_BP[seqs],
+                starts_B=self.starts_B[seqs],
+                query_starts=self.query_starts[ends],
+                mask_TW=None if self.mask_TW is None else self.mask_TW[tokens],
+                mask_starts_B=None if self.mask_starts_B is None else self.mask_starts_B[seqs],
+                host_query_starts=None if self.host_query_starts is None else self.host_query_starts[ends],
+            )
+            for tokens, seqs, ends in (
+                (slice(num_tokens), slice(num_seqs), slice(num_seqs + 1)),
+                (slice(num_tokens, None), slice(num_seqs, None), slice(num_seqs, None)),
+            )
+        )
+        starts, host_starts = second.query_starts - num_tokens, second.host_query_starts
+        host_starts = None if host_starts is None else host_starts - num_tokens
+        return first, replace(second, query_starts=starts, host_query_starts=host_starts)
 
 
 @dataclass(frozen=True, slots=True)

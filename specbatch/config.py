@@ -111,6 +111,14 @@ class SpeculationSection:
     ngram: NgramSection = field(default_factory=NgramSection)
 
 
+def read_switch(reader: Reader, value: Any, path: str) -> str:
+    """`off` and `on`, which YAML reads as false and true, or `auto`. Raises FieldError."""
+    value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    if value not in ("off", "on", "auto"):
+        raise FieldError("invalid_value", f"{path} must be off, on or auto, not {shown(value)}")
+    return str(value)
+
+
 @dataclass(frozen=True)
 class EngineSection:
     """Where and how the model runs."""
@@ -161,6 +169,12 @@ class EngineSection:
         1,
         "Processes that compute the target together. Each has a part of its weights and KV cache. On a CPU only.",
         AT_LEAST_1,
+    )
+    two_batch_overlap: Literal["off", "on", "auto"] = option(
+        "auto",
+        "`on`: a round of at least 16 requests is computed as two halves at the same time, so that one computes while "
+        "the other waits for memory or for another process. `auto`: off, until it is measured where it gains.",
+        read=read_switch,
     )
     deterministic: bool = option(
         False,

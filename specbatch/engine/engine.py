@@ -32,6 +32,7 @@ from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.grammar import MAX_FORCED
 from specbatch.engine.grammar_round import GrammarRound, write_node_masks
+from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobDownload, num_top_of
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import PromptPacker
@@ -96,6 +97,8 @@ class Engine(EngineBase):
         self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
         self._max_batch_size = max_batch_size
         self._async_depth = _async_depth(rounds)
+        sizes = executor.lanes
+        self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
         self._num_mask_nodes = lookahead + self.max_forced
         self._forget_rounds()
@@ -189,7 +192,10 @@ class Engine(EngineBase):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         grammar = self._grammar_round(rows, method)
-        launched = self.executor.run([seq.req_idx for seq in rows], sampled, num_top, _edits(rows), grammar)
+        # A batch with grammars waits for the host, and is no graph: it is one lane.
+        batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
+        slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
+        launched = self.executor.run(slots, sampled, num_top, _edits(rows), grammar, batch.lane)
         if grammar is not None:
             self._stats.grammar.add(grammar.counts)
         max_path = launched.max_path
@@ -198,7 +204,7 @@ class Engine(EngineBase):
         for seq in rows:
             seq.num_in_flight += max_path
             seq.rounds_in_flight += 1
-        self._reports.append(Report(rows, report, logprobs, max_path))
+        self._reports.append(Report(batch.sequences, report, logprobs, max_path))
         self._stats.rounds += 1
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
@@ -308,7 +314,7 @@ class Engine(EngineBase):
         has_tokens = self._state.tokens_SL.shape[1] > 0
         assert has_tokens or not any(method.reads_tokens for method in methods.items), "no tokens are on the device"
         device, size = self._state.ints_SF.device, self._max_batch_size
-        self.executor = RoundExecutor(methods.map(self._round.drafting), size, device, mode)
+        self.executor = RoundExecutor(methods.map(self._round.drafting), size, device, mode, self.executor.lanes)
         self._round = self.executor.rounds.items[0]
         self._async_depth = _async_depth(self.executor.rounds.items)
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before

@@ -32,6 +32,7 @@ _NOT_IN_RESULTS = (
     "engine.memory_fraction",
     "engine.prefix_cache",
     "engine.prefill_chunk_tokens",
+    "engine.two_batch_overlap",
     "data.plan_rows",
     "cluster.",
 )
