@@ -5,7 +5,6 @@ Shape suffixes: T packed tokens, I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -64,8 +63,7 @@ class ScaledGatedLinear(GatedLinear):
         y_TO: Tensor = self._ops.silu_mul(self._both.with_norm(x_TI, norm))
         return y_TO
 
-    def start_into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Callable[[], Tensor]:
+    def into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Tensor:
         if isinstance(down, ScaledLinear):
-            y_TO = down.of_gate_and_up(self._both.with_norm(x_TI, norm), residual_TO)
-            return lambda: y_TO
-        return super().start_into(down, x_TI, norm, residual_TO)
+            return down.of_gate_and_up(self._both.with_norm(x_TI, norm), residual_TO)
+        return super().into(down, x_TI, norm, residual_TO)

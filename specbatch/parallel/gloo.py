@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -30,14 +29,9 @@ class GlooGroup(Group):
         self._processes = gloo(self._store, rank, size, options)
         self._processes.barrier().wait()
 
-    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype)
-        under_way = self._processes._allgather_base(parts.view(-1), x.view(-1)) if x.numel() else None
-
-        def gathered() -> Tensor:
-            if under_way is not None:
-                under_way.wait()
-            return parts
-
-        return gathered
+        if x.numel():
+            self._processes._allgather_base(parts.view(-1), x.view(-1)).wait()
+        return parts
