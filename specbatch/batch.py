@@ -7,7 +7,7 @@ C candidates, M longest path (root counted), Z columns of the round output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
@@ -60,32 +60,6 @@ class Output(IntEnum):
     TOKENS = 4
 
 
-PREFIX_UNIT = 64  # tokens: what a group shares is a multiple of it
-
-
-class PrefixGroups(NamedTuple):
-    """Sequences of a batch whose first pages are the same pages, in groups (at most G; a sequence is in one, or in
-    none). All int32. Rounds read them on the device, so that groups may change under a captured graph."""
-
-    sizes_G: Tensor  # sequences; 0: there is no such group
-    firsts_G: Tensor  # index of the first of them in `members_B`, where one group follows the other
-    tokens_G: Tensor  # what they share, a multiple of PREFIX_UNIT and of the page; before the new tokens of all
-    members_B: Tensor  # sequences, by index in the batch
-    tokens_B: Tensor  # what each sequence shares with its group; 0: it is in none
-
-    def of_batch(self, size: int) -> PrefixGroups:
-        """For the first `size` sequences, which have all members."""
-        return self._replace(members_B=self.members_B[:size], tokens_B=self.tokens_B[:size])
-
-
-class PrefixParts(NamedTuple):
-    """Attention of T tokens over what their groups share, in P parts: sums that are yet to be merged. What no group
-    has, and what a part does not reach, is not written."""
-
-    sums_PTHD: Tensor  # of values times weights; the head dimension may be padded
-    weights_PTH2: Tensor  # the largest score, by which weights are measured, and the sum of weights
-
-
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
     """T new tokens of B sequences, the same for every layer of a forward pass.
@@ -107,7 +81,6 @@ class PagedBatch:
     mask_starts_B: Tensor | None = None  # int32
     # `query_starts` on the host, of prompts. None: each sequence has `max_queries` new tokens, or it is a `part`.
     host_query_starts: np.ndarray | None = None
-    groups: PrefixGroups | None = None  # None: what sequences share is not looked for
 
     def part(self, first_B: Tensor, end_B: Tensor) -> tuple[PagedBatch, Tensor]:
         """Of a batch in which each sequence has `max_queries` new tokens: tokens [first, end) of each sequence, and
@@ -128,6 +101,29 @@ class PagedBatch:
         )
         return part, index_T
 
+    def divided(self, num_seqs: int, num_tokens: int) -> tuple[PagedBatch, PagedBatch]:
+        """Its first `num_seqs` sequences, which have `num_tokens` new tokens, and the others."""
+        first, second = (
+            replace(
+                self,
+                slots_T=self.slots_T[tokens],
+                positions_T=self.positions_T[tokens],
+                page_table_BP=self.page_table_BP[seqs],
+                starts_B=self.starts_B[seqs],
+                query_starts=self.query_starts[ends],
+                mask_TW=None if self.mask_TW is None else self.mask_TW[tokens],
+                mask_starts_B=None if self.mask_starts_B is None else self.mask_starts_B[seqs],
+                host_query_starts=None if self.host_query_starts is None else self.host_query_starts[ends],
+            )
+            for tokens, seqs, ends in (
+                (slice(num_tokens), slice(num_seqs), slice(num_seqs + 1)),
+                (slice(num_tokens, None), slice(num_seqs, None), slice(num_seqs, None)),
+            )
+        )
+        starts, host_starts = second.query_starts - num_tokens, second.host_query_starts
+        host_starts = None if host_starts is None else host_starts - num_tokens
+        return first, replace(second, query_starts=starts, host_query_starts=host_starts)
+
 
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:
@@ -138,15 +134,8 @@ class LogitsIndices:
     batch: PagedBatch  # the same tokens, each the one new token of a sequence
 
     @staticmethod
-    def of(
-        batch: PagedBatch,
-        index_R: Tensor,
-        starts_R: Tensor,
-        page_table_RP: Tensor,
-        groups: PrefixGroups | None = None,
-    ) -> LogitsIndices:
-        """`starts_R`: slots before each; `page_table_RP`: the pages of its sequence. `groups`: of one token of each
-        sequence."""
+    def of(batch: PagedBatch, index_R: Tensor, starts_R: Tensor, page_table_RP: Tensor) -> LogitsIndices:
+        """`starts_R`: slots before each; `page_table_RP`: the pages of its sequence."""
         count = index_R.shape[0] + 1
         alone = PagedBatch(
             batch.slots_T[index_R],
@@ -157,7 +146,6 @@ class LogitsIndices:
             torch.arange(count, dtype=torch.int32, device=index_R.device),
             max_queries=1,
             host_query_starts=None if batch.host_query_starts is None else np.arange(count, dtype=np.int32),
-            groups=groups,
         )
         return LogitsIndices(index_R, alone)
 

@@ -160,12 +160,6 @@ class EngineSection:
     prefix_cache: bool = option(
         True, "Compute the beginning that several prompts share (few-shot examples, system prompts) once."
     )
-    cascade_attention: Literal["off", "on", "auto"] = option(
-        "auto",
-        "`on`: a round reads the cached beginning that several requests share once for all of them, and not once for "
-        "each. With `engine.attention: triton`. `auto`: off, until it is measured where it gains.",
-        read=read_switch,
-    )
     prefill_chunk_tokens: int | None = option(
         None,
         "Most prompt tokens computed in one pass. null: 512 on CPU, 8192 on CUDA, or fewer if memory is short.",
@@ -175,6 +169,12 @@ class EngineSection:
         1,
         "Processes that compute the target together. Each has a part of its weights and KV cache. On a CPU only.",
         AT_LEAST_1,
+    )
+    two_batch_overlap: Literal["off", "on", "auto"] = option(
+        "auto",
+        "`on`: a round of at least 16 requests is computed as two halves at the same time, so that one computes while "
+        "the other waits for memory or for another process. `auto`: off, until it is measured where it gains.",
+        read=read_switch,
     )
     deterministic: bool = option(
         False,

@@ -14,7 +14,6 @@ from specbatch.attention.cpu import TorchAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
-from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft import METHODS, DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.draft.schedule import ByBatch, Schedule
@@ -125,7 +124,7 @@ def tiny_decoder(
     shard = None if group is None else ModelShard.of(config, group)
     own = config if shard is None else shard.config
     weights = WeightLoader(tensors, dtype, device, shard=shard)
-    return Decoder(own, weights, attention(own, device), num_positions)
+    return Decoder(own, weights, attention(own, device), num_positions, attention(own, device))
 
 
 def tiny_draft_net(
@@ -263,11 +262,12 @@ def tiny_device_engine(
     spoil_draft: Spoil | None = None,
     coupled: bool = False,
     group: Group | None = None,
-    cascade: GroupLimits | None = None,
+    min_lane: int | None = None,
     **traits: Any,
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
-    `dtype`. `num_layers`: of the target; None: as many as `method` needs. `chunk_cost`: where shapes are fixed."""
+    `dtype`. `num_layers`: of the target; None: as many as `method` needs. `chunk_cost`: where shapes are fixed.
+    `min_lane`: see `RoundParts`."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
@@ -293,9 +293,9 @@ def tiny_device_engine(
     parts = DraftParts(device, ops, net, (1, 3), coupled)
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead
-    parts_of_rounds = RoundParts(target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes, cascade)
-    rounds = parts_of_rounds.make(max_batch_size, max_length, num_slots).items
-    executor = RoundExecutor(rounds, max_batch_size, device, graphs)
+    parts_of_rounds = RoundParts(target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes, min_lane)
+    rounds = parts_of_rounds.make(max_batch_size, max_length, num_slots)
+    executor = RoundExecutor(rounds.items, max_batch_size, device, graphs, rounds.lanes)
     chunk_cost = chunk_cost or ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens)
     return Engine(
         executor,

@@ -15,12 +15,12 @@ from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.invariant import InvariantAttention
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
-from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
+from specbatch.engine.lanes import MIN_LANE
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
 from specbatch.engine.resolve import AttentionName, ResolvedRun
@@ -171,6 +171,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         gemm,
         shard,
         run.quantization,
+        two_lanes=run.engine.two_lanes,
     )
     net = _build_net(run, target, num_positions, gemm) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
@@ -178,9 +179,14 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled)
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
-    cascade = GroupLimits() if run.engine.cascade else None
     return parts, RoundParts(
-        target, methods, run.kv_dtype, page_size, eos, speculation.simulate_acceptance, cascade=cascade
+        target,
+        methods,
+        run.kv_dtype,
+        page_size,
+        eos,
+        speculation.simulate_acceptance,
+        min_lane=MIN_LANE if run.engine.two_lanes else None,
     )
 
 
@@ -201,7 +207,7 @@ def _measured(run: ResolvedRun, rounds: RoundParts, available: int) -> Sized:
 def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]) -> RoundExecutor:
     """With the graphs of rounds as the configuration asks for them. Rows may ask for others: these come later."""
     graphs, batch = run.engine.graphs, sized.max_batch_size
-    executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs)
+    executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes)
     if executor.runner is not None:
         with torch.inference_mode():
             num_top = num_top_of([run.config.sampling.logprobs])
@@ -226,12 +232,19 @@ def build_decoder(
     gemm: InvariantGemm | None = None,
     shard: ModelShard | None = None,
     quantization: Quantization | None = None,
+    *,
+    two_lanes: bool = False,
 ) -> Decoder:
     """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`. `gemm`: of a
-    deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: of the linear layers."""
+    deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: of the linear layers.
+    `two_lanes`: two passes may run at the same time."""
     config = config if shard is None else shard.config
-    backend = _attention(config, dtype, device, attention, kv_dtype, deterministic=gemm is not None)
-    return Decoder(config, WeightLoader(tensors, dtype, device, gemm, shard, quantization), backend, num_positions)
+    weights = WeightLoader(tensors, dtype, device, gemm, shard, quantization)
+    backends = [
+        _attention(config, dtype, device, attention, kv_dtype, deterministic=gemm is not None)
+        for _ in range(1 + two_lanes)
+    ]
+    return Decoder(config, weights, backends[0], num_positions, backends[-1])
 
 
 def _attention(

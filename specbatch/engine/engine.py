@@ -27,12 +27,12 @@ from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.base import EngineBase
-from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.grammar import MAX_FORCED
 from specbatch.engine.grammar_round import GrammarRound, write_node_masks
+from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobDownload, num_top_of
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompts import PromptPacker
@@ -43,7 +43,10 @@ from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.types import Completion, FinishReason
+from specbatch.types import (
+    Completion,
+    FinishReason,
+)
 
 # What cannot be made smaller is tried so often: other programs may take memory for a moment.
 _SMALLEST_CHUNK, _TRIES = 32, 4
@@ -92,9 +95,10 @@ class Engine(EngineBase):
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
         self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, graph_tokens)
         self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
-        self._groups = BatchGroups(self._state.groups, pool.page_size)
         self._max_batch_size = max_batch_size
         self._async_depth = _async_depth(rounds)
+        sizes = executor.lanes
+        self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
         self._num_mask_nodes = lookahead + self.max_forced
         self._forget_rounds()
@@ -188,8 +192,10 @@ class Engine(EngineBase):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         grammar = self._grammar_round(rows, method)
-        self.executor.write_groups(self._groups.of(rows))
-        launched = self.executor.run([seq.req_idx for seq in rows], sampled, num_top, _edits(rows), grammar)
+        # A batch with grammars waits for the host, and is no graph: it is one lane.
+        batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
+        slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
+        launched = self.executor.run(slots, sampled, num_top, _edits(rows), grammar, batch.lane)
         if grammar is not None:
             self._stats.grammar.add(grammar.counts)
         max_path = launched.max_path
@@ -198,7 +204,7 @@ class Engine(EngineBase):
         for seq in rows:
             seq.num_in_flight += max_path
             seq.rounds_in_flight += 1
-        self._reports.append(Report(rows, report, logprobs, max_path))
+        self._reports.append(Report(batch.sequences, report, logprobs, max_path))
         self._stats.rounds += 1
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
@@ -282,7 +288,6 @@ class Engine(EngineBase):
         """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
         launched for the new request comes after that round."""
         self._rows.start(seq, self._scheduler.running)
-        self._groups.forget()
         seq.num_draft_computed = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
 
@@ -309,7 +314,7 @@ class Engine(EngineBase):
         has_tokens = self._state.tokens_SL.shape[1] > 0
         assert has_tokens or not any(method.reads_tokens for method in methods.items), "no tokens are on the device"
         device, size = self._state.ints_SF.device, self._max_batch_size
-        self.executor = RoundExecutor(methods.map(self._round.drafting), size, device, mode)
+        self.executor = RoundExecutor(methods.map(self._round.drafting), size, device, mode, self.executor.lanes)
         self._round = self.executor.rounds.items[0]
         self._async_depth = _async_depth(self.executor.rounds.items)
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
@@ -328,7 +333,6 @@ class Engine(EngineBase):
         """The request indices of the next round, whose page tables are on the device then: to run it by hand."""
         sequences = self._scheduler.plan_round()
         self._rows.upload_pages(sequences)
-        self.executor.write_groups(self._groups.of(sequences))
         return [seq.req_idx for seq in sequences]
 
     def abort_all(self) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import Edits
-from specbatch.cache.prefix_groups import Group
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.grammar_round import GrammarRound
+from specbatch.engine.lanes import LaneSizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, Logprobs
 from specbatch.engine.round import Round, Verified
 from specbatch.engine.transfers import Transfers
@@ -29,15 +29,25 @@ GraphMode = Literal["round", "phases", "none"]
 PHASES = ("draft", "verify", "extend")
 
 
-def padded_sizes(items: ByBatch[Any], max_batch_size: int) -> list[tuple[int, int]]:
-    """Each size of the ladder with the index of each item that is run padded to it, the largest first."""
+class PaddedSize(NamedTuple):
+    """`lane`: of its rows, those of the first of two lanes; 0: there is one."""
+
+    size: int
+    lane: int = 0
+
+
+def padded_sizes(
+    items: ByBatch[Any], max_batch_size: int, lanes: LaneSizes | None = None
+) -> list[tuple[PaddedSize, int]]:
+    """Each size that batches are padded to with the index of each item that is run so, the largest first."""
     sizes = ladder(max_batch_size)
+
+    def padded(batch_size: int) -> PaddedSize:
+        lane = 0 if lanes is None else lanes.of(batch_size)
+        return PaddedSize(2 * lane or next(size for size in sizes if size >= batch_size), lane)
+
     return sorted(
-        {
-            (next(size for size in sizes if size >= batch_size), i)
-            for i in range(len(items.items))
-            for batch_size in items.batches(i, max_batch_size)
-        },
+        {(padded(batch_size), i) for i in range(len(items.items)) for batch_size in items.batches(i, max_batch_size)},
         reverse=True,
     )
 
@@ -50,6 +60,7 @@ class _Key(NamedTuple):
     sampled: bool  # this and the next two: see `Round`
     num_top: int | None = None
     edits: Edits = Edits.NONE
+    lane: int = 0  # of the size, see `PaddedSize`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,14 +90,19 @@ class RoundExecutor:
         max_batch_size: int,
         device: torch.device,
         mode: GraphMode,
+        lanes: LaneSizes | None = None,
     ) -> None:
+        """`lanes` None: rounds have one."""
         self.rounds = rounds
+        self.lanes = lanes
         self._sizes = ladder(max_batch_size)
-        self._captures = padded_sizes(rounds, max_batch_size)
+        self._captures = padded_sizes(rounds, max_batch_size, lanes)
         self.mode: GraphMode = mode if device.type == "cuda" else "none"
         self._transfers = Transfers(device)
         self._padding = rounds.items[0].state.padding
-        self._req_idx_B = torch.full((max_batch_size,), self._padding, dtype=torch.int64, device=device)
+        # Two lanes of an odd number of requests have one row more.
+        most = max(max_batch_size, self._captures[0][0].size)
+        self._req_idx_B = torch.full((most,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
         self._uncaptured: set[_Key] = set()  # for want of memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
@@ -109,23 +125,22 @@ class RoundExecutor:
     ) -> None:
         """Capture all sizes, for batches with sampled requests or without. No request may run."""
         gc.collect()  # graphs of a round that is no more keep memory: once, for it takes as long as a capture
-        for number, (size, i) in enumerate(self._captures, start=1):
+        for number, ((size, lane), i) in enumerate(self._captures, start=1):
             on_progress(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
-            self._capture(_Key(size, i, sampled, num_top))
+            self._capture(_Key(size, i, sampled, num_top, lane=lane))
 
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much."""
         largest = {i: size for size, i in reversed(self._captures)}
-        for i, size in largest.items():
-            for key in (_Key(size, i, sampled=False), _Key(size, i, sampled=True, num_top=MAX_TOP_LOGPROBS)):
-                self._capture(key)
+        for i, (size, lane) in largest.items():
+            for sampled, num_top in ((False, None), (True, MAX_TOP_LOGPROBS)):
+                self._capture(_Key(size, i, sampled, num_top, lane=lane))
 
     def _capture(self, key: _Key) -> None:
         """Leaves the kind of batch uncaptured where memory runs out."""
         assert self.runner is not None
-        saved, groups = self._uploaded, self.groups
+        saved = self._uploaded
         self._uploaded = []
-        self.write_groups([])  # they may be of a larger batch
         self._req_idx_B[: key.size].fill_(self._padding)
         try:
             self._capture_round(self.runner, key)
@@ -137,33 +152,19 @@ class RoundExecutor:
                 self.runner.drop((name, *key))
         if saved:
             self._upload(saved)
-        self.write_groups(groups)
 
     def _capture_round(self, runner: GraphRunner, key: _Key) -> None:
         req_idx_B, round_ = self._req_idx_B[: key.size], self.rounds.items[key.item]
         sampled, wanted = key.sampled, (key.sampled, key.num_top, key.edits)
         if self.mode == "round":
             # The report alone: what else a round leaves is memory that other sizes can use.
-            runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, *wanted)))
+            runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, *wanted, lane=key.lane)))
             return
         rows, draft = runner.capture(("draft", *key), lambda: round_.draft(req_idx_B, sampled))
-        verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, *wanted))
+        verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, *wanted, key.lane))
         runner.capture(("extend", *key), lambda: round_.extend(verified))
         runner.replace_output(("draft", *key), None)
         runner.replace_output(("verify", *key), Launched.of(verified))
-
-    @property
-    def groups(self) -> list[Group]:
-        """What the last call of `write_groups` wrote."""
-        table = self.rounds.items[0].state.groups
-        return [] if table is None else table.written
-
-    def write_groups(self, groups: list[Group]) -> None:
-        """Requests of the next round, by index in the batch, for which what they share is read once. Nothing, where
-        rounds do not do so."""
-        table = self.rounds.items[0].state.groups
-        if table is not None:
-            table.write(groups, self._transfers.upload)
 
     def _upload(self, padded: list[int]) -> None:
         if padded != self._uploaded:
@@ -177,12 +178,14 @@ class RoundExecutor:
         num_top: int | None = None,
         edits: Edits = Edits.NONE,
         grammar: GrammarRound | None = None,
+        lane: int = 0,
     ) -> Launched:
-        """Launch a round of these slots. `sampled`, `num_top`, `edits`, `grammar`: see `Round`."""
-        size, i = self.padded_size(len(slots)), self.rounds.index(len(slots))
+        """Launch a round of these slots, among which padding may be. `sampled`, `num_top`, `edits`, `grammar`, `lane`:
+        see `Round`."""
+        size, i = self.padded_size(len(slots), lane), self.rounds.index(len(slots) - slots.count(self._padding))
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._req_idx_B[:size]
-        round_, key = self.rounds.items[i], _Key(size, i, sampled, num_top, edits)
+        round_, key = self.rounds.items[i], _Key(size, i, sampled, num_top, edits, lane)
         if self.runner is None or grammar is not None:
             return self._eager(round_, req_idx_B, key, grammar)
         first = ("round" if self.mode == "round" else "draft", *key)
@@ -202,7 +205,7 @@ class RoundExecutor:
     def _eager(self, round_: Round, req_idx_B: Tensor, key: _Key, grammar: GrammarRound | None = None) -> Launched:
         restore = round_.state.saved()
         try:
-            return Launched.of(round_(req_idx_B, key.sampled, key.num_top, key.edits, grammar))
+            return Launched.of(round_(req_idx_B, key.sampled, key.num_top, key.edits, grammar, key.lane))
         except Exception as error:
             # Past the commit, the slots have moved on, and nobody would ever read where to. What else a round writes
             # lies past the committed slots of each row: the next one writes it again.
@@ -210,8 +213,10 @@ class RoundExecutor:
                 restore()
             raise
 
-    def padded_size(self, batch_size: int) -> int:
-        """The size that a batch is padded to: of the ladder, where shapes are fixed."""
+    def padded_size(self, batch_size: int, lane: int = 0) -> int:
+        """The size that a batch is padded to where shapes are fixed: of the ladder, or that of two equal lanes."""
         if not self.rounds.items[0].fixed_shapes:
             return batch_size
+        if lane:
+            return 2 * lane
         return next(size for size in self._sizes if size >= batch_size)

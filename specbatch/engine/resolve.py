@@ -15,10 +15,10 @@ from specbatch.config import AttentionName, Config, EngineSection, KVDtypeName, 
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
 from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
-from specbatch.engine.resolve_cascade import resolve_cascade
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
+from specbatch.engine.resolve_lanes import resolve_two_lanes
 from specbatch.engine.resolve_model import part_of_a_rank, quantization_of_draft, resolve_quantization
 from specbatch.engine.resolve_speculation import (
     Speculation,
@@ -52,7 +52,7 @@ class EngineSettings:
     page_size: int
     prefill_chunk_tokens: int
     memory_fraction: float
-    cascade: bool
+    two_lanes: bool = False  # see `lanes.py`
     left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
 
 
@@ -166,8 +166,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             # On a GPU it is known when the engine is built.
             kv_cache_tokens=given if given is not None or on_cuda else cache.num_pages * engine.page_size,
             memory_fraction=engine.memory_fraction,
-            cascade_attention="on" if engine.cascade else "off",
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
+            two_batch_overlap="on" if engine.two_lanes else "off",
         ),
         data=replace(config.data, prompts_as_chat=as_chat),
     )
@@ -306,7 +306,7 @@ def _resolve_engine(
         section.page_size or page,
         section.prefill_chunk_tokens or chunk,
         section.memory_fraction or MEMORY_FRACTION[device.type],
-        resolve_cascade(section, attention, notes),
+        resolve_two_lanes(section, device, attention, notes),
         frozenset(name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None),
     )
 

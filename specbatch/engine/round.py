@@ -25,6 +25,7 @@ from specbatch.engine.edits import edited_logits
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import Logprobs
 from specbatch.models.decoder import Decoder
+from specbatch.models.stages import TwoPasses
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
@@ -57,7 +58,8 @@ class Verified:
 class Round:
     """`simulate`: tokens per round to commit on average, whatever the target says; None: the real acceptance.
     `fixed_shapes`: shapes follow the number of requests alone, nothing is read by the host, and a round may be a CUDA
-    graph; else only tokens that there are are computed. None: on all devices but a CPU."""
+    graph; else only tokens that there are are computed. None: on all devices but a CPU. `two_passes`: for rounds in two
+    lanes; None: all rounds have one."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class Round:
         ops: ModuleType,
         simulate: float | None = None,
         fixed_shapes: bool | None = None,
+        two_passes: TwoPasses | None = None,
     ) -> None:
         self.state = state
         self._target = target
@@ -77,6 +80,7 @@ class Round:
         self._page_size = page_size
         self._eos = torch.tensor(eos_token_ids or (-2,), device=target.device)
         self._ops = ops
+        self._two_passes = two_passes
         self.fixed_shapes = target.device.type != "cpu" if fixed_shapes is None else fixed_shapes
         self._acceptance = Acceptance(ops, not self.fixed_shapes, simulate)
         self._follow(method)
@@ -103,15 +107,17 @@ class Round:
         num_top: int | None = None,
         edits: Edits = Edits.NONE,
         grammar: GrammarRound | None = None,
+        lane: int = 0,
     ) -> Verified:
         """One round of the requests `req_idx_B` (int64; padding's index may repeat). `sampled`: some request may have a
         positive temperature. `num_top`: with log-probabilities, of this number of most likely tokens, too; None:
         without. `edits`: what the requests' rules change in logits. `grammar`: of requests that have one; the host then
-        takes part in the round."""
+        takes part in the round. `lane`: requests of the first of two lanes, which the target computes at the same time;
+        0: there is one lane."""
         view, trees = self.draft(req_idx_B, sampled)
         if grammar is not None:
             trees = grammar.reshape(trees)
-        forwarded = self.forward(view, trees)
+        forwarded = self.forward(view, trees, lane)
         if grammar is not None:
             grammar.write_masks()  # the device computes meanwhile
         verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
@@ -129,11 +135,12 @@ class Round:
         sampled: bool,
         num_top: int | None = None,
         edits: Edits = Edits.NONE,
+        lane: int = 0,
     ) -> Verified:
         """The target's forward pass over all nodes, acceptance, commit, and the accepted paths made contiguous."""
-        return self.accept(view, trees, self.forward(view, trees), sampled, num_top, edits)
+        return self.accept(view, trees, self.forward(view, trees, lane), sampled, num_top, edits)
 
-    def forward(self, view: BatchView, trees: DraftTrees) -> Forwarded:
+    def forward(self, view: BatchView, trees: DraftTrees, lane: int = 0) -> Forwarded:
         """The target's forward pass over all nodes."""
         batch, num_nodes = trees.tokens_BN.shape
         mask = None if trees.mask_BNW is None else trees.mask_BNW.view(batch * num_nodes, -1)
@@ -144,8 +151,24 @@ class Round:
             layout, node_T = layout.part(torch.zeros_like(trees.num_nodes_B), trees.num_nodes_B)
             index_T = torch.zeros_like(tokens_T).index_copy_(0, node_T, torch.arange(len(node_T), device=node_T.device))
             tokens_T = tokens_T[node_T]
-        hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
+        if lane:
+            end = lane * num_nodes if self.fixed_shapes else int(layout.query_starts[lane])
+            hidden, aux_hidden_states = self._in_two_lanes(tokens_T, layout, lane, end)
+        else:
+            hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
         return Forwarded(hidden, aux_hidden_states, self._target.raw_logits(hidden), index_T)
+
+    def _in_two_lanes(
+        self, tokens_T: Tensor, layout: PagedBatch, lane: int, num_tokens: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As the target's `forward`. The first lane has `lane` requests with `num_tokens` tokens."""
+        assert self._two_passes is not None, "the round was made for one lane"
+        batches, tokens = layout.divided(lane, num_tokens), (tokens_T[:num_tokens], tokens_T[num_tokens:])
+        first, second = (
+            self._target.stages(tokens[i], batches[i], self._cache, self._aux_layers, is_second=i == 1) for i in (0, 1)
+        )
+        (hidden, aux), (other_hidden, other_aux) = self._two_passes.run(first, second)
+        return torch.cat((hidden, other_hidden)), [torch.cat(pair) for pair in zip(aux, other_aux, strict=True)]
 
     def accept(
         self,
@@ -245,8 +268,7 @@ class Round:
         if self.fixed_shapes and batch * width <= _FREE_ROWS:
             hidden = net.forward(tokens_T, features, layout)[last_B]
         else:
-            starts_R, groups = starts_B + num_path_B - 1, layout.groups
-            logits_indices = LogitsIndices.of(layout, last_B, starts_R, view.page_table_BP, groups)
+            logits_indices = LogitsIndices.of(layout, last_B, starts_B + num_path_B - 1, view.page_table_BP)
             hidden = net.forward(tokens_T, features, layout, logits_indices)
         self.state.features_SE.index_copy_(0, view.req_idx_B, hidden)
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from specbatch.cache.pages import KVCache
-from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.cache.request_table import RequestTable
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
+from specbatch.engine.lanes import LaneSizes
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
 from specbatch.models.decoder import Decoder
+from specbatch.models.stages import TwoPasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Rounds:
 
     items: ByBatch[Round]
     caches: list[KVCache]  # of the target and the draft network
+    lanes: LaneSizes | None = None  # None: rounds have one lane
 
     def resize_caches(self, num_slots: int) -> None:
         for cache in self.caches:
@@ -31,7 +33,7 @@ class Rounds:
 @dataclass(frozen=True)
 class RoundParts:
     """What rounds are made of. `methods`: of one draft network or of none. `simulate`, `fixed_shapes`: see `Round`.
-    `cascade`: see `RequestTable`."""
+    `min_lane`: least requests of each of two lanes; None: rounds have one lane."""
 
     target: Decoder
     methods: ByBatch[DraftMethod]
@@ -40,7 +42,7 @@ class RoundParts:
     eos_token_ids: tuple[int, ...]
     simulate: float | None = None
     fixed_shapes: bool | None = None
-    cascade: GroupLimits | None = None
+    min_lane: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -59,8 +61,9 @@ class RoundParts:
             dtype,
             self.device,
             max(method.num_host_columns for method in methods),
-            self.cascade,
         )
+        lanes = None if self.min_lane is None else LaneSizes.up_to(max_batch_size, self.min_lane)
+        two_passes = None if lanes is None else TwoPasses(self.device)
         ops, cache = ops_for(self.device, dtype), self.target.new_cache(num_slots, self.kv_dtype)
         if net is not None:
             net.cache.resize(num_slots)
@@ -68,7 +71,7 @@ class RoundParts:
         def make(method: DraftMethod) -> Round:
             return Round(
                 self.target, cache, method, table, self.page_size, self.eos_token_ids, ops, self.simulate,
-                self.fixed_shapes,
+                self.fixed_shapes, two_passes,
             )  # fmt: skip
 
-        return Rounds(self.methods.map(make), [cache] if net is None else [cache, net.cache])
+        return Rounds(self.methods.map(make), [cache] if net is None else [cache, net.cache], lanes)

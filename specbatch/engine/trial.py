@@ -12,7 +12,6 @@ import torch
 
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.request_table import RequestTable
-from specbatch.draft.schedule import ByBatch
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
@@ -74,18 +73,18 @@ class Trials:
             num_tokens *= 2
         padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=device)
         eager_bytes, sizes = prompt_bytes, padded_sizes(rounds, max_batch_size)
-        for i, rows in {i: rows for rows, i in reversed(sizes)}.items():  # the largest of each
+        for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest of each
             eager_bytes = max(eager_bytes, self._round_peak(rounds.items[i], padding[:rows]))
-        graph_bytes = self._graph_bytes(rounds, max_batch_size, len(sizes), padded_bytes)
+        graph_bytes = self._graph_bytes(made, max_batch_size, len(sizes), padded_bytes)
         made.resize_caches(0)
         return Trial(max_batch_size, prefill_chunk_tokens, made, chunk_cost, eager_bytes, graph_bytes)
 
-    def _graph_bytes(self, rounds: ByBatch[Round], max_batch_size: int, num_sizes: int, padded_bytes: int) -> int:
+    def _graph_bytes(self, made: Rounds, max_batch_size: int, num_sizes: int, padded_bytes: int) -> int:
         """All graphs of rounds share one pool, which is as large as the largest needs: that one is captured here. What
         the driver keeps for each comes in addition. A quarter more of both: pools are fragmented."""
         if self.graphs == "none":
             return 0
-        executor = RoundExecutor(rounds, max_batch_size, self.parts.device, self.graphs)
+        executor = RoundExecutor(made.items, max_batch_size, self.parts.device, self.graphs, made.lanes)
         assert executor.runner is not None
         with torch.inference_mode():
             executor.capture_largest()

@@ -7,7 +7,7 @@ Shape suffixes: T packed tokens, E hidden size, V vocabulary, H query heads, K k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm, Rotary
+from specbatch.models.stages import Stages, completed
 from specbatch.models.weight_loader import WeightLoader
 
 
@@ -53,7 +54,7 @@ class Attention:
         )
         self._rotary_write = ops_for(weights.device, weights.dtype).rotary_write
 
-    def __call__(
+    def start(
         self,
         x_TI: Tensor,
         step: ForwardPass,
@@ -61,19 +62,19 @@ class Attention:
         norm: RMSNorm | None,
         residual_TE: Tensor,
         logits_indices: LogitsIndices | None = None,
-    ) -> Tensor:
-        """residual + attention(norm(x)), (T, E), or (R, E) of the selected tokens. The residual, which may be x, may be
-        overwritten."""
+    ) -> Callable[[], Tensor]:
+        """Launches residual + attention(norm(x)), (T, E), or (R, E) of the selected tokens. The residual, which may be
+        x, may be overwritten."""
         qkv = self._qkv(x_TI) if norm is None else self._qkv.with_norm(x_TI, norm)
         write = self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused
         q, plan = write(qkv, step), step.plan
         if logits_indices is not None:
             q, residual_TE = q[logits_indices.index_R], residual_TE[logits_indices.index_R]
             if q.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
-                return residual_TE
+                return lambda: residual_TE
             plan = step.backend.plan(logits_indices.batch)
         out = step.backend.attend(plan, q, step.cache, self._layer, self._window)
-        return self._out.with_residual(out.view(q.shape[0], -1), residual_TE)
+        return self._out.start_with_residual(out.view(q.shape[0], -1), residual_TE)
 
     def _rotate_and_write(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         assert step.angles is not None
@@ -113,9 +114,9 @@ class MLP:
         self._gated = weights.gated_linear(gate, up, config.activation, has_bias=config.mlp_bias)
         self._down = weights.summed_linear(f"{prefix}down_proj", has_bias=config.mlp_bias)
 
-    def __call__(self, x_TE: Tensor, *, norm: RMSNorm, residual_TE: Tensor) -> Tensor:
-        """residual + mlp(norm(x)). The residual, which may be x, may be overwritten."""
-        return self._gated.into(self._down, x_TE, norm, residual_TE)
+    def start(self, x_TE: Tensor, *, norm: RMSNorm, residual_TE: Tensor) -> Callable[[], Tensor]:
+        """Launches residual + mlp(norm(x)). The residual, which may be x, may be overwritten."""
+        return self._gated.start_into(self._down, x_TE, norm, residual_TE)
 
 
 class DecoderLayer:
@@ -131,17 +132,26 @@ class DecoderLayer:
         self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", config.rms_norm_eps)
         self._mlp = MLP(config, weights, f"{prefix}mlp.")
 
-    def __call__(
+    def stages(
         self,
         x_TI: Tensor,
         step: ForwardPass,
         logits_indices: LogitsIndices | None = None,
         residual_TE: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Stages[Tensor]:
         """(T, E), or (R, E) of the selected tokens. `residual_TE`: of the attention; None: x. It may be overwritten."""
         residual_TE = x_TI if residual_TE is None else residual_TE
-        x = self._attention(x_TI, step, norm=self._input_norm, residual_TE=residual_TE, logits_indices=logits_indices)
-        return self._mlp(x, norm=self._post_norm, residual_TE=x) if x.shape[0] else x
+        attention, mlp = self._attention, self._mlp
+        attended = attention.start(
+            x_TI, step, norm=self._input_norm, residual_TE=residual_TE, logits_indices=logits_indices
+        )
+        yield
+        x = attended()
+        if not x.shape[0]:
+            return x
+        computed = mlp.start(x, norm=self._post_norm, residual_TE=x)
+        yield
+        return computed()
 
 
 class PagedModel:
@@ -178,9 +188,17 @@ class Decoder(PagedModel):
     """A causal language model over a paged cache."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightLoader, backend: AttentionBackend, num_positions: int
+        self,
+        config: ModelConfig,
+        weights: WeightLoader,
+        backend: AttentionBackend,
+        num_positions: int,
+        second_backend: AttentionBackend | None = None,
     ) -> None:
+        """`second_backend`: of the second of two passes at the same time; None: the first one, on a CPU, or if there
+        are no such passes."""
         super().__init__(config, weights, backend, num_positions)
+        self._second_backend = second_backend or backend
         self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # of a rank: a part
         self.embed = weights.embedding(self.embedding_VE)
         self._layers = [DecoderLayer(config, i, weights, f"model.layers.{i}.") for i in range(config.num_layers)]
@@ -198,13 +216,26 @@ class Decoder(PagedModel):
         """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the auxiliary hidden
         states, (T, E) each: the inputs of `aux_layers`. There the number of layers means the last layer's output, which
         needs all tokens."""
-        step = ForwardPass(batch, self._backend, cache, self._rotary)
+        return completed(self.stages(tokens_T, batch, cache, aux_layers, logits_indices))
+
+    def stages(
+        self,
+        tokens_T: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        aux_layers: Sequence[int] = (),
+        logits_indices: LogitsIndices | None = None,
+        *,
+        is_second: bool = False,
+    ) -> Stages[tuple[Tensor, list[Tensor]]]:
+        """`forward`, half a layer at a time. `is_second`: of two passes at the same time."""
+        step = ForwardPass(batch, self._second_backend if is_second else self._backend, cache, self._rotary)
         x_TE = self.embed(tokens_T)
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self._layers):
             if i in aux_layers:
                 aux_hidden_states.append(x_TE.clone())  # later layers may write their sums over it
-            x_TE = layer(x_TE, step, logits_indices if i == len(self._layers) - 1 else None)
+            x_TE = yield from layer.stages(x_TE, step, logits_indices if i == len(self._layers) - 1 else None)
         if len(self._layers) in aux_layers:
             assert logits_indices is None, "auxiliary hidden states are those of all tokens"
             aux_hidden_states.append(x_TE)

@@ -24,6 +24,7 @@ from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.models.decoder import Decoder, DecoderLayer, ForwardPass, PagedModel
 from specbatch.models.eagle_config import EagleConfig, layer_prefix, target_ids_of
+from specbatch.models.stages import completed
 from specbatch.models.weight_loader import WeightLoader
 
 
@@ -76,7 +77,7 @@ class EagleHead(PagedModel):
             x = torch.cat((self._input_norm(embedded), normed), dim=-1)
         else:
             residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
-        return self._layer(x, step, logits_indices, residual)
+        return completed(self._layer.stages(x, step, logits_indices, residual))
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W) in the model's dtype."""

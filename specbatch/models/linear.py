@@ -11,6 +11,7 @@ Shape suffixes: T packed tokens, I input features, O output features.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from types import ModuleType
 from typing import Protocol
 
@@ -38,13 +39,19 @@ class Linear(Layer, Protocol):
         """residual + x W^T + b. The sum may be written over the residual."""
         return residual_TO + self(x_TI)
 
+    def start_with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Callable[[], Tensor]:
+        """Launches `with_residual`. Before its result is asked for, other layers can run."""
+        y_TO = self.with_residual(x_TI, residual_TO)
+        return lambda: y_TO
+
 
 class GatedLinear(Layer, Protocol):
     """act(x G^T) * (x U^T): the first half of a gated feed-forward (Shazeer 2020)."""
 
-    def into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Tensor:
-        """The whole feed-forward: residual + down(this layer of norm(x)). The sum may be written over the residual."""
-        return down.with_residual(self.with_norm(x_TI, norm), residual_TO)
+    def start_into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Callable[[], Tensor]:
+        """Launches the whole feed-forward: residual + down(this layer of norm(x)). The sum may be written over the
+        residual. Before its result is asked for, other layers can run."""
+        return down.start_with_residual(self.with_norm(x_TI, norm), residual_TO)
 
 
 class DenseLinear(Linear):

@@ -5,6 +5,7 @@ Shape suffixes: T packed tokens, I input features, O output features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -63,7 +64,8 @@ class ScaledGatedLinear(GatedLinear):
         y_TO: Tensor = self._ops.silu_mul(self._both.with_norm(x_TI, norm))
         return y_TO
 
-    def into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Tensor:
+    def start_into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Callable[[], Tensor]:
         if isinstance(down, ScaledLinear):
-            return down.of_gate_and_up(self._both.with_norm(x_TI, norm), residual_TO)
-        return super().into(down, x_TI, norm, residual_TO)
+            y_TO = down.of_gate_and_up(self._both.with_norm(x_TI, norm), residual_TO)
+            return lambda: y_TO
+        return super().start_into(down, x_TI, norm, residual_TO)

@@ -9,6 +9,7 @@ Shape suffixes: T packed tokens, I input features, O output features, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,6 +85,10 @@ class SummedLinear(Linear):
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._group.sum(self._part(x_TI))
+
+    def start_with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Callable[[], Tensor]:
+        total = self._group.start_sum(self._part(x_TI))
+        return lambda: residual_TO + total()
 
 
 class GatheredLinear(Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,9 +30,14 @@ class GlooGroup(Group):
         self._processes = gloo(self._store, rank, size, options)
         self._processes.barrier().wait()
 
-    def gather(self, x: Tensor) -> Tensor:
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         x = x.contiguous()
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype)
-        if x.numel():
-            self._processes._allgather_base(parts.view(-1), x.view(-1)).wait()
-        return parts
+        under_way = self._processes._allgather_base(parts.view(-1), x.view(-1)) if x.numel() else None
+
+        def gathered() -> Tensor:
+            if under_way is not None:
+                under_way.wait()
+            return parts
+
+        return gathered

@@ -26,14 +26,14 @@ class ThreadGroup(Group):
     def __init__(self, rank: int, size: int, table: _Table) -> None:
         self.rank, self.size, self._table = rank, size, table
 
-    def gather(self, x: Tensor) -> Tensor:
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         self._table.parts[self.rank] = x
         self._table.barrier.wait()
         parts = [part for part in self._table.parts if part is not None]
         assert {part.shape for part in parts} == {x.shape}, "ranks give tensors of different shapes"
         result = torch.stack(parts)
         self._table.barrier.wait()  # nobody writes the next one yet
-        return result
+        return lambda: result
 
 
 def on_ranks(size: int, function: Callable[[Group], T]) -> list[T]:

@@ -1,0 +1,71 @@
+"""A forward pass in stages, so that two passes can take turns.
+
+A stage is half a layer: attention, or the MLP. The sum over ranks at its end is launched before the pass yields, and
+awaited when it goes on: meanwhile the other pass computes. On CUDA the second pass has a stream of its own, which one
+graph can hold together with the first, and runs half a layer later: one computes attention, the other an MLP. On a CPU
+the two alternate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Stages = Generator[None, None, T]
+
+
+def completed(stages: Stages[T]) -> T:
+    """What a pass that runs alone returns."""
+    one = _Pass(stages)
+    while not one.is_done:
+        one.go_on()
+    return one.result
+
+
+class TwoPasses:
+    """Runs two passes of one model. They need working memory of their own each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def run(self, first: Stages[T], second: Stages[T]) -> tuple[T, T]:
+        """What both return. The caller keeps what they read until then: memory that it frees earlier may be given to
+        others while the second pass still runs."""
+        one, other = _Pass(first), _Pass(second)
+        one.go_on()
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream())
+        try:
+            while not (one.is_done and other.is_done):
+                with self._on_side():
+                    other.go_on()
+                one.go_on()
+        finally:
+            if self._side is not None:
+                torch.cuda.current_stream().wait_stream(self._side)
+        return one.result, other.result
+
+    def _on_side(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+
+class _Pass(Generic[T]):
+    result: T
+
+    def __init__(self, stages: Stages[T]) -> None:
+        self._stages = stages
+        self.is_done = False
+
+    def go_on(self) -> None:
+        """Run the next stage, if there is one."""
+        if self.is_done:
+            return
+        try:
+            next(self._stages)
+        except StopIteration as end:
+            self.result, self.is_done = end.value, True

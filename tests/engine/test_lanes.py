@@ -1,0 +1,215 @@
+"""Two lanes: how batches are divided, and that no token depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbatch.config_load import load_config
+from specbatch.draft.schedule import ByBatch
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.engine import Engine
+from specbatch.engine.executor import PaddedSize, padded_sizes
+from specbatch.engine.lanes import MIN_LANE, Lanes, LaneSizes
+from specbatch.engine.resolve import resolve
+from specbatch.engine.sequence import Sequence
+from specbatch.errors import ConfigError
+from specbatch.models.stages import TwoPasses, completed
+from specbatch.parallel.group import Group
+from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.parallel.threads import on_ranks
+from tests.tiny_models import CPU, random_prompts, run, tiny_device_engine, tiny_engine
+
+CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
+SAMPLED = SamplingParams(max_tokens=14, temperature=0.8, top_k=30, seed=5, logprobs=2)
+
+
+def sequence(num_tokens: int) -> Sequence:
+    return Sequence(Request(0, [1], SamplingParams(), RngKey(0, 0, 0)), [1] * num_tokens, 10**6)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 400), max_size=20), max_size=12),
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=25, deadline=None)
+def test_lanes_hold_each_request_once_and_are_as_small_as_equal_ones(
+    arrivals: list[list[int]], min_lane: int, pads: bool, data: st.DataObject
+) -> None:
+    """Requests come and go in any order."""
+    sizes = LaneSizes.up_to(64, min_lane)
+    lanes, running = Lanes(sizes, pads=pads), list[Sequence]()
+    for lengths in arrivals:
+        running = [seq for seq in running if not data.draw(st.booleans())]
+        running = (running + [sequence(n) for n in lengths])[:64]
+        batch = lanes.divide(running)
+        found = [seq for seq in batch.sequences if seq is not None]
+        assert sorted(map(id, found)) == sorted(map(id, running))
+        if len(running) < 2 * min_lane:
+            assert batch == (running, 0), "a short batch is one lane"
+            continue
+        size = sizes.of(len(running))
+        first, second = batch.sequences[: batch.lane], batch.sequences[batch.lane :]
+        assert 0 < len(second) <= size
+        assert None not in second
+        assert batch.lane == size if pads else 0 < batch.lane <= size
+        assert pads or None not in first
+
+
+def test_a_request_keeps_its_lane_until_one_of_them_is_short() -> None:
+    lanes, old = Lanes(LaneSizes.up_to(64, 1), pads=False), [sequence(n) for n in (90, 50, 40, 30, 20, 10, 10, 10)]
+    batch = lanes.divide(old)
+    first, second = batch.sequences[: batch.lane], batch.sequences[batch.lane :]
+    loads = [sum(len(seq.tokens) for seq in part if seq is not None) for part in (first, second)]
+    assert loads == [140, 120], "lanes read about equally many keys"
+    more = [sequence(5)]
+    grown = lanes.divide(old + more)
+    assert (grown.sequences[: grown.lane], grown.sequences[grown.lane :]) == (first, [*second, *more])
+    left = [seq for seq in second if seq is not None]
+    assert lanes.divide(left) == ([left[0], left[3], *left[1:3]], 2), "one lane has drained: 50, 10, 40, 20"
+    assert lanes.divide(left[:1]) == (left[:1], 0)
+
+
+def test_each_padded_size_is_one_that_batches_have() -> None:
+    lanes, items = LaneSizes.up_to(256), ByBatch((30, 256), ("a", "b"))
+    sizes = padded_sizes(items, 256, lanes)
+    for count in range(1, 257):
+        lane = lanes.of(count)
+        assert (lane == 0) == (count < 2 * MIN_LANE)
+        size = next(s for (s, of), i in reversed(sizes) if of == lane and i == items.index(count) and s >= count)
+        assert not lane or size == 2 * lane
+    plain = padded_sizes(items, 256)
+    assert len(sizes) <= len(plain) + 2
+    assert all(size.lane == 0 for size, _ in plain)
+    single = LaneSizes(lanes.sizes, frozenset([16]))
+    assert [single.of(n) for n in (16, 17, 32, 33)] == [8, 0, 0, 24]
+    assert padded_sizes(ByBatch.always("a"), 3, LaneSizes.up_to(3, 1))[0] == (PaddedSize(4, 2), 0)
+
+
+ENGINES = {"CPU": tiny_engine, "fixed shapes": tiny_device_engine}
+
+
+def outputs(completions: list[Completion]) -> list[Any]:
+    return [(c.token_ids, c.finish_reason, c.logprobs, c.margin, c.speculation) for c in completions]
+
+
+def spied(engine: Engine) -> list[int]:
+    """The lanes of the rounds that it will run."""
+    launch, found = engine.executor.run, list[int]()
+
+    def run(*args: Any) -> Any:
+        found.append(args[-1])
+        return launch(*args)
+
+    engine.executor.run = run  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "kind"),
+    [
+        ("none", None, "CPU"),
+        ("ngram", CHAIN, "CPU"),
+        ("draft_model", TREE, "CPU"),
+        ("eagle3", CHAIN, "CPU"),
+        ("eagle3", TREE, "fixed shapes"),
+    ],
+)
+def test_lanes_change_no_bit(method: str, shape: DraftShape | None, kind: str) -> None:
+    """Tokens, log-probabilities and counts, sampled; float32 where the CPU promises it."""
+    dtype = torch.float32 if kind == "CPU" else torch.float64
+    options: dict[str, Any] = {"num_pages": 256, "max_batch_size": 7, "dtype": dtype, "eos": (5,)}
+    prompts = random_prompts(9, shared=9)
+    expected = run(ENGINES[kind](method, shape, **options), prompts, SAMPLED)
+    engine = ENGINES[kind](method, shape, min_lane=1, **options)
+    lanes = spied(engine)
+    actual = run(engine, prompts, SAMPLED)
+    assert max(lanes) >= 3
+    if kind == "CPU":
+        assert outputs(actual) == outputs(expected)
+    else:
+        assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_any_order_of_admission_end_and_preemption(count: int) -> None:
+    settings(max_examples=count, deadline=None)(no_order_matters)()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 14), st.booleans()), min_size=3, max_size=9),
+    st.sampled_from([("none", None), ("ngram", CHAIN), ("draft_model", CHAIN)]),
+    st.integers(16, 40),
+)
+def no_order_matters(rows: list[tuple[int, int, bool]], method: tuple[str, DraftShape | None], num_pages: int) -> None:
+    """`rows`: steps before each is submitted, its tokens, whether it samples."""
+    prompts = random_prompts(len(rows), seed=len(rows), longest=12, shared=5)
+
+    def answers(min_lane: int | None) -> list[Any]:
+        settings: dict[str, Any] = {"dtype": torch.float32, "num_pages": num_pages, "prefill_chunk_tokens": 9}
+        engine = tiny_engine(*method, max_batch_size=6, min_lane=min_lane, **settings)
+        done = list[Completion]()
+        for i, (steps, max_tokens, sampled) in enumerate(rows):
+            for _ in range(steps):
+                done += engine.step()
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.9 if sampled else 0.0, logprobs=1)
+            engine.submit(Request(i, prompts[i], params, RngKey(3, i, 0)))
+        while len(done) < len(rows):
+            done += engine.step()
+            engine.check_integrity()
+        return outputs(sorted(done, key=lambda completion: completion.request_id))
+
+    assert answers(1) == answers(2) == answers(None)
+
+
+def test_pages_run_out() -> None:
+    prompts = random_prompts(6, seed=1, longest=30)
+    params = SamplingParams(max_tokens=16)
+    expected = run(tiny_engine("draft_model", TREE, num_pages=256, dtype=torch.float32), prompts, params)
+    engine = tiny_engine("draft_model", TREE, num_pages=36, dtype=torch.float32, min_lane=1)
+    assert outputs(run(engine, prompts, params)) == outputs(expected)
+    assert engine.stats.preemptions > 0
+
+
+def test_ranks_sum_in_the_same_order() -> None:
+    prompts = random_prompts(4, shared=9, longest=12)
+
+    def work(min_lane: int | None) -> list[Any]:
+        def on_rank(group: Group) -> list[Any]:
+            engine = tiny_engine("draft_model", CHAIN, num_pages=256, group=group, min_lane=min_lane, num_layers=3)
+            return outputs(run(engine, prompts, SAMPLED))
+
+        return on_ranks(2, on_rank)
+
+    assert work(1) == work(None)
+
+
+def test_the_second_pass_runs_half_a_layer_later() -> None:
+    order = list[str]()
+
+    def stages(name: str, count: int) -> Generator[None, None, str]:
+        for i in range(count):
+            order.append(f"{name}{i}")
+            yield
+        return name
+
+    assert TwoPasses(CPU).run(stages("a", 3), stages("b", 4)) == ("a", "b")
+    assert order == ["a0", "b0", "a1", "b1", "a2", "b2", "b3"]
+    assert completed(stages("c", 2)) == "c"
+
+
+@pytest.mark.parametrize(("given_value", "decided"), [("on", "on"), ("off", "off"), ("auto", "off")])
+def test_the_option_as_yaml_reads_it(given_value: str, decided: str) -> None:
+    sets = ["model.target=random:tiny", "engine.device=cpu", f"engine.two_batch_overlap={given_value}"]
+    run = resolve(load_config(None, sets))
+    assert run.config.engine.two_batch_overlap == decided
+    assert run.engine.two_lanes == (decided == "on")
+    with pytest.raises(ConfigError, match="must be off, on or auto, not 3"):
+        load_config(None, ["engine.two_batch_overlap=3"])
