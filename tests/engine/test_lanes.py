@@ -14,16 +14,18 @@ from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
-from specbatch.engine.executor import PaddedSize, padded_sizes
+from specbatch.engine.executor import GraphMode, PaddedSize, padded_sizes
+from specbatch.engine.lane_times import LaneTimes, chosen, time_lanes
 from specbatch.engine.lanes import MIN_LANE, Lanes, LaneSizes
 from specbatch.engine.resolve import resolve
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import ConfigError
 from specbatch.models.stages import TwoPasses, completed
 from specbatch.parallel.group import Group
+from specbatch.tune.timing import dummy_batch
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.parallel.threads import on_ranks
-from tests.tiny_models import CPU, random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import CPU, random_prompts, round_of, run, tiny_device_engine, tiny_engine
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
 SAMPLED = SamplingParams(max_tokens=14, temperature=0.8, top_k=30, seed=5, logprobs=2)
@@ -213,3 +215,38 @@ def test_the_option_as_yaml_reads_it(given_value: str, decided: str) -> None:
     assert run.engine.two_lanes == (decided == "on")
     with pytest.raises(ConfigError, match="must be off, on or auto, not 3"):
         load_config(None, ["engine.two_batch_overlap=3"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("method", "shape"), [("none", None), ("ngram", CHAIN), ("eagle", CHAIN), ("eagle3", TREE)])
+def test_two_streams_give_the_tokens_of_one(
+    method: str, shape: DraftShape | None, dtype: torch.dtype, graphs: GraphMode
+) -> None:
+    options: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "dtype": dtype, "device": torch.device("cuda")}
+    prompts = random_prompts(19, shared=10)
+    expected = run(tiny_device_engine(method, shape, graphs=graphs, **options), prompts, SAMPLED)
+    engine = tiny_device_engine(method, shape, graphs=graphs, min_lane=1, **options)
+    lanes = spied(engine)
+    assert [c.token_ids for c in run(engine, prompts, SAMPLED)] == [c.token_ids for c in expected]
+    assert {0, 1, 2, 4} <= set(lanes)
+
+
+def test_timing_both_leaves_the_requests_as_they_were() -> None:
+    for kind in (tiny_device_engine, tiny_engine):
+        engine = kind("draft_model", CHAIN, num_pages=512, max_batch_size=6, min_lane=1)
+        with dummy_batch(engine, 6, 20):
+            table = round_of(engine).state
+            before = table.ints_SF.clone()
+            times = time_lanes(round_of(engine), engine.prepare_round(), 6, 3, repeats=2)
+            assert torch.equal(table.ints_SF, before)
+        assert min(times) > 0
+
+
+def test_lanes_are_chosen_where_they_gain() -> None:
+    made_up = {8: LaneTimes(100, 98.5), 16: LaneTimes(100, 90), 24: LaneTimes(100, 120), 32: LaneTimes(100, 50)}
+    sizes, notes = chosen(LaneSizes.up_to(64), made_up.__getitem__)
+    assert [sizes.of(2 * size) for size in made_up] == [0, 16, 0, 32]
+    assert notes[1] == "engine.two_batch_overlap: 32 rows: two lanes (a round takes 100 us in one lane, 90 us in two)"
+    assert "16 rows: one lane" in notes[0]
