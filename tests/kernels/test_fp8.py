@@ -1,7 +1,6 @@
 """The kernels of FP8 against the reference kernels: in Triton's interpreter without a GPU, for real with one.
 
-The interpreter reads float8 correctly, but rounds some values wrongly to it: what the kernels write is compared to the
-bit on a GPU only.
+The interpreter reads float8 correctly, but rounds some values wrongly to it. Here it rounds as torch does.
 """
 
 from __future__ import annotations
@@ -31,6 +30,22 @@ SCHEMES = [(None, False), (None, True), (0.01, False)]
 SIZES = [200, 4096, 14336] if CUDA else [200]
 
 
+@pytest.fixture(autouse=True)
+def rounding_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    if CUDA:
+        return
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (str(source), str(target)) != ("fp32", "fp8e4nv"):
+            return convert(values, source, target, rounding)
+        return torch.tensor(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
 def quantised(name: str, x: Tensor, scheme: tuple[float | None, bool]) -> tuple[Quantised, Quantised]:
     """By the kernel and by the reference."""
     norm = (random(x.shape[1], dtype=x.dtype, seed=9), 1e-5) if name == "rms_norm_quantised" else ()
@@ -48,7 +63,7 @@ def test_inputs_are_quantised(name: str, scheme: tuple[float | None, bool], size
     torch.testing.assert_close(found.scale_TG, expected.scale_TG, rtol=1e-5, atol=0.0)
     wrong = (found.values_TI.float() - expected.values_TI.float()).ne(0).float().mean()
     # Of norms and activations a last bit may differ, and with it a rounding.
-    assert float(wrong) <= (0.05 if not CUDA else 0.0 if name == "quantise" else 0.002)
+    assert float(wrong) <= (0.0 if name == "quantise" else 0.002)
 
 
 @gpu
