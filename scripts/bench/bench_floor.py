@@ -3,7 +3,7 @@ over the measured matrix rate, whichever is longer.
 
 Counted are the weights of the target once a round and those of the draft once a pass (without embeddings, of which a
 round reads a few rows), the keys and values of all running sequences, and the multiplications of all drafted rows.
-Activations are not: on a GPU they stay in caches.
+Activations are not: on a GPU they stay in caches. Weights in FP8 are a byte each, at twice the matrix rate of bfloat16.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from specbatch.models import config as decoder
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_config import expected_eagle_tensors
 from specbatch.models.formats.eagle_files import EagleCheckpoint
+from specbatch.models.quantization import Quantization
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Pass:
     rows: float  # of one sequence
     kv_parameters: int  # read for each token of the context
     attention_width: int  # heads * head_dim * layers
+    in_fp8: int = 0  # of the parameters: a byte each, at twice the arithmetic
 
 
 def measure_device(device: torch.device) -> DeviceRates:
@@ -87,7 +89,7 @@ def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
     round commits on average, which is what draft-extend has to run over."""
     section = run.config.speculation
     nodes = 1 if section.method == "none" else section.num_draft_tokens or 1
-    passes = [_decoder_pass(run.target.config, nodes)]
+    passes = [_decoder_pass(run.target.config, nodes, run.quantization)]
     steps, topk = section.num_steps or 0, section.topk
     if isinstance(run.draft, EagleCheckpoint):
         extend = _head_pass(run.draft, run.target.config, committed, takes_target_features=True)
@@ -103,8 +105,9 @@ def round_floor(run: ResolvedRun, rates: DeviceRates, batch: float, context: flo
     """Seconds of a round over `batch` sequences with `context` tokens each, on average."""
     read, flops = 0.0, 0.0
     for p in round_passes(run, committed):
-        read += p.parameters * run.dtype.itemsize + batch * context * p.kv_parameters * run.kv_dtype.itemsize
-        flops += batch * p.rows * (2 * p.parameters + 4 * context * p.attention_width)
+        read += p.parameters * run.dtype.itemsize - p.in_fp8 * (run.dtype.itemsize - 1)
+        read += batch * context * p.kv_parameters * run.kv_dtype.itemsize
+        flops += batch * p.rows * (2 * p.parameters - p.in_fp8 + 4 * context * p.attention_width)
     return max(read / rates.copy_bytes_per_second, flops / rates.matmul_flops_per_second)
 
 
@@ -113,7 +116,8 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
     tokens, squares = sum(lengths), sum(n * n for n in lengths)
     target = run.target.config
     heads = len(lengths) * target.vocab_size * target.hidden_size
-    body = _decoder_pass(target, 1).parameters - target.vocab_size * target.hidden_size
+    whole = _decoder_pass(target, 1, run.quantization)
+    body = whole.parameters - target.vocab_size * target.hidden_size
     width = target.num_heads * target.head_dim * target.num_layers
     if isinstance(run.draft, EagleCheckpoint):
         head = run.draft.config
@@ -126,11 +130,13 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
         heads += len(lengths) * c.vocab_size * c.hidden_size
         body += _decoder_pass(c, 1).parameters - c.vocab_size * c.hidden_size
         width += c.num_heads * c.head_dim * c.num_layers
-    flops = 2 * tokens * body + 2 * heads + 2 * squares * width  # causal: half of 4 * n^2
-    return max(flops / rates.matmul_flops_per_second, body * run.dtype.itemsize / rates.copy_bytes_per_second)
+    # Causal: half of 4 * n^2.
+    flops = tokens * (2 * body - whole.in_fp8) + 2 * heads + 2 * squares * width
+    read = body * run.dtype.itemsize - whole.in_fp8 * (run.dtype.itemsize - 1)
+    return max(flops / rates.matmul_flops_per_second, read / rates.copy_bytes_per_second)
 
 
-def _decoder_pass(config: ModelConfig, rows: float) -> Pass:
+def _decoder_pass(config: ModelConfig, rows: float, quantization: Quantization | None = None) -> Pass:
     shapes = decoder.expected_tensors(config)
     matrices = _num_matrix_parameters(shapes)
     if not config.tie_word_embeddings:  # a tied embedding is read as the LM head
@@ -140,6 +146,7 @@ def _decoder_pass(config: ModelConfig, rows: float) -> Pass:
         rows,
         2 * config.num_layers * config.num_kv_heads * config.head_dim,
         config.num_heads * config.head_dim * config.num_layers,
+        0 if quantization is None or quantization.inputs == "none" else quantization.num_values(shapes),
     )
 
 

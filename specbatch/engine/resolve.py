@@ -19,7 +19,7 @@ from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.engine.resolve_lanes import resolve_two_lanes
-from specbatch.engine.resolve_model import part_of_a_rank, quantization_of_draft, resolve_quantization
+from specbatch.engine.resolve_model import part_of_a_rank, quantization_of_draft, resolve_quantization, saved_bytes
 from specbatch.engine.resolve_speculation import (
     Speculation,
     check_device_shape,
@@ -108,7 +108,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
-    quantization = resolve_quantization(config, target, device, notes)
+    quantization = resolve_quantization(config, target, device, dtype, notes)
     draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
         notes += draft.notes
@@ -141,7 +141,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     num_nodes = max((shape.num_draft_tokens for shape in shapes), default=1)
     measured = (num_nodes, engine.prefill_chunk_tokens) if on_cuda else None
     num_ranks, fraction = config.engine.tensor_parallel, engine.memory_fraction
-    wanted = CacheRequest(models, rows, dtype, device, given, fraction, measured, num_ranks)
+    saved = saved_bytes(quantization, held, device, dtype)
+    wanted = CacheRequest(models, rows, dtype, device, given, fraction, measured, num_ranks, saved)
     # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.
     if engine.attention == "triton" and "max_batch_size" in engine.left_open:
         wanted = with_default_batch(wanted, config.sampling.max_tokens, notes)

@@ -42,10 +42,11 @@ class CacheRequest:
     # chunk). None: on a CPU, where the size is decided here.
     measured: tuple[int, int] | None
     num_ranks: int = 1  # processes that share this memory
+    saved: int = 0  # bytes that the weights take less, where layers are quantised
 
     @property
     def weights(self) -> int:
-        return sum(model.num_parameters() for model in self.models) * self.dtype.itemsize
+        return sum(model.num_parameters() for model in self.models) * self.dtype.itemsize - self.saved
 
     def of_batch(self, max_batch_size: int) -> CacheRequest:
         return replace(self, rows=replace(self.rows, max_batch_size=max_batch_size))

@@ -7,6 +7,8 @@ from dataclasses import replace
 import torch
 
 from specbatch.config import Config
+from specbatch.engine.memory import GIB
+from specbatch.engine.resolve_device import DTYPE_NAMES
 from specbatch.errors import ConfigError
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
@@ -23,7 +25,7 @@ _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 
 
 def resolve_quantization(
-    config: Config, target: Checkpoint, device: torch.device, notes: list[str]
+    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
 ) -> Quantization | None:
     """How the target's layers are quantised."""
     option, is_gguf = config.model.quantization, isinstance(target.tensors, GgufSource)
@@ -44,8 +46,19 @@ def resolve_quantization(
     matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
     linear = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
     covered = sum(map(found.covers, linear))
-    notes.append(f"model.quantization: {found.describe()}; {covered} of {len(linear)} linear layers")
+    note = f"model.quantization: {found.describe()}; {covered} of {len(linear)} linear layers"
+    saved = saved_bytes(found, target.config, device, dtype)
+    notes.append(f"{note}; {saved / GIB:.1f} GiB less than {DTYPE_NAMES[dtype]}" if saved else note)
     return found
+
+
+def saved_bytes(
+    quantization: Quantization | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> int:
+    """How many bytes less the weights take than in `dtype`. On a CPU, which emulates FP8, none."""
+    if quantization is None or quantization.inputs == "none" or device.type != "cuda":
+        return 0
+    return quantization.num_values(expected_tensors(config)) * (dtype.itemsize - 1)
 
 
 def _check_cuda(what: str, device: torch.device) -> None:

@@ -45,6 +45,11 @@ class Quantization:
             return False
         return not any(_matches(pattern, layer) for pattern in self.ignored)
 
+    def num_values(self, plain: Mapping[str, tuple[int, ...]]) -> int:
+        """How many weights are in FP8, from names and shapes of the unquantised model."""
+        covered = (shape for name, shape in plain.items() if self.covers(name.removesuffix(".weight")))
+        return sum(math.prod(shape) for shape in covered)
+
     def stored(self, plain: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that a checkpoint has, from those of the unquantised model. A scale of one
         value may have any number of dimensions: see `scale_shape_fits`."""

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
+from specbatch.engine.memory import CachedModel, Rows
 from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_model import resolve_quantization
+from specbatch.engine.resolve_cache import CacheRequest
+from specbatch.engine.resolve_model import resolve_quantization, saved_bytes
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.quantised import E4M3_MAX
@@ -25,6 +27,7 @@ from specbatch.models.fp8 import Fp8Linear, Fp8Weight, SiluGatedLinear, quantise
 from specbatch.models.layers import RMSNorm
 from specbatch.models.packed import PackedLinear
 from specbatch.models.quantization import ON_LOAD, Quantization, chosen, parse_quantization
+from specbatch.models.random_weights import random_config
 from specbatch.models.scaled import ScaledGatedLinear, ScaledLinear
 from specbatch.models.sharded import ModelShard
 from specbatch.models.weight_loader import WeightLoader
@@ -236,6 +239,18 @@ def test_dequantised_and_quantised_while_loading(tmp_path: Path) -> None:
     assert torch.equal(loaded[0].dequantised(), loaded[1].dequantised())
 
 
+def test_bytes_that_are_saved() -> None:
+    """Of Llama-3-8B: a byte of two for each weight of its layers, and none of its embedding and head."""
+    config, bf16 = random_config("random:llama-3-8b"), torch.bfloat16
+    layer = 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
+    assert saved_bytes(ON_LOAD, config, torch.device("cuda"), bf16) == 32 * layer
+    assert saved_bytes(chosen("none", ON_LOAD), config, torch.device("cuda"), bf16) == 0
+    assert saved_bytes(None, config, torch.device("cuda"), bf16) == saved_bytes(ON_LOAD, config, CPU, bf16) == 0
+    rows = Rows(131072, 16, 4, 8192, 8, 1)
+    wanted = CacheRequest([CachedModel.whole(config, packs=False)], rows, bf16, CPU, None, 0.9, (4, 512))
+    assert wanted.weights - replace(wanted, saved=32 * layer).weights == 32 * layer
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -262,7 +277,9 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel"):
         resolve(load_config(None, [f"model.target={fp8}", "engine.device=cpu", "engine.tensor_parallel=2"]))
     with pytest.raises(ConfigError, match="a checkpoint in FP8 does not run on CUDA yet"):
-        resolve_quantization(load_config(None, [f"model.target={fp8}"]), open_checkpoint(fp8), torch.device("cuda"), [])
+        resolve_quantization(
+            load_config(None, [f"model.target={fp8}"]), open_checkpoint(fp8), torch.device("cuda"), torch.bfloat16, []
+        )
 
 
 @pytest.mark.parametrize("section", FORMATS.values(), ids=FORMATS)
