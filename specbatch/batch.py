@@ -60,6 +60,32 @@ class Output(IntEnum):
     TOKENS = 4
 
 
+PREFIX_UNIT = 64  # tokens: what a group shares is a multiple of it
+
+
+class PrefixGroups(NamedTuple):
+    """Sequences of a batch whose first pages are the same pages, in groups (at most G; a sequence is in one, or in
+    none). All int32. Rounds read them on the device, so that groups may change under a captured graph."""
+
+    sizes_G: Tensor  # sequences; 0: there is no such group
+    firsts_G: Tensor  # index of the first of them in `members_B`, where one group follows the other
+    tokens_G: Tensor  # what they share, a multiple of PREFIX_UNIT and of the page; before the new tokens of all
+    members_B: Tensor  # sequences, by index in the batch
+    tokens_B: Tensor  # what each sequence shares with its group; 0: it is in none
+
+    def of_batch(self, size: int) -> PrefixGroups:
+        """For the first `size` sequences, which have all members."""
+        return self._replace(members_B=self.members_B[:size], tokens_B=self.tokens_B[:size])
+
+
+class PrefixParts(NamedTuple):
+    """Attention of T tokens over what their groups share, in P parts: sums that are yet to be merged. What no group
+    has, and what a part does not reach, is not written."""
+
+    sums_PTHD: Tensor  # of values times weights; the head dimension may be padded
+    weights_PTH2: Tensor  # the largest score, by which weights are measured, and the sum of weights
+
+
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
     """T new tokens of B sequences, the same for every layer of a forward pass.
@@ -81,6 +107,7 @@ class PagedBatch:
     mask_starts_B: Tensor | None = None  # int32
     # `query_starts` on the host, of prompts. None: each sequence has `max_queries` new tokens, or it is a `part`.
     host_query_starts: np.ndarray | None = None
+    groups: PrefixGroups | None = None  # None: what sequences share is not looked for
 
     def part(self, first_B: Tensor, end_B: Tensor) -> tuple[PagedBatch, Tensor]:
         """Of a batch in which each sequence has `max_queries` new tokens: tokens [first, end) of each sequence, and
@@ -134,8 +161,15 @@ class LogitsIndices:
     batch: PagedBatch  # the same tokens, each the one new token of a sequence
 
     @staticmethod
-    def of(batch: PagedBatch, index_R: Tensor, starts_R: Tensor, page_table_RP: Tensor) -> LogitsIndices:
-        """`starts_R`: slots before each; `page_table_RP`: the pages of its sequence."""
+    def of(
+        batch: PagedBatch,
+        index_R: Tensor,
+        starts_R: Tensor,
+        page_table_RP: Tensor,
+        groups: PrefixGroups | None = None,
+    ) -> LogitsIndices:
+        """`starts_R`: slots before each; `page_table_RP`: the pages of its sequence. `groups`: of one token of each
+        sequence."""
         count = index_R.shape[0] + 1
         alone = PagedBatch(
             batch.slots_T[index_R],
@@ -146,6 +180,7 @@ class LogitsIndices:
             torch.arange(count, dtype=torch.int32, device=index_R.device),
             max_queries=1,
             host_query_starts=None if batch.host_query_starts is None else np.arange(count, dtype=np.int32),
+            groups=groups,
         )
         return LogitsIndices(index_R, alone)
 

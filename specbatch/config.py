@@ -160,6 +160,12 @@ class EngineSection:
     prefix_cache: bool = option(
         True, "Compute the beginning that several prompts share (few-shot examples, system prompts) once."
     )
+    cascade_attention: Literal["off", "on", "auto"] = option(
+        "auto",
+        "`on`: a round reads the cached beginning that several requests share once for all of them, and not once for "
+        "each. With `engine.attention: triton`. `auto`: off, until it is measured where it gains.",
+        read=read_switch,
+    )
     prefill_chunk_tokens: int | None = option(
         None,
         "Most prompt tokens computed in one pass. null: 512 on CPU, 8192 on CUDA, or fewer if memory is short.",

@@ -14,6 +14,7 @@ from specbatch.attention.cpu import TorchAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
+from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft import METHODS, DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.draft.schedule import ByBatch, Schedule
@@ -263,6 +264,7 @@ def tiny_device_engine(
     coupled: bool = False,
     group: Group | None = None,
     min_lane: int | None = None,
+    cascade: GroupLimits | None = None,
     **traits: Any,
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
@@ -293,7 +295,9 @@ def tiny_device_engine(
     parts = DraftParts(device, ops, net, (1, 3), coupled)
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead
-    parts_of_rounds = RoundParts(target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes, min_lane)
+    parts_of_rounds = RoundParts(
+        target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes, min_lane, cascade
+    )
     rounds = parts_of_rounds.make(max_batch_size, max_length, num_slots)
     executor = RoundExecutor(rounds.items, max_batch_size, device, graphs, rounds.lanes)
     chunk_cost = chunk_cost or ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens)

@@ -5,7 +5,7 @@ Backend `triton` is this with Triton's kernel. With the reference kernel it runs
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,18 @@ LONG_TOKENS: int | None = 8192
 WORKSPACE_ROWS = _MAX_PROGRAMS * _MAX_ROWS
 
 
+# Of the tokens that a group shares: more parts keep more multiprocessors busy, and leave more sums to merge. Not
+# measured yet: `scripts/bench/bench_cascade.py` compares.
+_MAX_PREFIX_PARTS, _PREFIX_ROWS, _PREFIX_PROGRAMS = 8, 128, 256
+
+
+class _Plan(NamedTuple):
+    batch: PagedBatch
+    num_splits: int
+    listed: tuple[Tensor, Tensor] | None  # see `long_sequences`
+    prefix_parts: int  # 0: no prefix is read for several sequences
+
+
 class PagedAttention:
     """`num_heads` is a multiple of `num_kv_heads`. Splits follow the number of sequences, which is fixed in a captured
     graph, never their lengths. `scale` None: head_dim ** -0.5. `long_tokens`: in a large batch, sequences of as many
@@ -44,28 +56,34 @@ class PagedAttention:
         long_tokens: int | None = LONG_TOKENS,
     ) -> None:
         ops = ops_for(device, dtype)
-        self._attend, self._long_sequences, self._long_tokens = ops.attend, ops.long_sequences, long_tokens
+        self._attend, self._attend_prefixes = ops.attend, ops.attend_prefixes
+        self._long_sequences, self._long_tokens = ops.long_sequences, long_tokens
         self._workspace = ops.Workspace(device, WORKSPACE_ROWS, head_dim)
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._scale = head_dim**-0.5 if scale is None else scale
 
-    def plan(self, layout: PagedBatch) -> Any:
+    def plan(self, layout: PagedBatch) -> _Plan:
         num_seqs, max_pages = layout.page_table_BP.shape
         num_rows = layout.max_queries * self._group
         splits = num_splits(num_seqs, self._num_kv_heads, num_rows)
+        parts = 0 if layout.groups is None else num_prefix_parts(num_seqs, self._num_kv_heads, num_rows)
         if splits > 1 or self._long_tokens is None or max_pages * layout.page_size < self._long_tokens:
-            return layout, splits, None
+            return _Plan(layout, splits, None, parts)
         count = num_long(num_seqs, self._num_kv_heads, num_rows)
         if not count:
-            return layout, splits, None
+            return _Plan(layout, splits, None, parts)
         listed = self._long_sequences(layout.starts_B, layout.query_starts, self._long_tokens, count)
-        return layout, _MAX_SPLITS, listed
+        return _Plan(layout, _MAX_SPLITS, listed, parts)
 
-    def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
-        batch, splits, listed = plan
-        kv, workspace = cache.layer(layer), self._workspace
-        out: Tensor = self._attend(q_THD, kv, batch, self._scale, window, splits, workspace, listed)
+    def attend(self, plan: _Plan, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+        batch, splits, listed, parts = plan
+        kv, prefix = cache.layer(layer), None
+        if parts and window is None:
+            prefix = self._attend_prefixes(q_THD, kv, batch, self._scale, parts)
+        out: Tensor = self._attend(
+            q_THD, kv, batch, self._scale, window, splits, self._workspace, listed, prefix=prefix
+        )
         return out
 
 
@@ -83,3 +101,11 @@ def num_long(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
     """Sequences of a batch without splits that can be split as far as possible all the same."""
     programs = num_kv_heads * -(-num_rows // _MAX_ROWS)
     return min(num_seqs, _MAX_PROGRAMS // (programs * _MAX_SPLITS))
+
+
+def num_prefix_parts(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
+    """Parts of what groups share: a power of two, more for fewer sequences and fewer rows."""
+    programs, parts = num_kv_heads * -(-num_seqs * num_rows // _PREFIX_ROWS), 1
+    while parts < _MAX_PREFIX_PARTS and parts * 2 * programs <= _PREFIX_PROGRAMS:
+        parts *= 2
+    return parts

@@ -16,7 +16,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specbatch.batch import NUM_FIELDS, Field, PagedBatch
+from specbatch.batch import NUM_FIELDS, Field, PagedBatch, PrefixGroups
+from specbatch.cache.prefix_groups import GroupLimits, GroupTable
 from specbatch.cache.rule_table import RuleTable
 
 
@@ -33,8 +34,10 @@ class RequestTable:
         dtype: torch.dtype,
         device: torch.device,
         num_host_columns: int = 0,
+        cascade: GroupLimits | None = None,
     ) -> None:
-        """`num_host_columns`: of draft trees that the host uploads, see `draft.host`."""
+        """`num_host_columns`: of draft trees that the host uploads, see `draft.host`. `cascade`: of
+        groups of requests, for which rounds read what they share once; None: they do not."""
         rows = num_slots + 1
         self.ints_SF = torch.zeros(rows, NUM_FIELDS, dtype=torch.int64, device=device)
         self.ints_SF[:, Field.DONE] = 1
@@ -47,6 +50,8 @@ class RequestTable:
         # All tokens, for n-gram drafts on the device and for rules.
         self.tokens_SL = torch.zeros(rows, max_length if keeps_tokens else 0, dtype=torch.int32, device=device)
         self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
+        # Of the batch of the next round.
+        self.groups = None if cascade is None else GroupTable(num_slots, cascade, device)
         self.rules: RuleTable | None = None
         self._max_length = max_length
 
@@ -86,6 +91,7 @@ class BatchView:
     page_table_BP: Tensor
     page_size: int
     ops: ModuleType
+    groups: PrefixGroups | None
 
     @staticmethod
     def gather(state: RequestTable, req_idx_B: Tensor, page_size: int, ops: ModuleType) -> BatchView:
@@ -96,6 +102,7 @@ class BatchView:
             state.page_table_SP[req_idx_B],
             page_size,
             ops,
+            None if state.groups is None else state.groups.groups.of_batch(len(req_idx_B)),
         )
 
     def field(self, field: Field) -> Tensor:
@@ -151,4 +158,5 @@ class BatchView:
             num_queries,
             mask_TW,
             None if mask_TW is None else spans.mask_starts_B,
+            groups=self.groups,
         )

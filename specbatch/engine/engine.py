@@ -27,6 +27,7 @@ from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.base import EngineBase
+from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
@@ -43,10 +44,7 @@ from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.types import (
-    Completion,
-    FinishReason,
-)
+from specbatch.types import Completion, FinishReason
 
 # What cannot be made smaller is tried so often: other programs may take memory for a moment.
 _SMALLEST_CHUNK, _TRIES = 32, 4
@@ -95,6 +93,7 @@ class Engine(EngineBase):
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
         self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, graph_tokens)
         self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
+        self._groups = BatchGroups(self._state.groups, pool.page_size)
         self._max_batch_size = max_batch_size
         self._async_depth = _async_depth(rounds)
         sizes = executor.lanes
@@ -195,6 +194,7 @@ class Engine(EngineBase):
         # A batch with grammars waits for the host, and is no graph: it is one lane.
         batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
         slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
+        self.executor.write_groups(self._groups.of(rows))
         launched = self.executor.run(slots, sampled, num_top, _edits(rows), grammar, batch.lane)
         if grammar is not None:
             self._stats.grammar.add(grammar.counts)
@@ -288,6 +288,7 @@ class Engine(EngineBase):
         """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
         launched for the new request comes after that round."""
         self._rows.start(seq, self._scheduler.running)
+        self._groups.forget()
         seq.num_draft_computed = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
 
@@ -333,6 +334,7 @@ class Engine(EngineBase):
         """The request indices of the next round, whose page tables are on the device then: to run it by hand."""
         sequences = self._scheduler.plan_round()
         self._rows.upload_pages(sequences)
+        self.executor.write_groups(self._groups.of(sequences))
         return [seq.req_idx for seq in sequences]
 
     def abort_all(self) -> None:

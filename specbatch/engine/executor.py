@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import Edits
+from specbatch.cache.prefix_groups import Group
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.lanes import LaneSizes
@@ -139,8 +140,9 @@ class RoundExecutor:
     def _capture(self, key: _Key) -> None:
         """Leaves the kind of batch uncaptured where memory runs out."""
         assert self.runner is not None
-        saved = self._uploaded
+        saved, groups = self._uploaded, self.groups
         self._uploaded = []
+        self.write_groups([])  # they may be of a larger batch
         self._req_idx_B[: key.size].fill_(self._padding)
         try:
             self._capture_round(self.runner, key)
@@ -152,6 +154,7 @@ class RoundExecutor:
                 self.runner.drop((name, *key))
         if saved:
             self._upload(saved)
+        self.write_groups(groups)
 
     def _capture_round(self, runner: GraphRunner, key: _Key) -> None:
         req_idx_B, round_ = self._req_idx_B[: key.size], self.rounds.items[key.item]
@@ -165,6 +168,19 @@ class RoundExecutor:
         runner.capture(("extend", *key), lambda: round_.extend(verified))
         runner.replace_output(("draft", *key), None)
         runner.replace_output(("verify", *key), Launched.of(verified))
+
+    @property
+    def groups(self) -> list[Group]:
+        """What the last call of `write_groups` wrote."""
+        table = self.rounds.items[0].state.groups
+        return [] if table is None else table.written
+
+    def write_groups(self, groups: list[Group]) -> None:
+        """Requests of the next round, by index in the batch, for which what they share is read once. Nothing, where
+        rounds do not do so."""
+        table = self.rounds.items[0].state.groups
+        if table is not None:
+            table.write(groups, self._transfers.upload)
 
     def _upload(self, padded: list[int]) -> None:
         if padded != self._uploaded:

@@ -15,6 +15,7 @@ from specbatch.config import AttentionName, Config, EngineSection, KVDtypeName, 
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
 from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
+from specbatch.engine.resolve_cascade import resolve_cascade
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
@@ -53,6 +54,7 @@ class EngineSettings:
     prefill_chunk_tokens: int
     memory_fraction: float
     two_lanes: bool = False  # see `lanes.py`
+    cascade: bool = False
     left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
 
 
@@ -167,6 +169,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             # On a GPU it is known when the engine is built.
             kv_cache_tokens=given if given is not None or on_cuda else cache.num_pages * engine.page_size,
             memory_fraction=engine.memory_fraction,
+            cascade_attention="on" if engine.cascade else "off",
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
             two_batch_overlap="on" if engine.two_lanes else "off",
         ),
@@ -308,6 +311,7 @@ def _resolve_engine(
         section.prefill_chunk_tokens or chunk,
         section.memory_fraction or MEMORY_FRACTION[device.type],
         resolve_two_lanes(section, device, attention, notes),
+        resolve_cascade(section, attention, notes),
         frozenset(name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None),
     )
 

@@ -268,7 +268,8 @@ class Round:
         if self.fixed_shapes and batch * width <= _FREE_ROWS:
             hidden = net.forward(tokens_T, features, layout)[last_B]
         else:
-            logits_indices = LogitsIndices.of(layout, last_B, starts_B + num_path_B - 1, view.page_table_BP)
+            starts_R, groups = starts_B + num_path_B - 1, layout.groups
+            logits_indices = LogitsIndices.of(layout, last_B, starts_R, view.page_table_BP, groups)
             hidden = net.forward(tokens_T, features, layout, logits_indices)
         self.state.features_SE.index_copy_(0, view.req_idx_B, hidden)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specbatch.cache.pages import KVCache
+from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.cache.request_table import RequestTable
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
@@ -33,7 +34,8 @@ class Rounds:
 @dataclass(frozen=True)
 class RoundParts:
     """What rounds are made of. `methods`: of one draft network or of none. `simulate`, `fixed_shapes`: see `Round`.
-    `min_lane`: least requests of each of two lanes; None: rounds have one lane."""
+    `min_lane`: least requests of each of two lanes; None: rounds have one lane. `cascade`: see
+    `RequestTable`; rounds with two lanes have none."""
 
     target: Decoder
     methods: ByBatch[DraftMethod]
@@ -43,6 +45,7 @@ class RoundParts:
     simulate: float | None = None
     fixed_shapes: bool | None = None
     min_lane: int | None = None
+    cascade: GroupLimits | None = None
 
     @property
     def device(self) -> torch.device:
@@ -52,6 +55,7 @@ class RoundParts:
         """`max_length`: of the longest row. `num_slots`: of the caches, of which the last page is spare."""
         net, methods, dtype = self.methods.items[0].net, self.methods.items, self.target.embedding_VE.dtype
         lookahead = max(method.num_lookahead for method in methods)
+        assert self.min_lane is None or self.cascade is None, "groups are of one lane"
         table = RequestTable(
             max_batch_size,
             -(-(max_length + lookahead) // self.page_size),
@@ -61,6 +65,7 @@ class RoundParts:
             dtype,
             self.device,
             max(method.num_host_columns for method in methods),
+            self.cascade,
         )
         lanes = None if self.min_lane is None else LaneSizes.up_to(max_batch_size, self.min_lane)
         two_passes = None if lanes is None else TwoPasses(self.device)

@@ -31,6 +31,7 @@ _NOT_IN_RESULTS = (
     "engine.kv_cache_tokens",
     "engine.memory_fraction",
     "engine.prefix_cache",
+    "engine.cascade_attention",
     "engine.prefill_chunk_tokens",
     "engine.two_batch_overlap",
     "data.plan_rows",

@@ -190,8 +190,10 @@ def test_the_backend_splits_long_sequences() -> None:
     batch = replace(batch, starts_B=batch.starts_B[torch.tensor([0] * 299 + [1])])
     batch = replace(batch, query_starts=torch.arange(301, dtype=torch.int32, device=DEVICE))
     backend = PagedAttention(4, 2, 64, torch.float32, torch.device("cpu"), long_tokens=500)
-    _, splits, listed = backend.plan(batch)
-    assert splits == 8
+    plan = backend.plan(batch)
+    listed = plan.listed
+    assert listed is not None
+    assert plan.num_splits == 8
     assert listed[0].tolist() == [-1] * 299 + [0]
     assert listed[1].tolist() == [299] + [-1] * 31
-    assert PagedAttention(4, 2, 64, torch.float32, torch.device("cpu")).plan(batch)[1:] == (1, None)
+    assert PagedAttention(4, 2, 64, torch.float32, torch.device("cpu")).plan(batch)[1:] == (1, None, 0)

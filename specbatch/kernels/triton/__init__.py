@@ -10,6 +10,7 @@ from specbatch.kernels.triton.long_sequences import long_sequences
 from specbatch.kernels.triton.mask import forbid_tokens, tree_mask_bits
 from specbatch.kernels.triton.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.triton.ngram import ngram_lookup
+from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.triton.steps import commit_round, span_layout
 from specbatch.kernels.triton.tree import draft_topk, select_nodes
@@ -20,6 +21,7 @@ __all__ = [
     "argmax",
     "argmax_and_margin",
     "attend",
+    "attend_prefixes",
     "beam_expand",
     "beam_start",
     "commit_round",

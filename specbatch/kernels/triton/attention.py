@@ -6,6 +6,9 @@ BLOCK_N and merges them in order (online softmax, Milakov and Gimelshein 2018). 
 changes nothing, to the last bit. So a token's output does not depend on how its sequence was cut into prefix and new
 tokens. (The unified kernel of SGLang's pull request 11536 has the same aim.)
 
+What the sequences of a group share can be left to `prefixes.py`, which reads it once for all of them. Then a program
+begins after it, and merges its sums.
+
 With splits, split s takes blocks s, s + NUM_SPLITS, ...: a fixed number, whatever the lengths, and nothing for the host
 to plan. The last split to finish merges all of them, in order, so that no second launch is needed. Where a batch has
 programs enough, only sequences that the device has listed as long are split.
@@ -22,20 +25,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.batch import PagedBatch
+from specbatch.batch import PREFIX_UNIT, PagedBatch, PrefixParts
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded, tile_for
 from specbatch.kernels.triton.parts.attention_walk import walk
 from specbatch.kernels.triton.parts.fp8 import half_queries
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 
 
 @triton.jit
 def _result(acc, total, v_scale, IS_FP8: tl.constexpr):
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     return out * v_scale if IS_FP8 else out
+
+
+@triton.jit
+def _merge_prefix(
+    acc, maximum, total, prefix_ptr, weights_ptr, num_parts, num_rows, at, row_ok, dims, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Adds what `prefixes.py` has computed for the rows at `at`."""
+    for part in range(num_parts):
+        row = part * num_rows + at
+        peak = tl.load(weights_ptr + row * 2, mask=row_ok, other=float("-inf"))
+        weight = tl.load(weights_ptr + row * 2 + 1, mask=row_ok, other=0.0)
+        sums = tl.load(prefix_ptr + row[:, None] * BLOCK_D + dims[None, :], mask=row_ok[:, None], other=0.0)
+        new_maximum = tl.maximum(maximum, peak)
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay, share = tl.exp2(maximum - reference), tl.exp2(peak - reference)
+        total = total * decay + weight * share
+        acc = acc * decay[:, None] + sums * share[:, None]
+        maximum = new_maximum
+    return acc, maximum, total
 
 
 @triton.jit
@@ -55,12 +77,16 @@ def _attend(
     counter_ptr,
     index_ptr,
     listed_ptr,
+    prefix_tokens_ptr,
+    prefix_ptr,
+    prefix_weights_ptr,
     scale_log2,
     window,
     stride_kv_head,
     stride_table,
     mask_words,
     num_seqs,
+    num_rows,
     v_scale,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -71,6 +97,8 @@ def _attend(
     BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     LISTED: tl.constexpr,
+    PREFIX_PARTS: tl.constexpr,
+    PREFIX_UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -128,6 +156,9 @@ def _attend(
         position = token.to(tl.int64)
     # Whole rounds of splits, so that a split's blocks do not depend on where the window begins.
     begin_block = begin_block // step * step + split
+    if PREFIX_PARTS:
+        prefix_units = tl.load(prefix_tokens_ptr + seq) // PREFIX_UNIT
+        begin_block += prefix_units * (PREFIX_UNIT // BLOCK_N)
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -158,6 +189,14 @@ def _attend(
     )  # fmt: skip
     if PAIRS:
         acc = tl.interleave(acc, odd_acc)
+
+    if PREFIX_PARTS:
+        num_parts = tl.cdiv(prefix_units, tl.maximum(tl.cdiv(prefix_units, PREFIX_PARTS), 1))
+        at = token.to(tl.int64) * NUM_HEADS + head
+        acc, maximum, total = _merge_prefix(
+            acc, maximum, total, prefix_ptr, prefix_weights_ptr, tl.where(split == 0, num_parts, 0), num_rows, at,
+            row_ok, dims, BLOCK_D,
+        )  # fmt: skip
 
     out_ok = row_ok[:, None] & dim_ok[None, :]
     if NUM_SPLITS == 1 or (LISTED and step == 1):
@@ -226,6 +265,7 @@ def attend(
     workspace: Workspace | None = None,
     listed: tuple[Tensor, Tensor] | None = None,
     v_scale: float = 1.0,
+    prefix: PrefixParts | None = None,
 ) -> Tensor:
     """See `kernels/torch/attention.py`. `num_splits`, a power of two, needs a `workspace` if above 1. `listed`: only
     these sequences are split, see `long_sequences`; None: all are."""
@@ -233,7 +273,7 @@ def attend(
     num_rows = batch.max_queries * (num_heads // kv_2KSD.shape[1])
     is_fp8 = kv_2KSD.dtype == torch.float8_e4m3fn
     tile = tile_for(num_rows, head_dim, q_THD.element_size(), shared_bytes(q_THD), is_fp8=is_fp8)
-    return attend_by(tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed, v_scale)
+    return attend_by(tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed, v_scale, prefix)
 
 
 def attend_by(
@@ -247,6 +287,7 @@ def attend_by(
     workspace: Workspace | None,
     listed: tuple[Tensor, Tensor] | None = None,
     v_scale: float = 1.0,
+    prefix: PrefixParts | None = None,
 ) -> Tensor:
     """`attend` with a given tile. Bits are comparable only between calls with equal tiles and splits."""
     _, num_heads, head_dim = q_THD.shape
@@ -259,6 +300,13 @@ def attend_by(
     out = torch.empty_like(q_THD)
     partial = sums = counters = q_THD
     index, listed_K = listed or (batch.starts_B, batch.starts_B)
+    prefix_parts, prefix_tokens, prefix_sums, prefix_weights = 0, batch.starts_B, q_THD, q_THD
+    if prefix is not None:
+        assert batch.groups is not None, "parts of no group"
+        assert window is None, "a prefix is read as a whole"
+        assert prefix.sums_PTHD.shape[3] == block_d, prefix.sums_PTHD.shape
+        prefix_tokens, (prefix_sums, prefix_weights) = batch.groups.tokens_B, prefix
+        prefix_parts = len(prefix_sums)
     if num_splits > 1:
         assert workspace is not None, "splits need a workspace"
         tiles = (num_seqs if listed is None else len(listed_K)) * row_blocks * num_kv_heads
@@ -289,12 +337,16 @@ def attend_by(
         counters,
         index,
         listed_K,
-        scale * _LOG2E,
+        prefix_tokens,
+        prefix_sums,
+        prefix_weights,
+        scale * LOG2E,
         window or 0,
         kv_2KSD.stride(1),
         batch.page_table_BP.stride(0),
         batch.mask_TW.shape[1] if batch.mask_TW is not None else 0,
         num_seqs,
+        q_THD.shape[0] * num_heads,
         v_scale,
         NUM_HEADS=num_heads,
         GROUP=group,
@@ -305,6 +357,8 @@ def attend_by(
         BLOCK_N=tile.block_n,
         NUM_SPLITS=num_splits,
         LISTED=listed is not None,
+        PREFIX_PARTS=prefix_parts,
+        PREFIX_UNIT=PREFIX_UNIT,
         HAS_MASK=has_mask,
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",

@@ -1,0 +1,154 @@
+"""Rounds that read shared prefixes once: the same tokens, whatever groups form and dissolve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.cache.prefix_groups import Group, GroupLimits
+from specbatch.config_load import load_config
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.batch_groups import BatchGroups
+from specbatch.engine.engine import Engine
+from specbatch.engine.executor import GraphMode
+from specbatch.engine.resolve import resolve
+from specbatch.errors import ConfigError
+from specbatch.types import Request, RngKey, SamplingParams
+from tests.engine.graphs import Replays
+from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_oracle
+
+LIMITS = GroupLimits(2, 64)
+SHAPES = {
+    "none": None,
+    "ngram": DraftShape(3, 1, 4),
+    "draft_model": DraftShape(3, 1, 4),
+    "eagle3": DraftShape(3, 3, 8),
+}
+
+
+def requests(temperature: float = 0.0, copies: int = 1, longer: int = 0) -> list[Request]:
+    """Ten prompts: five after 70 common tokens, three after others, two alone. Each ends after another number of
+    tokens."""
+    prompts = [*random_prompts(5, 1, longest=20, shared=70), *random_prompts(3, 2, longest=9, shared=66)]
+    prompts += random_prompts(2, 3, longest=80)
+    params = [SamplingParams(max_tokens=4 + 3 * (i % 5) + longer, temperature=temperature) for i in range(len(prompts))]
+    return [
+        Request(copies * i + j, prompt, params[i], RngKey(0, i, j))
+        for i, prompt in enumerate(prompts)
+        for j in range(copies)
+    ]
+
+
+def watched(engine: Engine) -> list[list[Group]]:
+    """The groups of each round that runs."""
+    seen: list[list[Group]] = []
+    run = engine.executor.run
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        seen.append(engine.executor.groups)
+        return run(*args, **kwargs)
+
+    engine.executor.run = watch  # type: ignore[method-assign]
+    return seen
+
+
+def texts(engine: Any, wanted: list[Request]) -> list[list[int]]:
+    return [completion.token_ids for completion in run_requests(engine, wanted)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", SHAPES)
+def test_tokens_are_those_of_the_oracle(method: str, temperature: float) -> None:
+    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8}
+    expected = texts(tiny_oracle(method, SHAPES[method], **settings), requests(temperature))
+    engine = tiny_device_engine(method, SHAPES[method], **settings, cascade=LIMITS)
+    seen = watched(engine)
+    assert texts(engine, requests(temperature)) == expected
+    sizes = {tuple(sorted(len(group.members) for group in groups)) for groups in seen}
+    assert len(sizes) > 3, "the groups did not change"
+    assert () in sizes
+    assert any(len(both) == 2 for both in sizes)
+
+
+def test_preempted_requests_come_back_with_other_pages() -> None:
+    wanted = requests(copies=2, longer=40)
+    settings: dict[str, Any] = {"num_pages": 62, "max_batch_size": 12}
+    expected = texts(tiny_oracle(**settings), wanted)
+    engine = tiny_device_engine(**settings, cascade=LIMITS)
+    seen = watched(engine)
+    assert texts(engine, wanted) == expected
+    assert engine.stats.preemptions > 0
+    assert any(seen)
+
+
+def test_captures_see_no_group() -> None:
+    """What is captured runs on padding, perhaps of a smaller batch than the last one's."""
+    engine = tiny_device_engine(num_pages=512, max_batch_size=8, cascade=LIMITS)
+    table = engine._state.groups
+    assert table is not None
+
+    class Watching(Replays):
+        def capture(self, key: Any, function: Any) -> Any:
+            assert not any(part.any() for part in table.groups), key
+            return super().capture(key, function)
+
+    runner = Watching(lambda key: False)
+    engine.executor.runner, engine.executor.mode = runner, "round"  # type: ignore[assignment]
+    expected = texts(tiny_oracle(num_pages=512, max_batch_size=8), requests())
+    seen = watched(engine)
+    assert texts(engine, requests()) == expected
+    assert len(runner) > 2
+    assert runner.num_replays > len(runner)
+    assert any(seen)
+
+
+def test_groups_are_found_where_the_batch_changes() -> None:
+    engine = tiny_device_engine(num_pages=512, max_batch_size=8, cascade=LIMITS)
+    groups: BatchGroups = engine._groups
+    for request in requests()[:5]:
+        engine.submit(request)
+    while not (engine.num_running == 5 and engine.is_prefilled):
+        engine.step()
+    batch = list(engine._scheduler.running)
+    first = groups.of(batch)
+    assert [sorted(group.members) for group in first] == [[0, 1, 2, 3, 4]]
+    assert groups.of(list(batch)) is first
+    assert [sorted(group.members) for group in groups.of(batch[2:])] == [[0, 1, 2]]
+    groups.forget()
+    assert groups.of(batch) == first
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["engine.device=cpu"], "needs engine.attention triton, not torch"),
+        (["engine.deterministic=true"], "cannot be combined with engine.deterministic"),
+    ],
+)
+def test_what_has_no_cascade_refuses_it_by_name(sets: list[str], words: str) -> None:
+    for value in ("on", "true"):
+        with pytest.raises(ConfigError, match=words):
+            resolve(load_config(None, ["model.target=random:tiny", f"engine.cascade_attention={value}", *sets]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", SHAPES)
+def test_tokens_on_a_gpu(method: str, temperature: float, graphs: GraphMode, dtype: torch.dtype) -> None:
+    """Nothing waits for the device, either."""
+    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "dtype": dtype}
+    expected = texts(tiny_oracle(method, SHAPES[method], **settings), requests(temperature))
+    cuda = torch.device("cuda")
+    engine = tiny_device_engine(method, SHAPES[method], **settings, device=cuda, graphs=graphs, cascade=LIMITS)
+    seen = watched(engine)
+    assert texts(engine, requests(temperature)) == expected
+    assert any(seen)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert texts(engine, requests(temperature)) == expected
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
