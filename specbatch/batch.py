@@ -39,14 +39,72 @@ NUM_FIELDS = int(Field.STOP) + MAX_STOP_IDS
 
 
 class Edits(IntFlag):
-    """Kinds of changes to logits. The host knows before a launch which ones the batch needs: each combination has CUDA
-    graphs of its own, and a batch without any runs as if there were none."""
+    """Kinds of changes to logits. The host knows before a launch which ones the batch needs; a batch without any runs
+    as if there were none."""
 
     NONE = 0
-    MASK = 1  # tokens that are forbidden whatever the text: `RuleTable.masks_S2W`
-    NODE_MASK = 2  # tokens that the host forbids at each node: `RuleTable.node_masks_SNW`
+    MASK = 1  # tokens that are forbidden whatever the text: `RuleBuffers.masks_S2W`
+    NODE_MASK = 2  # tokens that the host forbids at each node: `RuleBuffers.node_masks_SNW`
     BAD_WORDS = 4  # of several tokens
     VALUES = 8  # biases and penalties: logits become float32
+
+    @property
+    def family(self) -> Edits:
+        """What a CUDA graph for such a batch applies, so that there are few: nothing, all that forbids tokens, or all.
+        Kernels read which of it each request has."""
+        return self | Edits.MASK | Edits.BAD_WORDS if self else self
+
+
+ALL_EDITS = Edits.MASK | Edits.NODE_MASK | Edits.BAD_WORDS | Edits.VALUES
+
+# In place of a token that comes before a bad word's last one.
+ANY_TOKEN, NO_TEXT, NEVER = -1, -2, -3  # any; what the prompt is read as; a word that is none
+
+
+@dataclass(slots=True)
+class RuleBuffers:
+    """What changes the logits of running requests: a line for each request index, and one for padding. A line without
+    rules changes nothing.
+
+    Shape suffixes: S lines, N tree nodes, W words of a mask, K biases, C bad words, M tokens of a bad word before its
+    last.
+    """
+
+    edits_S: Tensor  # int64, `Edits` of each line
+    num_prompt_S: Tensor  # int64, tokens
+    min_tokens_S: Tensor  # int64
+    penalties_S3: Tensor  # repetition, frequency, presence
+    # Bit t % 32 of word t // 32: token t is allowed. Of each line one mask for outputs of fewer than min_tokens tokens,
+    # one for longer ones.
+    masks_S2W: Tensor  # int32
+    bias_ids_SK: Tensor  # int64
+    biases_SK: Tensor  # 0 where there is none
+    bad_ends_SC: Tensor  # int64, the last tokens of bad words
+    bad_starts_SCM: Tensor  # int64, the tokens before, the nearest first
+    # As masks_S2W, of each node of the next round's trees; of a prompt's first token in node 0. The host fills the
+    # lines whose `Edits` have NODE_MASK between drafting and verifying. None: there is no room yet.
+    node_masks_SNW: Tensor | None
+
+
+class TreeNodes(NamedTuple):
+    """The nodes of B draft trees and the text before them."""
+
+    req_idx_B: Tensor  # int64
+    length_B: Tensor  # int64, tokens before the root
+    tokens_BN: Tensor  # int64
+    depths_BN: Tensor | None  # int64; None: of a chain
+    mask_BNW: Tensor | None  # int32 words: which nodes a node sees; None: of a chain
+
+    def of_request(self, i: int, num_nodes: int) -> TreeNodes:
+        """The first nodes of one of them."""
+        one, nodes = slice(i, i + 1), slice(num_nodes)
+        return TreeNodes(
+            self.req_idx_B[one],
+            self.length_B[one],
+            self.tokens_BN[one, nodes],
+            None if self.depths_BN is None else self.depths_BN[one, nodes],
+            None if self.mask_BNW is None else self.mask_BNW[one, nodes],
+        )
 
 
 class Output(IntEnum):

@@ -39,7 +39,7 @@ BATCHES = {
     "1 x 100k": [100_000],
     "8 prompts of 1k": [1024] * 8,
 }
-TILES = [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(16, 64, 4, 5), Tile(16, 64, 4, 3), Tile(16, 64, 4, 2)]
+TILES = [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), *(Tile(16, 64, 4, stages) for stages in (5, 3, 2))]
 LONG_TOKENS = (4096, 8192)
 PAGE, MAX_TOKENS, LAYERS = 64, 131_072, 2
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16

@@ -53,7 +53,7 @@ class RequestTable:
         # Of the batch of the next round.
         self.groups = None if cascade is None else GroupTable(num_slots, cascade, device)
         self.rules: RuleTable | None = None
-        self._max_length = max_length
+        self._max_length, self._keeps_tokens = max_length, keeps_tokens
 
     @property
     def padding(self) -> int:
@@ -69,6 +69,19 @@ class RequestTable:
                 self.tokens_SL = torch.zeros(lines, self._max_length, dtype=torch.int32, device=device)
             self.rules = RuleTable(lines, vocab_size, self.floats_S3.dtype, device)
         return self.rules
+
+    def remove_rules(self) -> None:
+        """As before the first `add_rules`. No request with rules may run, and no graph with edits may be replayed."""
+        if self.rules is not None and not self._keeps_tokens:
+            self.tokens_SL = self.tokens_SL[:, :0].clone()
+        self.rules = None
+
+    @property
+    def rule_bytes(self) -> int:
+        """What `add_rules` has allocated."""
+        if self.rules is None:
+            return 0
+        return self.rules.num_bytes + (0 if self._keeps_tokens else self.tokens_SL.nbytes)
 
     def saved(self) -> Callable[[], None]:
         """Returns what restores all requests to what they are now. Restoring allocates nothing."""

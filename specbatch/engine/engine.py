@@ -191,11 +191,11 @@ class Engine(EngineBase):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         grammar = self._grammar_round(rows, method)
-        # A batch with grammars waits for the host, and is no graph: it is one lane.
+        # A batch with grammars waits for the host: it is one lane.
         batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
         slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
         self.executor.write_groups(self._groups.of(rows))
-        launched = self.executor.run(slots, sampled, num_top, _edits(rows), grammar, batch.lane)
+        launched = self.executor.run(slots, sampled, num_top, self._edits(rows), grammar, batch.lane)
         if grammar is not None:
             self._stats.grammar.add(grammar.counts)
         max_path = launched.max_path
@@ -216,7 +216,7 @@ class Engine(EngineBase):
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         self._write_first_masks(ready)
         tokens, logprobs, scores = self._prompts.run(
-            self._round, packed, sampled, num_top, self.executor.mode, _edits(ready)
+            self._round, packed, sampled, num_top, self.executor.mode, self._edits(ready)
         )
         chosen, downloads = self._transfers.download(tokens), LogprobDownload.start(logprobs, self._transfers)
         for s in spans:
@@ -235,6 +235,11 @@ class Engine(EngineBase):
         now = time.perf_counter()
         self._stats.prefill_seconds += now - self._last_read
         self._last_read = now
+
+    def _edits(self, sequences: Iterable[Sequence]) -> Edits:
+        """What the rules of a batch change in logits: where rounds may be graphs, one of few combinations."""
+        edits = functools.reduce(operator.or_, (seq.edits for seq in sequences), Edits.NONE)
+        return edits.family if self._round.fixed_shapes else edits
 
     @property
     def _has_grammars(self) -> bool:
@@ -347,11 +352,6 @@ class Engine(EngineBase):
         super().check_integrity()
         slots = [seq.req_idx for seq in self._scheduler.running]
         assert len(set(slots)) == len(slots), "two requests share a slot"
-
-
-def _edits(sequences: Iterable[Sequence]) -> Edits:
-    """What the rules of a batch change in logits."""
-    return functools.reduce(operator.or_, (seq.edits for seq in sequences), Edits.NONE)
 
 
 def _async_depth(rounds: Seq[Round]) -> int:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.batch import Edits
+from specbatch.batch import ALL_EDITS, Edits
 from specbatch.cache.prefix_groups import Group
 from specbatch.draft.schedule import ByBatch
+from specbatch.engine.grammar_graphs import PARTS, GrammarGraphs
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.lanes import LaneSizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, Logprobs
@@ -60,7 +61,7 @@ class _Key(NamedTuple):
     item: int  # of the schedule
     sampled: bool  # this and the next two: see `Round`
     num_top: int | None = None
-    edits: Edits = Edits.NONE
+    edits: Edits = Edits.NONE  # with NODE_MASK, the host takes part in the round
     lane: int = 0  # of the size, see `PaddedSize`
 
 
@@ -107,6 +108,7 @@ class RoundExecutor:
         self._uploaded: list[int] = []
         self._uncaptured: set[_Key] = set()  # for want of memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
+        self._grammars: GrammarGraphs | None = None  # made for the first batch with a grammar
 
     @property
     def num_graphs(self) -> int:
@@ -115,7 +117,7 @@ class RoundExecutor:
     def release_graphs(self) -> bool:
         """Give the memory of all graphs back; from now on rounds run eagerly. Nothing may be in flight. Returns whether
         there were graphs."""
-        had_graphs, self.runner, self.mode = self.runner is not None, None, "none"
+        had_graphs, self.runner, self._grammars, self.mode = self.runner is not None, None, None, "none"
         return had_graphs
 
     def capture(
@@ -131,33 +133,41 @@ class RoundExecutor:
             self._capture(_Key(size, i, sampled, num_top, lane=lane))
 
     def capture_largest(self) -> None:
-        """Capture what takes the most memory: for a trial, which wants to know how much."""
+        """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""
         largest = {i: size for size, i in reversed(self._captures)}
         for i, (size, lane) in largest.items():
-            for sampled, num_top in ((False, None), (True, MAX_TOP_LOGPROBS)):
-                self._capture(_Key(size, i, sampled, num_top, lane=lane))
+            for key in (
+                _Key(size, i, sampled=False, lane=lane),
+                _Key(size, i, True, MAX_TOP_LOGPROBS, ALL_EDITS, lane=lane),
+            ):
+                self._capture(key)
 
-    def _capture(self, key: _Key) -> None:
-        """Leaves the kind of batch uncaptured where memory runs out."""
+    def _capture(self, key: _Key, grammar: GrammarRound | None = None) -> None:
+        """Leaves the kind of batch uncaptured where memory runs out. `grammar`: of a batch that has one."""
         assert self.runner is not None
         saved, groups = self._uploaded, self.groups
         self._uploaded = []
         self.write_groups([])  # they may be of a larger batch
         self._req_idx_B[: key.size].fill_(self._padding)
         try:
-            self._capture_round(self.runner, key)
+            self._capture_round(self.runner, key, grammar)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self._uncaptured.add(key)
-            for name in ("round", *PHASES):
+            for name in ("round", *PHASES, *PARTS):
                 self.runner.drop((name, *key))
         if saved:
             self._upload(saved)
         self.write_groups(groups)
 
-    def _capture_round(self, runner: GraphRunner, key: _Key) -> None:
+    def _capture_round(self, runner: GraphRunner, key: _Key, grammar: GrammarRound | None) -> None:
         req_idx_B, round_ = self._req_idx_B[: key.size], self.rounds.items[key.item]
+        if grammar is not None:
+            if self._grammars is None:
+                self._grammars = GrammarGraphs(runner, len(self._req_idx_B))
+            self._grammars.capture(round_, req_idx_B, key, grammar.of_padding(), Launched.of)
+            return
         sampled, wanted = key.sampled, (key.sampled, key.num_top, key.edits)
         if self.mode == "round":
             # The report alone: what else a round leaves is memory that other sizes can use.
@@ -202,14 +212,18 @@ class RoundExecutor:
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._req_idx_B[:size]
         round_, key = self.rounds.items[i], _Key(size, i, sampled, num_top, edits, lane)
-        if self.runner is None or grammar is not None:
+        if self.runner is None:
             return self._eager(round_, req_idx_B, key, grammar)
-        first = ("round" if self.mode == "round" else "draft", *key)
-        if first not in self.runner and key not in self._uncaptured:  # the first batch of its kind
-            self._capture(key)
+        name = PARTS[0] if grammar is not None else "round" if self.mode == "round" else "draft"
+        if (name, *key) not in self.runner and key not in self._uncaptured:  # the first batch of its kind
+            self._capture(key, grammar)
         if key in self._uncaptured:
-            return self._eager(round_, req_idx_B, key)
+            return self._eager(round_, req_idx_B, key, grammar)
         launched: Launched
+        if grammar is not None:
+            assert self._grammars is not None
+            launched = self._grammars.run(key, grammar)
+            return launched
         if self.mode == "round":
             launched = self.runner.replay(("round", *key))
             return launched

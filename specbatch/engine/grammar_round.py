@@ -48,6 +48,10 @@ class GrammarRound:
         self._trees: list[tuple[Sequence, GrammarTree]] = []  # of requests with a grammar
         self.counts = GrammarCounts()
 
+    def of_padding(self) -> GrammarRound:
+        """Of a batch that is all padding."""
+        return GrammarRound([], self._method, self._rules, self._transfers, fixed_shapes=self._fixed_shapes)
+
     def reshape(self, trees: DraftTrees) -> DraftTrees:
         """The trees to verify. The host waits for the drafts."""
         is_chain, tokens = trees.parents_BN is None, trees.tokens_BN.tolist()

@@ -77,9 +77,9 @@ class Round:
         self.state = state
         self._target = target
         self._cache = cache
-        self._page_size = page_size
+        self.page_size = page_size
         self._eos = torch.tensor(eos_token_ids or (-2,), device=target.device)
-        self._ops = ops
+        self.ops = ops
         self._two_passes = two_passes
         self.fixed_shapes = target.device.type != "cpu" if fixed_shapes is None else fixed_shapes
         self._acceptance = Acceptance(ops, not self.fixed_shapes, simulate)
@@ -125,7 +125,7 @@ class Round:
         return verified
 
     def draft(self, req_idx_B: Tensor, sampled: bool) -> tuple[BatchView, DraftTrees]:
-        view = BatchView.gather(self.state, req_idx_B, self._page_size, self._ops)
+        view = BatchView.gather(self.state, req_idx_B, self.page_size, self.ops)
         return view, self.method.draft(view, self.state, sampled)
 
     def verify(
@@ -189,7 +189,7 @@ class Round:
         accept_index_T = committed.accept_index_T if index_T is None else index_T[committed.accept_index_T]
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
-            self._ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
+            self.ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
         logprobs = self._logprobs(logits, accept_index_T, committed.tokens_BM, num_top)
         # What a grammar has put in place of drafts was not computed in drafting.
         num_reusable = self.method.num_reusable if trees.max_path is None else 0
@@ -201,23 +201,23 @@ class Round:
         """Of tokens (B, M), by the rows (B * M) of raw logits that they were chosen by."""
         if num_top is None:
             return None
-        values, top_ids = self._ops.logprobs(logits_TV, index_T, tokens_BM.reshape(-1), num_top)
+        values, top_ids = self.ops.logprobs(logits_TV, index_T, tokens_BM.reshape(-1), num_top)
         return Logprobs(*(part.unflatten(0, tokens_BM.shape) for part in (values, top_ids)))
 
     def _edited(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, edits: Edits, keep: bool) -> Tensor:
         return edited_logits(
-            self.state, view, trees, logits_TV, edits, self._ops, fixed_shapes=self.fixed_shapes, keep=keep
+            self.state, view, trees, logits_TV, edits, self.ops, fixed_shapes=self.fixed_shapes, keep=keep
         )
 
     def _commit(self, view: BatchView, trees: DraftTrees, decision: Decision) -> Committed:
         """End-of-sequence and stop tokens are looked for before the length is. The host cuts what comes after them by
         the same rule; here it only matters which requests go on."""
-        committed: Committed = self._ops.commit_round(
+        committed: Committed = self.ops.commit_round(
             self.state.ints_SF,
             self.state.tokens_SL,
             self.state.page_table_SP,
             view.req_idx_B,
-            self._page_size,
+            self.page_size,
             self._eos,
             self.method.max_path if trees.max_path is None else trees.max_path,
             trees.tokens_BN,
@@ -291,7 +291,7 @@ class Round:
         if chunk.ready_R.shape[0] == 0:
             self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states)
             return chunk.ready_R[:, None].int().expand(-1, 2), None, scores
-        rows = BatchView.gather(self.state, chunk.ready_R, self._page_size, self._ops)
+        rows = BatchView.gather(self.state, chunk.ready_R, self.page_size, self.ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
         roots = DraftTrees(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
@@ -321,7 +321,7 @@ class Round:
         for scored in scored_K2.split(_SCORED_ROWS):
             logits = self._target.raw_logits(hidden_TE[scored[:, 0]])
             index_R = torch.arange(len(scored), device=scored.device)
-            parts.append(self._ops.logprobs(logits, index_R, scored[:, 1], num_top))
+            parts.append(self.ops.logprobs(logits, index_R, scored[:, 1], num_top))
         return Logprobs(*(torch.cat(part)[:, None] for part in zip(*parts, strict=True)))
 
     def _extend_prompt(

@@ -51,14 +51,17 @@ class RoundParts:
     def device(self) -> torch.device:
         return self.target.device
 
+    @property
+    def num_lookahead(self) -> int:
+        return max(method.num_lookahead for method in self.methods.items)
+
     def make(self, max_batch_size: int, max_length: int, num_slots: int) -> Rounds:
         """`max_length`: of the longest row. `num_slots`: of the caches, of which the last page is spare."""
         net, methods, dtype = self.methods.items[0].net, self.methods.items, self.target.embedding_VE.dtype
-        lookahead = max(method.num_lookahead for method in methods)
         assert self.min_lane is None or self.cascade is None, "groups are of one lane"
         table = RequestTable(
             max_batch_size,
-            -(-(max_length + lookahead) // self.page_size),
+            -(-(max_length + self.num_lookahead) // self.page_size),
             max_length + 1,
             self.target.config.hidden_size if net is None else net.feature_size,
             any(method.reads_tokens for method in methods),

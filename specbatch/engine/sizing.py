@@ -126,6 +126,7 @@ def measured(trials: Trials, budget: CardBudget, note: Callable[[str], None]) ->
         "cache": num_tokens * rows.token_bytes,
         "eager": trial.eager_bytes,
         "graphs_reserved": trial.graph_bytes,
+        "rules_reserved": trial.rule_bytes,
     }
     return Sized(trial.rounds, plan, batch, chunk, trial.chunk_cost, trial.graph_bytes, taken_bytes)
 

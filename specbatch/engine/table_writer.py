@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from specbatch.batch import MAX_STOP_IDS, NUM_FIELDS, Field
+from specbatch.batch import ANY_TOKEN, MAX_STOP_IDS, NUM_FIELDS, Field
 from specbatch.cache.request_table import RequestTable
-from specbatch.cache.rule_table import ANY_TOKEN, RuleTable
+from specbatch.cache.rule_table import RuleTable
 from specbatch.engine.rules import Rules
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers

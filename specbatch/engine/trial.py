@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specbatch.batch import LogitsIndices, PagedBatch
+from specbatch.batch import ALL_EDITS, LogitsIndices, PagedBatch
 from specbatch.cache.request_table import RequestTable
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
@@ -26,7 +26,8 @@ _SMALLEST_CHUNK = 32  # of the trial, tokens
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What was made for batches and prompt chunks of these sizes, and the bytes that running them takes: `eager_bytes`
-    at once and given back, `graph_bytes` kept by CUDA graphs."""
+    at once and given back, `graph_bytes` kept by CUDA graphs, `rule_bytes` by the tables of rules, from the first row
+    with rules on."""
 
     max_batch_size: int
     prefill_chunk_tokens: int
@@ -34,10 +35,11 @@ class Trial:
     chunk_cost: ChunkCost
     eager_bytes: int
     graph_bytes: int
+    rule_bytes: int
 
     @property
     def reserved(self) -> int:
-        return self.eager_bytes + self.graph_bytes
+        return self.eager_bytes + self.graph_bytes + self.rule_bytes
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,15 @@ class Trials:
             trial_prompt(prompt, table, num_tokens, size, device)
             num_tokens *= 2
         padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=device)
+        table.add_rules(target.config.vocab_size).add_node_masks(self.parts.num_lookahead)
+        rule_bytes = table.rule_bytes
         eager_bytes, sizes = prompt_bytes, padded_sizes(rounds, max_batch_size)
         for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest of each
             eager_bytes = max(eager_bytes, self._round_peak(rounds.items[i], padding[:rows]))
         graph_bytes = self._graph_bytes(made, max_batch_size, len(sizes), padded_bytes)
+        table.remove_rules()  # most jobs have none
         made.resize_caches(0)
-        return Trial(max_batch_size, prefill_chunk_tokens, made, chunk_cost, eager_bytes, graph_bytes)
+        return Trial(max_batch_size, prefill_chunk_tokens, made, chunk_cost, eager_bytes, graph_bytes, rule_bytes)
 
     def _graph_bytes(self, made: Rounds, max_batch_size: int, num_sizes: int, padded_bytes: int) -> int:
         """All graphs of rounds share one pool, which is as large as the largest needs: that one is captured here. What
@@ -92,8 +97,8 @@ class Trials:
         if not runner:
             raise torch.OutOfMemoryError("no CUDA graph fits")
         of_driver = max(0, runner.bytes - runner.pool_bytes) // len(runner)
-        # Rows may ask for samples and for log-probabilities at any time: four graphs of each size then.
-        num_graphs = 4 * num_sizes * (len(PHASES) if self.graphs == "phases" else 1)
+        # Rows may ask for samples, for log-probabilities and for rules at any time: eight graphs of each size then.
+        num_graphs = 8 * num_sizes * (len(PHASES) if self.graphs == "phases" else 1)
         num_graphs += _PROMPT_GRAPHS if padded_bytes else 0
         kept = runner.pool_bytes + num_graphs * of_driver
         del executor, runner
@@ -122,10 +127,11 @@ def _peak(device: torch.device, function: Callable[[], None]) -> int:
 
 @torch.inference_mode()
 def trial_round(round_: Round, padding: torch.Tensor, num_top: int | None) -> None:
-    """The largest round. All rows are padding: it computes everything and writes nothing. Rows may ask for samples and
-    log-probabilities, which take the most memory."""
+    """The largest round. All rows are padding: it computes everything and writes nothing. Rows may ask for samples,
+    log-probabilities and rules, which take the most memory; the table of rules is there."""
     round_(padding, sampled=False)
     round_(padding, sampled=True, num_top=num_top)
+    round_(padding, sampled=True, num_top=num_top, edits=ALL_EDITS)
 
 
 @torch.inference_mode()

@@ -56,7 +56,7 @@ class Replays:
         self._captured: dict[Any, tuple[Callable[[], Any], Any]] = {}
         self.outputs: dict[Any, Any] = {}
         self.tried: list[Any] = []
-        self.num_replays = 0
+        self.num_replays, self.seconds = 0, 0.0
 
     def __contains__(self, key: Any) -> bool:
         return key in self._captured

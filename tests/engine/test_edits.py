@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch.batch import Edits, Field
 from specbatch.cache.request_table import BatchView, RequestTable
@@ -23,6 +24,7 @@ from specbatch.engine.transfers import Transfers
 from specbatch.errors import FieldError
 from specbatch.kernels import torch as reference
 from specbatch.types import Completion, EngineLimits, FinishReason, Request, RngKey, SamplingParams
+from tests.engine.graphs import Replays
 from tests.tiny_models import (
     VOCAB,
     random_prompts,
@@ -120,6 +122,42 @@ def test_preempted_and_recomputed_requests(make: Callable[..., Engine]) -> None:
     assert [one[:2] for one in found] == [one[:2] for one in expected]
     assert engine.stats.preemptions > 0
     assert engine.stats.cached_prompt_tokens > 0
+
+
+def test_few_kinds_of_graphs() -> None:
+    """Whatever rules the requests of a batch have: one graph of each size for those that forbid, one for all."""
+    engine = tiny_device_engine(eos=(0,))
+    runner = Replays(lambda key: False)
+    engine.executor.mode, engine.executor.runner = "round", runner  # type: ignore[assignment]
+    names = ["allowed", "bad words", "min_tokens", "allowed", "presence", "bias", "repetition", "all"]
+    wanted = requests([RULES[name] for name in names], max_tokens=5, min_tokens=3, logprobs=None)
+    expected = decided(run_requests(tiny_device_engine(eos=(0,)), wanted))
+    assert decided(run_requests(engine, wanted)) == expected
+    kinds = {key[5] for key in runner.tried}
+    assert kinds == {Edits.MASK | Edits.BAD_WORDS, Edits.MASK | Edits.BAD_WORDS | Edits.VALUES}
+    assert Edits.NONE.family is Edits.NONE
+
+
+def test_what_a_plan_of_memory_counts_for_rules_is_what_they_take() -> None:
+    table = RequestTable(4, 1, 40, 1, False, torch.float32, torch.device("cpu"))
+    assert table.rule_bytes == 0
+    with Allocated() as allocated:
+        table.add_rules(VOCAB).add_node_masks(6)
+    assert table.rule_bytes == allocated.num_bytes
+    table.remove_rules()
+    assert (table.rule_bytes, table.tokens_SL.shape) == (0, (5, 0))
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of tensors that are made and kept."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.zeros.default, torch.ops.aten.full.default):
+            self.num_bytes += out.nbytes
+        return out
 
 
 def test_a_request_index_forgets_its_rules() -> None:

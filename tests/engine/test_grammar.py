@@ -12,10 +12,12 @@ import torch
 from scipy.stats import chi2
 
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.executor import Launched
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import constraint_of
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
 from tests.coins import plain_logits, reference_distribution
+from tests.engine.graphs import Replays
 from tests.grammar.tiny_tokenizer import END, tiny_tokenizer
 from tests.oracle.rules import edited_logits
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_engine, tiny_oracle
@@ -107,6 +109,41 @@ def test_a_gpu_as_the_oracle(case: str, temperatures: tuple[float, ...], graphs:
     found = run_requests(tiny_device_engine(*SHAPES[case], **settings), requests(temperatures))
     expected = plain(SHAPES[case][0], temperatures)
     assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
+
+
+GRAPHS = [("draft_model-tree", (0.9, 0.0)), ("eagle-chain", (0.0,)), ("eagle-chain", (0.9,))]
+
+
+@pytest.mark.parametrize(("case", "temperatures"), GRAPHS)
+def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> None:
+    """What stands in for graphs reads and writes fixed addresses. A sampled chain depends on nothing but its request,
+    so eager rounds give the same; batches without a grammar run as whole rounds."""
+    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests(temperatures))
+    engine = tiny_device_engine(*SHAPES[case], eos=(END,))
+    runner = Replays(lambda key: False)
+    engine.executor.mode, engine.executor.runner = "round", runner  # type: ignore[assignment]
+    found = run_requests(engine, requests(temperatures))
+    assert decided(found) == decided(expected)
+    assert {key[0] for key in runner._captured} == {"grammar draft", "grammar forward", "grammar accept", "round"}
+    assert runner.num_replays > 3 * len(runner)
+    for key, output in runner.outputs.items():
+        assert isinstance(output, Launched) or key[0] != "grammar accept", "the rest is memory of other sizes"
+        assert output is None or key[0] != "grammar forward"
+        assert key[0] != "grammar draft" or output.mask_BNW is None
+
+
+def test_a_round_whose_graphs_do_not_fit() -> None:
+    """One of the three: it runs eagerly, and is not tried again."""
+    case = "draft_model-tree"
+    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests((0.0,)))
+    engine = tiny_device_engine(*SHAPES[case], eos=(END,))
+    runner = Replays(lambda key: key[0] == "grammar accept" and key[1] == 4)
+    engine.executor.mode, engine.executor.runner = "round", runner  # type: ignore[assignment]
+    assert decided(run_requests(engine, requests((0.0,)))) == decided(expected)
+    tried = [key for key in runner.tried if key[0] == "grammar accept" and key[1] == 4]
+    assert len(tried) == len(set(tried)) > 0
+    assert not {key[0] for key in runner._captured if key[1] == 4} & {"grammar draft", "grammar forward"}
+    assert any(key[0] == "grammar accept" for key in runner._captured)
 
 
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ MAX_LENGTH = 512  # of the model
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 8  # of the tiny model in float64
 
 
-def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any) -> tuple[Engine, list[str]]:
-    """`working`: bytes that a trial takes, by batch and chunk; None: more than there is."""
+def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any, rule_bytes: int = 0) -> tuple[Engine, list[str]]:
+    """`working`: bytes that a trial takes, by batch and chunk; None: more than there is. `rule_bytes`: of tables."""
 
     class Measured(Trials):
         def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> trial.Trial:
@@ -45,7 +46,10 @@ def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any) -> tuple[Eng
             if taken is None:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             monkeypatch.setattr(trial, "_peak", lambda device, function: (function(), taken)[1])
-            return super().run(max_batch_size, prefill_chunk_tokens)
+            found = super().run(max_batch_size, prefill_chunk_tokens)
+            assert found.rule_bytes > max_batch_size * 48_000, "more than all of a card that is made up"
+            assert found.rounds.items.items[0].state.rule_bytes == 0
+            return replace(found, rule_bytes=0)
 
     resize = KVCache.resize  # numpy has no views of nothing
     monkeypatch.setattr(KVCache, "resize", lambda cache, num_slots: resize(cache, max(4, num_slots)))
@@ -76,12 +80,22 @@ def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any) -> tuple[Eng
 
 
 def test_a_roomy_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trial runs rounds that change logits, too: a penalty in mid-job makes no batch smaller."""
+    edited, run_round = [], trial.trial_round
+
+    def trial_round(round_: Any, *given: Any) -> None:
+        edited.append(round_.state.rules is not None)
+        run_round(round_, *given)
+
+    monkeypatch.setattr(trial, "trial_round", trial_round)
     engine, said = build(monkeypatch, 1 << 30, lambda batch, chunk: 1000)
     assert engine.limits.max_prompt_tokens + 1 == MAX_LENGTH
     assert not any("longest row" in line or "max_batch_size" in line for line in said)
     prompts, params = random_prompts(5), SamplingParams(max_tokens=12)
     expected = run(tiny_oracle("ngram", SHAPE, num_pages=256), prompts, params)
     assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
+    assert edited
+    assert all(edited)
 
 
 def test_a_card_that_holds_short_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +112,15 @@ def test_batches_and_chunks_that_take_too_much(monkeypatch: pytest.MonkeyPatch) 
     engine, said = build(monkeypatch, free, lambda batch, chunk: None if batch > 16 else 10 * TOKEN_BYTES)
     assert engine._max_batch_size == 16
     assert any(line.startswith("engine.max_batch_size: 16, engine.prefill_chunk_tokens: 512") for line in said)
+
+
+def test_the_cache_leaves_room_for_rules() -> None:
+    free, rows = 700 * TOKEN_BYTES, Rows(TOKEN_BYTES, 4, 4, MAX_LENGTH, 16)
+    budget = CardBudget(free, plan_cache(free, rows), rows, None, 0.9, [(16, 512)])
+    plain = trial.Trial(16, 512, cast(Any, None), cast(Any, None), eager_bytes=0, graph_bytes=0, rule_bytes=0)
+    with_rules = replace(plain, rule_bytes=200 * TOKEN_BYTES)
+    pages = [budget.cache_beside(one, 100 * TOKEN_BYTES).num_pages for one in (plain, with_rules)]
+    assert pages[0] - pages[1] == 200 // 4
 
 
 def test_what_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,17 +52,3 @@ def test_mask_bits(ops: Ops, num_queries: int, num_words: int, starts: list[int]
         own = words.view(len(starts), num_queries, -1)[b].tolist()
         expected = naive_mask(own, mask_start, start, num_queries)
         assert unpacked(mask, b, len(expected)) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 31), (2, 96), (2, 2053)])
-def test_forbidden_tokens(ops: Ops, rows: int, vocab: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    allowed = torch.randint(0, 2, (rows, -(-vocab // 32) * 32), generator=generator).bool()
-    words = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little").view(np.int32))
-    logits = torch.randn(rows + 2, vocab, generator=generator).to(dtype)
-    expected = logits.clone()
-    expected[1:-1][~allowed[:, :vocab]] = -torch.inf
-    logits = logits.to(DEVICE)
-    ops.raw.forbid_tokens(logits[1:-1], words.to(DEVICE))
-    assert torch.equal(logits.cpu(), expected)

@@ -3,11 +3,12 @@
 from specbatch.kernels.torch.acceptance import accept_chain
 from specbatch.kernels.torch.attention import Workspace, attend
 from specbatch.kernels.torch.beam import beam_expand, beam_start
+from specbatch.kernels.torch.edits import edit_logits
 from specbatch.kernels.torch.fp8 import quantise, rms_norm_quantised, scaled_linear, silu_mul_quantised
 from specbatch.kernels.torch.gemm import gated_linear, linear, norm_gated_linear, norm_linear
 from specbatch.kernels.torch.logprobs import logprobs
 from specbatch.kernels.torch.long_sequences import long_sequences
-from specbatch.kernels.torch.mask import forbid_tokens, tree_mask_bits
+from specbatch.kernels.torch.mask import tree_mask_bits
 from specbatch.kernels.torch.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.torch.ngram import ngram_lookup
 from specbatch.kernels.torch.prefixes import attend_prefixes
@@ -28,7 +29,7 @@ __all__ = [
     "distribution",
     "draft_topk",
     "draw",
-    "forbid_tokens",
+    "edit_logits",
     "gated_linear",
     "linear",
     "logprobs",

@@ -1,6 +1,6 @@
-"""Bit masks, in plain torch: tree masks as FlashInfer's kernels read them, and tokens that are forbidden.
+"""Bit masks, in plain torch: tree masks as FlashInfer's kernels read them.
 
-Shape suffixes: B sequences, T packed tokens (Q of each sequence), R rows of logits, V vocabulary, W words, Z bytes.
+Shape suffixes: B sequences, T packed tokens (Q of each sequence), W words, Z bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,3 @@ def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num
     visible = (bit < 0) | ((bit < width) & ((word >> (bit % 32)) & 1).bool())
     bits = visible.view(batch, -1, 8).int() << torch.arange(8, dtype=torch.int32, device=device)
     return bits.sum(dim=2).to(torch.uint8)
-
-
-def forbid_tokens(logits_RV: Tensor, allowed_RW: Tensor) -> None:
-    """Set the logits (in place) of forbidden tokens to -inf. Token t is allowed if bit t % 32 of word t // 32 of its
-    row is set; W = ceil(V / 32) int32 words. Both have contiguous rows."""
-    bits = torch.arange(32, dtype=torch.int32, device=allowed_RW.device)
-    allowed = ((allowed_RW[:, :, None] >> bits) & 1).bool().view(allowed_RW.shape[0], -1)
-    logits_RV.masked_fill_(~allowed[:, : logits_RV.shape[1]], -torch.inf)

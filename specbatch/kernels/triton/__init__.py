@@ -3,11 +3,12 @@
 from specbatch.kernels.triton.acceptance import accept_chain
 from specbatch.kernels.triton.attention import Workspace, attend
 from specbatch.kernels.triton.beam import beam_expand, beam_start
+from specbatch.kernels.triton.edits import edit_logits
 from specbatch.kernels.triton.fp8 import quantise, rms_norm_quantised, scaled_linear, silu_mul_quantised
 from specbatch.kernels.triton.gemm import gated_linear, linear, norm_gated_linear, norm_linear
 from specbatch.kernels.triton.logprobs import logprobs
 from specbatch.kernels.triton.long_sequences import long_sequences
-from specbatch.kernels.triton.mask import forbid_tokens, tree_mask_bits
+from specbatch.kernels.triton.mask import tree_mask_bits
 from specbatch.kernels.triton.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.triton.ngram import ngram_lookup
 from specbatch.kernels.triton.prefixes import attend_prefixes
@@ -28,7 +29,7 @@ __all__ = [
     "distribution",
     "draft_topk",
     "draw",
-    "forbid_tokens",
+    "edit_logits",
     "gated_linear",
     "linear",
     "logprobs",

@@ -332,7 +332,8 @@ def attend(
         NUM_HEADS=num_heads, GROUP=group, D=head_dim, BLOCK_D=block_d, PAGE=batch.page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BOUNDS=bounds.shape[0], PARTS=splits.parts,
         LISTED=listed is not None, MAX_SPLITS=splits.max_splits, ROWS=rows, ONES=num_ones(tile),
-        HAS_TREE=paths is not None, HAS_WINDOW=window is not None, PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32", PDL=pdl,
+        HAS_TREE=paths is not None, HAS_WINDOW=window is not None,
+        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32", PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip
     return out

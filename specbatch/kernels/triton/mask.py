@@ -1,6 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Bit masks (Triton): tree masks as FlashInfer's kernels read them, and tokens that are forbidden. Lengths are read on
-the device, as everywhere.
+"""Bit masks (Triton): tree masks as FlashInfer's kernels read them. Lengths are read on the device, as everywhere.
 
 Shape suffixes as in `kernels/torch/mask.py`.
 """
@@ -15,7 +14,6 @@ from torch import Tensor
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
 
 _BLOCK = 512  # bytes of one program
-_TOKENS = 2048  # of one program
 
 
 @triton.jit
@@ -71,33 +69,3 @@ def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num
         **launch_options(pdl),
     )
     return out
-
-
-@triton.jit
-def _forbid_tokens(logits_ptr, allowed_ptr, vocab, stride, num_words, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    await_former(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = token < vocab
-    word = tl.load(allowed_ptr + row * num_words + token // 32, mask=real, other=-1)
-    forbidden = real & (((word >> (token & 31)) & 1) == 0)
-    never = tl.full((BLOCK,), float("-inf"), tl.float32).to(logits_ptr.dtype.element_ty)
-    tl.store(logits_ptr + row * stride + token, never, mask=forbidden)
-
-
-def forbid_tokens(logits_RV: Tensor, allowed_RW: Tensor) -> None:
-    """See `kernels/torch/mask.py`."""
-    rows, vocab = logits_RV.shape
-    assert logits_RV.stride(1) == 1
-    assert allowed_RW.is_contiguous()
-    pdl = dependent_launch(logits_RV)
-    _forbid_tokens[(triton.cdiv(vocab, _TOKENS), rows)](
-        logits_RV,
-        allowed_RW,
-        vocab,
-        logits_RV.stride(0),
-        allowed_RW.shape[1],
-        BLOCK=_TOKENS,
-        PDL=pdl,
-        **launch_options(pdl),
-    )
