@@ -348,6 +348,8 @@ class EngineStats:
     rounds: int = 0  # each verifies a whole batch
     preemptions: int = 0
     memory_shortages: int = 0  # launches that ran out of memory and were made smaller
+    late_graphs: int = 0  # CUDA graphs that were captured after the start, when the first batch of a kind came
+    late_graph_seconds: float = 0.0
     joules: float = 0.0  # of the GPU; 0: not measured
     broken_drafts: int = 0  # sampled drafts whose probabilities were not finite: rejected
     grammar: GrammarCounts = field(default_factory=GrammarCounts)

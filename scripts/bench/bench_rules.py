@@ -1,12 +1,16 @@
 """What rules for tokens cost: rows without rules and with each kind, in turn, over the whole pipeline.
 
-    python scripts/bench/bench_rules.py --target TARGET --batch 64 -o rules.json           # a GPU; drafts as usual
-    python scripts/bench/bench_rules.py --target TARGET --batch 64 --set speculation.method=none
+    python scripts/bench/bench_rules.py --target random:qwen2.5-1.5b --batch 64 --set speculation.method=none \\
+        --time-limit 60                                                                    # a GPU
+    python scripts/bench/bench_rules.py --target random:qwen2.5-1.5b --batch 64 --set speculation.method=eagle3 \\
+        --set speculation.draft=random:eagle3-32k --set speculation.simulate_acceptance=2.5 --time-limit 60
     python scripts/bench/bench_rules.py --batch 8 --max-tokens 32 --repeats 2              # a CPU, minutes
 
 Speeds are output tokens over the wall time of `LLM.generate`, results made and read. The best of the repeats counts,
 and `share` is that speed against rows without rules. The kinds hardly change the texts, so that lengths and drafts stay
-what they are: `acceptance_length` shows it. With `mixed`, one row of 16 has all of them.
+what they are: `acceptance_length` shows it. With `mixed`, one row of 16 has all of them. The first time of a kind
+captures graphs: `first` says how many, and the seconds. One JSON line for each kind and time; no time begins after
+`--time-limit`.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.json")
     args = parser.parse_args()
@@ -55,20 +60,32 @@ def main() -> None:
     options |= {name: load_yaml(value) for name, _, value in (item.partition("=") for item in args.set)}
     report: dict[str, Any] = {"command": sys.argv[1:], "commit": commit(), "versions": versions(), "rows": rows}
     measured: dict[str, list[tuple[float, float | None]]] = {kind: [] for kind in args.kinds}
+    first: dict[str, dict[str, float]] = {}
+    began = time.perf_counter()
     with LLM(args.target, **{"sampling.ignore_eos": True, **options}) as llm:
         report["notes"] = llm.notes
         for repeat in range(args.repeats + 1):
             for kind, found in measured.items():
+                if time.perf_counter() - began > args.time_limit:
+                    continue
+                graphs, seconds = llm.stats.late_graphs, llm.stats.late_graph_seconds
                 one = run(llm, kind, rows)
+                late = {"graphs": llm.stats.late_graphs - graphs, "seconds": llm.stats.late_graph_seconds - seconds}
                 if repeat:  # the first time compiles and captures
                     found.append(one)
-    best = {kind: max(found) for kind, found in measured.items()}
+                else:
+                    first[kind] = late
+                line = {"bench": "rules", "kind": kind, "time": repeat, "tokens_per_second": round(one[0], 1), **late}
+                print(json.dumps(line), flush=True)
+        report["memory_shortages"] = llm.stats.memory_shortages
+    best = {kind: max(found) for kind, found in measured.items() if found}
     report["kinds"] = {
         kind: {
             "tokens_per_second": round(speed, 1),
             "acceptance_length": None if length is None else round(length, 3),
             "share": round(speed / best["none"][0], 4) if "none" in best else None,
             "all": [round(one, 1) for one, _ in measured[kind]],
+            "first": first[kind],
         }
         for kind, (speed, length) in best.items()
     }

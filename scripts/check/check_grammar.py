@@ -1,20 +1,28 @@
 """Structured output: 20 JSON Schemas under every draft method, validated, and compared with plain decoding.
 
     python scripts/check/check_grammar.py -o grammar.json                                                # a CPU
-    python scripts/check/check_grammar.py --rows 25 --max-batch-size 64 --max-tokens 512 -o grammar.json # a GPU
+    python scripts/check/check_grammar.py --rows 25 --max-batch-size 64 --max-tokens 512 --repeats 2 -o grammar.json
+    python scripts/check/check_grammar.py --target random:qwen2.5-1.5b --draft random:eagle3-32k \\
+        --rows 7 --max-batch-size 64 --max-tokens 256 --repeats 2 --time-limit 100                       # a GPU
 
 Each schema of `json_schemas.jsonl` gets `--rows` rows, greedy and sampled. Every text that ends is parsed and validated
 by the `jsonschema` package. Greedy texts must be those of plain decoding; sampled ones too with ngram and trees. On a
 GPU in bfloat16 some texts can differ, because rounding depends on the batch: there the number is a figure to look at.
-The same prompts run without schemas, for the acceptance length.
+The same prompts run without schemas, each with as many tokens as it had with its schema: `share_of_free` compares the
+speeds, and both have an acceptance length. The first of `--repeats` compiles and captures; the last one counts. Texts
+of random weights end because the schemas bound them: strings have a maxLength, arrays a maxItems.
+
+One JSON line for each method and temperature, also where it fails. No method begins after `--time-limit`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +32,7 @@ import torch
 
 from specbatch import LLM
 from specbatch.job.stats import commit, device_name, versions
+from specbatch.strict_yaml import load_yaml
 
 SCHEMAS = Path(__file__).with_name("json_schemas.jsonl")
 BUILT_IN = "builtin:smollm2-135m-instruct"
@@ -43,22 +52,32 @@ def read_schemas() -> list[dict[str, Any]]:
     return [json.loads(line) for line in SCHEMAS.read_text(encoding="utf-8").splitlines()]
 
 
-def make_rows(count: int, max_tokens: int, *, constrained: bool) -> list[dict[str, Any]]:
+def make_rows(count: int, max_tokens: int, temperature: float) -> list[dict[str, Any]]:
     """`count` rows of each schema."""
     rows = []
     for entry in read_schemas():
+        form = {"name": entry["name"], "schema": entry["schema"]}
         for number in range(count):
             text = f"{entry['prompt']} Answer in JSON.{f' This is answer {number + 1}.' if number else ''}"
             row = {
                 "id": f"{entry['name']} {number}",
                 "messages": [{"role": "user", "content": text}],
                 "max_tokens": max_tokens,
+                "temperature": temperature,
+                "response_format": {"type": "json_schema", "json_schema": form},
             }
-            if constrained:
-                form = {"name": entry["name"], "schema": entry["schema"]}
-                row["response_format"] = {"type": "json_schema", "json_schema": form}
             rows.append(row)
     return rows
+
+
+def without_schemas(rows: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same rows, as long as they were."""
+    lengths = [result["usage"]["completion_tokens"] if "usage" in result else 1 for result in results]
+    return [
+        {name: value for name, value in row.items() if name != "response_format"}
+        | {"max_tokens": max(length, 1), "ignore_eos": True}
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
 def problems_of(results: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -78,30 +97,64 @@ def problems_of(results: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]
     return found
 
 
-def run(target: str, rows: Sequence[dict[str, Any]], options: dict[str, Any]) -> tuple[list[dict[str, Any]], dict]:
-    began = time.perf_counter()
-    with LLM(target, **options) as llm:
-        loaded = time.perf_counter()
-        results = list(llm.generate(rows))
-        stats = llm.stats
-    seconds = time.perf_counter() - loaded
-    tokens = sum(result["usage"]["completion_tokens"] for result in results if result["finish_reason"] != "error")
-    grammar = stats.grammar
-    report = {
+def run(llm: LLM, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    before, began = copy.deepcopy(llm.stats), time.perf_counter()
+    results = list(llm.generate(rows))
+    seconds, after = time.perf_counter() - began, llm.stats
+    old, new = before.grammar, after.grammar
+    rounds = after.speculation.rounds - before.speculation.rounds
+    committed = after.speculation.committed - before.speculation.committed
+    tokens = after.generated_tokens - before.generated_tokens
+    masks, host = new.masks - old.masks, new.mask_seconds - old.mask_seconds + new.tree_seconds - old.tree_seconds
+    return results, {
         "rows": len(rows),
         "ended": sum(result["finish_reason"] == "stop" for result in results),
         "tokens": tokens,
-        "acceptance_length": round(stats.speculation.acceptance_length or 0, 3),
+        "acceptance_length": round(committed / max(rounds, 1), 3),
         "tokens_per_second": round(tokens / seconds, 1),
-        "load_seconds": round(loaded - began, 1),
-        "forced_nodes": grammar.forced,
-        "forbidden_drafts": grammar.forbidden,
-        "masks": grammar.masks,
-        "us_per_mask": round(1e6 * grammar.mask_seconds / max(grammar.masks, 1), 1),
-        "us_per_token": round(1e6 * (grammar.mask_seconds + grammar.tree_seconds) / max(tokens, 1), 1),
-        "share_of_time": round((grammar.mask_seconds + grammar.tree_seconds) / seconds, 4),
+        "engine_rounds": after.rounds - before.rounds,
+        "ms_per_round": round(
+            1e3 * (after.decode_seconds - before.decode_seconds) / max(after.rounds - before.rounds, 1), 3
+        ),
+        "late_graphs": after.late_graphs - before.late_graphs,
+        "late_graph_seconds": round(after.late_graph_seconds - before.late_graph_seconds, 2),
+        "forced_nodes": new.forced - old.forced,
+        "forbidden_drafts": new.forbidden - old.forbidden,
+        "masks": masks,
+        "us_per_mask": round(1e6 * (new.mask_seconds - old.mask_seconds) / max(masks, 1), 1),
+        "us_per_token": round(1e6 * host / max(tokens, 1), 1),
+        "tree_share_of_time": round((new.tree_seconds - old.tree_seconds) / seconds, 4),
+        "mask_share_of_time": round((new.mask_seconds - old.mask_seconds) / seconds, 4),
     }
-    return results, report
+
+
+class Check:
+    """Of one target. `expected`: the texts of the first method, by temperature."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.expected: dict[float, list[str]] = {}
+        self.failed = False
+
+    def method(self, name: str, llm: LLM, temperature: float) -> dict[str, Any]:
+        args = self.args
+        rows = make_rows(args.rows, args.max_tokens, temperature)
+        for _ in range(args.repeats):
+            results, found = run(llm, rows)
+        texts = [result.get("text", "") for result in results]
+        expected = self.expected.setdefault(temperature, texts)
+        is_exact = temperature == 0 or name != "chain"
+        differ = sum(one != other for one, other in zip(texts, expected, strict=True)) if is_exact else None
+        found["texts_that_differ_from_plain"] = differ
+        found["problems"] = problems_of(results, rows)
+        self.failed |= bool(found["problems"]) or bool(differ)
+        if temperature == 0 and not args.no_free:
+            for _ in range(args.repeats):
+                _, free = run(llm, without_schemas(rows, results))
+            names = ("tokens", "acceptance_length", "tokens_per_second", "engine_rounds", "ms_per_round")
+            found["without_schema"] = {key: free[key] for key in names}
+            found["share_of_free"] = round(found["tokens_per_second"] / free["tokens_per_second"], 4)
+        return found
 
 
 def main() -> int:
@@ -110,10 +163,13 @@ def main() -> int:
     parser.add_argument("--draft", help="an EAGLE-3 head; default: the built-in one, for the built-in model")
     parser.add_argument("--rows", type=int, default=2, help="of each schema")
     parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--free-tokens", type=int, default=100, help="max_tokens of rows without a schema; 0: none run")
+    parser.add_argument("--no-free", action="store_true", help="no rows without a schema")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--max-batch-size", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.7, help="of sampled rows")
     parser.add_argument("--only", nargs="*", help="names of methods: none ngram chain tree")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
+    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     draft = args.draft or (f"{BUILT_IN}-eagle3" if args.target == BUILT_IN else None)
@@ -124,34 +180,32 @@ def main() -> int:
         "versions": versions(),
         "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
     }
-    failed = False
-    for temperature in (0.0, args.temperature):
-        expected: list[str] = []
-        for name, method in chosen.items():
-            options = {**method, "temperature": temperature, "max_batch_size": args.max_batch_size}
-            rows = make_rows(args.rows, args.max_tokens, constrained=True)
-            results, found = run(args.target, rows, options)
-            texts = [result["text"] for result in results]
-            expected = expected or texts
-            is_exact = temperature == 0 or name != "chain"
-            found["texts_that_differ_from_plain"] = (
-                sum(one != other for one, other in zip(texts, expected, strict=True)) if is_exact else None
-            )
-            found["problems"] = problems_of(results, rows)
-            failed |= bool(found["problems"]) or bool(found["texts_that_differ_from_plain"])
-            if temperature == 0 and args.free_tokens:
-                free = make_rows(args.rows, args.free_tokens, constrained=False)
-                found["without_schema"] = {
-                    key: value
-                    for key, value in run(args.target, free, options)[1].items()
-                    if key in ("tokens", "acceptance_length", "tokens_per_second")
-                }
-            report[f"{name}, temperature {temperature:g}"] = found
-            print(json.dumps({f"{name}, {temperature:g}": found}), flush=True)
-            if args.output is not None:
-                args.output.write_text(json.dumps(report, indent=1) + "\n")
-    print("grammar: FAILED" if failed else "grammar: ok")
-    return failed
+    given = {name: load_yaml(value) for name, _, value in (item.partition("=") for item in args.set)}
+    check, began = Check(args), time.perf_counter()
+
+    def add(name: str, found: dict[str, Any]) -> None:
+        report[name] = found
+        print(json.dumps({"check": "grammar", "case": name, **found}), flush=True)
+        if args.output is not None:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+    for name, method in chosen.items():
+        if time.perf_counter() - began > args.time_limit:
+            add(name, {"left_out": f"after {args.time_limit:g} s"})
+            continue
+        try:
+            loading = time.perf_counter()
+            with LLM(args.target, max_batch_size=args.max_batch_size, **method, **given) as llm:
+                seconds = round(time.perf_counter() - loading, 1)
+                for temperature in (0.0, args.temperature):
+                    if time.perf_counter() - began <= args.time_limit:
+                        found = check.method(name, llm, temperature)
+                        add(f"{name}, temperature {temperature:g}", {"load_seconds": seconds, **found})
+        except Exception as error:  # the other methods are checked all the same
+            check.failed = True
+            add(name, {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-2000:]})
+    print("grammar: FAILED" if check.failed else "grammar: ok")
+    return int(check.failed)
 
 
 if __name__ == "__main__":

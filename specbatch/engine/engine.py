@@ -113,7 +113,11 @@ class Engine(EngineBase):
             self._threads.update()
         self._last_read = time.perf_counter()  # what the caller did in between is not the engine's time
         finished: list[Completion] = []
+        graphs, seconds = self._captured()
         launched = self._launch(finished)
+        graphs_now, seconds_now = self._captured()
+        self._stats.late_graphs += max(0, graphs_now - graphs)
+        self._stats.late_graph_seconds += max(0.0, seconds_now - seconds)
         while len(self._reports) > (self._async_depth if launched else 0):
             finished += self._read()
             if not launched:
@@ -121,6 +125,11 @@ class Engine(EngineBase):
         if self._threads is not None and not (self.num_running or self.num_waiting):
             self._threads.rest()
         return finished
+
+    def _captured(self) -> tuple[int, float]:
+        """CUDA graphs, and the seconds that capturing them took."""
+        runners = [runner for runner in (self.executor.runner, self._prompts.runner) if runner is not None]
+        return sum(map(len, runners)), sum(runner.seconds for runner in runners)
 
     def _launch(self, finished: list[Completion]) -> bool:
         """Launch a prompt chunk or a round, if there is anything to run."""

@@ -44,7 +44,7 @@ class PromptGraphs:
         self._max_tokens = max_tokens
         self._uncaptured: set[tuple[Any, ...]] = set()  # their graphs did not fit into memory
         self._buffers: dict[ChunkShape, Tensor] = {}  # what graphs read
-        self._runner = GraphRunner(device) if device.type == "cuda" else None
+        self.runner = GraphRunner(device) if device.type == "cuda" else None
 
     def run(
         self,
@@ -57,7 +57,7 @@ class PromptGraphs:
     ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
         """As `Round.prefill`, but more tokens can follow those of the prompts that end here. `mode`: of the rounds;
         prompts are graphs with whole rounds only. The output is valid until the next chunk."""
-        may_pad = not packed.scored and (mode == "round" or self._runner is None)
+        may_pad = not packed.scored and (mode == "round" or self.runner is None)
         shape = self.shape_of(packed) if may_pad else None
         key = (shape, sampled, round_.method.net is not None, num_top, edits)
         if shape is not None and key not in self._uncaptured:
@@ -65,7 +65,7 @@ class PromptGraphs:
                 return self._padded(round_, packed, shape, key)
             except Exception as error:
                 # The chunk takes less without padding.
-                if not is_out_of_memory(error) or self._runner is None or key in self._runner:
+                if not is_out_of_memory(error) or self.runner is None or key in self.runner:
                     raise
                 self._uncaptured.add(key)
         arrays = packed.arrays()
@@ -92,8 +92,8 @@ class PromptGraphs:
 
     def release_graphs(self) -> None:
         """Give the memory of all graphs back. Nothing may be in flight."""
-        if self._runner is not None:
-            self._runner = GraphRunner(self._runner.device)
+        if self.runner is not None:
+            self.runner = GraphRunner(self.runner.device)
             self._buffers.clear()
 
     def _padded(
@@ -109,12 +109,12 @@ class PromptGraphs:
             chunk = self._packer.chunk(arrays, self._buffers[shape], round_.state.page_table_SP, shape.max_queries)
             return round_.prefill(chunk, sampled, num_top, edits)
 
-        if self._runner is not None and key not in self._runner:
+        if self.runner is not None and key not in self.runner:
             # Over no prompt: what is captured is run, and must write to no request's slots.
             self._fill(shape, self._packer.pack([]).padded(shape, padding))
-            self._runner.capture(key, prefill)
+            self.runner.capture(key, prefill)
         self._fill(shape, arrays)
-        return prefill() if self._runner is None else self._runner.replay(key)
+        return prefill() if self.runner is None else self.runner.replay(key)
 
     def _fill(self, shape: ChunkShape, arrays: ChunkArrays) -> None:
         self._buffers[shape].copy_(self._transfers.upload(arrays.buffer))

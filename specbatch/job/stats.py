@@ -209,6 +209,8 @@ def build_report(
             "engine_rounds": engine.rounds,
             "preemptions": engine.preemptions,
             "memory_shortages": engine.memory_shortages,
+            "late_graphs": engine.late_graphs,
+            "late_graph_seconds": round(engine.late_graph_seconds / num_workers, 3),
             "acceptance_length": _ratio(here.committed, here.rounds),
             # [i] = share of the drafts at depth i + 1 that were accepted
             "acceptance_rate_by_position": [

@@ -63,6 +63,8 @@ class SessionStats(TypedDict):
     engine_rounds: int
     preemptions: int
     memory_shortages: int
+    late_graphs: int
+    late_graph_seconds: float
     acceptance_length: float | None
     acceptance_rate_by_position: list[float | None]
     draft_rate_by_position: list[float | None]

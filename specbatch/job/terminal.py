@@ -85,6 +85,9 @@ def closing_table(report: dict[str, Any]) -> Table:
         table.add_row("preemptions", f"{session['preemptions']:,}")
     if session and session["memory_shortages"]:
         table.add_row("memory", f"ran out {session['memory_shortages']:,} times: batches were made smaller")
+    if session and session["late_graph_seconds"] >= 1:
+        took = duration(session["late_graph_seconds"])
+        table.add_row("CUDA graphs", f"{session['late_graphs']:,} captured during the job, in {took}")
     table.add_row("output", escape(report["output"]))
     return table
 

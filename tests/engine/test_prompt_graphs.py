@@ -160,7 +160,7 @@ class StandIn:
         self._captured: dict[Any, tuple[Callable[[], Any], Any]] = {}
         self.num_replays = 0
         engine.executor.mode = "round"
-        engine._prompts._runner = self  # type: ignore[assignment]
+        engine._prompts.runner = self  # type: ignore[assignment]
 
     def __contains__(self, key: Any) -> bool:
         return key in self._captured
@@ -380,6 +380,6 @@ def test_only_whole_rounds_have_graphs_of_prompts() -> None:
 
 
 def num_graphs(engine: Engine) -> int:
-    runner = engine._prompts._runner
+    runner = engine._prompts.runner
     assert runner is not None
     return len(runner)
