@@ -201,6 +201,10 @@ class GrammarMatcher(Protocol):
         mean nothing, see `is_complete`. Tokens past the last word may not come."""
         ...
 
+    def masks(self, matchers: Sequence[Any]) -> list[NDArray[np.int32]]:
+        """`mask` of each of these, of the same kind as this one; threads may compute them."""
+        ...
+
 
 @dataclass(slots=True)
 class Request:

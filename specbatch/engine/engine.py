@@ -31,7 +31,7 @@ from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
-from specbatch.engine.grammar import MAX_FORCED
+from specbatch.engine.grammar import MAX_FORCED, GrammarState
 from specbatch.engine.grammar_round import GrammarRound, write_node_masks
 from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobDownload, num_top_of
@@ -267,7 +267,8 @@ class Engine(EngineBase):
     def _write_first_masks(self, ready: list[Sequence]) -> None:
         """Of the first tokens of prompts that end."""
         if first := [seq for seq in ready if seq.grammar is not None]:
-            masks_C1W = np.stack([seq.grammar.mask()[None] for seq in first if seq.grammar is not None])
+            states = [seq.grammar for seq in first if seq.grammar is not None]
+            masks_C1W = np.stack(GrammarState.masks(states))[:, None]
             write_node_masks(self._rows.node_masks(self._num_mask_nodes), first, masks_C1W, self._transfers)
 
     def _read(self) -> list[Completion]:

@@ -10,7 +10,7 @@ Shape suffixes: W words of a mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,9 +41,19 @@ class GrammarState:
 
     def mask(self) -> NDArray[np.int32]:
         """(W,) what may come next. A token that ends the request may come where the output is complete."""
+        return self._with_ends(self._matcher.mask())
+
+    @staticmethod
+    def masks(states: Sequence[GrammarState]) -> list[NDArray[np.int32]]:
+        """`mask` of each."""
+        if not states:
+            return []
+        found = states[0]._matcher.masks([state._matcher for state in states])
+        return [state._with_ends(words) for state, words in zip(states, found, strict=True)]
+
+    def _with_ends(self, words: NDArray[np.int32]) -> NDArray[np.int32]:
         mask_W = np.zeros_like(self._text_bits_W)
-        # A tokenizer may have more tokens than the model, or fewer.
-        words = self._matcher.mask()[: len(mask_W)]
+        words = words[: len(mask_W)]  # a tokenizer may have more tokens than the model, or fewer
         mask_W[: len(words)] = words
         mask_W &= self._text_bits_W
         return mask_W | self._stop_bits_W if self._matcher.is_complete() else mask_W
@@ -126,10 +136,10 @@ def grow(
         if node:
             state.enter(token)
             stack.append(None)
-        mask_W = state.forcing_mask()
+        drafts = children[draft] if draft >= 0 else []
+        mask_W = state.forcing_mask() if drafts or depth < max_depth else None
         tree.masks.append(mask_W)
         num_left -= draft >= 0
-        drafts = children[draft] if draft >= 0 else []
         legal = [d for d in drafts if (state.allows(tokens[d]) if mask_W is None else _has(mask_W, tokens[d]))]
         num_left -= sum(sizes[d] for d in drafts) - sum(sizes[d] for d in legal)
         stack += [(node, tokens[d], d, depth + 1) for d in reversed(legal)]
@@ -141,8 +151,20 @@ def grow(
     return tree
 
 
-def fill_masks(state: GrammarState, tree: GrammarTree) -> None:
-    """Compute the masks that are missing; the state is after the root, before and after the call."""
+def fill_masks(grown: Sequence[tuple[GrammarState, GrammarTree]]) -> None:
+    """Compute the masks that are missing, one of each tree at a time. Each state is after the root, before and after
+    the call."""
+    walks = [(state, tree, _missing(state, tree)) for state, tree in grown]
+    while walks:
+        at = [(walk, node) for walk in walks if (node := next(walk[2], None)) is not None]
+        masks = GrammarState.masks([state for (state, _, _), _ in at])
+        for ((_, tree, _), node), mask_W in zip(at, masks, strict=True):
+            tree.masks[node] = mask_W
+        walks = [walk for walk, _ in at]
+
+
+def _missing(state: GrammarState, tree: GrammarTree) -> Iterator[int]:
+    """The nodes without a mask. The state is there at each."""
     here: list[int] = []  # the path to where the state is, without the root
     for node, mask_W in enumerate(tree.masks):
         if mask_W is not None:
@@ -155,7 +177,7 @@ def fill_masks(state: GrammarState, tree: GrammarTree) -> None:
         for step in path[shared:]:
             state.enter(tree.tokens[step])
         here = path
-        tree.masks[node] = state.mask()
+        yield node
     state.back(len(here))
 
 

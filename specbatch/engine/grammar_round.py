@@ -121,9 +121,8 @@ class GrammarRound:
         began = time.perf_counter()
         width = max(len(tree.tokens) for _, tree in self._trees)
         masks_CNW = np.full((len(self._trees), width, table_SNW.shape[2]), -1, dtype=np.int32)
-        for masks_NW, (seq, tree) in zip(masks_CNW, self._trees, strict=True):
-            assert seq.grammar is not None
-            fill_masks(seq.grammar, tree)
+        fill_masks([(seq.grammar, tree) for seq, tree in self._trees if seq.grammar is not None])
+        for masks_NW, (_, tree) in zip(masks_CNW, self._trees, strict=True):
             for line_W, mask_W in zip(masks_NW, tree.masks, strict=False):
                 assert mask_W is not None
                 line_W[:] = mask_W

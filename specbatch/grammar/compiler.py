@@ -6,8 +6,10 @@ can write them without end. A schema's `x-guidance` changes that, as llguidance 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from specbatch.grammar.constraint import Constraint
 
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAX_COMPILED = 1024  # grammars that are kept; one takes about 50 KB
+_MAX_THREADS = 8  # that compute masks
 _NO_TOKEN = "<|specbatch: no token ends a text|>"
 _PIP = "pip install 'specbatch[grammar]'"
 
@@ -27,6 +30,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any) -> None:
         self._hf_tokenizer = tokenizer
+        self._executor: Any = None  # of llguidance, as the next one
         self._tokenizer: Any = None  # llguidance's, made for the first grammar: it takes a third of a second
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
         self._lock = threading.Lock()
@@ -42,12 +46,13 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
             else:
                 self._compiled.move_to_end(constraint)
-        return Matcher(compiled, self._tokenizer.vocab_size)
+        return Matcher(compiled, self._tokenizer.vocab_size, self._executor)
 
     def _compile(self, constraint: Constraint) -> Any:
         llguidance = _library(constraint)
         if self._tokenizer is None:
             self._tokenizer = self._wrap(constraint)
+            self._executor = llguidance.LLExecutor(min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2)))
         make = {
             "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON),
             "regex": llguidance.LLMatcher.grammar_from_regex,
@@ -59,7 +64,7 @@ class GrammarCompiler:
             raise _refused(constraint, str(exc)) from exc
         if compiled.is_error():
             raise _refused(constraint, compiled.get_error())
-        start = Matcher(compiled, self._tokenizer.vocab_size)
+        start = Matcher(compiled, self._tokenizer.vocab_size, self._executor)
         if not start.mask().any() and not start.is_complete():
             raise _refused(constraint, "no text matches it")
         return compiled
@@ -84,8 +89,10 @@ class GrammarCompiler:
 class Matcher:
     """See `types.GrammarMatcher`."""
 
-    def __init__(self, compiled: Any, vocab_size: int) -> None:
+    def __init__(self, compiled: Any, vocab_size: int, executor: Any) -> None:
+        """`executor`: threads of llguidance."""
         self._compiled = compiled
+        self._executor = executor
         self._tokens: list[int] = []
         self._vocab_size = vocab_size
         self._start()
@@ -111,12 +118,25 @@ class Matcher:
         return not self._matcher.is_error() and self._matcher.is_accepting()
 
     def mask(self) -> NDArray[np.int32]:
-        mask_W = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
-        if not self._matcher.is_error() and not self._matcher.is_stopped():
-            self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-            if self._matcher.is_error() or self._matcher.is_stopped():  # a limit, or an end that was found late
+        return self.masks([self])[0]
+
+    def masks(self, matchers: Sequence[Matcher]) -> list[NDArray[np.int32]]:
+        num_words = -(-self._vocab_size // 32)
+        masks_BW = np.zeros((len(matchers), num_words), dtype=np.int32)
+        live = [(one._matcher, i) for i, one in enumerate(matchers) if not one._has_ended]
+        if len(live) > 1:
+            self._executor.unsafe_compute_mask_ptr(live, masks_BW.ctypes.data, 4 * num_words, len(matchers))
+        elif live:
+            [(matcher, i)] = live
+            matcher.unsafe_compute_mask_ptr(masks_BW[i].ctypes.data, 4 * num_words)
+        for one, mask_W in zip(matchers, masks_BW, strict=True):
+            if one._has_ended:  # also by a limit, or an end that was found late
                 mask_W[:] = 0
-        return mask_W
+        return list(masks_BW)
+
+    @property
+    def _has_ended(self) -> bool:
+        return bool(self._matcher.is_error() or self._matcher.is_stopped())
 
     def _start(self) -> None:
         self._matcher = self._compiled.deep_copy()

@@ -158,7 +158,7 @@ class StandIn:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._captured: dict[Any, tuple[Callable[[], Any], Any]] = {}
-        self.num_replays = 0
+        self.num_replays, self.seconds = 0, 0.0
         engine.executor.mode = "round"
         engine._prompts.runner = self  # type: ignore[assignment]
 

@@ -154,6 +154,23 @@ def test_masks_depend_on_the_path_alone(seed: int) -> None:
     assert num_forced > 3
 
 
+def test_masks_that_threads_compute_together() -> None:
+    """Each is what the state gives alone; one has ended, and one is in twice the same place."""
+    wanted = [{"response_format": json_schema(NAMES)}, {"regex": "tru|true"}, {"choice": ("true", "name")}] * 2
+    alone, together = ([state_of(**one) for one in wanted] for _ in range(2))
+    lengths = []
+    for _ in range(5):
+        masks = GrammarState.masks(together)
+        assert [tokens_of(mask_W) for mask_W in masks] == [tokens_of(state.mask()) for state in alone]
+        lengths += [len(tokens_of(mask_W)) for mask_W in masks]
+        for states in (alone, together):
+            for state in states:
+                if (legal := [t for t in tokens_of(state.mask()) if t != END]) and not state.is_end(legal[0]):
+                    state.enter(legal[-1])
+    assert min(lengths) == 1 < max(lengths)
+    assert GrammarState.masks([]) == []
+
+
 def test_bytes_of_a_sentencepiece_tokenizer() -> None:
     """Byte-fallback tokens are bytes of the text; control tokens are none."""
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "1"]
