@@ -143,8 +143,8 @@ class EngineSection:
     page_size: int | None = option(None, "Tokens in a page of the KV cache. null: 16 on CPU, 64 on CUDA.", AT_LEAST_1)
     kv_dtype: KVDtypeName = option(
         "auto",
-        "The type of cached keys and values. `auto`: that of the model. `fp8_e4m3` (CUDA from Ada on) takes one byte a "
-        "value: room for more requests, but some texts differ.",
+        "The type of cached keys and values. `auto`: that of the model. `fp8_e4m3` (on CUDA from Ada on) takes one "
+        "byte a value: room for more requests, but some texts differ. The scales of a checkpoint are used.",
     )
     kv_cache_tokens: int | None = option(
         None,

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.batch import PagedBatch, slots_of
-from specbatch.cache.pages import KVCache
+from specbatch.cache.pages import KVCache, KVScales
+from specbatch.kernels.torch.model import as_bytes
 
 CHUNK = 256  # keys; part of the result's bits, never a function of the batch
 MAX_GROUPED_QUERIES = 64  # sequences with more new tokens than this are not padded to each other
@@ -154,12 +155,20 @@ class TorchAttention:
     def attend(self, plan: list[_Group], q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
         out = torch.empty_like(q_THD)
         for group in plan:
-            result = self._attend_group(group, q_THD, cache.layer(layer), window, cache.may_hold_nan)
+            result = self._attend_group(
+                group, q_THD, cache.layer(layer), cache.scales(layer), window, cache.may_hold_nan
+            )
             out.index_copy_(0, group.output_rows, result.index_select(0, group.output_index).to(out.dtype))
         return out
 
     def _attend_group(
-        self, group: _Group, q_THD: Tensor, kv_2KSD: Tensor, window: int | None, may_hold_nan: bool
+        self,
+        group: _Group,
+        q_THD: Tensor,
+        kv_2KSD: Tensor,
+        scales: KVScales,
+        window: int | None,
+        may_hold_nan: bool,
     ) -> Tensor:
         n, num_queries, heads, per_head, dim = (
             group.num_sequences,
@@ -169,7 +178,7 @@ class TorchAttention:
             self._head_dim,
         )
         compute = q_THD.dtype if q_THD.dtype in (torch.float32, torch.float64) else torch.float32
-        q = q_THD.index_select(0, group.query_index).to(compute) * self._scale
+        q = q_THD.index_select(0, group.query_index).to(compute) * (self._scale * scales.k)
         q_KnRD = (
             q.view(n, num_queries, heads, per_head, dim)
             .permute(2, 0, 1, 3, 4)
@@ -179,7 +188,8 @@ class TorchAttention:
         for chunk in group.chunks:
             m = chunk.num_sequences
             batch, batch_rows = (m * num_queries, per_head) if chunk.per_query else (m, rows)
-            kv = kv_2KSD.index_select(2, chunk.slots).to(compute).view(2, heads * batch, self._chunk, dim)
+            gathered = as_bytes(kv_2KSD).index_select(2, chunk.slots).view(kv_2KSD.dtype)
+            kv = gathered.to(compute).view(2, heads * batch, self._chunk, dim)
             queries = q_KnRD[:, :m].reshape(heads * batch, batch_rows, dim)
             bias = self._bias(group, chunk, window, compute)
             out, lse = self._partial(queries, kv[0], kv[1], bias, len(group.chunks) > 1, may_hold_nan)
@@ -199,6 +209,8 @@ class TorchAttention:
             peak[:, :m] = new_peak
         if len(group.chunks) > 1:
             merged = merged / total
+        if scales.v != 1:
+            merged = merged * scales.v
         return (
             merged.view(heads, n, num_queries, per_head, dim)
             .permute(1, 2, 0, 3, 4)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
-from specbatch.cache.pages import KVCache
+from specbatch.cache.pages import KVCache, KVScales
 from specbatch.errors import ModelError
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class InvariantAttention:
-    """`num_heads` is a multiple of `num_kv_heads`. `scale` None: head_dim ** -0.5. `tile`: for
-    measurements."""
+    """`num_heads` is a multiple of `num_kv_heads`. `scale` None: head_dim ** -0.5. `kv_dtype`: of the cache; None:
+    `dtype`. `tile`: for measurements."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class InvariantAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
         *,
         scale: float | None = None,
         tile: Tile | None = None,
@@ -46,7 +47,7 @@ class InvariantAttention:
         self._bounds = torch.tensor(attention_splits.bounds(), dtype=torch.int32, device=device)
         self._long_tokens = attention_splits.LONG_TOKENS
         self._num_kv_heads, self._group, self._head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
-        self._dtype = dtype
+        self._dtype, self._kv_dtype = dtype, kv_dtype or dtype
         self._scale = head_dim**-0.5 if scale is None else scale
         self._own_tile, self._tile_for, self._shared = tile, attention_splits.invariant_tile, shared_bytes(self._bounds)
 
@@ -64,9 +65,10 @@ class InvariantAttention:
 
     def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
         batch, tile, paths, splits, listed = plan
+        scales = cache.scales(layer)
         out: Tensor = self._attend(
             tile, q_THD, cache.layer(layer), batch, paths, splits, listed, self._bounds, self._workspace,
-            self._scale, window,
+            self._scale * scales.k, window, scales.v,
         )  # fmt: skip
         return out
 
@@ -79,7 +81,8 @@ class InvariantAttention:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).to(self._dtype)
 
-        q_THD, cache = random(total, heads, self._head_dim), _Cache(random(2, kv_heads, 10 * page, self._head_dim))
+        q_THD = random(total, heads, self._head_dim)
+        cache = _Cache(random(2, kv_heads, 10 * page, self._head_dim).to(self._kv_dtype))
         pages = torch.arange(10, dtype=torch.int32, device=device)
 
         def attend(*starts: int, count: int, tree: bool = False) -> Tensor:
@@ -120,3 +123,6 @@ class _Cache:
 
     def layer(self, layer: int) -> Tensor:
         return self.kv_2KSD
+
+    def scales(self, layer: int) -> KVScales:
+        return KVScales()

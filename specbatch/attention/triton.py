@@ -78,11 +78,12 @@ class PagedAttention:
 
     def attend(self, plan: _Plan, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
         batch, splits, listed, parts = plan
-        kv, prefix = cache.layer(layer), None
+        kv, scales, prefix = cache.layer(layer), cache.scales(layer), None
+        scale = self._scale * scales.k
         if parts and window is None:
-            prefix = self._attend_prefixes(q_THD, kv, batch, self._scale, parts)
+            prefix = self._attend_prefixes(q_THD, kv, batch, scale, parts)
         out: Tensor = self._attend(
-            q_THD, kv, batch, self._scale, window, splits, self._workspace, listed, prefix=prefix
+            q_THD, kv, batch, scale, window, splits, self._workspace, listed, scales.v, prefix=prefix
         )
         return out
 

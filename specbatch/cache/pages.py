@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.kernels.torch.model import storable
+from specbatch.kernels.torch.model import as_bytes, storable
 
 
 class PagePool:
@@ -82,8 +83,15 @@ class PagePool:
         assert set(self._free) == {p for p, refs in enumerate(self._refs) if refs == 0}, "free list and counts differ"
 
 
+class KVScales(NamedTuple):
+    """Of one layer of an FP8 cache: a key is the stored number times `k`, a value times `v`."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
 class KVCache:
-    """Keys and values of every layer for `num_slots` token slots.
+    """Keys and values of every layer for `num_slots` token slots. `scales`: of the layers of an FP8 cache; none: 1.
 
     Heads come before slots, so that the CPU backend gathers the context of a batch into the operands of batched GEMMs
     in one copy.
@@ -97,10 +105,13 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Sequence[KVScales] = (),
     ) -> None:
+        assert not scales or (len(scales) == num_layers and dtype == torch.float8_e4m3fn)
+        self._scales = scales
         self._shape = (num_layers, 2, num_kv_heads, num_slots, head_dim)
         self.dtype, self._device = dtype, device
-        self.may_hold_nan = device.type != "cpu"  # among the keys
+        self.may_hold_nan = device.type != "cpu" or dtype == torch.float8_e4m3fn  # among the keys
         self._kv = self._allocate()
 
     def _allocate(self) -> Tensor:
@@ -137,6 +148,9 @@ class KVCache:
         """Keys and values of a layer, a view (2, H, S, D)."""
         return self._kv[layer]
 
+    def scales(self, layer: int) -> KVScales:
+        return self._scales[layer] if self._scales else KVScales()
+
     @property
     def all_layers(self) -> Tensor:
         """(L, 2, H, S, D)"""
@@ -154,4 +168,5 @@ class KVCache:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` onto slots `target` in all layers at once; the two may overlap."""
-        self._kv.index_copy_(3, target, self._kv.index_select(3, source))
+        kv = as_bytes(self._kv)
+        kv.index_copy_(3, target, kv.index_select(3, source))

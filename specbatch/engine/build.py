@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -14,7 +14,7 @@ from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.invariant import InvariantAttention
 from specbatch.attention.triton import PagedAttention
-from specbatch.cache.pages import PagePool
+from specbatch.cache.pages import KVScales, PagePool
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
@@ -172,6 +172,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         gemm,
         shard,
         run.quantization,
+        run.target.kv_scales,
         two_lanes=run.engine.two_lanes,
     )
     net = _build_net(run, target, num_positions, gemm) if run.draft is not None else None
@@ -235,19 +236,20 @@ def build_decoder(
     gemm: InvariantGemm | None = None,
     shard: ModelShard | None = None,
     quantization: Quantization | None = None,
+    kv_scales: Sequence[KVScales] = (),
     *,
     two_lanes: bool = False,
 ) -> Decoder:
     """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`. `gemm`: of a
-    deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: of the linear layers.
-    `two_lanes`: two passes may run at the same time."""
+    deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: of the linear layers. `kv_scales`:
+    of the layers of an FP8 cache; none: 1. `two_lanes`: two passes may run at the same time."""
     config = config if shard is None else shard.config
     weights = WeightLoader(tensors, dtype, device, gemm, shard, quantization)
     backends = [
         _attention(config, dtype, device, attention, kv_dtype, deterministic=gemm is not None)
         for _ in range(1 + two_lanes)
     ]
-    return Decoder(config, weights, backends[0], num_positions, backends[-1])
+    return Decoder(config, weights, backends[0], num_positions, backends[-1], kv_scales)
 
 
 def _attention(
@@ -261,7 +263,7 @@ def _attention(
 ) -> AttentionBackend:
     sizes, scale = (config.num_heads, config.num_kv_heads, config.head_dim), config.attention_scale
     if name == "triton" and deterministic:
-        backend = InvariantAttention(*sizes, dtype, device, scale=scale)
+        backend = InvariantAttention(*sizes, dtype, device, kv_dtype, scale=scale)
         backend.check()
         return backend
     if name == "triton":
@@ -286,7 +288,7 @@ def _build_net(run: ResolvedRun, target: Decoder, num_positions: int, gemm: Inva
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(
         run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype, gemm,
-        quantization=run.draft_quantization,
+        quantization=run.draft_quantization, kv_scales=run.draft.kv_scales,
     )  # fmt: skip
     return ModelNet(draft, draft.new_cache(run.engine.page_size, run.kv_dtype), vocab_size)
 

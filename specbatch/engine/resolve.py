@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specbatch.attention.flashinfer import DTYPES as FLASHINFER_DTYPES
-from specbatch.attention.flashinfer import HEAD_DIMS as FLASHINFER_HEAD_DIMS
-from specbatch.config import AttentionName, Config, EngineSection, KVDtypeName, SpeculationSection
+from specbatch.config import AttentionName, Config, EngineSection, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
 from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
@@ -19,6 +18,7 @@ from specbatch.engine.resolve_cascade import resolve_cascade
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
+from specbatch.engine.resolve_kv_dtype import KV_DTYPE_NAMES, check_flashinfer, resolve_kv_dtype
 from specbatch.engine.resolve_lanes import resolve_two_lanes
 from specbatch.engine.resolve_model import part_of_a_rank, quantization_of_draft, resolve_quantization, saved_bytes
 from specbatch.engine.resolve_speculation import (
@@ -39,8 +39,6 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_hea
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.quantization import Quantization
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
-
-_KV_DTYPE_NAMES: dict[torch.dtype, KVDtypeName] = {**DTYPE_NAMES, torch.float8_e4m3fn: "fp8_e4m3"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     device = resolve_device(config.engine.device, notes)
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = _resolve_engine(config.engine, device, dtype, notes)
-    kv_dtype = _resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
+    kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
     on_cuda = device.type == "cuda"
     check_simulation(speculation, on_cuda)
     if speculation.section.simulate_acceptance is not None:
@@ -122,9 +120,13 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         _check_topk(topk, draft)
 
     if engine.attention == "flashinfer":
-        _check_flashinfer(target.config, kv_dtype)
-        if draft is not None:
-            _check_flashinfer(draft.config.decoder if isinstance(draft, EagleCheckpoint) else draft.config, kv_dtype)
+        check_flashinfer(target.config, kv_dtype, target.kv_scales)
+        if isinstance(draft, EagleCheckpoint):
+            check_flashinfer(draft.config.decoder, kv_dtype)
+        elif draft is not None:
+            check_flashinfer(draft.config, kv_dtype, draft.kv_scales)
+    if kv_dtype == torch.float8_e4m3fn and target.kv_scales:
+        notes.append("engine.kv_dtype: keys and values have the checkpoint's scales")
     if on_cuda:
         for shape in shapes:
             check_device_shape(shape)
@@ -165,7 +167,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             cuda_graphs=engine.graphs,
             max_batch_size=engine.max_batch_size,
             page_size=engine.page_size,
-            kv_dtype=_KV_DTYPE_NAMES[kv_dtype],
+            kv_dtype=KV_DTYPE_NAMES[kv_dtype],
             # On a GPU it is known when the engine is built.
             kv_cache_tokens=given if given is not None or on_cuda else cache.num_pages * engine.page_size,
             memory_fraction=engine.memory_fraction,
@@ -251,18 +253,6 @@ def _open_draft(
     return open_eagle_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
 
 
-def _check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype) -> None:
-    """What FlashInfer's kernels are built for."""
-    hint = "use engine.attention: triton"
-    if any(window is not None for window in model.sliding_windows):
-        raise ConfigError(f"engine.attention: flashinfer has no sliding windows; {model.model_type} has", hint=hint)
-    if model.head_dim not in FLASHINFER_HEAD_DIMS:
-        dims = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
-        raise ConfigError(f"engine.attention: flashinfer needs heads of {dims}, not {model.head_dim}", hint=hint)
-    if kv_dtype == torch.float8_e4m3fn and model.head_dim == 64:
-        raise ConfigError("engine.attention: flashinfer reads no fp8_e4m3 cache with heads of 64", hint=hint)
-
-
 def _resolve_engine(
     section: EngineSection, device: torch.device, dtype: torch.dtype, notes: list[str]
 ) -> EngineSettings:
@@ -314,33 +304,6 @@ def _resolve_engine(
         resolve_cascade(section, attention, notes),
         frozenset(name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None),
     )
-
-
-def _resolve_kv_dtype(
-    name: KVDtypeName, attention: str, device: torch.device, dtype: torch.dtype, notes: list[str]
-) -> torch.dtype:
-    """The dtype of cached keys and values: the model's own `dtype`, or float8 where kernels and card know it."""
-    if name in ("auto", DTYPE_NAMES[dtype]):
-        return dtype
-    if name != "fp8_e4m3":
-        raise ConfigError(
-            f"engine.kv_dtype is {name}, but the model runs in {DTYPE_NAMES[dtype]}",
-            hint="use engine.kv_dtype: auto (like the model) or fp8_e4m3, or change model.dtype",
-        )
-    if attention == "torch":
-        raise ConfigError(
-            f"engine.kv_dtype: fp8_e4m3 needs engine.attention triton or flashinfer, not {attention}",
-            hint="use engine.kv_dtype: auto, or engine.device: cuda with engine.attention: triton",
-        )
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        raise ConfigError(
-            f"engine.kv_dtype: fp8_e4m3 needs a GPU of compute capability 8.9 (Ada, Hopper) or later, and {device} has "
-            f"{capability[0]}.{capability[1]}",
-            hint="use engine.kv_dtype: auto",
-        )
-    notes.append("engine.kv_dtype: fp8_e4m3 (keys and values are rounded: texts differ from an unrounded cache's)")
-    return torch.float8_e4m3fn
 
 
 def _check_topk(topk: int, draft: Checkpoint | EagleCheckpoint | None) -> None:

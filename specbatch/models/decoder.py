@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specbatch.attention.interface import AttentionBackend
 from specbatch.batch import LogitsIndices, PagedBatch
-from specbatch.cache.pages import KVCache
+from specbatch.cache.pages import KVCache, KVScales
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm, Rotary
@@ -102,6 +102,7 @@ class Attention:
             self._q_norm.weight if self._q_norm is not None else None,
             self._k_norm.weight if self._k_norm is not None else None,
             self._q_norm.eps if self._q_norm is not None else 0.0,
+            *step.cache.scales(self._layer),
         )
         return q
 
@@ -158,12 +159,18 @@ class PagedModel:
     """What a decoder and an EAGLE head have in common: rotary embeddings, a paged cache, logits.
 
     `num_positions` sizes the rotary tables: the longest sequence, and the slots that speculation writes after it.
+    `kv_scales`: of the layers of an FP8 cache; none: 1.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: WeightLoader, backend: AttentionBackend, num_positions: int
+        self,
+        config: ModelConfig,
+        weights: WeightLoader,
+        backend: AttentionBackend,
+        num_positions: int,
+        kv_scales: Sequence[KVScales] = (),
     ) -> None:
-        self.config = config
+        self.config, self._kv_scales = config, kv_scales
         self.device = weights.device
         self.num_positions = num_positions
         self._backend = backend
@@ -181,7 +188,8 @@ class PagedModel:
 
     def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
         c = self.config
-        return KVCache(c.num_layers, num_slots, c.num_kv_heads, c.head_dim, dtype, self.device)
+        scales = self._kv_scales if dtype == torch.float8_e4m3fn else ()
+        return KVCache(c.num_layers, num_slots, c.num_kv_heads, c.head_dim, dtype, self.device, scales)
 
 
 class Decoder(PagedModel):
@@ -194,10 +202,11 @@ class Decoder(PagedModel):
         backend: AttentionBackend,
         num_positions: int,
         second_backend: AttentionBackend | None = None,
+        kv_scales: Sequence[KVScales] = (),
     ) -> None:
         """`second_backend`: of the second of two passes at the same time; None: the first one, on a CPU, or if there
         are no such passes."""
-        super().__init__(config, weights, backend, num_positions)
+        super().__init__(config, weights, backend, num_positions, kv_scales)
         self._second_backend = second_backend or backend
         self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # of a rank: a part
         self.embed = weights.embedding(self.embedding_VE)

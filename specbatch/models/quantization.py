@@ -23,7 +23,6 @@ WeightScales = Literal["tensor", "channel", "block"]
 # scale that the checkpoint has; or not at all.
 InputScales = Literal["token", "block", "static", "none"]
 FP8_HINT = "use the unquantised checkpoint, one in FP8 (compressed-tensors, ModelOpt or fp8), or a GGUF file"
-_KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
 
 
 @dataclass(frozen=True)
@@ -98,12 +97,6 @@ def same_scale(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return found == wanted or (math.prod(found) == math.prod(wanted) == max((*found, *wanted, 1)))
 
 
-def is_kv_scale(name: str) -> bool:
-    """Scales of a quantised KV cache. A cache in fp8 has the scale 1 here, which reaches 448: keys and values are
-    smaller."""
-    return name.endswith(_KV_SCALES)
-
-
 def parse_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantization | None:
     """From `quantization_config` of a config.json, or from an `hf_quant_config.json` (`modelopt`). None: the checkpoint
     is not quantised. Raises ModelError for what is not FP8 as described above."""
@@ -121,7 +114,7 @@ def parse_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | 
     raise ModelError(f"the checkpoint is quantised ({shown(method)}), which is not supported", hint=FP8_HINT)
 
 
-def _compressed_tensors(section: Mapping[str, Any]) -> Quantization:
+def _compressed_tensors(section: Mapping[str, Any]) -> Quantization | None:
     """https://github.com/vllm-project/compressed-tensors"""
     where = "config.json: quantization_config"
     if section.get("format") not in ("float-quantized", "naive-quantized"):
@@ -130,6 +123,8 @@ def _compressed_tensors(section: Mapping[str, Any]) -> Quantization:
         if section.get(key):
             raise _unsupported(f"{where}: {key}")
     groups = mapping(section.get("config_groups"), f"{where}: config_groups")
+    if not groups and section.get("kv_cache_scheme"):
+        return None  # scales of the KV cache alone
     if len(groups) != 1:
         raise _unsupported(f"{where}: {len(groups)} config_groups")
     (group,) = (mapping(one, f"{where}: config_groups") for one in groups.values())
@@ -194,11 +189,13 @@ def _fp8(section: Mapping[str, Any]) -> Quantization:
     return Quantization("fp8", "block", "block", "weight_scale_inv", _block(size, where), ignored)
 
 
-def _modelopt(section: Mapping[str, Any]) -> Quantization:
+def _modelopt(section: Mapping[str, Any]) -> Quantization | None:
     """https://github.com/NVIDIA/TensorRT-Model-Optimizer"""
     where = "ModelOpt's configuration"
     inner = section.get("quantization", section)
     section = mapping(inner, where)
+    if section.get("quant_algo") is None and section.get("kv_cache_quant_algo"):
+        return None  # scales of the KV cache alone
     if section.get("quant_algo") != "FP8":
         raise _unsupported(f"{where}: quant_algo {shown(section.get('quant_algo'))}")
     ignored = _names(section.get("exclude_modules", section.get("ignore")), f"{where}: exclude_modules")

@@ -11,8 +11,10 @@ import torch
 
 import specbatch.engine.resolve as resolving
 from specbatch.attention.flashinfer import FlashInferAttention
+from specbatch.cache.pages import KVScales
 from specbatch.config import EngineSection
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.resolve_kv_dtype import check_flashinfer
 from specbatch.engine.resolve_speculation import check_mask_size
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.config import ModelConfig
@@ -111,11 +113,19 @@ def test_flashinfer_runs_under_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_that_flashinfer_knows(changes: dict, kv_dtype: torch.dtype, message: str | None) -> None:
     config: ModelConfig = tiny_config(**changes)
     if message is None:
-        resolving._check_flashinfer(config, kv_dtype)
+        check_flashinfer(config, kv_dtype)
         return
     with pytest.raises(ConfigError, match=message) as error:
-        resolving._check_flashinfer(config, kv_dtype)
+        check_flashinfer(config, kv_dtype)
     assert "engine.attention: triton" in str(error.value.hint)
+
+
+def test_no_scales_of_a_checkpoint() -> None:
+    config, scales = tiny_config(head_dim=128), [KVScales(), KVScales(0.5, 1.0)]
+    check_flashinfer(config, torch.float8_e4m3fn, scales[:1])
+    check_flashinfer(config, torch.bfloat16, scales)
+    with pytest.raises(ConfigError, match="flashinfer does not read an fp8_e4m3 cache with the scales"):
+        check_flashinfer(config, torch.float8_e4m3fn, scales)
 
 
 def test_the_package_is_optional() -> None:

@@ -15,9 +15,10 @@ from specbatch.cache.pages import KVCache
 from specbatch.config import KVDtypeName
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
-from specbatch.engine import resolve as resolving
 from specbatch.engine.engine import Engine
 from specbatch.engine.memory import CachedModel, Rows, plan_cache
+from specbatch.engine.resolve import resolve
+from specbatch.engine.resolve_kv_dtype import resolve_kv_dtype
 from specbatch.errors import ConfigError
 from specbatch.kernels import torch as reference
 from specbatch.types import SamplingParams
@@ -168,7 +169,7 @@ def test_what_is_allowed(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     notes: list[str] = []
-    assert resolving._resolve_kv_dtype(name, "triton", torch.device("cuda"), dtype, notes) == expected
+    assert resolve_kv_dtype(name, "triton", torch.device("cuda"), dtype, notes) == expected
     assert len(notes) == (expected == FP8)
 
 
@@ -176,7 +177,7 @@ def test_what_is_allowed(
     ("name", "attention", "capability", "message"),
     [
         ("float16", "triton", (9, 0), "the model runs in bfloat16"),
-        ("fp8_e4m3", "torch", (9, 0), "fp8_e4m3 needs engine.attention"),
+        ("fp8_e4m3", "torch", (9, 0), "fp8_e4m3 on CUDA needs engine.attention"),
         ("fp8_e4m3", "triton", (8, 6), "and cuda has 8.6"),
     ],
 )
@@ -185,15 +186,15 @@ def test_what_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype") as caught:
-        resolving._resolve_kv_dtype(name, attention, torch.device("cuda"), torch.bfloat16, [])
+        resolve_kv_dtype(name, attention, torch.device("cuda"), torch.bfloat16, [])
     assert message in caught.value.message
     assert "auto" in (caught.value.hint or "")
 
 
 def test_it_is_decided_with_the_run() -> None:
     sets = ["model.target=random:tiny", "engine.device=cpu", "engine.kv_cache_tokens=4096"]
-    run = resolving.resolve(load_config(None, sets))
+    run = resolve(load_config(None, sets))
     assert (run.kv_dtype, run.config.engine.kv_dtype) == (torch.float32, "float32")
-    assert resolving.resolve(load_config(None, [*sets, "engine.kv_dtype=float32"])).kv_dtype == torch.float32
-    with pytest.raises(ConfigError, match=r"engine\.kv_dtype"):
-        resolving.resolve(load_config(None, [*sets, "engine.kv_dtype=fp8_e4m3"]))
+    assert resolve(load_config(None, [*sets, "engine.kv_dtype=float32"])).kv_dtype == torch.float32
+    rounded = resolve(load_config(None, [*sets, "engine.kv_dtype=fp8_e4m3"]))
+    assert (rounded.kv_dtype, rounded.config.engine.kv_dtype) == (FP8, "fp8_e4m3")

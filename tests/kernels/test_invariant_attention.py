@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from specbatch.attention.invariant import InvariantAttention
 from specbatch.batch import PagedBatch
+from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.kernels import torch as reference
 from specbatch.kernels.triton.attention import Workspace
@@ -34,6 +35,7 @@ from specbatch.kernels.triton.parts.attention_splits import (
     splits_of,
     stored_rows,
 )
+from specbatch.kernels.triton.parts.attention_tile import Fp8Form
 from specbatch.kernels.triton.tree_paths import tree_paths
 from tests.kernels.batches import CUDA, DEVICE, FP8, close, paged_batch, random, random_cache, tree_batch
 from tests.marks import slow_on_cpu
@@ -53,7 +55,8 @@ class Kernel:
         self.whole = paged_batch([0], [total], page)
         self.q = random(total, heads, dim, dtype=dtype)
         self.kv = random_cache(self.whole, kv_heads, dim, dtype)
-        self.heads = heads, kv_heads, dim
+        self.heads, self.v_scale = (heads, kv_heads, dim), 1.0
+        self.fp8: Fp8Form = "widen"
         self.max_splits = sum(border < total for border in BOUNDS)
 
     def run(
@@ -73,7 +76,9 @@ class Kernel:
         paths = None if batch.mask_TW is None else tree_paths(batch)
         table = torch.tensor(BOUNDS, dtype=torch.int32, device=DEVICE)
         tile = invariant_tile(batch.max_queries * self.heads[0] // self.heads[1], dim, q.element_size())
-        out = attend(tile, q, self.kv, batch, paths, splits, listed, table, workspace, dim**-0.5, window)
+        tile = replace(tile, fp8=self.fp8)
+        given = listed, table, workspace, dim**-0.5, window, self.v_scale
+        out = attend(tile, q, self.kv, batch, paths, splits, *given)
         assert not counters.any(), "the counters are ready for the next launch"
         return out
 
@@ -99,7 +104,8 @@ class Kernel:
     def check(self, found: Tensor, *parts: tuple[int, int], window: int | None = None) -> None:
         """Against the reference kernel."""
         batch, q = self.cut(*parts)
-        close(found, reference.attend(q, self.kv, batch, self.heads[2] ** -0.5, window), q.dtype)
+        expected = reference.attend(q, self.kv, batch, self.heads[2] ** -0.5, window, v_scale=self.v_scale)
+        close(found, expected, q.dtype)
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
@@ -283,6 +289,9 @@ def test_the_backend_takes_the_same_bits_from_all_its_plans(monkeypatch: pytest.
         def layer(self, layer: int) -> Tensor:
             return kernel.kv
 
+        def scales(self, layer: int) -> KVScales:
+            return KVScales()
+
     def of(*parts: tuple[int, int]) -> tuple[Tensor, Any]:
         batch, q = kernel.cut(*parts)
         plan = backend.plan(batch)
@@ -303,15 +312,16 @@ def test_the_backend_takes_the_same_bits_from_all_its_plans(monkeypatch: pytest.
     assert same(many[:1], alone)
 
 
-@pytest.mark.skipif(not CUDA, reason="the interpreter is slow with float8")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rounded_keys(dtype: torch.dtype) -> None:
-    kernel = Kernel(300, 4, 2, 64, dtype)
-    kernel.kv = kernel.kv.to(FP8)
-    whole = kernel.of((0, 300))
-    kernel.check(whole, (0, 300))
-    assert same(kernel.of((299, 300)), whole[299:])
-    assert same(kernel.of((290, 295)), whole[290:295])
+@pytest.mark.parametrize("form", ["widen", "half"] if CUDA else ["half"])
+@pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float16])
+def test_keys_in_fp8(form: Fp8Form, dtype: torch.dtype) -> None:
+    total = 300 if CUDA else 36
+    kernel = Kernel(total, 4, 2, 64, dtype)
+    kernel.kv, kernel.fp8, kernel.v_scale = kernel.kv.to(FP8), form, 0.3
+    whole = kernel.of((0, total))
+    kernel.check(whole, (0, total))
+    assert same(kernel.of((total - 1, total)), whole[-1:])
+    assert same(kernel.of((total - 10, total - 5)), whole[-10:-5])
 
 
 @pytest.mark.skipif(not CUDA, reason="8 s in the interpreter")

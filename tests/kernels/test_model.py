@@ -71,11 +71,11 @@ def test_rotary_write_to_float8(dim: int, dtype: torch.dtype) -> None:
     cos, sin = (t.repeat(1, 2).to(DEVICE, dtype) for t in (angles.cos(), angles.sin()))
     sin[:, : dim // 2] *= -1
     slots = torch.arange(tokens, device=DEVICE)
-    for positions in (torch.zeros_like(slots), slots):
+    for positions, kv_scales in ((torch.zeros_like(slots), (1.0, 1.0)), (slots, (1.0, 1.0)), (slots * 0, (0.5, 0.3))):
         caches = []
         for ops in (model, reference):
             cache = torch.zeros(2, kv_heads, tokens + 1, dim, dtype=FP8, device=DEVICE)
-            ops.rotary_write(qkv, heads, kv_heads, cos, sin, positions, slots, cache, None, None, 0.0)  # type: ignore[attr-defined]
+            ops.rotary_write(qkv, heads, kv_heads, cos, sin, positions, slots, cache, None, None, 0.0, *kv_scales)  # type: ignore[attr-defined]
             caches.append(cache)
         bits = [cache.view(torch.uint8) for cache in caches]
         assert torch.equal(bits[0][1], bits[1][1])

@@ -3,8 +3,8 @@ synchronisation, any device and dtype.
 
 The last slot of a cache is spare, no sequence has it: what a Triton kernel leaves unwritten is written there.
 
-A cache has the model's dtype or float8_e4m3fn (scale 1, as in vLLM without calibrated scales): values beyond +-448
-become +-448.
+A cache has the model's dtype or float8_e4m3fn. There a layer's keys and values are divided by a scale each (1, unless
+the checkpoint has others), and what is then beyond +-448 becomes +-448.
 
 In a cache all values are finite. Where a token's key or value is not, in one head, its key there is NaN and such a
 value 0 (`storable`). So a query that sees the token gets NaN, and a query from which it is hidden loses nothing: of a
@@ -51,10 +51,12 @@ def rotary_write(
     q_norm_D: Tensor | None,
     k_norm_D: Tensor | None,
     eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Split a fused projection, norm each head where the model does (Qwen3), rotate queries and keys (rotate-half; the
     sign is in `sin_PD`), write keys and values to the cache at `slots_T` (nowhere for -1), in its dtype. Returns
-    queries (T, H, D).
+    queries (T, H, D). `k_scale`, `v_scale`: of a cache in float8, which holds what is written divided by them.
     """
     num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
     heads = qkv_TZ.view(num_tokens, -1, head_dim)
@@ -65,8 +67,8 @@ def rotary_write(
     q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
     slots = torch.where(slots_T >= 0, slots_T, kv_2KSD.shape[2] - 1)
     k, v = storable(k, v)
-    for plane_KSD, new_TKD in zip(as_bytes(kv_2KSD), (k, v), strict=True):
-        plane_KSD.index_copy_(1, slots, as_bytes(_stored(new_TKD, kv_2KSD.dtype)).transpose(0, 1))
+    for plane_KSD, new_TKD, scale in zip(as_bytes(kv_2KSD), (k, v), (k_scale, v_scale), strict=True):
+        plane_KSD.index_copy_(1, slots, as_bytes(_stored(new_TKD, kv_2KSD.dtype, scale)).transpose(0, 1))
     return q
 
 
@@ -77,10 +79,11 @@ def storable(k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(ok_TKD, k_TKD, torch.nan), torch.where(v_ok_TKD, v_TKD, 0.0)
 
 
-def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """`x` as a cache of `dtype` holds it. The clamp comes first: torch rounds to NaN what float8 cannot hold."""
     if dtype == torch.float8_e4m3fn:
-        x = x.clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
+        wide = x if x.dtype == torch.float64 else x.float()
+        x = (wide * (1 / scale)).clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
     return x.to(dtype)
 
 

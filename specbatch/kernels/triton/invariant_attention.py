@@ -30,6 +30,7 @@ from specbatch.batch import PagedBatch
 from specbatch.kernels.triton.attention import Workspace
 from specbatch.kernels.triton.parts.attention_splits import SplitPlan, num_ones, stored_rows
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded
+from specbatch.kernels.triton.parts.fp8 import half_queries
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
 from specbatch.kernels.triton.tree_paths import TreePaths
 
@@ -93,9 +94,11 @@ def _store_split(
 
 
 @triton.jit
-def _store(out_ptrs, out_ok, acc, total):
+def _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8: tl.constexpr):
     total_M = tl.max(total, 1)  # its columns are equal
     out = acc / tl.where(total_M == 0.0, 1.0, total_M)[:, None]
+    if IS_FP8:
+        out = out * v_scale
     tl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=out_ok)
 
 
@@ -109,11 +112,11 @@ def _sees(limit, oldest, low, high):
 def _attend(
     q_ptr, out_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, query_starts_ptr, positions_ptr,
     mask_starts_ptr, limits_ptr, leaves_ptr, paths_ptr, bounds_ptr, ranks_ptr, listed_ptr,
-    partial_ptr, sums_ptr, counter_ptr, scale_log2, window, stride_kv_head, stride_table, num_bits, num_seqs,
+    partial_ptr, sums_ptr, counter_ptr, scale_log2, window, stride_kv_head, stride_table, num_bits, num_seqs, v_scale,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDS: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
     MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, ONES: tl.constexpr, HAS_TREE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -178,6 +181,9 @@ def _attend(
 
     q_offsets = (token.to(tl.int64) * NUM_HEADS + head)[:, None] * D + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=row_ok[:, None] & dim_ok[None, :], other=0.0)
+    if HALF:
+        q, unit = half_queries(q)
+        scale_log2 = (unit * scale_log2)[:, None]
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
     table = table_ptr + seq.to(tl.int64) * stride_table
@@ -267,7 +273,7 @@ def _attend(
 
     out_ptrs, out_ok = out_ptr + q_offsets, row_ok[:, None] & dim_ok[None, :]
     if PARTS == 1 or parts == 1:
-        _store(out_ptrs, out_ok, acc, total)
+        _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8)
     else:
         counter = counter_ptr + (rank * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head
         tl.debug_barrier()  # every thread's part is stored before the counter says so
@@ -288,7 +294,7 @@ def _attend(
                 )
                 sees = _sees(limit, oldest, tl.load(bounds_ptr + split), tl.load(bounds_ptr + split + 1))
                 acc, total, maximum = _merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees)
-            _store(out_ptrs, out_ok, acc, total)
+            _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8)
             tl.store(counter, 0)  # ready for the next launch
 
 
@@ -304,6 +310,7 @@ def attend(
     workspace: Workspace,
     scale: float,
     window: int | None = None,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """As `kernels/torch/attention.py`. `paths`: of a batch with a mask. `listed`: the long sequences, see
     `long_sequences`; None: all have `splits.parts` programs. `bounds`: int32, the first key of each split, a power of
@@ -321,6 +328,8 @@ def attend(
     limits, leaves, nodes = (batch.starts_B,) * 3 if paths is None else paths
     out = torch.empty_like(q_THD)
     pdl = dependent_launch(q_THD)
+    is_fp8 = kv_2KSD.dtype == torch.float8_e4m3fn
+    assert tile.fp8 != "pairs", "this kernel does not read values as pairs"
     # The interpreter does not have the option.
     options = {**launch_options(pdl), **({"enable_fp_fusion": False} if q_THD.is_cuda else {})}
     _attend[(num_kv_heads, row_blocks, num_seqs + (splits.parts - 1) * splits.num_seqs)](
@@ -329,11 +338,13 @@ def attend(
         limits, leaves, nodes, bounds, *(listed or (batch.starts_B, batch.starts_B)),
         *workspace.reserve(tiles, splits.max_splits, rows, block_d),
         scale * _LOG2E, window or 0, kv_2KSD.stride(1), batch.page_table_BP.stride(0), nodes.stride(0), num_seqs,
+        v_scale,
         NUM_HEADS=num_heads, GROUP=group, D=head_dim, BLOCK_D=block_d, PAGE=batch.page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BOUNDS=bounds.shape[0], PARTS=splits.parts,
         LISTED=listed is not None, MAX_SPLITS=splits.max_splits, ROWS=rows, ONES=num_ones(tile),
         HAS_TREE=paths is not None, HAS_WINDOW=window is not None,
-        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32", PDL=pdl,
+        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        IS_FP8=is_fp8, HALF=is_fp8 and tile.fp8 != "widen", PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip
     return out

@@ -71,10 +71,10 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
 
 
 @triton.jit
-def _stored(x, dtype: tl.constexpr):
+def _stored(x, inverse_scale, dtype: tl.constexpr):
     """`x` as a cache of `dtype` holds it; clamped as in the reference kernel, whatever the conversion does."""
     if dtype == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(x.to(tl.float32) * inverse_scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
 
 
@@ -99,6 +99,8 @@ def _rotary_write(
     k_norm_ptr,
     eps,
     stride_kv_head,
+    k_inverse,
+    v_inverse,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -159,8 +161,9 @@ def _rotary_write(
     finite = _all_finite(out1.to(tl.float32), out2.to(tl.float32)) & _all_finite(v1, v2)
     instead = tl.where(is_key, float("nan"), 0.0)
     cache: tl.constexpr = k_ptr.dtype.element_ty
-    stored1 = _stored(tl.where(finite, out1.to(tl.float32), instead).to(dtype), cache)
-    stored2 = _stored(tl.where(finite, out2.to(tl.float32), instead).to(dtype), cache)
+    inverse_scale = tl.where(is_key, k_inverse, v_inverse)
+    stored1 = _stored(tl.where(finite, out1.to(tl.float32), instead).to(dtype), inverse_scale, cache)
+    stored2 = _stored(tl.where(finite, out2.to(tl.float32), instead).to(dtype), inverse_scale, cache)
     tl.store(k_ptr + k_offsets, stored1, mask=written & is_key)
     tl.store(k_ptr + k_offsets + half, stored2, mask=written & is_key)
     tl.store(v_ptr + v_offsets, stored1, mask=written & is_value)
@@ -179,6 +182,8 @@ def rotary_write(
     q_norm_D: Tensor | None,
     k_norm_D: Tensor | None,
     eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv_TZ.dtype, device=qkv_TZ.device)
@@ -200,6 +205,8 @@ def rotary_write(
         k_norm_D if has_norm else cos_PD,
         eps,
         kv_2KSD.stride(1),
+        1 / k_scale,
+        1 / v_scale,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         D=head_dim,

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
+from specbatch.models.formats.kv_scales import has_fp8_cache, is_kv_scale, read_kv_scales
 from specbatch.models.formats.tensor_files import (
     SafetensorsSource,
     TensorSource,
@@ -22,7 +24,7 @@ from specbatch.models.formats.tensor_files import (
     is_stored_rotary,
     open_tensors,
 )
-from specbatch.models.quantization import Quantization, is_kv_scale, parse_quantization, same_scale
+from specbatch.models.quantization import Quantization, parse_quantization, same_scale
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Checkpoint:
     tensors: TensorSource
     description: str  # for logs and results, such as "safetensors bfloat16", "Q4_K_M dequantised" or "random weights"
     quantization: Quantization | None = None  # of its linear layers, as the files have them
+    kv_scales: tuple[KVScales, ...] = ()  # of each layer, for a cache in FP8; none: 1
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -63,12 +66,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     generation_file = path / "generation_config.json"
     config = parse_hf_config(raw, read_json(generation_file) if is_there(generation_file) else None)
     modelopt_file = path / "hf_quant_config.json"
-    quantization = parse_quantization(raw, read_json(modelopt_file) if is_there(modelopt_file) else None)
+    modelopt = read_json(modelopt_file) if is_there(modelopt_file) else None
+    quantization = parse_quantization(raw, modelopt)
     tensors = open_tensors(path)
     if config.tie_word_embeddings and _has_own_lm_head(tensors):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     _check_tensors(path, config, tensors, quantization)
-    return Checkpoint(path, config, tensors, _describe(tensors), quantization)
+    kv_scales = read_kv_scales(tensors, config.num_layers) if has_fp8_cache(raw, modelopt) else ()
+    return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales)
 
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -111,7 +116,6 @@ def _check_tensors(
     expected = expected_tensors(config)
     if quantization is not None:
         expected = quantization.stored(expected)
-        needed = {name: shape for name, shape in needed.items() if not is_kv_scale(name)}
         for name in (name for name in needed if name.endswith("_scale") and name in expected):
             if same_scale(needed[name], expected[name]):
                 needed[name] = expected[name]
@@ -139,9 +143,9 @@ def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> st
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that a model does not need: rotary frequencies that old checkpoints store (they are computed), and the
-    head of a tied model (known by now to equal the embedding)."""
-    return is_stored_rotary(name) or (name == "lm_head.weight" and config.tie_word_embeddings)
+    """Tensors that a model does not need: rotary frequencies that old checkpoints store (they are computed), the head
+    of a tied model (known by now to equal the embedding), and scales of the KV cache."""
+    return is_stored_rotary(name) or is_kv_scale(name) or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def _describe(tensors: TensorSource) -> str:
