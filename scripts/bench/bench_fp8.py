@@ -1,6 +1,6 @@
 """Times the linear layers of FP8 on a GPU against those of bfloat16, and finds the best tiles for few tokens.
 
-    python scripts/bench/bench_fp8.py -o bench_fp8.json [--budget 80] [--shape llama-3-8b --shape qwen2.5-1.5b]
+    python scripts/bench/bench_fp8.py -o bench_fp8.json [--budget 70] [--shape llama-3-8b --shape qwen2.5-1.5b]
     python scripts/bench/bench_fp8.py --table bench_fp8.json
 
 For each GEMM of a layer and each number of tokens: microseconds, TFLOP/s and GB/s (weights, inputs and results) in
@@ -9,7 +9,8 @@ with sums in the tensor cores (`fast`) and in float32 (`slow`), and of our tiles
 of the same rounded numbers. Then what quantises inputs, whole layers (all GEMMs, norms, activations and residuals,
 without attention), and the card's power and clock while large GEMMs run.
 
-Every measurement is one JSON line, written at once. What fails is a line with "error". `--table` prints the table of
+Every measurement is one JSON line, written at once; a short table of them comes last. What fails is a line with
+"error" and no time. `--table` prints the table of
 `specbatch/kernels/triton/scaled/tile.py` from the file. Stops by itself when the budget (seconds) is used up.
 """
 
@@ -289,6 +290,27 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.empty(shape, dtype=DTYPE, device="cuda").normal_(0.0, scale)
 
 
+def print_summary(path: Path) -> None:
+    """Microseconds, a line for each GEMM and number of tokens; then what is not a GEMM."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    print(f"{'GEMM':<24}{'tokens':>7}{'bf16':>9}{'fast':>9}{'slow':>9}{'best':>9}  its tile")
+    for best in (line for line in lines if line.get("how") == "best"):
+        same = {line["how"]: line for line in lines if [line.get(k) for k in _CELL] == [best[k] for k in _CELL]}
+        times = [same.get(how, {}).get("us", math.nan) for how in ("bf16", "library fast", "library slow", "best")]
+        tile = "library" if best["tile"] is None else name_of(ScaledTile(**best["tile"]))
+        columns = "".join(f"{us:>9.1f}" for us in times)
+        print(f"{best['shape'] + ' ' + best['gemm']:<24}{best['tokens']:>7}{columns}  {tile}")
+    for name in dict.fromkeys(line["how"] for line in lines if "gemm" not in line):
+        found = [f"{line['tokens']}: {line.get('us', line.get('error'))}" for line in lines if line.get("how") == name]
+        print(f"{name}: {', '.join(found)}")
+    for line in lines:
+        if "sustained" in line or ("error" in line and "us" not in line and isinstance(line["error"], str)):
+            print(json.dumps(line))
+
+
+_CELL = ("shape", "gemm", "tokens")
+
+
 def print_table(path: Path) -> None:
     """Source text of `tile._MEASURED`."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -307,7 +329,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path("bench_fp8.json"))
     parser.add_argument("--table", type=Path, help="print the table of a file written before, and stop")
-    parser.add_argument("--budget", type=float, default=80.0, help="seconds in all")
+    parser.add_argument("--budget", type=float, default=70.0, help="seconds for GEMMs and layers")
     parser.add_argument("--shape", action="append", choices=sorted(geometries()))
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     args = parser.parse_args()
@@ -331,6 +353,7 @@ def main() -> None:
                     bench.power(name, geometry.layer["gate_up"])
     finally:
         bench.close()
+        print_summary(args.output)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ TILES = {
 @pytest.mark.parametrize(("tokens", "out", "width"), [(3, 24, 48), slow_on_cpu(9, 40, 208), slow_on_cpu(140, 40, 64)])
 def test_gemms_match_the_reference(name: str, tokens: int, out: int, width: int) -> None:
     dtype = torch.bfloat16 if CUDA else torch.float32
-    for left_out in ({}, {"bias_O": None}, {"residual_TO": None}):
+    for left_out in ({}, {"bias_O": None}, {"residual_TO": None})[: 3 if tokens == 3 else 1]:
         arguments = layer(tokens, out, width, False, dtype) | left_out
         expected = reference.scaled_linear(**arguments)
         close(ops.linear(*arguments.values(), TILES[name]), expected, 1e-2 if CUDA else 1e-6)
@@ -153,8 +153,8 @@ def test_tiles() -> None:
 
 @gpu
 @needs_cuda
-@pytest.mark.parametrize(("out", "width"), [(6144, 4096), (4096, 14336), (2048, 1536)])
-@pytest.mark.parametrize("tokens", [1, 7, 16, 64, 65, 300, 2048])
+@pytest.mark.parametrize(("out", "width"), [(6144, 4096), (2048, 1536)])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 65, 300, 2048])
 def test_measured_and_guessed_tiles_and_the_library(tokens: int, out: int, width: int) -> None:
     arguments = layer(tokens, out, width, False, torch.bfloat16)
     residual = arguments["residual_TO"]
@@ -163,15 +163,16 @@ def test_measured_and_guessed_tiles_and_the_library(tokens: int, out: int, width
     for fast in (True, False):
         found = ops.library_linear(*(arguments | {"residual_TO": residual.clone()}).values(), fast)
         close(found, expected, 1e-2)
-    arguments["dtype"] = torch.float16
-    arguments |= {"bias_O": None, "residual_TO": None}
-    close(kernels.scaled_linear(**arguments), reference.scaled_linear(**arguments), 1e-2)
+    if tokens in (16, 300) and width == 1536:
+        arguments |= {"bias_O": None, "residual_TO": None, "dtype": torch.float16}
+        close(kernels.scaled_linear(**arguments), reference.scaled_linear(**arguments), 1e-2)
 
 
 @gpu
 @needs_cuda
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("out", "width"), [(6144, 4096), (4096, 14336), (1536, 8960), (264, 208)])
+@pytest.mark.parametrize(
+    ("out", "width", "grouped"), [(6144, 4096, False), (4096, 14336, False), (264, 208, False), (1536, 8960, True)]
+)
 def test_rows_have_the_same_bits_whatever_their_number(out: int, width: int, grouped: bool) -> None:
     arguments = layer(600, out, width, grouped, torch.bfloat16) | {"invariant": True, "residual_TO": None}
     x = random(600, width, dtype=torch.bfloat16, seed=1)
