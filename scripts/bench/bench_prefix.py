@@ -1,4 +1,5 @@
-"""Files whose prompts begin alike: without sharing, with the prefix cache alone, and with the plan of the file.
+"""Files whose prompts begin alike: without sharing, with the prefix cache alone, with the plan of the file, and with
+rounds that read what requests share once.
 
     python scripts/bench/bench_prefix.py FOLDER [--target random:llama-3-8b] [--files gsm8k shared samples]
         [--rows 64] [--set engine.max_batch_size=512 ...] [-o FILE]
@@ -36,8 +37,9 @@ from specbatch.startup import open_pool, prepare_libraries
 
 MODES = {
     "no sharing": ["engine.prefix_cache=false", "data.plan_rows=0"],
-    "prefix cache": ["data.plan_rows=0"],
-    "plan": [],
+    "prefix cache": ["engine.cascade_attention=off", "data.plan_rows=0"],
+    "plan": ["engine.cascade_attention=off"],
+    "cascade": ["engine.cascade_attention=on"],
 }
 Rows = list[dict[str, Any]]
 Encode = Callable[[str], list[int]]
