@@ -252,7 +252,8 @@ class Engine(EngineBase):
 
     @property
     def _has_grammars(self) -> bool:
-        return any(seq.grammar is not None for seq in self._scheduler.running)
+        """Whether a request of the next round has one."""
+        return any(seq.grammar is not None and seq.prefill_done for seq in self._scheduler.running)
 
     def _grammar_round(self, rows: list[Sequence], method: DraftMethod) -> GrammarRound | None:
         """None: no request of the batch has a grammar."""
