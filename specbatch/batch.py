@@ -188,6 +188,7 @@ class PagedBatch:
 
     def divided(self, num_seqs: int, num_tokens: int) -> tuple[PagedBatch, PagedBatch]:
         """Its first `num_seqs` sequences, which have `num_tokens` new tokens, and the others."""
+        assert self.groups is None, "groups would be divided"
         first, second = (
             replace(
                 self,

@@ -30,7 +30,8 @@ class LaneSizes:
 
     @staticmethod
     def up_to(max_batch_size: int, min_lane: int = MIN_LANE) -> LaneSizes:
-        largest = -(-max_batch_size // 2)
+        # A multiple of 8: kernels are compiled anew for addresses that are not multiples of 16 bytes.
+        largest = -(-max_batch_size // 16) * 8
         return LaneSizes(tuple(size for size in ladder(largest) if size >= min_lane))
 
     def of(self, num_requests: int) -> int:
