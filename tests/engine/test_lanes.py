@@ -230,7 +230,7 @@ def test_two_streams_give_the_tokens_of_one(
     engine = tiny_device_engine(method, shape, graphs=graphs, min_lane=1, **options)
     lanes = spied(engine)
     assert [c.token_ids for c in run(engine, prompts, SAMPLED)] == [c.token_ids for c in expected]
-    assert {0, 1, 2, 4} <= set(lanes)
+    assert max(lanes) == 4
 
 
 def test_timing_both_leaves_the_requests_as_they_were() -> None:
