@@ -131,8 +131,13 @@ class EngineSection:
     )
     cuda_graphs: Literal["auto", "round", "phases", "none"] = option(
         "auto",
-        "`round`: a round is one CUDA graph, and with `engine.attention: triton` a chunk of short prompts is one, too. "
-        "`phases`: draft, verify and extend are one graph each. `none`: no graphs. `auto`: `round` on CUDA.",
+        "`round`: a round is one CUDA graph. `phases`: draft, verify and extend are one graph each. `none`: no graphs. "
+        "`auto`: `round` on CUDA. Prompts: `prefill.graphs`.",
+    )
+    compile: Literal["off", "auto"] = option(
+        "off",
+        "`auto`: what is captured by `prefill.graphs: piecewise` is compiled by torch's Inductor, which fuses "
+        "operations; layers in FP8 and those of `engine.deterministic` are not. `off`: our own kernels.",
     )
     max_batch_size: int | None = option(
         None,
@@ -190,6 +195,18 @@ class EngineSection:
         "when a job goes on.",
     )
     seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.", SEED)
+
+
+@dataclass(frozen=True)
+class PrefillSection:
+    """How prompts are computed. It changes the speed; texts can differ by rounding."""
+
+    graphs: Literal["off", "whole", "piecewise", "auto"] = option(
+        "auto",
+        "CUDA graphs of prompts. `whole`: a chunk of short prompts is one graph; it needs `engine.cuda_graphs: round` "
+        "and `engine.attention: triton`. `piecewise`: of any chunk, the parts between two attentions are a graph each. "
+        "`off`: kernels are launched one by one. `auto`: `whole` where it is possible, else `off`.",
+    )
 
 
 def read_variables(reader: Reader, value: Any, path: str) -> Mapping[str, Any]:
@@ -327,6 +344,7 @@ class Config:
     model: ModelSection = field(default_factory=ModelSection)
     speculation: SpeculationSection = field(default_factory=SpeculationSection)
     engine: EngineSection = field(default_factory=EngineSection)
+    prefill: PrefillSection = field(default_factory=PrefillSection)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     data: DataSection = field(default_factory=DataSection)
     output: OutputSection = field(default_factory=OutputSection)

@@ -179,6 +179,8 @@ def choose(choices: Iterable[str], value: Any, path: str) -> str:
     names = list(choices)
     if isinstance(value, str) and value in names:
         return value
+    if value is False and "off" in names:  # YAML reads off so
+        return "off"
     near = nearest(cut(str(value)).lower(), names)
     raise FieldError(
         "invalid_value",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.prompt_trunks import EAGER, piecewise_trunks
 from specbatch.engine.round import Round
 from specbatch.engine.round_parts import RoundParts
 from specbatch.kernels import ops_for
@@ -258,6 +259,9 @@ def tiny_device_engine(
     threads: ThreadGovernor | None = None,
     head_dim: int = 8,
     graph_tokens: int = 0,
+    piece_sizes: Sequence[int] = (),
+    piece_runner: Any = None,
+    compiled: bool = False,
     chunk_cost: ChunkCost | None = None,
     spoil: Spoil | None = None,
     spoil_draft: Spoil | None = None,
@@ -269,7 +273,8 @@ def tiny_device_engine(
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
     `dtype`. `num_layers`: of the target; None: as many as `method` needs. `chunk_cost`: where shapes are fixed.
-    `min_lane`: see `RoundParts`."""
+    `min_lane`: see `RoundParts`. `piece_sizes`: of prompts in pieces, captured by `piece_runner`; none: prompts are
+    computed as a whole."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
@@ -298,7 +303,10 @@ def tiny_device_engine(
     parts_of_rounds = RoundParts(
         target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes, min_lane, cascade
     )
-    rounds = parts_of_rounds.make(max_batch_size, max_length, num_slots)
+    rounds, trunks = parts_of_rounds.make(max_batch_size, max_length, num_slots), EAGER
+    if piece_sizes:
+        with torch.inference_mode():
+            trunks = piecewise_trunks(target, rounds.caches[0], net, piece_sizes, piece_runner, compiled=compiled)
     executor = RoundExecutor(rounds.items, max_batch_size, device, graphs, rounds.lanes)
     chunk_cost = chunk_cost or ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens)
     return Engine(
@@ -313,6 +321,7 @@ def tiny_device_engine(
         eos_token_ids=eos,
         chunk_cost=chunk_cost if fixed_shapes else None,
         threads=threads,
+        trunks=trunks,
     )
 
 

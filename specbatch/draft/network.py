@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, Trunk
 from specbatch.models.eagle_head import EagleHead
 
 
@@ -30,6 +30,11 @@ class DraftNet(Protocol):
     feature_size: int  # E
     reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
 
+    @property
+    def decoder(self) -> Decoder | None:
+        """None: a head of one layer, which has no trunk."""
+        ...
+
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
         """(T, E) inputs taken from the target, None for a network that needs none. `hidden_TE`: after its final norm;
         `aux_hidden_states`: the inputs of its layers `aux_layers`, each (T, E)."""
@@ -41,8 +46,9 @@ class DraftNet(Protocol):
         features_TE: Tensor | None,
         layout: PagedBatch,
         logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
     ) -> Tensor:
-        """Hidden states (T, E), or (R, E) of the selected tokens."""
+        """Hidden states (T, E), or (R, E) of the selected tokens. `trunk`: of `decoder`, see there."""
         ...
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
@@ -71,6 +77,10 @@ class ModelNet:
         self.target_ids: Tensor | None = None
         self.feature_size = model.config.hidden_size
 
+    @property
+    def decoder(self) -> Decoder:
+        return self._model
+
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
         return None
 
@@ -80,11 +90,12 @@ class ModelNet:
         features_TE: Tensor | None,
         layout: PagedBatch,
         logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
     ) -> Tensor:
         # A token past a smaller embedding is read as the last one: a worse guess, nothing more.
         if self._model.config.vocab_size < self._target_vocab_size:
             tokens_T = tokens_T.clamp(max=self._model.config.vocab_size - 1)
-        return self._model.forward(tokens_T, layout, self.cache, logits_indices=logits_indices)[0]
+        return self._model.forward(tokens_T, layout, self.cache, logits_indices=logits_indices, trunk=trunk)[0]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         return self._model.logits(hidden_RE)[:, : self._width]
@@ -97,6 +108,7 @@ class EagleNet:
     """An EAGLE-1/2 or EAGLE-3 head."""
 
     draft_kv_offset = 0
+    decoder: Decoder | None = None
 
     def __init__(self, head: EagleHead, cache: KVCache) -> None:
         self.cache = cache
@@ -114,8 +126,10 @@ class EagleNet:
         features_TE: Tensor | None,
         layout: PagedBatch,
         logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
     ) -> Tensor:
         assert features_TE is not None
+        assert trunk is None
         return self._head.forward(tokens_T, features_TE, layout, self.cache, logits_indices)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:

@@ -24,11 +24,13 @@ from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.lanes import MIN_LANE
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
+from specbatch.engine.prompt_trunks import EAGER, PromptTrunks, piecewise_trunks, token_sizes
 from specbatch.engine.resolve import AttentionName, ResolvedRun
 from specbatch.engine.round_parts import RoundParts
 from specbatch.engine.sizing import CardBudget, Sized, measured, planned
 from specbatch.engine.trial import Trials
 from specbatch.errors import ConfigError, ModelError
+from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.config import ModelConfig
@@ -105,6 +107,10 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     else:
         sized = planned(rounds, run.cache, run.engine.max_batch_size, run.engine.prefill_chunk_tokens)
     executor = _executor(run, sized, on_progress)
+    if executor.runner is not None:
+        clock.passed("graphs captured")
+    pieces = GraphRunner(run.device) if run.engine.prompt_graphs == "piecewise" else None
+    trunks = EAGER if pieces is None else _trunks(run, sized, rounds, pieces, on_progress)
     engine = Engine(
         executor,
         PagePool(sized.plan.num_pages, run.engine.page_size),
@@ -119,11 +125,14 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         chunk_cost=sized.chunk_cost,
         threads=threads,
         shrinks=group is None,
+        trunks=trunks,
     )
     engine.start_bytes = sized.bytes or {}
     if executor.runner is not None:
-        clock.passed("graphs captured")
         engine.start_bytes["graphs"] = executor.runner.bytes
+    if pieces is not None:
+        clock.passed("graphs of prompts captured")
+        engine.start_bytes["prompt_graphs"] = pieces.bytes
     engine.start_seconds = clock.seconds
     if on_cuda:
         times = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
@@ -204,7 +213,7 @@ def _measured(run: ResolvedRun, rounds: RoundParts, available: int) -> Sized:
     )
     given = run.config.engine.kv_cache_tokens
     budget = CardBudget(available, run.cache, run.rows, given, engine.memory_fraction, sizes)
-    trials = Trials(rounds, run.cache.capacity, engine.graphs, prompt_graphs=engine.attention == "triton")
+    trials = Trials(rounds, run.cache.capacity, engine.graphs, engine.prompt_graphs, engine.compiles)
     return measured(trials, budget, run.notes.append)
 
 
@@ -223,6 +232,23 @@ def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]
             f"{sized.graph_bytes / GIB:.2f} reserved for all that may come up"
         )
     return executor
+
+
+def _trunks(
+    run: ResolvedRun, sized: Sized, parts: RoundParts, runner: GraphRunner, on_progress: Callable[[str], None]
+) -> PromptTrunks:
+    """With the graphs of pieces of prompts."""
+    sizes, net = token_sizes(parts.target, sized.prefill_chunk_tokens), sized.rounds.items.items[0].method.net
+    with torch.inference_mode():
+        trunks = piecewise_trunks(
+            parts.target, sized.rounds.caches[0], net, sizes, runner, compiled=run.engine.compiles,
+            on_progress=on_progress,
+        )  # fmt: skip
+    run.notes.append(
+        f"prefill.graphs: piecewise, {len(runner)} graphs for {len(sizes)} sizes of up to {sizes[-1]} tokens, captured "
+        f"in {runner.seconds:.1f} s, {runner.bytes / GIB:.2f} GiB" + (", compiled" if run.engine.compiles else "")
+    )
+    return trunks
 
 
 def build_decoder(

@@ -36,6 +36,7 @@ from specbatch.engine.grammar_round import GrammarRound, write_node_masks
 from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobDownload, num_top_of
 from specbatch.engine.prompt_graphs import PromptGraphs
+from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
 from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.reports import Report, read_report
 from specbatch.engine.round import Round
@@ -69,9 +70,10 @@ class Engine(EngineBase):
         chunk_cost: ChunkCost | None = None,
         threads: ThreadGovernor | None = None,
         shrinks: bool = True,
+        trunks: PromptTrunks = EAGER,
     ) -> None:
         """`chunk_cost` None: short prompts are not held. `threads`: of a CPU. `shrinks`: batches and chunks that run
-        out of memory are made smaller."""
+        out of memory are made smaller. `trunks`: how prompts are computed."""
         rounds = executor.rounds.items
         self.executor = executor
         self._round: Round = rounds[0]  # for prompts, which no draft method changes
@@ -91,7 +93,7 @@ class Engine(EngineBase):
         self._transfers = Transfers(device)
         self._packer = PromptPacker(pool.page_size, None if net is None else net.draft_kv_offset)
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
-        self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, graph_tokens)
+        self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, graph_tokens, trunks)
         self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
         self._groups = BatchGroups(self._state.groups, pool.page_size)
         self._max_batch_size = max_batch_size

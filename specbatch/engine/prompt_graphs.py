@@ -18,6 +18,7 @@ from torch import Tensor
 from specbatch.batch import Edits
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.logprobs import Logprobs, num_top_of
+from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
 from specbatch.engine.prompts import ChunkArrays, ChunkShape, PackedPrompts, PromptPacker
 from specbatch.engine.round import Round
 from specbatch.engine.transfers import Transfers
@@ -33,15 +34,22 @@ _SHORT_QUERIES = 256  # attention has a program for every 64 (query, head) pairs
 
 class PromptGraphs:
     """`max_tokens` of a padded chunk; 0: none are padded. On a CPU, for tests, chunks are padded and nothing is
-    captured."""
+    captured. `trunks`: for the other chunks."""
 
     def __init__(
-        self, packer: PromptPacker, transfers: Transfers, device: torch.device, max_batch_size: int, max_tokens: int
+        self,
+        packer: PromptPacker,
+        transfers: Transfers,
+        device: torch.device,
+        max_batch_size: int,
+        max_tokens: int,
+        trunks: PromptTrunks = EAGER,
     ) -> None:
         self._packer = packer
         self._transfers = transfers
         self._max_batch_size = max_batch_size
         self._max_tokens = max_tokens
+        self._trunks = trunks
         self._uncaptured: set[tuple[Any, ...]] = set()  # their graphs did not fit into memory
         self._buffers: dict[ChunkShape, Tensor] = {}  # what graphs read
         self.runner = GraphRunner(device) if device.type == "cuda" else None
@@ -75,7 +83,7 @@ class PromptGraphs:
             scored = np.array([(one.row, one.seq.tokens[one.position]) for one in packed.scored], dtype=np.int64)
             scored_num_top = num_top_of(one.seq.request.params.prompt_logprobs for one in packed.scored) or 0
             chunk = replace(chunk, scored_K2=self._transfers.upload(scored), scored_num_top=scored_num_top)
-        return round_.prefill(chunk, sampled, num_top, edits)
+        return round_.prefill(chunk, sampled, num_top, edits, self._trunks)
 
     def shape_of(self, packed: PackedPrompts) -> ChunkShape | None:
         """The smallest shape that holds these, if one does."""
@@ -95,6 +103,7 @@ class PromptGraphs:
         if self.runner is not None:
             self.runner = GraphRunner(self.runner.device)
             self._buffers.clear()
+        self._trunks = EAGER
 
     def _padded(
         self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]

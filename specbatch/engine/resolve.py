@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specbatch.attention.flashinfer import DTYPES as FLASHINFER_DTYPES
-from specbatch.config import AttentionName, Config, EngineSection, SpeculationSection
+from specbatch.config import AttentionName, Config, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
+from specbatch.engine.prompt_trunks import PromptGraphMode
 from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
 from specbatch.engine.resolve_cascade import resolve_cascade
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
@@ -21,6 +22,7 @@ from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve
 from specbatch.engine.resolve_kv_dtype import KV_DTYPE_NAMES, check_flashinfer, resolve_kv_dtype
 from specbatch.engine.resolve_lanes import resolve_two_lanes
 from specbatch.engine.resolve_model import part_of_a_rank, quantization_of_draft, resolve_quantization, saved_bytes
+from specbatch.engine.resolve_prefill import resolve_prompt_graphs
 from specbatch.engine.resolve_speculation import (
     Speculation,
     check_device_shape,
@@ -51,6 +53,8 @@ class EngineSettings:
     page_size: int
     prefill_chunk_tokens: int
     memory_fraction: float
+    prompt_graphs: PromptGraphMode
+    compiles: bool  # pieces of prompts
     two_lanes: bool = False  # see `lanes.py`
     cascade: bool = False
     left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
@@ -94,7 +98,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     speculation = resolve_speculation(config.speculation, config.model.target, notes, config.engine.deterministic)
     device = resolve_device(config.engine.device, notes)
     dtype = resolve_dtype(config.model.dtype, device, notes)
-    engine = _resolve_engine(config.engine, device, dtype, notes)
+    engine = _resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
     on_cuda = device.type == "cuda"
     check_simulation(speculation, on_cuda)
@@ -175,6 +179,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
             two_batch_overlap="on" if engine.two_lanes else "off",
         ),
+        prefill=replace(config.prefill, graphs=engine.prompt_graphs),
         data=replace(config.data, prompts_as_chat=as_chat),
     )
     description = {"target": f"{config.model.target} ({target.config.model_type}, {target.description})"}
@@ -253,11 +258,9 @@ def _open_draft(
     return open_eagle_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
 
 
-def _resolve_engine(
-    section: EngineSection, device: torch.device, dtype: torch.dtype, notes: list[str]
-) -> EngineSettings:
+def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, notes: list[str]) -> EngineSettings:
     """Decide what is left open, all but the size of the cache."""
-    on_cuda = device.type == "cuda"
+    section, on_cuda = config.engine, device.type == "cuda"
     has_triton = importlib.util.find_spec("triton") is not None
     attention, graphs = section.attention, section.cuda_graphs
     if attention in ("triton", "flashinfer") and on_cuda and not has_triton:
@@ -293,13 +296,16 @@ def _resolve_engine(
     if section.deterministic:
         check_deterministic(device, dtype, attention)
     page, chunk = (64, 8192) if on_cuda else (16, 512)
+    graph_mode: GraphMode = graphs if graphs != "auto" else "round" if attention != "torch" else "none"
     return EngineSettings(
         attention,
-        graphs if graphs != "auto" else "round" if attention != "torch" else "none",
+        graph_mode,
         section.max_batch_size or DEFAULT_BATCH[device.type],
         section.page_size or page,
         section.prefill_chunk_tokens or chunk,
         section.memory_fraction or MEMORY_FRACTION[device.type],
+        resolve_prompt_graphs(config.prefill.graphs, section.compile, on_cuda, attention, graph_mode),
+        section.compile == "auto",
         resolve_two_lanes(section, device, attention, notes),
         resolve_cascade(section, attention, notes),
         frozenset(name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None),

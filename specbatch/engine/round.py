@@ -24,7 +24,8 @@ from specbatch.engine.acceptance import Acceptance, Decision
 from specbatch.engine.edits import edited_logits
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import Logprobs
-from specbatch.models.decoder import Decoder
+from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
+from specbatch.models.decoder import Decoder, Trunk
 from specbatch.models.stages import TwoPasses
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
@@ -274,22 +275,24 @@ class Round:
         self.state.features_SE.index_copy_(0, view.req_idx_B, hidden)
 
     def prefill(
-        self, chunk: PromptChunk, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE
-    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
+        self, chunk: PromptChunk, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE,
+        trunks: PromptTrunks = EAGER,
+    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:  # fmt: skip
         """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
 
         Returns (R, 2) int32, the token of each prompt that ends here and the bits of its margin, with logprobs (R, 1)
         where asked, and the log-probabilities (K, 1) of the chunk's `scored_K2`. NO_TOKEN where the target's logits are
-        not finite: then the slot is done, and what goes on to be computed sees token 0.
+        not finite: then the slot is done, and what goes on to be computed sees token 0. `trunks`: how the models are
+        run here, and in no round.
         """
         needs_all = self._reads_hidden or chunk.scored_K2 is not None
         logits_indices = None if needs_all else chunk.logits_indices
         hidden, aux_hidden_states = self._target.forward(
-            chunk.tokens_T, chunk.layout, self._cache, self._aux_layers, logits_indices
+            chunk.tokens_T, chunk.layout, self._cache, self._aux_layers, logits_indices, trunks.target
         )
         scores = None if chunk.scored_K2 is None else self._scores(hidden, chunk.scored_K2, chunk.scored_num_top)
         if chunk.ready_R.shape[0] == 0:
-            self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states)
+            self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states, trunks.draft)
             return chunk.ready_R[:, None].int().expand(-1, 2), None, scores
         rows = BatchView.gather(self.state, chunk.ready_R, self.page_size, self.ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
@@ -310,7 +313,7 @@ class Round:
         if self.state.tokens_SL.shape[1]:
             everything = torch.ones_like(tokens, dtype=torch.bool)[:, None]
             self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
-        self._extend_prompt(chunk, tokens, hidden, aux_hidden_states)
+        self._extend_prompt(chunk, tokens, hidden, aux_hidden_states, trunks.draft)
         output = torch.cat((reported[:, None].int(), margin.view(torch.int32)), dim=1)
         index_R = torch.arange(len(tokens), device=tokens.device)
         return output, self._logprobs(logits, index_R, tokens[:, None], num_top), scores
@@ -325,8 +328,9 @@ class Round:
         return Logprobs(*(torch.cat(part)[:, None] for part in zip(*parts, strict=True)))
 
     def _extend_prompt(
-        self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, aux_hidden_states: list[Tensor]
-    ) -> None:
+        self, chunk: PromptChunk, first_R: Tensor, hidden_TE: Tensor, aux_hidden_states: list[Tensor],
+        trunk: Trunk | None,
+    ) -> None:  # fmt: skip
         net = self.method.net
         if net is None:
             return
@@ -334,7 +338,7 @@ class Round:
         assert chunk.draft_selected is not None
         tokens = chunk.draft_tokens_T.index_copy(0, chunk.draft_selected.index_R, first_R)
         features = net.features(hidden_TE, aux_hidden_states)
-        hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected)
+        hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected, trunk)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
 
 

@@ -15,8 +15,10 @@ from specbatch.cache.request_table import RequestTable
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
+from specbatch.engine.prompt_trunks import PromptGraphMode, piecewise_trunks, token_sizes
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.engine.round_parts import RoundParts, Rounds
+from specbatch.graphs.runner import GraphRunner
 from specbatch.models.config import num_layer_weights
 
 _PROMPT_GRAPHS = 16  # of a job, roughly
@@ -44,13 +46,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """`max_length`: of the longest row that the cache may turn out to hold. `prompt_graphs`: where whole rounds are
-    graphs, prompts may be, too: their attention plans nothing on the host."""
+    """`max_length`: of the longest row that the cache may turn out to hold. `prompt_graphs`: of chunks of short
+    prompts, where rounds are graphs. `compiles`: pieces of prompts."""
 
     parts: RoundParts
     max_length: int
     graphs: GraphMode
-    prompt_graphs: bool
+    prompt_graphs: PromptGraphMode
+    compiles: bool = False
 
     def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> Trial:
         """Leaves the caches empty. Raises where memory runs out."""
@@ -63,8 +66,7 @@ class Trials:
             target.config.num_layers,
             num_layer_weights(target.config),
             prefill_chunk_tokens,
-            # With "none" too: tuning captures rounds later, and is to gather prompts as the job will.
-            self.prompt_graphs and self.graphs != "phases",
+            self.prompt_graphs == "whole",
         )
         prompt = rounds.items[0]  # for prompts, which no draft method changes
         prompt_bytes = self._prompt_peak(prompt, prefill_chunk_tokens)
@@ -80,6 +82,8 @@ class Trials:
         for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest of each
             eager_bytes = max(eager_bytes, self._round_peak(rounds.items[i], padding[:rows]))
         graph_bytes = self._graph_bytes(made, max_batch_size, len(sizes), padded_bytes)
+        if self.prompt_graphs == "piecewise":
+            graph_bytes += self._piece_bytes(made, prefill_chunk_tokens)
         table.remove_rules()  # most jobs have none
         made.resize_caches(0)
         return Trial(max_batch_size, prefill_chunk_tokens, made, chunk_cost, eager_bytes, graph_bytes, rule_bytes)
@@ -106,6 +110,21 @@ class Trials:
         # Prompts' graphs are captured as they come up. Where the small ones are first, each size doubles what the one
         # before took, and none fits into what that left in their pool.
         return kept * 5 // 4 + 2 * padded_bytes
+
+    def _piece_bytes(self, made: Rounds, prefill_chunk_tokens: int) -> int:
+        """Of the pieces of prompts. The largest are captured here; as for rounds, the driver keeps something for each
+        graph in addition to the pool."""
+        target, net = self.parts.target, made.items.items[0].method.net
+        largest, runner = token_sizes(target, prefill_chunk_tokens)[-1:], GraphRunner(self.parts.device)
+        with torch.inference_mode():
+            piecewise_trunks(target, made.caches[0], net, largest, runner, compiled=self.compiles)
+        if not runner:
+            raise torch.OutOfMemoryError("no CUDA graph of a prompt fits")
+        of_driver = max(0, runner.bytes - runner.pool_bytes)
+        kept = 2 * runner.pool_bytes + of_driver * len(token_sizes(target, prefill_chunk_tokens))
+        del runner
+        gc.collect()
+        return kept * 5 // 4
 
     def _prompt_peak(self, round_: Round, num_tokens: int) -> int:
         device, size = self.parts.device, self.parts.page_size

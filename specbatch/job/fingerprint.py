@@ -26,6 +26,7 @@ from specbatch.job.shard import Shard
 # limits the length of a row. A name with a dot at its end is a whole section.
 _NOT_IN_RESULTS = (
     "engine.cuda_graphs",
+    "engine.compile",
     "engine.max_batch_size",
     "engine.page_size",
     "engine.kv_cache_tokens",
@@ -34,6 +35,7 @@ _NOT_IN_RESULTS = (
     "engine.cascade_attention",
     "engine.prefill_chunk_tokens",
     "engine.two_batch_overlap",
+    "prefill.",
     "data.plan_rows",
     "cluster.",
 )

@@ -8,7 +8,7 @@ Shape suffixes: T packed tokens, E hidden size, V vocabulary, H query heads, K k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,24 +19,39 @@ from specbatch.cache.pages import KVCache, KVScales
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm, Rotary
+from specbatch.models.linear import traceable_parts
 from specbatch.models.stages import Stages, completed
 from specbatch.models.weight_loader import WeightLoader
 
 
 class ForwardPass:
-    """What all layers of one forward pass share."""
+    """What all layers of one forward pass share.
 
-    def __init__(self, batch: PagedBatch, backend: AttentionBackend, cache: KVCache, rotary: Rotary):
+    `in_graph`: layers are captured without their attention. There is no plan then, and nothing is computed from the
+    batch before the layers run."""
+
+    def __init__(
+        self, batch: PagedBatch, backend: AttentionBackend, cache: KVCache, rotary: Rotary, *, in_graph: bool = False
+    ):
         self.batch = batch
         self.backend = backend
         self.cache = cache
         self.rotary = rotary
-        self.plan: Any = backend.plan(batch)
+        self.plan: Any = None if in_graph else backend.plan(batch)
         # On a CPU, angles and slots are computed once for all layers. The fused operation computes them in each layer.
         self.angles: tuple[Tensor, Tensor] | None = None
-        if batch.slots_T.device.type == "cpu" and cache.dtype == rotary.cos_PD.dtype:
+        if batch.slots_T.device.type == "cpu" and cache.dtype == rotary.cos_PD.dtype and not in_graph:
             self.angles = rotary.at(batch.positions_T)
             self.slots_T = torch.where(batch.slots_T < 0, cache.num_slots - 1, batch.slots_T)  # the last one is spare
+
+    def write(self, attention: Attention, qkv_TZ: Tensor) -> Tensor:
+        """Queries (T, H, D), rotated; keys and values go to the cache."""
+        return attention.rotate_and_write(qkv_TZ, self)
+
+    def attend(self, attention: Attention, q_THD: Tensor, plan: Any = None) -> Tensor:
+        """(T, H, D). `plan`: of other queries than the batch's."""
+        plan = self.plan if plan is None else plan
+        return self.backend.attend(plan, q_THD, self.cache, attention.layer, attention.window)
 
 
 class Attention:
@@ -44,9 +59,9 @@ class Attention:
     output."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str) -> None:
-        self._layer = layer
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._window = config.sliding_windows[layer]
+        self.layer = layer
+        self.window = config.sliding_windows[layer]
+        self.num_heads, self._num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in "qkv"), has_bias=config.qkv_bias)
         self._out = weights.summed_linear(f"{prefix}o_proj", has_bias=config.output_bias)
         self._q_norm, self._k_norm = (
@@ -54,55 +69,48 @@ class Attention:
         )
         self._rotary_write = ops_for(weights.device, weights.dtype).rotary_write
 
-    def start(
-        self,
-        x_TI: Tensor,
-        step: ForwardPass,
-        *,
-        norm: RMSNorm | None,
-        residual_TE: Tensor,
-        logits_indices: LogitsIndices | None = None,
-    ) -> Callable[[], Tensor]:
-        """Launches residual + attention(norm(x)), (T, E), or (R, E) of the selected tokens. The residual, which may be
-        x, may be overwritten."""
-        qkv = self._qkv(x_TI) if norm is None else self._qkv.with_norm(x_TI, norm)
-        write = self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused
-        q, plan = write(qkv, step), step.plan
-        if logits_indices is not None:
-            q, residual_TE = q[logits_indices.index_R], residual_TE[logits_indices.index_R]
-            if q.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
-                return lambda: residual_TE
-            plan = step.backend.plan(logits_indices.batch)
-        out = step.backend.attend(plan, q, step.cache, self._layer, self._window)
-        return self._out.start_with_residual(out.view(q.shape[0], -1), residual_TE)
+    def queries(self, x_TI: Tensor, step: ForwardPass, norm: RMSNorm | None) -> Tensor:
+        """Queries (T, H, D) of norm(x); its keys and values are in the cache then."""
+        return step.write(self, self._qkv(x_TI) if norm is None else self._qkv.with_norm(x_TI, norm))
+
+    def start_output(self, attended_THD: Tensor, residual_TE: Tensor) -> Callable[[], Tensor]:
+        """Launches residual + the output projection. The residual may be overwritten."""
+        return self._out.start_with_residual(attended_THD.flatten(1), residual_TE)
+
+    def traceable(self) -> Attention | None:
+        """See `Layer.traceable`."""
+        return traceable_parts(self, "_qkv", "_out")
+
+    def rotate_and_write(self, qkv_TZ: Tensor, step: ForwardPass) -> Tensor:
+        return (self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused)(qkv_TZ, step)
 
     def _rotate_and_write(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         assert step.angles is not None
-        sizes = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
-        qkv = qkv.view(qkv.shape[0], sum(sizes), self._head_dim)
+        sizes = (self.num_heads, self._num_kv_heads, self._num_kv_heads)
+        qkv = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
         if self._q_norm is not None and self._k_norm is not None:
             q, k, v = qkv.split(sizes, dim=1)
             qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
         else:
             qk, v = qkv.split((sizes[0] + sizes[1], sizes[2]), dim=1)
         q, k = Rotary.apply(qk, *step.angles).split(sizes[:2], dim=1)
-        step.cache.write(self._layer, step.slots_T, k, v)
+        step.cache.write(self.layer, step.slots_T, k, v)
         return q
 
     def _rotate_and_write_fused(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         q: Tensor = self._rotary_write(
             qkv,
-            self._num_heads,
+            self.num_heads,
             self._num_kv_heads,
             step.rotary.cos_PD,
             step.rotary.sin_PD,
             step.batch.positions_T,
             step.batch.slots_T,
-            step.cache.layer(self._layer),
+            step.cache.layer(self.layer),
             self._q_norm.weight if self._q_norm is not None else None,
             self._k_norm.weight if self._k_norm is not None else None,
             self._q_norm.eps if self._q_norm is not None else 0.0,
-            *step.cache.scales(self._layer),
+            *step.cache.scales(self.layer),
         )
         return q
 
@@ -119,6 +127,10 @@ class MLP:
         """Launches residual + mlp(norm(x)). The residual, which may be x, may be overwritten."""
         return self._gated.start_into(self._down, x_TE, norm, residual_TE)
 
+    def traceable(self) -> MLP | None:
+        """See `Layer.traceable`."""
+        return traceable_parts(self, "_gated", "_down")
+
 
 class DecoderLayer:
     """Attention and MLP, each with a norm before it and a residual. Without `input_norm` the caller norms the input of
@@ -129,7 +141,7 @@ class DecoderLayer:
     ) -> None:
         norm = f"{prefix}input_layernorm"
         self._input_norm = weights.norm(norm, config.rms_norm_eps) if input_norm else None
-        self._attention = Attention(config, layer, weights, f"{prefix}self_attn.")
+        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.")
         self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", config.rms_norm_eps)
         self._mlp = MLP(config, weights, f"{prefix}mlp.")
 
@@ -141,18 +153,53 @@ class DecoderLayer:
         residual_TE: Tensor | None = None,
     ) -> Stages[Tensor]:
         """(T, E), or (R, E) of the selected tokens. `residual_TE`: of the attention; None: x. It may be overwritten."""
-        residual_TE = x_TI if residual_TE is None else residual_TE
-        attention, mlp = self._attention, self._mlp
-        attended = attention.start(
-            x_TI, step, norm=self._input_norm, residual_TE=residual_TE, logits_indices=logits_indices
-        )
+        q_THD = self.queries(x_TI, step)
+        return (yield from self.select(q_THD, x_TI if residual_TE is None else residual_TE, step, logits_indices))
+
+    def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor:
+        """The part before attention: queries (T, H, D)."""
+        return self.attention.queries(x_TI, step, self._input_norm)
+
+    def select(
+        self, q_THD: Tensor, residual_TE: Tensor, step: ForwardPass, logits_indices: LogitsIndices | None
+    ) -> Stages[Tensor]:
+        """The layer's output, from its queries: (T, E), or (R, E) of the selected tokens."""
+        plan = None
+        if logits_indices is not None:
+            q_THD, residual_TE = q_THD[logits_indices.index_R], residual_TE[logits_indices.index_R]
+            if q_THD.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
+                return residual_TE
+            plan = step.backend.plan(logits_indices.batch)
+        projected = self.attention.start_output(step.attend(self.attention, q_THD, plan), residual_TE)
         yield
-        x = attended()
-        if not x.shape[0]:
-            return x
-        computed = mlp.start(x, norm=self._post_norm, residual_TE=x)
+        x = projected()
+        computed = self._mlp.start(x, norm=self._post_norm, residual_TE=x)
         yield
         return computed()
+
+    def finish(self, attended_THD: Tensor, residual_TE: Tensor) -> Tensor:
+        """The part after attention at once, (T, E). The residual may be overwritten."""
+        x = self.attention.start_output(attended_THD, residual_TE)()
+        return self._mlp.start(x, norm=self._post_norm, residual_TE=x)()
+
+    def traceable(self) -> DecoderLayer | None:
+        """See `Layer.traceable`."""
+        return traceable_parts(self, "attention", "_mlp")
+
+
+# What is computed for every token: of the last layer the queries (T, H, D) and the input (T, E), and the auxiliary
+# hidden states.
+TrunkOutput = tuple[Tensor, Tensor, list[Tensor]]
+
+
+class Trunk(Protocol):
+    """Another way to compute a decoder up to the attention of its last layer."""
+
+    def fits(self, num_tokens: int, aux_layers: Sequence[int]) -> bool: ...
+
+    def __call__(self, tokens_T: Tensor, step: ForwardPass, aux_layers: Sequence[int]) -> TrunkOutput:
+        """The output is valid until the next call."""
+        ...
 
 
 class PagedModel:
@@ -210,7 +257,7 @@ class Decoder(PagedModel):
         self._second_backend = second_backend or backend
         self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # of a rank: a part
         self.embed = weights.embedding(self.embedding_VE)
-        self._layers = [DecoderLayer(config, i, weights, f"model.layers.{i}.") for i in range(config.num_layers)]
+        self.layers = [DecoderLayer(config, i, weights, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._norm = weights.norm("model.norm", config.rms_norm_eps)
         self.lm_head = weights.lm_head(self.embedding_VE if config.tie_word_embeddings else None, config.vocab_size)
 
@@ -221,11 +268,21 @@ class Decoder(PagedModel):
         cache: KVCache,
         aux_layers: Sequence[int] = (),
         logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the auxiliary hidden
         states, (T, E) each: the inputs of `aux_layers`. There the number of layers means the last layer's output, which
-        needs all tokens."""
-        return completed(self.stages(tokens_T, batch, cache, aux_layers, logits_indices))
+        needs all tokens. `trunk`: where it fits."""
+        if trunk is None or not trunk.fits(len(tokens_T), aux_layers):
+            return completed(self.stages(tokens_T, batch, cache, aux_layers, logits_indices))
+        step = ForwardPass(batch, self._backend, cache, self._rotary)
+        q_THD, x_TE, aux_hidden_states = trunk(tokens_T, step, aux_layers)
+        x_TE = completed(self.layers[-1].select(q_THD, x_TE, step, logits_indices))
+        return self._finished(x_TE, aux_hidden_states, aux_layers, logits_indices)
+
+    def static_pass(self, batch: PagedBatch, cache: KVCache) -> ForwardPass:
+        """For layers that are captured without their attention."""
+        return ForwardPass(batch, self._backend, cache, self._rotary, in_graph=True)
 
     def stages(
         self,
@@ -241,11 +298,20 @@ class Decoder(PagedModel):
         step = ForwardPass(batch, self._second_backend if is_second else self._backend, cache, self._rotary)
         x_TE = self.embed(tokens_T)
         aux_hidden_states: list[Tensor] = []
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self.layers):
             if i in aux_layers:
                 aux_hidden_states.append(x_TE.clone())  # later layers may write their sums over it
-            x_TE = yield from layer.stages(x_TE, step, logits_indices if i == len(self._layers) - 1 else None)
-        if len(self._layers) in aux_layers:
+            x_TE = yield from layer.stages(x_TE, step, logits_indices if i == len(self.layers) - 1 else None)
+        return self._finished(x_TE, aux_hidden_states, aux_layers, logits_indices)
+
+    def _finished(
+        self,
+        x_TE: Tensor,
+        aux_hidden_states: list[Tensor],
+        aux_layers: Sequence[int],
+        logits_indices: LogitsIndices | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        if len(self.layers) in aux_layers:
             assert logits_indices is None, "auxiliary hidden states are those of all tokens"
             aux_hidden_states.append(x_TE)
         return self._norm(x_TE), aux_hidden_states

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from copy import copy
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from specbatch.kernels import ops_for
 from specbatch.models.layers import RMSNorm
 
 
@@ -30,6 +32,10 @@ class Layer(Protocol):
     def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
         """The layer of norm(x)."""
         return self(norm(x_TI))
+
+    def traceable(self) -> Layer | None:
+        """The same layer in plain torch operations, for a compiler to fuse. None: there is none."""
+        return None
 
 
 class Linear(Layer, Protocol):
@@ -72,6 +78,9 @@ class DenseLinear(Linear):
         y_TO: Tensor = self._ops.linear(x_TI, self._weight, self._bias, residual_TO)
         return y_TO
 
+    def traceable(self) -> DenseLinear:
+        return over_reference_kernels(self)
+
 
 class DenseGatedLinear(GatedLinear):
     """`ops`: as for `DenseLinear`. They fuse the activation, and without a bias the GEMM and the norm with it."""
@@ -94,3 +103,30 @@ class DenseGatedLinear(GatedLinear):
             return self(norm(x_TI))
         y_TO: Tensor = self._ops.norm_gated_linear(x_TI, norm.weight, norm.eps, self._weight)
         return y_TO
+
+    def traceable(self) -> DenseGatedLinear:
+        return over_reference_kernels(self)
+
+
+Dense = TypeVar("Dense", DenseLinear, DenseGatedLinear)
+
+
+def over_reference_kernels(layer: Dense) -> Dense:
+    """The same layer, with the same weights."""
+    other = copy(layer)
+    other._ops = ops_for(torch.device("cpu"), torch.float64)
+    return other
+
+
+Parts = TypeVar("Parts")
+
+
+def traceable_parts(module: Parts, *names: str) -> Parts | None:
+    """A module with these parts of it traceable. None: one is not."""
+    other = copy(module)
+    for name in names:
+        part = getattr(module, name).traceable()
+        if part is None:
+            return None
+        setattr(other, name, part)
+    return other

@@ -1,0 +1,271 @@
+"""A decoder's trunk, traced by torch.compile and split at attention: see `piecewise.py`.
+
+Without compiling, a layer is two opaque operations, before and after attention: they run our own kernels. Compiled,
+layers whose weights are dense are traced in torch operations, and Inductor fuses norms, activations and residuals, once
+for any number of tokens. Layers of other kinds stay opaque.
+
+Operations take tensors and numbers. What else they need reaches them through one scoped context, `Scope`.
+
+Shape suffixes: T packed tokens, S padded tokens, E hidden size, H query heads, D head dimension, Z fused projection.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.fx.passes.split_module import split_module
+
+from specbatch.models.decoder import Attention, Decoder, DecoderLayer, ForwardPass, TrunkOutput
+
+_EXAMPLE_TOKENS = 16
+
+
+@dataclass
+class Scope:
+    """What operations need in addition to their arguments."""
+
+    layers: Sequence[DecoderLayer]
+    step: ForwardPass
+    piece: int = 0  # that runs: it finishes the layer of this number less 1, and computes the queries of this layer
+
+
+_SCOPE: ContextVar[Scope] = ContextVar("scope")
+
+
+@contextmanager
+def scoped(scope: Scope) -> Iterator[None]:
+    token = _SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def _queries(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    scope = _SCOPE.get()
+    return scope.layers[scope.piece].queries(x, scope.step)
+
+
+def _write(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    scope = _SCOPE.get()
+    return scope.layers[scope.piece].attention.rotate_and_write(qkv, scope.step)
+
+
+def _attend(q: Tensor) -> Tensor:
+    scope = _SCOPE.get()
+    return scope.step.attend(scope.layers[scope.piece].attention, q)
+
+
+def _finish(attended: Tensor, residual: Tensor) -> Tensor:
+    scope = _SCOPE.get()
+    return scope.layers[scope.piece - 1].finish(attended, residual)
+
+
+def _fake_queries(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    return x.new_empty(x.shape[0], num_heads, head_dim)
+
+
+# Operations have no number of a layer, so that the pieces of all layers are one code. Keys and values go to the cache
+# of the scope, which the compiler does not see: attention takes the queries, so it comes after them. `finish` may write
+# over the residual, which is not read again; Inductor never sees it.
+_LIBRARY = torch.library.Library("specbatch", "DEF")
+for _name, _arguments, _run, _fake in (
+    ("queries", "Tensor x, int num_heads, int head_dim", _queries, _fake_queries),
+    ("write", "Tensor qkv, int num_heads, int head_dim", _write, _fake_queries),
+    ("attend", "Tensor q", _attend, torch.empty_like),
+    ("finish", "Tensor attended, Tensor residual", _finish, lambda _, residual: torch.empty_like(residual)),
+):
+    _LIBRARY.define(f"{_name}({_arguments}) -> Tensor")
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"specbatch::{_name}", _fake, lib=_LIBRARY)
+
+
+class _TracedPass:
+    """The `ForwardPass` of layers that are traced."""
+
+    def write(self, attention: Attention, qkv_TZ: Tensor) -> Tensor:
+        q: Tensor = torch.ops.specbatch.write(qkv_TZ, attention.num_heads, attention.head_dim)
+        return q
+
+
+class _TracedLayer(Protocol):
+    """See `DecoderLayer`."""
+
+    def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor: ...
+
+    def finish(self, attended_THD: Tensor, residual_TE: Tensor) -> Tensor: ...
+
+
+class _OpaqueLayer:
+    """A layer that the compiler does not look into."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self._num_heads, self._head_dim = layer.attention.num_heads, layer.attention.head_dim
+
+    def finish(self, attended_THD: Tensor, residual_TE: Tensor) -> Tensor:
+        out: Tensor = torch.ops.specbatch.finish(attended_THD, residual_TE)
+        return out
+
+    def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor:
+        q: Tensor = torch.ops.specbatch.queries(x_TI, self._num_heads, self._head_dim)
+        return q
+
+
+class TracedTrunk:
+    """A decoder's trunk as pieces with attention between them. `compiled`: by Inductor, where layers allow it."""
+
+    def __init__(self, model: Decoder, aux_layers: Sequence[int], *, compiled: bool) -> None:
+        self.model, self.aux_layers = model, tuple(i for i in aux_layers if i < len(model.layers))
+        self._compiled, self.num_compiled = compiled, 0
+        layers: list[_TracedLayer] = [
+            (layer.traceable() if compiled else None) or _OpaqueLayer(layer) for layer in model.layers
+        ]
+        self.split, self._arguments, self._order = self._trace(layers)
+
+    @property
+    def num_pieces(self) -> int:
+        return sum(node.op == "call_module" and not is_attention(node) for node in self.split.graph.nodes)
+
+    def arguments(self, tokens_S: Tensor) -> list[Any]:
+        """Of the split module: the weights, and what depends on the tokens."""
+        return [tokens_S if one is _TOKENS else len(tokens_S) if one is _COUNT else one for one in self._arguments]
+
+    def output(self, flat: Sequence[Tensor]) -> TrunkOutput:
+        """From what the split module returns."""
+        q, x, *aux_hidden_states = (flat[i] for i in self._order)
+        return q, x, aux_hidden_states
+
+    def _trace(self, layers: Sequence[_TracedLayer]) -> tuple[fx.GraphModule, list[Any], list[int]]:
+        """(split module, its arguments, the index in its output of each tensor of the trunk's)."""
+        found: list[Any] = []
+        tokens = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=self.model.device)
+        torch._dynamo.mark_dynamic(tokens, 0)
+        step: Any = _TracedPass()
+
+        def trunk(tokens_T: Tensor) -> TrunkOutput:
+            """As `Decoder.stages`, which is a generator."""
+            x_TE, aux_hidden_states = self.model.embed(tokens_T), []
+            for i, layer in enumerate(layers):
+                if i in self.aux_layers:
+                    aux_hidden_states.append(x_TE.clone())
+                q_THD = layer.queries(x_TE, step)
+                if i < len(layers) - 1:
+                    x_TE = layer.finish(torch.ops.specbatch.attend(q_THD), x_TE)
+            return q_THD, x_TE, aux_hidden_states
+
+        def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., list[Tensor]]:
+            split = split_at_attention(graph)
+            if self._compiled:
+                self.num_compiled = compile_pieces(split)
+            (output,) = (node for node in graph.graph.nodes if node.op == "output")
+            # What is traced is run once, by other means: this output says only which tensor is where.
+            marks = [torch.empty(0, device=tokens.device) for _ in output.args[0]]
+
+            def note(*arguments: Any) -> list[Tensor]:
+                found.extend((split, list(arguments), marks))
+                return marks
+
+            return note
+
+        # Each trunk is traced anew: this code with other layers is no recompilation, of which torch allows few.
+        torch._dynamo.reset()
+        with torch.inference_mode():
+            q, x, aux = torch.compile(trunk, backend=backend, fullgraph=True)(tokens)
+        split, arguments, marks = found
+        order = [next(i for i, mark in enumerate(marks) if mark is one) for one in (q, x, *aux)]
+        kept = [_TOKENS if one is tokens else _COUNT if isinstance(one, int) else one for one in arguments]
+        return split, kept, order
+
+
+ATTENTION = "attention"  # what names of attentions in a split module begin with
+_TOKENS, _COUNT = object(), object()  # arguments that depend on the tokens
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether this node of a split module is an attention."""
+    return node.op == "call_module" and str(node.target).startswith(ATTENTION)
+
+
+def split_at_attention(graph: fx.GraphModule) -> fx.GraphModule:
+    """Calls of pieces and of attentions, in turn."""
+    number, numbers = 0, {}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        if node.target in _ATTEND:
+            numbers[node] = number + 1
+            number += 2
+        else:
+            numbers[node] = number
+    root = torch.nn.Module()  # of modules in the graph: there are none
+    split = split_module(graph, root, lambda node: numbers[node], keep_original_order=True)
+    for name, piece in list(split.named_children()):
+        assert isinstance(piece, fx.GraphModule)
+        if any(node.target in _ATTEND for node in piece.graph.nodes):
+            new = name.replace("submod", ATTENTION)
+            split.add_submodule(new, piece)
+            for node in split.graph.nodes:
+                if node.op == "call_module" and node.target == name:
+                    node.target = new
+            split.delete_submodule(name)
+    split.recompile()
+    return split
+
+
+_ATTEND = (torch.ops.specbatch.attend, torch.ops.specbatch.attend.default)
+_FINISH = (torch.ops.specbatch.finish, torch.ops.specbatch.finish.default)
+
+
+def compile_pieces(split: fx.GraphModule) -> int:
+    """Put Inductor's code in the place of each piece; once for pieces that differ in their weights alone. Returns the
+    number of compilations."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: dict[str, Any] = {}
+    for node in list(split.graph.nodes):
+        if node.op != "call_module" or is_attention(node):
+            continue
+        piece = split.get_submodule(str(node.target))
+        assert isinstance(piece, fx.GraphModule)
+        if any(one.target in _FINISH for one in piece.graph.nodes):
+            continue
+        examples = [one.meta["example_value"] for one in piece.graph.nodes if one.op == "placeholder"]
+        name = _fingerprint(piece, examples)
+        if name not in compiled:
+            compiled[name] = compile_fx(piece, examples)
+        split.delete_submodule(str(node.target))
+        split.add_submodule(str(node.target), _Compiled(compiled[name], _returns_one(piece)))
+    return len(compiled)
+
+
+class _Compiled(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any], returns_one: bool) -> None:
+        super().__init__()
+        self._function, self._returns_one = function, returns_one
+
+    def forward(self, *arguments: Any) -> Any:
+        out = self._function(*arguments)
+        return out[0] if self._returns_one and isinstance(out, tuple | list) else out
+
+
+def _returns_one(piece: fx.GraphModule) -> bool:
+    (output,) = (node for node in piece.graph.nodes if node.op == "output")
+    return isinstance(output.args[0], fx.Node)
+
+
+def _fingerprint(piece: fx.GraphModule, examples: Sequence[Any]) -> str:
+    """Equal for pieces of the same operations on inputs of the same kinds."""
+    names = {node: f"n{i}" for i, node in enumerate(piece.graph.nodes)}
+    lines = []
+    for node in piece.graph.nodes:
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda one: names[one])
+        lines.append(f"{node.op} {node.target if node.op.startswith('call') else ''} {arguments}")
+    kinds = [(tuple(one.shape), one.dtype, one.stride()) if isinstance(one, Tensor) else str(one) for one in examples]
+    return hashlib.sha256("\n".join([*lines, str(kinds)]).encode()).hexdigest()
