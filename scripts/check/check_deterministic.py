@@ -6,7 +6,8 @@
 Rows are token ids from a generator with a seed: greedy and sampled ones, short and long, some with a common beginning.
 Texts, tokens, log-probabilities and usage must be equal; the field `speculation` is left out, for it says how the
 tokens were drafted. One prompt is repeated among other rows, after beginnings of several lengths that it shares with
-others: each gives one output. With random weights many logits are close, so that a wrong bit soon shows.
+others: each gives one output. With random weights many logits are close, so that a wrong bit soon shows. A real model
+gets questions of GSM8K with `--questions N`.
 
 Last, a file job is killed and goes on at another batch size: its file must have the bytes of one that ran through.
 
@@ -17,6 +18,8 @@ CUDA, also while `resolve` refuses it.
 from __future__ import annotations
 
 import argparse
+import gzip
+import itertools
 import json
 import os
 import random
@@ -33,10 +36,12 @@ import torch
 
 from specbatch import LLM
 from specbatch.engine import resolve_deterministic
+from specbatch.evals.data import DATA_FOLDER
 from specbatch.job.stats import commit, versions
 
 PREFIXES = (1, 511, 2048, 4097)
 _IDS = 500  # token ids are below, so that each model has them
+_RESUME = "resume at another batch size"
 _ALLOW = Path(__file__).with_name("allow_unmeasured.py")
 
 
@@ -81,6 +86,16 @@ def make_rows(count: int, repeats: int, longest: int) -> list[dict[str, Any]]:
             rows += [one] * repeats
     rng.shuffle(rows)
     return rows
+
+
+def questions(count: int) -> list[dict[str, Any]]:
+    """The first ones of GSM8K's test set, for greedy answers."""
+    with gzip.open(DATA_FOLDER / "gsm8k_test.jsonl.gz", "rt") as file:
+        texts = [json.loads(line)["question"] for line in itertools.islice(file, count)]
+    return [
+        {"id": f"question {i}", "messages": [{"role": "user", "content": text}], "max_tokens": 256}
+        for i, text in enumerate(texts)
+    ]
 
 
 def _content(result: dict[str, Any]) -> dict[str, Any]:
@@ -148,17 +163,18 @@ def main() -> int:
     parser.add_argument("--target", default="random:qwen2.5-1.5b")
     parser.add_argument("--draft", help="an EAGLE-3 head")
     parser.add_argument("--rows", type=int, default=500)
+    parser.add_argument("--questions", type=int, default=0, help="in addition, of GSM8K")
     parser.add_argument("--repeats", type=int, default=125, help="of each of the 8 repeated rows")
     parser.add_argument("--longest", type=int, default=4097, help="tokens of the longest repeated row")
     parser.add_argument("--fast", action="store_true", help="without engine.deterministic: how many rows differ then")
-    parser.add_argument("--only", default="", help="variants whose names hold this, and the first")
+    parser.add_argument("--only", default="", help="variants whose names hold one of these (A;B), and the first")
     parser.add_argument("--set", action="append", default=[], dest="options", help="NAME=JSON, of each variant")
     parser.add_argument("--time-limit", type=float, default=450.0, help="seconds")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     resolve_deterministic.MEASURED_ON_CUDA = True
     began, failed = time.perf_counter(), False
-    rows = make_rows(args.rows, args.repeats, args.longest)
+    rows = questions(args.questions) + make_rows(args.rows, args.repeats, args.longest)
     common = {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}
     report: dict[str, Any] = {
         "command": " ".join(sys.argv),
@@ -177,7 +193,7 @@ def main() -> int:
 
     expected: list[dict[str, Any]] = []
     for name, options in variants(args.target, args.draft).items():
-        if expected and args.only not in name:
+        if expected and not any(part in name for part in args.only.split(";")):
             continue
         if time.perf_counter() - began > args.time_limit:
             add(name, {"skipped": "no time is left"})
@@ -215,9 +231,11 @@ def main() -> int:
         }
         add(name, found)
         failed |= not args.fast and (bool(differ) or any(count > 1 for count in repeats.values()))
-    if not args.fast and args.only in "resume" and time.perf_counter() - began < args.time_limit:
-        found = check_resume(args.target, args.draft, rows[:300], ["engine.deterministic=true"])
-        add("resume at another batch size", found)
+    wanted = not args.fast and any(part in _RESUME for part in args.only.split(";"))
+    if wanted and time.perf_counter() - began < args.time_limit:
+        mode = ["engine.deterministic=true", *(f"engine.{name}={value}" for name, value in common.items())]
+        found = check_resume(args.target, args.draft, rows[:300], mode)
+        add(_RESUME, found)
         failed |= not found["equal"]
     print("deterministic: FAILED" if failed else "deterministic: ok")
     return failed
