@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from specbatch.cache.prefix_groups import Group, GroupLimits
+from specbatch.config import EngineSection
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.resolve import resolve
+from specbatch.engine.resolve_cascade import resolve_cascade
 from specbatch.errors import ConfigError
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays
+from tests.marks import slow_on_cpu
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_oracle
 
 LIMITS = GroupLimits(2, 64)
@@ -58,8 +61,16 @@ def texts(engine: Any, wanted: list[Request]) -> list[list[int]]:
     return [completion.token_ids for completion in run_requests(engine, wanted)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("method", SHAPES)
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    [
+        ("none", 0.9),
+        ("ngram", 0.0),
+        ("draft_model", 0.9),
+        ("eagle3", 0.0),
+        *map(slow_on_cpu, ["none", "ngram", "draft_model", "eagle3"], [0.0, 0.9, 0.0, 0.9]),
+    ],
+)
 def test_tokens_are_those_of_the_oracle(method: str, temperature: float) -> None:
     settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8}
     expected = texts(tiny_oracle(method, SHAPES[method], **settings), requests(temperature))
@@ -73,8 +84,8 @@ def test_tokens_are_those_of_the_oracle(method: str, temperature: float) -> None
 
 
 def test_preempted_requests_come_back_with_other_pages() -> None:
-    wanted = requests(copies=2, longer=40)
-    settings: dict[str, Any] = {"num_pages": 62, "max_batch_size": 12}
+    wanted = requests(copies=2, longer=30)[:10]
+    settings: dict[str, Any] = {"num_pages": 62, "max_batch_size": 10}
     expected = texts(tiny_oracle(**settings), wanted)
     engine = tiny_device_engine(**settings, cascade=LIMITS)
     seen = watched(engine)
@@ -96,9 +107,10 @@ def test_captures_see_no_group() -> None:
 
     runner = Watching(lambda key: False)
     engine.executor.runner, engine.executor.mode = runner, "round"  # type: ignore[assignment]
-    expected = texts(tiny_oracle(num_pages=512, max_batch_size=8), requests())
+    wanted = requests()[2:7]
+    expected = texts(tiny_oracle(num_pages=512, max_batch_size=8), wanted)
     seen = watched(engine)
-    assert texts(engine, requests()) == expected
+    assert texts(engine, wanted) == expected
     assert len(runner) > 2
     assert runner.num_replays > len(runner)
     assert any(seen)
@@ -116,8 +128,12 @@ def test_groups_are_found_where_the_batch_changes() -> None:
     assert [sorted(group.members) for group in first] == [[0, 1, 2, 3, 4]]
     assert groups.of(list(batch)) is first
     assert [sorted(group.members) for group in groups.of(batch[2:])] == [[0, 1, 2]]
+    groups.of(batch)
+    pages, batch[0].pages = batch[0].pages, [500, *batch[0].pages[1:]]
+    assert groups.of(list(batch)) == first, "pages of a running request do not change"
     groups.forget()
-    assert groups.of(batch) == first
+    assert [sorted(group.members) for group in groups.of(batch)] == [[1, 2, 3, 4]]
+    batch[0].pages = pages
 
 
 @pytest.mark.parametrize(
@@ -131,6 +147,25 @@ def test_what_has_no_cascade_refuses_it_by_name(sets: list[str], words: str) -> 
     for value in ("on", "true"):
         with pytest.raises(ConfigError, match=words):
             resolve(load_config(None, ["model.target=random:tiny", f"engine.cascade_attention={value}", *sets]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"two_batch_overlap": "on"}, "cannot be combined with engine.two_batch_overlap"),
+        ({"prefix_cache": False}, "needs engine.prefix_cache"),
+    ],
+)
+def test_options_that_it_does_not_go_with(options: dict[str, Any], words: str) -> None:
+    assert resolve_cascade(EngineSection(cascade_attention="on"), "triton", [])
+    with pytest.raises(ConfigError, match=words):
+        resolve_cascade(EngineSection(cascade_attention="on", **options), "triton", [])
+
+
+def test_auto_is_off() -> None:
+    notes: list[str] = []
+    assert not resolve_cascade(EngineSection(), "triton", notes)
+    assert notes == ["engine.cascade_attention: off (where it gains is not measured yet)"]
 
 
 @pytest.mark.gpu
