@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench import parse_method
 
 from specbatch.config_load import load_config
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--check", action="store_true", help="compare tokens instead of times")
     parser.add_argument("--rows", type=int, default=40, help="of --check")
-    parser.add_argument("--time-limit", type=float, default=75.0, metavar="SECONDS", help="start no case after that")
+    parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="start no case after that")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
@@ -89,7 +90,7 @@ def measure(args: argparse.Namespace, target: str, method: str) -> Iterator[dict
         f"engine.max_batch_size={batches[-1]}",
     )  # fmt: skip
     start, sizes = time.perf_counter() - began, LaneSizes.up_to(batches[-1], 1)
-    with dummy_batch(engine, batches[-1], args.context):
+    with torch.inference_mode(), dummy_batch(engine, batches[-1], args.context):
         running = engine.prepare_round()
         for batch in batches:
             round_ = engine.executor.rounds.at(batch)

@@ -3,7 +3,9 @@
     python scripts/bench/profile_round.py --target random:llama-3-8b --method eagle3:3/1/4@2.5 --batch 1,64 -o x.json
 
 Prints for each batch size the phases (of a round that is one graph), then the kernels of whole rounds: how often, how
-many microseconds in a round, and what share; and how much of the span the GPU was idle.
+many microseconds in a round, and what share; how much of the span the GPU was idle, and in how much of it at least two
+kernels ran (two lanes, or a kernel that starts while the one before it ends). `--trace FILE.json`: the rounds of the
+largest batch as a Chrome trace, for https://ui.perfetto.dev; kernels of each stream are a line.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--top", type=int, default=14)
     parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--trace", type=Path, metavar="FILE.json")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     batches = [int(part) for part in args.batch.split(",")]
@@ -51,7 +54,7 @@ def main() -> None:
     for batch in batches:
         phases = time_phases(engine, batch, CONTEXT)
         print(f"\n== batch {batch}:", {k: round(v, 3) for k, v in phases.items()}, "ms", flush=True)
-        kernels = profile_rounds(engine, batch, args.rounds)
+        kernels = profile_rounds(engine, batch, args.rounds, args.trace if batch == max(batches) else None)
         report["batches"][batch] = {"phases": phases, **kernels}
         show(kernels["round"], f"round of {batch}", args.top)
         if batch == max(batches):
@@ -60,8 +63,8 @@ def main() -> None:
             args.output.write_text(json.dumps(report, indent=1))
 
 
-def profile_rounds(engine: Engine, batch: int, rounds: int) -> dict[str, Any]:
-    """Kernels of the prefill of `batch` prompts (all steps), and of N rounds after it."""
+def profile_rounds(engine: Engine, batch: int, rounds: int, trace: Path | None = None) -> dict[str, Any]:
+    """Kernels of the prefill of `batch` prompts (all steps), and of N rounds after it. `trace`: a file for these."""
     params = SamplingParams(max_tokens=(rounds + 8) * 8, ignore_eos=True)
     for i in range(batch):
         prompt = [(i * 7919 + j * 104729) % engine.limits.vocab_size for j in range(CONTEXT)]
@@ -76,6 +79,8 @@ def profile_rounds(engine: Engine, batch: int, rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             engine.step()
         torch.cuda.synchronize()
+    if trace is not None:
+        decode.export_chrome_trace(str(trace))
     while engine.num_running:
         engine.step()
     return {"prompts": summed(prompts, 1), "round": summed(decode, rounds)}
@@ -89,22 +94,32 @@ def summed(trace: profile, repeats: int) -> dict[str, Any]:
             totals[event.name][0] += 1
             totals[event.name][1] += event.time_range.elapsed_us()
             spans.append((event.time_range.start, event.time_range.end))
-    spans.sort()
-    busy, end = 0.0, spans[0][0]
-    for first, last in spans:
-        busy += max(0.0, last - max(first, end))
-        end = max(end, last)
-    whole = end - spans[0][0]
+    busy, concurrent = times_with_kernels(spans)
+    whole = max(end for _, end in spans) - min(first for first, _ in spans)
     ordered = sorted(totals.items(), key=lambda item: -item[1][1])
     return {
         "span_us": whole / repeats,
         "idle_share": 1 - busy / whole,
+        "concurrent_share": concurrent / whole,
         "kernels": [{"name": n[:110], "count": c / repeats, "us": us / repeats} for n, (c, us) in ordered],
     }
 
 
+def times_with_kernels(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    """How long at least one of them ran, and at least two."""
+    changes = sorted([(first, 1) for first, _ in spans] + [(last, -1) for _, last in spans])
+    running, before, times = 0, changes[0][0], [0.0, 0.0]
+    for at, change in changes:
+        for count in range(min(running, 2)):
+            times[count] += at - before
+        running, before = running + change, at
+    return times[0], times[1]
+
+
 def show(part: dict[str, Any], title: str, top: int) -> None:
-    print(f"{title}: {part['span_us'] / 1e3:.3f} ms, idle {part['idle_share']:.1%}")
+    print(
+        f"{title}: {part['span_us'] / 1e3:.3f} ms, idle {part['idle_share']:.1%}, two kernels {part['concurrent_share']:.1%}"
+    )
     for kernel in part["kernels"][:top]:
         share = kernel["us"] / part["span_us"]
         print(f"  {kernel['us']:10.1f} us {share:6.1%} {kernel['count']:8.1f}x  {kernel['name']}", flush=True)
