@@ -117,9 +117,8 @@ def times_with_kernels(spans: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def show(part: dict[str, Any], title: str, top: int) -> None:
-    print(
-        f"{title}: {part['span_us'] / 1e3:.3f} ms, idle {part['idle_share']:.1%}, two kernels {part['concurrent_share']:.1%}"
-    )
+    idle, concurrent = f"idle {part['idle_share']:.1%}", f"two kernels {part['concurrent_share']:.1%}"
+    print(f"{title}: {part['span_us'] / 1e3:.3f} ms, {idle}, {concurrent}")
     for kernel in part["kernels"][:top]:
         share = kernel["us"] / part["span_us"]
         print(f"  {kernel['us']:10.1f} us {share:6.1%} {kernel['count']:8.1f}x  {kernel['name']}", flush=True)
