@@ -1,0 +1,51 @@
+"""How prompts are computed, by device, attention and the graphs of rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbatch.config_load import load_config
+from specbatch.engine.resolve_prefill import resolve_prompt_graphs
+from specbatch.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on_cuda", "attention", "rounds", "expected"),
+    [
+        ("auto", True, "triton", "round", "whole"),
+        ("auto", True, "triton", "none", "whole"),  # tuning captures rounds later
+        ("auto", True, "triton", "phases", "off"),
+        ("auto", True, "flashinfer", "round", "off"),
+        ("auto", False, "torch", "none", "off"),
+        ("whole", True, "triton", "round", "whole"),
+        ("piecewise", True, "flashinfer", "phases", "piecewise"),
+        ("off", True, "triton", "round", "off"),
+    ],
+)
+def test_graphs_of_prompts(wanted: Any, on_cuda: bool, attention: str, rounds: Any, expected: str) -> None:
+    assert resolve_prompt_graphs(wanted, "off", on_cuda, attention, rounds) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "compile_", "on_cuda", "attention", "message"),
+    [
+        ("whole", "off", True, "flashinfer", "prefill.graphs: whole needs"),
+        ("whole", "off", False, "torch", "prefill.graphs: whole needs"),
+        ("piecewise", "off", False, "torch", "prefill.graphs: piecewise needs a CUDA device"),
+        ("auto", "auto", True, "triton", "which is whole here"),
+        ("off", "auto", True, "triton", "which is off here"),
+    ],
+)
+def test_what_cannot_be(wanted: Any, compile_: str, on_cuda: bool, attention: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_prompt_graphs(wanted, compile_, on_cuda, attention, "round")
+
+
+def test_off_needs_no_quotes() -> None:
+    """YAML reads off as false."""
+    config = load_config(None, ["prefill.graphs=off", "engine.compile=off"])
+    assert (config.prefill.graphs, config.engine.compile) == ("off", "off")
+    with pytest.raises(ConfigError, match="must be one of"):
+        load_config(None, ["engine.cuda_graphs=off"])
