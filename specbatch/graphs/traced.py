@@ -174,10 +174,12 @@ class TracedTrunk:
 
             return note
 
-        # Each trunk is traced anew: this code with other layers is no recompilation, of which torch allows few.
+        # Torch keeps what it traced, by code, with all weights, and allows few versions of a code. What others in this
+        # process have compiled is compiled again when it is called.
         torch._dynamo.reset()
         with torch.inference_mode():
             q, x, aux = torch.compile(trunk, backend=backend, fullgraph=True)(tokens)
+        torch._dynamo.reset()
         split, arguments, marks = found
         order = [next(i for i, mark in enumerate(marks) if mark is one) for one in (q, x, *aux)]
         kept = [_TOKENS if one is tokens else _COUNT if isinstance(one, int) else one for one in arguments]
