@@ -150,7 +150,7 @@ def measured(prompts: Prompts, way: str, sizes: list[int], repeats: int) -> Iter
         except Exception as error:
             line["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         yield line
-    runner = graphs._runner
+    runner = graphs.runner
     if way == "whole" and runner is not None:
         yield {
             "tokens": None, "seconds": round(runner.seconds, 2), "gib": round(runner.bytes / 2**30, 3),

@@ -180,6 +180,7 @@ class TracedTrunk:
         with torch.inference_mode():
             q, x, aux = torch.compile(trunk, backend=backend, fullgraph=True)(tokens)
         torch._dynamo.reset()
+        assert len(aux) == len(self.aux_layers), "what was traced is another trunk"
         split, arguments, marks = found
         order = [next(i for i, mark in enumerate(marks) if mark is one) for one in (q, x, *aux)]
         kept = [_TOKENS if one is tokens else _COUNT if isinstance(one, int) else one for one in arguments]
