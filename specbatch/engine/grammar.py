@@ -46,10 +46,12 @@ class GrammarState:
     @staticmethod
     def masks(states: Sequence[GrammarState]) -> list[NDArray[np.int32]]:
         """`mask` of each."""
-        if not states:
-            return []
-        found = states[0]._matcher.masks([state._matcher for state in states])
-        return [state._with_ends(words) for state, words in zip(states, found, strict=True)]
+        masks: dict[int, NDArray[np.int32]] = {}
+        for kind in {type(state._matcher) for state in states}:
+            alike = [(i, state) for i, state in enumerate(states) if type(state._matcher) is kind]
+            found = alike[0][1]._matcher.masks([state._matcher for _, state in alike])
+            masks |= {i: state._with_ends(words) for (i, state), words in zip(alike, found, strict=True)}
+        return [masks[i] for i in range(len(states))]
 
     def _with_ends(self, words: NDArray[np.int32]) -> NDArray[np.int32]:
         mask_W = np.zeros_like(self._text_bits_W)

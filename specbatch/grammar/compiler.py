@@ -130,9 +130,19 @@ class Matcher:
             [(matcher, i)] = live
             matcher.unsafe_compute_mask_ptr(masks_BW[i].ctypes.data, 4 * num_words)
         for one, mask_W in zip(matchers, masks_BW, strict=True):
-            if one._has_ended:  # also by a limit, or an end that was found late
+            # Also by a limit, or an end that was found late.
+            if one._has_ended or (one.may_be_forced() and not one._takes_only(mask_W)):
                 mask_W[:] = 0
         return list(masks_BW)
+
+    def _takes_only(self, mask_W: NDArray[np.int32]) -> bool:
+        """False: one token alone may come, and the library refuses it. It forces the text `<think>` as the token of
+        that name, which it has as a mark and not as that text."""
+        words = mask_W.nonzero()[0]
+        if len(words) != 1 or (word := int(mask_W[words[0]]) & 0xFFFFFFFF) & (word - 1):
+            return True
+        token = 32 * int(words[0]) + word.bit_length() - 1
+        return bool(self._matcher.validate_tokens([token]) == 1 or self._matcher.is_accepting())
 
     @property
     def _has_ended(self) -> bool:

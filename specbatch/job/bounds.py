@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
+
 SECONDS = 10.0  # of this thread's CPU time; a template takes a millisecond
 MEMORY = 1 << 30  # bytes more than the process has
 _LIMITED = threading.Lock()  # held by the block that has lowered the process's limit
@@ -32,26 +34,30 @@ class Bounded:
     Entering it takes 10 us.
 
     Memory is bounded by a limit on the address space of the process. While another thread's block has lowered it, that
-    limit holds for this block. Time is bounded by a timer, which only the main thread can have: see `Stoppable`.
-    Neither stops a single operation of the interpreter that takes no memory and does not end.
+    limit holds for this block. In a thread that is not the main one it is at least half of what the machine has free:
+    it holds for all threads, and an engine that allocates meanwhile must not run into it. Time is bounded by a timer,
+    which only the main thread can have: see `Stoppable`. Neither stops a single operation of the interpreter that takes
+    no memory and does not end.
     """
 
     def __init__(self, seconds: float = SECONDS, memory: int = MEMORY) -> None:
         self.seconds = seconds
         self._memory = memory
+        self._allowed = memory  # of the current block
         self._began = 0.0
         self._handler: Callable[[int, FrameType | None], Any] | int | None = None
         self._timer: tuple[float, float] | None = None  # before; None: not set
         self._limit: tuple[int, int] | None = None  # before; None: not changed
 
     def __enter__(self) -> None:
-        statm = _statm()
+        statm, is_main = _statm(), threading.current_thread() is threading.main_thread()
+        self._allowed = self._memory if is_main else max(self._memory, _half_of_free())
         if statm is not None and _LIMITED.acquire(blocking=False):
             self._limit = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-            most = int(os.pread(statm, 32, 0).split(b" ", 1)[0]) * resource.getpagesize() + self._memory
+            most = int(os.pread(statm, 32, 0).split(b" ", 1)[0]) * resource.getpagesize() + self._allowed
             if soft == resource.RLIM_INFINITY or most < soft:
                 resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        if threading.current_thread() is not threading.main_thread():
+        if not is_main:
             return
         self._began = time.thread_time()
         self._handler = signal.signal(signal.SIGALRM, self._on_alarm)
@@ -73,7 +79,7 @@ class Bounded:
             self._limit = None
             _LIMITED.release()
         if isinstance(exc, MemoryError):
-            raise OutOfBounds(f"it takes more than {self._memory >> 20:,} MiB of memory") from exc
+            raise OutOfBounds(f"it takes more than {self._allowed >> 20:,} MiB of memory") from exc
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         # The time of this thread counts, not that of other processes or while this one was stopped.
@@ -123,6 +129,12 @@ def _cpu_seconds(thread: int) -> float:
     """That a thread has used. Where the system does not count them: of wall time."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return time.clock_gettime(clock(thread)) if clock is not None else time.monotonic()
+
+
+@functools.cache
+def _half_of_free() -> int:
+    """Bytes, when it is called for the first time."""
+    return int(psutil.virtual_memory().available) // 2
 
 
 @functools.cache

@@ -30,6 +30,7 @@ class ChatFields:
     tools: tuple[dict[str, Any], ...] = ()  # that the model can call; empty with `tool_choice: none`
     parallel_tool_calls: bool = True  # False: at most one call
     separate_reasoning: bool | None = None  # None: the configuration decides
+    required: tuple[dict[str, Any], ...] = ()  # tools of which the answer must call one; empty: it need not
     given: tuple[str, ...] = ()  # the fields that the row has, and that change a chat
 
     @property
@@ -47,16 +48,12 @@ def read_chat_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
         return NO_CHAT_FIELDS
     own = _kwargs(fields)
     tools = _tools(fields.get("tools"))
-    choice = fields.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise RowError("unsupported_parameter", f"tool_choice must be none or auto, not {shown(choice)}")
-    if choice == "none":
-        tools = ()
+    tools, required = _chosen(fields.get("tool_choice"), tools)
     parallel = _flag(fields, "parallel_tool_calls")
     separate = _flag(fields, "separate_reasoning")
     changing = {"tools": tools, "chat_template_kwargs": own, "separate_reasoning": separate}
     given = tuple(name for name, value in changing.items() if value)
-    return ChatFields({**defaults, **own}, tools, parallel is not False, separate, given)
+    return ChatFields({**defaults, **own}, tools, parallel is not False, separate, required, given)
 
 
 def _kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +71,25 @@ def _kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:
             f"reasoning_effort is {effort}, but chat_template_kwargs has {shown(kwargs['reasoning_effort'])}",
         )
     return kwargs
+
+
+def _chosen(choice: Any, tools: tuple[dict[str, Any], ...]) -> tuple[tuple[dict[str, Any], ...], ...]:
+    """(the tools that the template is given, those of which the answer must call one)"""
+    if choice in (None, "auto"):
+        return tools, ()
+    if choice == "none":
+        return (), ()
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        wanted = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        raise RowError("invalid_value", f"tool_choice must be {wanted}, not {shown(choice)}")
+    if not tools:
+        raise RowError("invalid_value", "tool_choice asks for a call, but the row has no tools")
+    required = tools if choice == "required" else tuple(t for t in tools if t["function"]["name"] == name)
+    if not required:
+        raise RowError("invalid_value", f"tool_choice: no tool has the name {shown(name)}")
+    return tools, required
 
 
 def _flag(fields: Mapping[str, Any], name: str) -> bool | None:

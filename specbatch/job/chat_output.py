@@ -18,6 +18,7 @@ Thinking = Literal["none", "marked", "open"]  # "open": the prompt ends with the
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _PYTHON = "<|python_tag|>"
+REASONING_MARKS = _THINK, _END_THINK
 MARKS = (_THINK, _END_THINK, _CALL, _END_CALL)
 
 

@@ -64,12 +64,13 @@ class RowPreparer:
                 raise ids
             assert isinstance(prompt, Prompt)
             bad_words = self._texts.bad_words(prompt.params, self._limits)
-            has_grammar = self._texts.matcher(prompt.params) is not None  # it is compiled here, and kept
+            reader = self._texts.answer_reader(prompt, ids)
+            has_grammar = self._texts.matcher(prompt, reader.thinking) is not None  # it is compiled here, and kept
             if has_grammar and self._no_grammars is not None:
                 message = f"{' / '.join(GRAMMAR_FIELDS)}: not supported with {self._no_grammars}"
                 raise RowError("unsupported_parameter", message)
             choices = self._texts.choice_tokens(prompt, self._limits) if prompt.choices else ()
-            return PreparedRow(digest, row, prompt, ids, bad_words, choices, self._texts.answer_reader(prompt, ids))
+            return PreparedRow(digest, row, prompt, ids, bad_words, choices, reader)
         except RowError as exc:
             return PreparedRow(digest, row, exc)
 

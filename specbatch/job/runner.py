@@ -169,7 +169,7 @@ class RowRunner:
                 seed = self._config.engine.seed if params.seed is None else params.seed
                 rng = RngKey(seed, row.index, sample)
             request_id, check_stop = self._add_request(in_flight, sample), self._texts.stop_check(params)
-            matcher = self._texts.matcher(params)
+            matcher = self._texts.matcher(prompt, prepared.reader.thinking)
             self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, prepared.bad_words, matcher))
 
     def _add_request(self, in_flight: _RowInFlight, number: int) -> int:

@@ -11,9 +11,11 @@ from specbatch.config import Config, DataSection
 from specbatch.engine.resolve_data import runs_prompts_as_chat
 from specbatch.errors import ConfigError, FieldError, RowError
 from specbatch.grammar.compiler import GrammarCompiler
-from specbatch.grammar.constraint import constraint_of
+from specbatch.grammar.constraint import Constraint, constraint_of
+from specbatch.grammar.reasoning import AfterReasoning
+from specbatch.grammar.tool_calls import calls_of
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
-from specbatch.job.chat_output import MARKS, AnswerReader, Thinking, ends_in_reasoning
+from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, ends_in_reasoning
 from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
@@ -64,6 +66,8 @@ class TextProcessor:
         self._stop_tokens: dict[frozenset[str], StopTokens] = {}  # by the last characters of stop strings
         special = set(getattr(tokenizer, "all_special_tokens", ()))
         self._marks = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS if mark in special}
+        known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        self._mark_ids = {mark: known[mark] for mark in MARKS if mark in known}
         self._grammars = GrammarCompiler(tokenizer)
 
     @property
@@ -121,18 +125,36 @@ class TextProcessor:
         calls = self._chat.tool_facts.calls if chat.tools else None
         return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
 
-    def matcher(self, params: SamplingParams) -> GrammarMatcher | None:
-        """Of an output that begins; None: it may be any text. Raises RowError for a grammar that cannot be used."""
-        try:
-            constraint = constraint_of(params)
-        except FieldError as exc:
-            raise RowError(exc.type, exc.message) from exc
-        return None if constraint is None else self._grammars.matcher(constraint)
+    def matcher(self, prompt: Prompt, thinking: Thinking = "none") -> GrammarMatcher | None:
+        """Of an output that begins; None: it may be any text. Reasoning (see `answer_reader`) is any text, where its
+        end is a token. Raises RowError for a grammar that cannot be used."""
+        constraint = _constraint(prompt.params)
+        if prompt.chat.required:
+            if constraint is not None:
+                raise RowError("invalid_value", f"tool_choice and {constraint.option} are given; give one of them")
+            constraint = self._required_calls(prompt)
+        if constraint is None:
+            return None
+        matcher = self._grammars.matcher(constraint)
+        begin, end = (self._mark_ids.get(mark) for mark in REASONING_MARKS)
+        if thinking == "none" or end is None or (thinking == "marked" and begin is None):
+            return matcher
+        return AfterReasoning(matcher, begin if thinking == "marked" else None, end, len(self._tokenizer))
+
+    def _required_calls(self, prompt: Prompt) -> Constraint:
+        if (calls := self._chat.tool_facts.calls) is None:
+            message = "tool_choice must be none or auto: the format of this model's calls is not known"
+            raise RowError("unsupported_parameter", message)
+        if prompt.params.ignore_eos:
+            raise RowError("invalid_value", "ignore_eos and tool_choice are given, but a complete call has to end")
+        chat = prompt.chat
+        return calls_of(chat.required, calls, several=chat.parallel_tool_calls, tokens=self._mark_ids)
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Raises ConfigError for the grammar of a configuration."""
         try:
-            self.matcher(params)
+            if (constraint := _constraint(params)) is not None:
+                self._grammars.matcher(constraint)
         except RowError as exc:
             raise ConfigError(f"sampling.{exc.message}") from exc
 
@@ -278,3 +300,10 @@ def _check_vocabulary(what: str, ids: Sequence[int], limits: EngineLimits) -> No
     if ids and max(ids) >= limits.vocab_size:
         token = next(token for token in ids if token >= limits.vocab_size)
         raise RowError("invalid_type", f"{what}: {token} is not a token id (0 .. {limits.vocab_size - 1})")
+
+
+def _constraint(params: SamplingParams) -> Constraint | None:
+    try:
+        return constraint_of(params)
+    except FieldError as exc:
+        raise RowError(exc.type, exc.message) from exc

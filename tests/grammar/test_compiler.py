@@ -16,6 +16,7 @@ from specbatch.engine.grammar import GrammarState
 from specbatch.errors import FieldError, RowError
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint, constraint_of
+from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.types import SamplingParams
 from tests.grammar.tiny_tokenizer import END, tiny_tokenizer
 
@@ -169,6 +170,15 @@ def test_masks_that_threads_compute_together() -> None:
                     state.enter(legal[-1])
     assert min(lengths) == 1 < max(lengths)
     assert GrammarState.masks([]) == []
+
+
+def test_a_text_that_the_tokenizer_has_as_a_mark() -> None:
+    """The library would force a token that it then refuses: it is an error before the row runs."""
+    tokenizer = byte_tokenizer(300, [0])
+    tokenizer.add_tokens(["<think>"])
+    with pytest.raises(RowError, match="no text matches it"):
+        GrammarCompiler(tokenizer).matcher(Constraint("regex", "regex", "<think>a"))
+    assert GrammarCompiler(tokenizer).matcher(Constraint("regex", "regex", "a|b")).mask().any()
 
 
 def test_bytes_of_a_sentencepiece_tokenizer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import sys
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -201,10 +202,14 @@ def test_memory_is_bounded_in_each_thread() -> None:
         assert limit != MEMORY_BEFORE
         in_thread(work).join()
         assert resource.getrlimit(resource.RLIMIT_AS) == limit
-    assert found == [limit, "it takes more than 256 MiB of memory"]
+    assert found[0] == limit
+    assert re.fullmatch("it takes more than [0-9,]+ MiB of memory", str(found[1]))
     assert resource.getrlimit(resource.RLIMIT_AS) == MEMORY_BEFORE
     in_thread(work).join()
     assert found[2] not in (limit, MEMORY_BEFORE)
+    # The limit holds for the engine, too, which may allocate meanwhile.
+    most, *_ = cast(tuple[int, int], found[2])
+    assert most - psutil.Process().memory_info().vms > psutil.virtual_memory().available // 4 > 1 << 28
     assert resource.getrlimit(resource.RLIMIT_AS) == MEMORY_BEFORE
 
 

@@ -1,0 +1,77 @@
+"""A grammar of the answer that comes after the model's reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.types import GrammarMatcher
+
+
+class _At(Enum):
+    START = 0  # the reasoning may begin
+    REASONING = 1
+    ANSWER = 2
+
+
+class AfterReasoning:
+    """A matcher (see `types.GrammarMatcher`): reasoning is any text up to the token `end`; what comes after is in the
+    grammar of `answer`. `begin`: the token with which the output may begin its reasoning; it can also begin its answer.
+    None: the prompt has begun the reasoning."""
+
+    def __init__(self, answer: GrammarMatcher, begin: int | None, end: int, vocab_size: int) -> None:
+        self._answer = answer
+        self._begin, self._end, self._vocab_size = begin, end, vocab_size
+        self._at = _At.REASONING if begin is None else _At.START
+        self._were: list[_At] = []  # before each token
+
+    def advance(self, token: int) -> bool:
+        was, now = self._at, self._at
+        if was is _At.START:
+            now = _At.REASONING if token == self._begin else _At.ANSWER
+        elif was is _At.REASONING and token == self._end:
+            now = _At.ANSWER
+        is_answer = now is _At.ANSWER and was is not _At.REASONING
+        if not (self._answer.advance(token) if is_answer else token < self._vocab_size):
+            return False
+        self._were.append(was)
+        self._at = now
+        return True
+
+    def back(self, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            was = self._were.pop()
+            if self._at is _At.ANSWER and was is not _At.REASONING:
+                self._answer.back(1)
+            self._at = was
+
+    def is_complete(self) -> bool:
+        return self._at is not _At.REASONING and self._answer.is_complete()
+
+    def may_be_forced(self) -> bool:
+        return self._at is _At.ANSWER and self._answer.may_be_forced()
+
+    def mask(self) -> NDArray[np.int32]:
+        return self.masks([self])[0]
+
+    def masks(self, matchers: Sequence[AfterReasoning]) -> list[NDArray[np.int32]]:
+        inner = [one._answer for one in matchers if one._at is not _At.REASONING]
+        answers = iter(inner[0].masks(inner) if inner else ())
+        return [one._any_token() if one._at is _At.REASONING else one._with_begin(next(answers)) for one in matchers]
+
+    def _any_token(self) -> NDArray[np.int32]:
+        return _bits(range(self._vocab_size), self._vocab_size)
+
+    def _with_begin(self, mask_W: NDArray[np.int32]) -> NDArray[np.int32]:
+        if self._at is not _At.START or self._begin is None:
+            return mask_W
+        return mask_W | _bits([self._begin], self._vocab_size)[: len(mask_W)]
+
+
+def _bits(tokens: Sequence[int] | range, vocab_size: int) -> NDArray[np.int32]:
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+    bits[np.asarray(tokens, dtype=np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -1,0 +1,151 @@
+"""Calls of tools that a row requires, and grammars of answers that come after reasoning: by matchers of the texts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specbatch.config import DataSection
+from specbatch.errors import RowError
+from specbatch.job.chat_output import Answer
+from specbatch.job.rows import Prompt, RowParser
+from specbatch.job.sources import RawRow
+from specbatch.job.tokenizer import TextProcessor
+from specbatch.models.formats.tokenizer import byte_tokenizer
+from specbatch.types import EngineLimits, SamplingParams
+from tests.job.chat_templates import HERMES, LLAMA3, QWEN3
+
+USER = {"role": "user", "content": "How cold?"}
+OBJECT = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": OBJECT | {"additionalProperties": False}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "now"}}
+WEATHER = '{"name": "weather", "arguments": {"city": "Rome"}}'
+NOW = '{"name": "now", "arguments": {}}'
+
+
+def hermes(*calls: str) -> str:
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+class Row:
+    """One row of a chat, and whether an answer is in its grammar. `marks`: tokens that the tokenizer has for them."""
+
+    def __init__(
+        self, template: str, fields: dict[str, Any], marks: tuple[str, ...] = (), special: bool = False
+    ) -> None:
+        self.tokenizer = byte_tokenizer(300, [0])
+        self.tokenizer.add_tokens(list(marks), special_tokens=special)
+        data = DataSection(chat_template=template)
+        texts = TextProcessor(self.tokenizer, data)
+        raw = RawRow(0, json.dumps({"messages": [USER], **fields}).encode())
+        _, prompt = RowParser(SamplingParams(), data).parse(raw)
+        if isinstance(prompt, RowError):
+            raise prompt
+        assert isinstance(prompt, Prompt)
+        ids = texts.encode(prompt, EngineLimits(4000, len(self.tokenizer)))
+        self.reader = texts.answer_reader(prompt, ids)
+        self.matcher = texts.matcher(prompt, self.reader.thinking)
+
+    def takes(self, text: str) -> bool:
+        """And what it takes is taken back."""
+        assert self.matcher is not None
+        ids, taken = self.tokenizer.encode(text, add_special_tokens=False), 0
+        for token in ids:
+            in_mask = bool(self.matcher.mask()[token >> 5] >> (token & 31) & 1)
+            assert self.matcher.advance(token) == in_mask
+            if not in_mask:
+                break
+            taken += 1
+        complete = taken == len(ids) and self.matcher.is_complete()
+        self.matcher.back(taken)
+        return complete
+
+    def read(self, text: str) -> Answer:
+        return self.reader.read(text)
+
+
+CASES: list[tuple[str, Any, list[str], list[str]]] = [
+    (HERMES, "required", [hermes(WEATHER), hermes(NOW), hermes(NOW, WEATHER)],
+     ["It is cold.", hermes(WEATHER.replace("Rome", "x" * 30)), hermes(NOW.replace("now", "then")), hermes(NOW) + "x"]),
+    (HERMES, NAMED, [hermes(NOW), hermes(NOW, NOW)], [hermes(WEATHER), NOW]),
+    (LLAMA3, "required", [c.replace("arguments", "parameters") for c in (WEATHER, NOW)], [NOW, "It is cold."]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "choice", "legal", "illegal"), CASES)
+def test_a_call_that_is_required(template: str, choice: Any, legal: list[str], illegal: list[str]) -> None:
+    row = Row(template, {"tools": TOOLS, "tool_choice": choice})
+    for text in legal:
+        assert row.takes(text), text
+        assert row.read(text).tool_calls
+    for text in illegal:
+        assert not row.takes(text), text
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_that_are_tokens(special: bool) -> None:
+    row = Row(HERMES, {"tools": TOOLS, "tool_choice": "required"}, ("<tool_call>", "</tool_call>"), special)
+    assert row.takes(hermes(WEATHER))
+    assert not row.takes("Well")
+
+
+def test_one_call_without_parallel_calls() -> None:
+    row = Row(HERMES, {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
+    assert row.takes(hermes(NOW))
+    assert not row.takes(hermes(NOW, NOW))
+
+
+def test_a_call_that_is_not_required_has_no_grammar() -> None:
+    assert Row(HERMES, {"tools": TOOLS, "tool_choice": "auto"}).matcher is None
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "words"),
+    [
+        (HERMES, {"regex": "a"}, "tool_choice and regex are given"),
+        (HERMES, {"ignore_eos": True}, "ignore_eos and tool_choice are given"),
+        ("{{ messages[0].content }}{{ tools }}", {}, "the format of this model's calls is not known"),
+    ],
+)
+def test_mistakes(template: str, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RowError, match=words):
+        Row(template, {"tools": TOOLS, "tool_choice": "required", **fields})
+
+
+THINK = ("<think>", "</think>")
+OPEN = QWEN3.replace("{%- if enable_thinking is defined", "{{- '<think>\\n' }}{%- if enable_thinking is defined")
+
+
+def test_a_grammar_begins_after_reasoning() -> None:
+    """That the model begins, or leaves out."""
+    row = Row(QWEN3, {"regex": "yes|no"}, THINK)
+    assert all(map(row.takes, ("<think>Cold?</think>yes", "no", "<think></think>no")))
+    assert not any(map(row.takes, ("<think>yes", "Cold? yes", "<think>a</think>maybe", "yes<think></think>")))
+    assert row.read("<think>\nCold?\n</think>yes") == Answer("yes", "\nCold?\n".strip("\n"))
+
+
+def test_a_grammar_begins_after_reasoning_that_the_prompt_begins() -> None:
+    row = Row(OPEN, {"regex": "yes|no"}, THINK)
+    assert row.takes("Cold?</think>yes")
+    assert not any(map(row.takes, ("yes", "</think>Cold?", "Cold?</think>")))
+    assert row.read("Cold?</think>yes") == Answer("yes", "Cold?")
+
+
+def test_a_call_after_reasoning() -> None:
+    row = Row(QWEN3, {"tools": TOOLS, "tool_choice": NAMED}, THINK)
+    assert row.takes(f"<think>What time?</think>{hermes(NOW)}")
+    assert not row.takes("<think>What time?</think>It is late.")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"separate_reasoning": False}, {"chat_template_kwargs": {"enable_thinking": False}}]
+)
+def test_without_reasoning_all_of_the_output_is_in_the_grammar(fields: dict[str, Any]) -> None:
+    row = Row(QWEN3, {"regex": "yes|no", **fields}, THINK)
+    assert row.takes("yes")
+    assert row.takes("<think>Cold?</think>yes") == ("chat_template_kwargs" in fields)
