@@ -60,7 +60,6 @@ CHANGING: list[dict[str, Any]] = [
     {"truncate_prompt_tokens": 10},
     {"vllm_xargs": {"a": 1}},
     {"custom_params": {"a": 1}},
-    {"tool_choice": "required"},
 ]
 NEUTRAL: list[dict[str, Any]] = [
     {"chat_template_kwargs": {}},
