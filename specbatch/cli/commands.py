@@ -21,7 +21,8 @@ from specbatch.cli.options import (
     OverwriteOption,
     QuarantineOption,
     TaskNames,
-    named_path,
+    path_argument,
+    path_option,
     with_config_options,
 )
 from specbatch.cli.streams import guard_streams, print_data
@@ -98,11 +99,10 @@ def generate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        path_option(
             "--output",
             "-o",
             metavar="PATH",
-            parser=named_path,
             help="The results: .jsonl, .jsonl.gz, .jsonl.zst or .parquet, here or at a URL (s3, gs, hf). Default for "
             "data.jsonl: data.results.jsonl.",
         ),
@@ -165,19 +165,14 @@ def generate(
 def merge(
     shards: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="SHARD...",
-            parser=named_path,
-            help="The results of all shards, with their statistics in the same folder.",
-        ),
+        path_argument(metavar="SHARD...", help="The results of all shards, with their statistics in the same folder."),
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
+        path_option(
             "--output",
             "-o",
             metavar="PATH",
-            parser=named_path,
             help="The merged results. Default for data.results.03-of-16.jsonl: data.results.jsonl.",
         ),
     ] = None,
@@ -192,8 +187,7 @@ def merge(
 
 
 @app.command(
-    "eval",
-    epilog=examples("specbatch eval gsm8k --limit 100", "specbatch eval gsm8k --method ngram --compare none"),
+    "eval", epilog=examples("specbatch eval gsm8k --limit 100", "specbatch eval gsm8k --method ngram --compare none")
 )
 @with_config_options
 def evaluate(
@@ -203,22 +197,17 @@ def evaluate(
         int | None, typer.Option(min=1, metavar="N", help="Run only the first N rows of each task.")
     ] = None,
     num_fewshot: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="K", help="Examples before each question. Default: the task's number."),
+        int | None, typer.Option(min=0, metavar="K", help="Examples before each question. Default: the task's number.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=named_path, help="JSONL rows instead of the task's.")
-    ] = None,
+    data: Annotated[Path | None, path_option(metavar="FILE", help="JSONL rows instead of the task's.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="DIR", parser=named_path, help="The results. Default: ./eval-TASK."),
+        Path | None, path_option("--output", "-o", metavar="DIR", help="The results. Default: ./eval-TASK.")
     ] = None,
     compare: Annotated[
         str | None, typer.Option(metavar="none", help="none: also run without speculation, and report the differences.")
     ] = None,
     task: Annotated[
-        list[Path] | None,
-        typer.Option("--task", metavar="FILE", parser=named_path, help="Your own task, a YAML file. Can be repeated."),
+        list[Path] | None, path_option("--task", metavar="FILE", help="Your own task, a YAML file. Can be repeated.")
     ] = None,
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval).")
@@ -258,12 +247,11 @@ def evaluate(
 def tune(
     given: ConfigOptions,
     data: Annotated[
-        str | None,
-        typer.Argument(metavar="DATA", help="As for generate. Default: packaged example rows."),
+        str | None, typer.Argument(metavar="DATA", help="As for generate. Default: packaged example rows.")
     ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PATH", parser=named_path, help="The configuration to write.")
-    ] = Path("tuned.yaml"),
+    output: Annotated[Path, path_option("--output", "-o", metavar="PATH", help="The configuration to write.")] = Path(
+        "tuned.yaml"
+    ),
     rows: Annotated[
         int | None,
         typer.Option(min=4, metavar="N", help="Rows to trace.", show_default="64; on a GPU 8 batches, 64 to 256"),
@@ -334,9 +322,7 @@ def show_config(
 
 @app.command(epilog=examples("specbatch init"))
 def init(
-    path: Annotated[Path, typer.Argument(metavar="PATH", parser=named_path, help="The file to write.")] = Path(
-        "specbatch.yaml"
-    ),
+    path: Annotated[Path, path_argument(metavar="PATH", help="The file to write.")] = Path("specbatch.yaml"),
 ) -> None:
     """Write the default configuration with its comments, to edit. All commands read ./specbatch.yaml."""
     with user_errors() as console:

@@ -36,6 +36,11 @@ def named_path(text: str | Path) -> Path:
     return Path(text)
 
 
+# An option or an argument that names a file or a folder.
+path_option = functools.partial(typer.Option, parser=named_path)
+path_argument = functools.partial(typer.Argument, parser=named_path)
+
+
 def config_path(text: str | Path) -> Path:
     """A file, or a packaged configuration by name."""
     return find_config(named_path(text))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from specbatch.cli.commands import app, examples
 from specbatch.cli.endings import user_errors
-from specbatch.cli.options import named_path
+from specbatch.cli.options import path_argument, path_option
 
 
 @app.command(
@@ -17,38 +15,22 @@ from specbatch.cli.options import named_path
 )
 def report(
     results: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RESULTS",
-            parser=named_path,
-            help="The output of generate, also of a job that is not finished.",
-        ),
+        Path, path_argument(metavar="RESULTS", help="The output of generate, also of a job that is not finished.")
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH",
-            parser=named_path,
-            help="The page. Default for data.results.jsonl: data.results.report.html.",
+        path_option(
+            "--output", "-o", metavar="PATH", help="The page. Default for data.results.jsonl: data.results.report.html."
         ),
     ] = None,
     input: Annotated[
-        Path | None,
-        typer.Option(
-            "--input", metavar="FILE", parser=named_path, help="The job's input, for the prompts of the samples."
-        ),
+        Path | None, path_option("--input", metavar="FILE", help="The job's input, for the prompts of the samples.")
     ] = None,
     tune: Annotated[
-        Path | None,
-        typer.Option(
-            "--tune", metavar="PATH", parser=named_path, help="Add what tune found: tuned.yaml or its folder."
-        ),
+        Path | None, path_option("--tune", metavar="PATH", help="Add what tune found: tuned.yaml or its folder.")
     ] = None,
     evaluation: Annotated[
-        Path | None,
-        typer.Option("--eval", metavar="DIR", parser=named_path, help="Add what eval found: the folder that it wrote."),
+        Path | None, path_option("--eval", metavar="DIR", help="Add what eval found: the folder that it wrote.")
     ] = None,
 ) -> None:
     """Write one HTML page about a job: acceptance, lengths, errors, the slowest rows, samples."""
