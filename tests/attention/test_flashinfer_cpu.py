@@ -12,7 +12,7 @@ import torch
 import specbatch.engine.resolve as resolving
 from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.cache.pages import KVScales
-from specbatch.config import EngineSection
+from specbatch.config import Config, EngineSection
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.resolve_kv_dtype import check_flashinfer
 from specbatch.engine.resolve_speculation import check_mask_size
@@ -88,16 +88,18 @@ def test_what_flashinfer_needs(
 ) -> None:
     monkeypatch.setattr(resolving.importlib.util, "find_spec", has_packages(*packages))
     with pytest.raises(ConfigError, match=message) as error:
-        resolving._resolve_engine(EngineSection(attention="flashinfer"), torch.device(device), dtype, [])
+        resolving._resolve_engine(Config(engine=EngineSection(attention="flashinfer")), torch.device(device), dtype, [])
     assert hint in str(error.value.hint)
 
 
 def test_flashinfer_runs_under_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolving.importlib.util, "find_spec", has_packages("triton", "flashinfer"))
     device, notes = torch.device("cuda"), []
-    settings = resolving._resolve_engine(EngineSection(attention="flashinfer"), device, torch.float16, notes)
+    settings = resolving._resolve_engine(
+        Config(engine=EngineSection(attention="flashinfer")), device, torch.float16, notes
+    )
     assert (settings.attention, settings.graphs) == ("flashinfer", "round")
-    assert resolving._resolve_engine(EngineSection(), device, torch.float16, notes).attention == "triton"
+    assert resolving._resolve_engine(Config(), device, torch.float16, notes).attention == "triton"
 
 
 @pytest.mark.parametrize(
