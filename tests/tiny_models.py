@@ -91,10 +91,11 @@ def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttent
 
 def num_target_layers(method: str) -> int:
     """Of the tiny target that a draft method gets. EAGLE-3 reads the inputs of three of them, see `AUX_LAYERS`."""
-    return 4 if method == "eagle3" else 3
+    return 3 if method == "eagle3" else 2
 
 
 AUX_LAYERS = (0, 1, 2)
+HEAD_SEED = 20  # with it random EAGLE heads are right now and then
 
 Spoil = Callable[[dict[str, Tensor]], None]  # changes a checkpoint's tensors
 
@@ -146,7 +147,7 @@ def tiny_draft_net(
     hidden, vocab, head_dim = target.config.hidden_size, target.config.vocab_size, target.config.head_dim
     dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
     if method == "draft_model":
-        draft_config = tiny_config(2, hidden, vocab, head_dim=head_dim)
+        draft_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
         draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions, spoil)
         return ModelNet(draft, draft.new_cache(num_slots, kv_dtype), vocab)
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
@@ -156,7 +157,9 @@ def tiny_draft_net(
     head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab, layers)  # type: ignore[arg-type]
     head = replace(head, **traits)
     tensors = RandomTensors(
-        {n: s for n, s in expected_eagle_tensors(head).items() if n not in ("d2t", "t2d")}, 7 + draft_seed, scale
+        {n: s for n, s in expected_eagle_tensors(head).items() if n not in ("d2t", "t2d")},
+        HEAD_SEED + draft_seed,
+        scale,
     )
     if spoil is not None:
         spoil(tensors._tensors)

@@ -30,13 +30,12 @@ CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 4, 8)
 CASES = [
     ("ngram", CHAIN),
     ("draft_model", CHAIN),
-    ("draft_model", TREE),
     ("eagle", TREE),
     ("eagle3", CHAIN),
     slow_on_cpu("eagle3", DraftShape(7, 10, 60)),
 ]
-GREEDY = SamplingParams(max_tokens=16)
-SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
+GREEDY = SamplingParams(max_tokens=12)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
 
 
 def prompts() -> list[list[int]]:
@@ -96,8 +95,8 @@ def test_samples_do_not_depend_on_scheduling(method: str, shape: DraftShape | No
 
 def test_the_cache_is_rounded() -> None:
     """The tests here would pass over an unrounded cache too; this one does not."""
-    rounded = plain(replace(GREEDY, max_tokens=60), 3)
-    assert rounded != plain(replace(GREEDY, max_tokens=60), 3, kv_dtype=None)
+    rounded = plain(replace(GREEDY, max_tokens=30), 2)
+    assert rounded != plain(replace(GREEDY, max_tokens=30), 2, kv_dtype=None)
 
 
 @pytest.mark.parametrize(("method", "shape"), [("none", None), ("ngram", CHAIN), ("draft_model", TREE)])

@@ -23,6 +23,7 @@ from specbatch.types import SamplingParams
 from tests.eagle_reference import THETA, VOCAB, E, Reference, target_features
 from tests.tiny_models import (
     AUX_LAYERS,
+    HEAD_SEED,
     RandomTensors,
     num_target_layers,
     random_prompts,
@@ -80,7 +81,7 @@ def test_the_device_engine_drafts_what_the_reference_does(name: str, monkeypatch
     target = tiny_decoder(config, torch.float64)
     layers = traits.get("aux_layers", AUX_LAYERS)
     head = EagleConfig("eagle3", head_config, E, VOCAB, False, False, False, layers)
-    weights = RandomTensors(expected_eagle_tensors(head), 7)._tensors
+    weights = RandomTensors(expected_eagle_tensors(head), HEAD_SEED)._tensors
     files: Any = SimpleNamespace(tensors=RandomTensors(decoder_tensors(config), 0))
     if name == "no LM head":
         weights["lm_head.weight"] = files.tensors.load("lm_head.weight")

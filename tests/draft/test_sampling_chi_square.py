@@ -1,6 +1,6 @@
 """Sampled output with the real, keyed noise: counts of whole outputs against exact probabilities, by chi-square.
 
-Each test rejects a correct engine with probability ALPHA = 1e-4 over random seeds (the 8 fast ones together: 8e-4). The
+Each test rejects a correct engine with probability ALPHA = 1e-4 over random seeds (the 6 fast ones together: 6e-4). The
 seeds are fixed, so a test that passes once passes always, until the code changes.
 """
 
@@ -15,6 +15,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_exact import broken_accept, broken_residual
+from tests.marks import slow_on_cpu
 from tests.oracle import verify as verify_module
 from tests.oracle.engine import OracleEngine
 from tests.tiny_models import tiny_oracle
@@ -46,9 +47,11 @@ def sample(engine: OracleEngine, prompt: list[int], params: SamplingParams, rows
 
 
 def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Pearson's chi-square; outputs that are expected fewer than 5 times are pooled."""
+    """Pearson's chi-square; outputs that are expected fewer than 5 times are pooled. 0 if there is an output that the
+    target cannot give."""
     rows = counts.total()
-    assert set(counts) <= set(expected), "an output that the target cannot give"
+    if not set(counts) <= set(expected):
+        return 0.0
     rare = [tokens for tokens, p in expected.items() if p * rows < 5]
     cells = [(counts[tokens], p * rows) for tokens, p in expected.items() if p * rows >= 5]
     if rare:
@@ -76,7 +79,11 @@ def run_case(case: str, rows: int, params: SamplingParams) -> tuple[float, Oracl
     return p_value(counts, target_sequences(engine._target, prompt, params)), engine
 
 
-@pytest.mark.parametrize("case", CASES)
+# The exact tests have trees of eagle, and whole vocabularies of eagle3.
+SLOW = ("eagle-tree", "eagle3-chain")
+
+
+@pytest.mark.parametrize("case", [slow_on_cpu(case) if case in SLOW else case for case in CASES])
 def test_counts_fit_the_target(case: str) -> None:
     p, engine = run_case(case, ROWS, PARAMS)
     assert p > ALPHA

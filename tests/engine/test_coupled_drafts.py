@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,8 +30,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3, draft vocabulary": {"draft_vocab": 30},
 }
-SAMPLED = SamplingParams(max_tokens=14, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, seed=5)
-HOT = SamplingParams(max_tokens=14, temperature=1.3, seed=6, logprobs=2)
+SAMPLED = SamplingParams(max_tokens=10, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, seed=5)
+HOT = SamplingParams(max_tokens=10, temperature=1.3, seed=6, logprobs=2)
 PROMPTS = random_prompts(3, shared=17) + random_prompts(3, seed=1)
 MAKE = {"CPU": tiny_engine, "fixed shapes": tiny_device_engine}
 
@@ -38,6 +39,11 @@ MAKE = {"CPU": tiny_engine, "fixed shapes": tiny_device_engine}
 def outputs(completions: list[Completion]) -> list[tuple[list[int], str, object]]:
     """With the bits of the log-probabilities, where they are wanted."""
     return [(c.token_ids, str(c.finish_reason), c.logprobs) for c in completions]
+
+
+@cache
+def plain_by_the_oracle() -> list[Completion]:
+    return run(tiny_oracle(), PROMPTS, SAMPLED)
 
 
 def accepted(completions: list[Completion]) -> int:
@@ -79,9 +85,8 @@ SCHEDULING: dict[str, dict[str, Any]] = {
     ("method", "shape", "engine"), [("draft_model", "chain-3", "fixed shapes"), ("eagle", "schedule", "CPU")]
 )
 def test_scheduling_changes_nothing(method: str, shape: str, change: str, engine: str) -> None:
-    plain = run(tiny_oracle(), PROMPTS, SAMPLED)
     changed = MAKE[engine](method, SHAPES[shape], coupled=True, **SCHEDULING[change])
-    assert outputs(run(changed, PROMPTS, SAMPLED)) == outputs(plain)
+    assert outputs(run(changed, PROMPTS, SAMPLED)) == outputs(plain_by_the_oracle())
     assert (changed.stats.preemptions > 0) == (change == "preempted")
     assert (changed.stats.cached_prompt_tokens > 0) == (change != "chunk-3, no prefix")
 
@@ -110,9 +115,8 @@ def test_a_perfect_draft_is_accepted(shape: str) -> None:
 @pytest.mark.parametrize("engine", MAKE)
 def test_greedy_and_sampled_requests_together(engine: str) -> None:
     """Greedy ones take the rounds that they take alone, without coupled drafts."""
-    greedy, shape = SamplingParams(max_tokens=14), CHAINS["chain-3"]
+    greedy, shape = SamplingParams(max_tokens=10), CHAINS["chain-3"]
     alone = [run(tiny_engine("eagle", shape), [prompt], greedy, check=False)[0] for prompt in PROMPTS[::2]]
-    plain = run(tiny_oracle(), PROMPTS, SAMPLED)
     both = MAKE[engine]("eagle", shape, num_pages=256, max_batch_size=8, coupled=True)
     for i, prompt in enumerate(PROMPTS):
         params = SAMPLED if i % 2 else greedy
@@ -123,4 +127,4 @@ def test_greedy_and_sampled_requests_together(engine: str) -> None:
     assert [(done[2 * i].token_ids, done[2 * i].speculation) for i in range(len(alone))] == [
         (c.token_ids, c.speculation) for c in alone
     ]
-    assert [done[i].token_ids for i in (1, 3, 5)] == [plain[i].token_ids for i in (1, 3, 5)]
+    assert [done[i].token_ids for i in (1, 3, 5)] == [plain_by_the_oracle()[i].token_ids for i in (1, 3, 5)]

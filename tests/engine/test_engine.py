@@ -35,8 +35,8 @@ CASES = [
     ("eagle3", TREE),
     slow_on_cpu("eagle3", WIDE),
 ]
-GREEDY = SamplingParams(max_tokens=16)
-SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
+GREEDY = SamplingParams(max_tokens=12)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
 
 
 def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
@@ -45,7 +45,7 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
     assert [c.speculation for c in actual] == [c.speculation for c in expected]
 
 
-PROMPTS = random_prompts(7, shared=10)
+PROMPTS = random_prompts(6, shared=10)
 SETTINGS: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
 
 
@@ -77,7 +77,7 @@ def test_draft_extend_of_large_batches(method: str, shape: DraftShape, monkeypat
 def test_preemption_and_small_chunks(method: str, shape: DraftShape | None) -> None:
     """Pages run out again and again, and prompts come in pieces; the text is the one of a roomy cache."""
     prompts = random_prompts(6, seed=1, longest=30)
-    params = SamplingParams(max_tokens=24)
+    params = SamplingParams(max_tokens=20)
     expected = run(tiny_oracle(method, shape, num_pages=256), prompts, params)
     lookahead = 24 if shape is TREE else 4
     engine = tiny_device_engine(method, shape, num_pages=24 + lookahead // 2, prefill_chunk_tokens=7)

@@ -29,10 +29,8 @@ METHODS = [
     ("none", None),
     ("ngram", CHAIN),
     ("draft_model", CHAIN),
-    ("draft_model", TREE),
     ("eagle", TREE),
     ("eagle3", CHAIN),
-    ("eagle3", TREE),
 ]
 ENGINES: dict[str, Callable[..., Engine]] = {"cpu": tiny_engine, "fixed": tiny_device_engine}
 WITH_ORACLE: tuple[Callable[..., Any], ...] = (tiny_oracle, *ENGINES.values())

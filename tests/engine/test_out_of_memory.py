@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engi
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 4, 8)
 CASES = [("ngram", CHAIN), ("draft_model", CHAIN), ("eagle3", TREE)]
-GREEDY = SamplingParams(max_tokens=10)
-SAMPLED = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.9, logprobs=2)
+GREEDY = SamplingParams(max_tokens=7)
+SAMPLED = SamplingParams(max_tokens=7, temperature=0.9, top_p=0.9, logprobs=2)
 
 
 def run_short(engine: Engine, prompts: list[list[int]], params: SamplingParams, mode: Shortage) -> dict[int, Any]:
@@ -46,20 +47,28 @@ def compare(done: dict[int, Completion], expected: list[Completion]) -> None:
         assert mine == pytest.approx([one.logprob for one in theirs.logprobs or []], abs=1e-6)
 
 
+PROMPTS = random_prompts(3, shared=9, longest=30)
+SETTINGS: dict[str, Any] = {"num_pages": 128, "eos": (5,), "prefill_chunk_tokens": 24}
+
+
+@cache
+def by_the_oracle(method: str, shape: DraftShape | None, params: SamplingParams) -> list[Completion]:
+    return run(tiny_oracle(method, shape, **SETTINGS), PROMPTS, params)
+
+
 def check_shortages(
     method: str, shape: DraftShape | None, params: SamplingParams, runs: int, padded: bool, cpu: bool = False
 ) -> None:
     """Chunks of prompts, in pieces too, and rounds: each run with a shortage at some operation, and with others soon
     after it."""
-    prompts = random_prompts(4, shared=9, longest=30)
-    settings: dict[str, Any] = {"num_pages": 128, "eos": (5,), "prefill_chunk_tokens": 24}
+    prompts = PROMPTS
 
     def made() -> Engine:
         if cpu:
-            return tiny_engine(method, shape, **settings)
-        return tiny_device_engine(method, shape, **settings, graph_tokens=128 if padded else 0)
+            return tiny_engine(method, shape, **SETTINGS)
+        return tiny_device_engine(method, shape, **SETTINGS, graph_tokens=128 if padded else 0)
 
-    expected = run(tiny_oracle(method, shape, **settings), prompts, params)
+    expected = by_the_oracle(method, shape, params)
     whole = Shortage()
     compare(run_short(made(), prompts, params, whole), expected)
     failed = 0

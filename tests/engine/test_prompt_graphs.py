@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,)}
 
 def many_prompts() -> list[list[int]]:
     """Some share a prefix, two are longer than a chunk."""
-    return random_prompts(14, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
+    return random_prompts(10, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
 
 
 def shapes_used(monkeypatch: pytest.MonkeyPatch) -> list[ChunkShape | None]:

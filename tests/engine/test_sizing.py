@@ -92,7 +92,7 @@ def test_a_roomy_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.limits.max_prompt_tokens + 1 == MAX_LENGTH
     assert not any("longest row" in line or "max_batch_size" in line for line in said)
     prompts, params = random_prompts(5), SamplingParams(max_tokens=12)
-    expected = run(tiny_oracle("ngram", SHAPE, num_pages=256), prompts, params)
+    expected = run(tiny_oracle("ngram", SHAPE, num_pages=256, num_layers=3), prompts, params)
     assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
     assert edited
     assert all(edited)

@@ -18,6 +18,7 @@ from specbatch.graphs.traced import TracedTrunk, is_attention
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays
 from tests.tiny_models import (
+    num_target_layers,
     paged_of,
     random_prompts,
     round_of,
@@ -151,7 +152,7 @@ def test_a_size_that_does_not_fit_is_launched() -> None:
     runner = Full(never)
     settings = SETTINGS | {"prefix_cache": False}
     engine = tiny_device_engine(**settings, piece_sizes=SIZES, piece_runner=runner)
-    assert len(runner) == 3 * (len(SIZES) - 1)
+    assert len(runner) == num_target_layers("none") * (len(SIZES) - 1)
     (trunk,) = trunks_of(engine)
     prompts = random_prompts(2, longest=1, shared=50)
     expected = run(tiny_oracle(**settings), prompts, GREEDY)
@@ -165,7 +166,7 @@ def test_other_auxiliary_layers() -> None:
     engine = tiny_device_engine("eagle3", shape, **SETTINGS, piece_sizes=SIZES, piece_runner=Replays(never))
     engine.set_methods(ByBatch.always(NoDraft()), "none")
     prompts = random_prompts(3)
-    expected = run(tiny_oracle(num_layers=4, **SETTINGS), prompts, GREEDY)
+    expected = run(tiny_oracle(num_layers=num_target_layers("eagle3"), **SETTINGS), prompts, GREEDY)
     assert [c.token_ids for c in run(engine, prompts, GREEDY)] == [c.token_ids for c in expected]
     assert trunks_of(engine)[0].num_replays > 0
 

@@ -78,16 +78,18 @@ def test_gemms_match_the_reference(device: str, name: str, shape: tuple[int, int
             )
             norm = 1 + 0.1 * normal(I, seed=5, dtype=dtype, device=device)
             gate_up = normal(2 * O, I, seed=6, dtype=dtype, device=device) / I**0.5
-            assert_close(ops.linear(x, w, tile=tile), reference.linear(x, w))
             assert_close(ops.linear(x, w, bias, residual, tile=tile), reference.linear(x, w, bias, residual))
-            assert_close(
-                ops.norm_linear(x, norm, EPS, w, bias, tile=tile), reference.norm_linear(x, norm, EPS, w, bias)
-            )
-            assert_close(ops.gated_linear(x, gate_up, tile=tile), reference.gated_linear(x, gate_up))
             assert_close(
                 ops.norm_gated_linear(x, norm, EPS, gate_up, tile=tile),
                 reference.norm_gated_linear(x, norm, EPS, gate_up),
             )
+            if not both:
+                continue  # the calls above have each operand once
+            assert_close(ops.linear(x, w, tile=tile), reference.linear(x, w))
+            assert_close(
+                ops.norm_linear(x, norm, EPS, w, bias, tile=tile), reference.norm_linear(x, norm, EPS, w, bias)
+            )
+            assert_close(ops.gated_linear(x, gate_up, tile=tile), reference.gated_linear(x, gate_up))
 
 
 @pytest.mark.parametrize("device", DEVICES)

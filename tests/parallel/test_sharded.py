@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -34,8 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "norms of heads": {"qk_norm": True, "vocab": 60},
 }
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
-GREEDY = SamplingParams(max_tokens=16)
-SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=30, top_p=0.95, seed=5, logprobs=2)
+GREEDY = SamplingParams(max_tokens=10)
+SAMPLED = SamplingParams(max_tokens=10, temperature=0.8, top_k=30, top_p=0.95, seed=5, logprobs=2)
 PROMPTS = random_prompts(3, shared=17) + random_prompts(2, seed=1) + [[5, 6, 7, 8, 9] * 4]
 ENGINES = {"CPU": tiny_engine, "fixed shapes": tiny_device_engine}
 
@@ -95,13 +96,18 @@ def test_texts_and_rounds_are_those_of_one_process(
         assert [c.speculation for c in completions] == [c.speculation for c in alone]
 
 
+@cache
+def plain_samples() -> list[Completion]:
+    return run(tiny_oracle(), PROMPTS, SAMPLED)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"num_pages": 24}, {"prefill_chunk_tokens": 3, "prefix_cache": False}, {"max_batch_size": 1, "page_size": 1}],
     ids=["preempted", "small chunks", "alone"],
 )
 def test_scheduling_changes_nothing(settings: dict[str, Any]) -> None:
-    alone = run(tiny_oracle(), PROMPTS, SAMPLED)
+    alone = plain_samples()
 
     def work(group: Group) -> tuple[list[Completion], int]:
         engine = tiny_engine("draft_model", TREE, group=group, **{"num_pages": 256, **settings})
@@ -117,7 +123,7 @@ def test_speculation_equals_plain_bit_for_bit_in_float32() -> None:
 
     def work(group: Group) -> list[list[Any]]:
         made = [
-            tiny_engine(method, shape, num_layers=3, dtype=torch.float32, num_pages=256, group=group)
+            tiny_engine(method, shape, num_layers=2, dtype=torch.float32, num_pages=256, group=group)
             for method, shape in (("none", None), ("draft_model", TREE))
         ]
         return [[(c.token_ids, c.logprobs) for c in run(engine, PROMPTS, SAMPLED)] for engine in made]

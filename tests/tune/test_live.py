@@ -91,7 +91,7 @@ def test_chains_and_trees_of_the_traced_width_are_exact(method: str, shape: Draf
     assert replay.num_unknown == 0
     assert_equal(replay, live(method, shape))
     if method == "draft_model" and shape.num_draft_tokens > 4:
-        assert replay.tokens_per_round > 1.3, "too little was accepted for this to show anything"
+        assert replay.tokens_per_round > 1.25, "too little was accepted for this to show anything"
 
 
 @pytest.mark.parametrize(
