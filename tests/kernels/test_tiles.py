@@ -146,7 +146,7 @@ def test_the_interpreter_counts_as_hopper() -> None:
 def test_the_keys_of_an_invariant_tile_of_attention_do_not_depend_on_the_launch(limit: int) -> None:
     """They follow the head and the GPU, and begin where splits begin."""
     for head_dim in (64, 80, 128, 256):
-        few, many = invariant_tile(16, head_dim, 2, limit), invariant_tile(17, head_dim, 2, limit)
+        few, many = invariant_tile(32, head_dim, 2, limit), invariant_tile(33, head_dim, 2, limit)
         assert few.block_n == many.block_n
         assert max(shared_of(tile, head_dim, 2) for tile in (few, many)) <= limit
         assert 256 % few.block_n == 0

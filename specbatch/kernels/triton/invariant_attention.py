@@ -31,66 +31,19 @@ from specbatch.kernels.triton.attention import Workspace
 from specbatch.kernels.triton.parts.attention_splits import SplitPlan, num_ones, stored_rows
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded
 from specbatch.kernels.triton.parts.fp8 import half_queries
+from specbatch.kernels.triton.parts.invariant_steps import (
+    add_block,
+    merge,
+    merge_seen,
+    nothing,
+    sees_any,
+    slots_of,
+    store_split,
+)
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
 from specbatch.kernels.triton.tree_paths import TreePaths
 
 _LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _add_block(
-    acc, total, maximum, q, k_base, v_base, slots, key_ok, visible, sees, scale_log2, dims, dim_ok,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ALL_VISIBLE: tl.constexpr,
-):  # fmt: skip
-    """Adds the keys and values of `slots`. Rows that do not `sees` any of them keep their bits."""
-    k_ok, v_ok = dim_ok[:, None], dim_ok[None, :]
-    if not ALL_VISIBLE:
-        k_ok, v_ok = k_ok & key_ok[None, :], v_ok & key_ok[:, None]
-    k = tl.load(k_base + slots[None, :] * D + dims[:, None], mask=k_ok, other=0.0).to(q.dtype)
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-    if not ALL_VISIBLE:
-        scores = tl.where(visible, scores, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    # Nothing seen yet: any finite reference makes every weight an exact zero.
-    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    weights = tl.exp2(scores - reference[:, None]).to(q.dtype)
-    decay = tl.exp2(maximum - reference)[:, None]
-    v = tl.load(v_base + slots[:, None] * D + dims[None, :], mask=v_ok, other=0.0).to(q.dtype)
-    ones = tl.full([BLOCK_N, total.shape[1]], 1.0, q.dtype)
-    new_acc = tl.dot(weights, v, acc * decay, input_precision=PRECISION)
-    new_total = tl.dot(weights, ones, total * decay, input_precision=PRECISION)
-    if not ALL_VISIBLE:
-        new_acc = tl.where(sees[:, None], new_acc, acc)
-        new_total = tl.where(sees[:, None], new_total, total)
-        new_maximum = tl.where(sees, new_maximum, maximum)
-    return new_acc, new_total, new_maximum
-
-
-@triton.jit
-def _merge(acc, total, maximum, split_acc, split_total, split_maximum):
-    """Adds the result of a split."""
-    new_maximum = tl.maximum(maximum, split_maximum)
-    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    share, split_share = tl.exp2(maximum - reference)[:, None], tl.exp2(split_maximum - reference)[:, None]
-    return acc * share + split_acc * split_share, total * share + split_total * split_share, new_maximum
-
-
-@triton.jit
-def _merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees):
-    """Adds the result of a split, for rows that see any of its keys."""
-    new_acc, new_total, new_maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum)
-    acc = tl.where(sees[:, None], new_acc, acc)
-    return acc, tl.where(sees[:, None], new_total, total), tl.where(sees, new_maximum, maximum)
-
-
-@triton.jit
-def _store_split(
-    partial_ptr, sums_ptr, at, cell, local, row_ok, split_acc, split_total, split_maximum,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    tl.store(partial_ptr + at * ROWS * BLOCK_D + cell, split_acc, mask=row_ok[:, None])
-    tl.store(sums_ptr + at * 2 * ROWS + local, split_maximum, mask=row_ok)
-    tl.store(sums_ptr + at * 2 * ROWS + ROWS + local, tl.max(split_total, 1), mask=row_ok)
 
 
 @triton.jit
@@ -103,19 +56,13 @@ def _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8: tl.constexpr):
 
 
 @triton.jit
-def _sees(limit, oldest, low, high):
-    """Whether a row sees a key of [low, high): it sees those of [oldest, limit)."""
-    return (limit > low) & (oldest < high)
-
-
-@triton.jit
 def _attend(
     q_ptr, out_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, query_starts_ptr, positions_ptr,
     mask_starts_ptr, limits_ptr, leaves_ptr, paths_ptr, bounds_ptr, ranks_ptr, listed_ptr,
     partial_ptr, sums_ptr, counter_ptr, scale_log2, window, stride_kv_head, stride_table, num_bits, num_seqs, v_scale,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDS: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, ONES: tl.constexpr, HAS_TREE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, ONES: tl.constexpr, FLAT: tl.constexpr, HAS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
@@ -191,51 +138,52 @@ def _attend(
     base = ((rank * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head).to(tl.int64) * MAX_SPLITS
     cell = local[:, None] * BLOCK_D + dims[None, :]
 
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M, ONES], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    split_maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    split_total = tl.zeros([BLOCK_M, ONES], tl.float32)
-    split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Blocks that every row sees to their ends need no comparisons. One loop goes over all splits, for loads to overlap.
-    split_high = tl.load(bounds_ptr + split + 1)
-    first_block = tl.maximum(tl.load(bounds_ptr + split), begin) // BLOCK_N
-    stop_seen = tl.maximum(tl.minimum(num_seen, tl.load(bounds_ptr + stop_split)) // BLOCK_N, first_block)
-    for block in range(first_block, stop_seen):
-        if block * BLOCK_N == split_high:
-            if PARTS > 1 and parts > 1:
-                _store_split(
-                    partial_ptr, sums_ptr, base + split, cell, local, row_ok, split_acc, split_total, split_maximum,
-                    ROWS, BLOCK_D,
-                )  # fmt: skip
-            acc, total, maximum = _merge(acc, total, maximum, split_acc, split_total, split_maximum)
-            split += 1
-            split_high = tl.load(bounds_ptr + split + 1)
-            split_maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            split_total = tl.zeros([BLOCK_M, ONES], tl.float32)
-            split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        keys = block * BLOCK_N + columns
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(table + block * BLOCK_N // PAGE).to(tl.int64)
-            slots = page * PAGE + (block * BLOCK_N) % PAGE + columns
-        else:
-            slots = tl.load(table + keys // PAGE).to(tl.int64) * PAGE + keys % PAGE
-        split_acc, split_total, split_maximum = _add_block(
-            split_acc, split_total, split_maximum, q, k_base, v_base, slots, row_ok, row_ok, row_ok,
-            scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, True,
-        )  # fmt: skip
+    acc, total, maximum = nothing(BLOCK_M, BLOCK_D, ONES)
+    split_acc, split_total, split_maximum = nothing(BLOCK_M, BLOCK_D, ONES)
+    # Blocks that every row sees to their ends need no comparisons. Of few rows, one loop goes over those of all splits,
+    # for loads to overlap; of many rows, what it keeps does not fit in registers.
+    stop_seen = begin // BLOCK_N
+    if FLAT:
+        split_high = tl.load(bounds_ptr + split + 1)
+        first_block = tl.maximum(tl.load(bounds_ptr + split), begin) // BLOCK_N
+        stop_seen = tl.maximum(tl.minimum(num_seen, tl.load(bounds_ptr + stop_split)) // BLOCK_N, first_block)
+        for block in range(first_block, stop_seen):
+            if block * BLOCK_N == split_high:
+                if PARTS > 1 and parts > 1:
+                    store_split(
+                        partial_ptr, sums_ptr, base + split, cell, local, row_ok, split_acc, split_total,
+                        split_maximum, ROWS, BLOCK_D,
+                    )  # fmt: skip
+                acc, total, maximum = merge(acc, total, maximum, split_acc, split_total, split_maximum)
+                split += 1
+                split_high = tl.load(bounds_ptr + split + 1)
+                split_acc, split_total, split_maximum = nothing(BLOCK_M, BLOCK_D, ONES)
+            split_acc, split_total, split_maximum = add_block(
+                split_acc, split_total, split_maximum, q, k_base, v_base,
+                slots_of(table, block, columns, BLOCK_N, PAGE), row_ok, row_ok, row_ok,
+                scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, True,
+            )  # fmt: skip
     for last in range(split, stop_split):
         split_low, split_high = tl.load(bounds_ptr + last), tl.load(bounds_ptr + last + 1)
         low, high = tl.maximum(split_low, begin), tl.minimum(split_high, end)
         next_block = tl.maximum(low // BLOCK_N, stop_seen)
+        if not FLAT:
+            stop_now = tl.maximum(tl.minimum(num_seen, high) // BLOCK_N, next_block)
+            for block in range(next_block, stop_now):
+                split_acc, split_total, split_maximum = add_block(
+                    split_acc, split_total, split_maximum, q, k_base, v_base,
+                    slots_of(table, block, columns, BLOCK_N, PAGE), row_ok, row_ok, row_ok,
+                    scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, True,
+                )  # fmt: skip
+            next_block = stop_now
         stop_shared = tl.cdiv(tl.minimum(num_shared, high), BLOCK_N)
         for block in range(next_block, stop_shared):
             keys = block * BLOCK_N + columns
             key_ok = keys < end
             slots = tl.load(table + keys // PAGE, mask=key_ok, other=0).to(tl.int64) * PAGE + keys % PAGE
             visible = (keys[None, :] < limit[:, None]) & (keys[None, :] >= oldest[:, None])
-            sees = _sees(limit, oldest, block * BLOCK_N, block * BLOCK_N + BLOCK_N)
-            split_acc, split_total, split_maximum = _add_block(
+            sees = sees_any(limit, oldest, block * BLOCK_N, block * BLOCK_N + BLOCK_N)
+            split_acc, split_total, split_maximum = add_block(
                 split_acc, split_total, split_maximum, q, k_base, v_base, slots, key_ok, visible, sees,
                 scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, False,
             )  # fmt: skip
@@ -255,21 +203,19 @@ def _attend(
                     index = tl.where(on_tree, mask_start + bit, keys)
                     slots = tl.load(table + index // PAGE, mask=key_ok, other=0).to(tl.int64) * PAGE + index % PAGE
                     visible = (keys[None, :] < limit[:, None]) & (keys[None, :] >= oldest[:, None])
-                    sees = on_path & _sees(limit, oldest, block * BLOCK_N, block * BLOCK_N + BLOCK_N)
-                    split_acc, split_total, split_maximum = _add_block(
+                    sees = on_path & sees_any(limit, oldest, block * BLOCK_N, block * BLOCK_N + BLOCK_N)
+                    split_acc, split_total, split_maximum = add_block(
                         split_acc, split_total, split_maximum, q, k_base, v_base, slots, key_ok, visible, sees,
                         scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, False,
                     )  # fmt: skip
         if PARTS > 1 and parts > 1:
-            _store_split(
+            store_split(
                 partial_ptr, sums_ptr, base + last, cell, local, row_ok, split_acc, split_total, split_maximum,
                 ROWS, BLOCK_D,
             )  # fmt: skip
-        sees = _sees(limit, oldest, split_low, split_high)
-        acc, total, maximum = _merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees)
-        split_maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        split_total = tl.zeros([BLOCK_M, ONES], tl.float32)
-        split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        sees = sees_any(limit, oldest, split_low, split_high)
+        acc, total, maximum = merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees)
+        split_acc, split_total, split_maximum = nothing(BLOCK_M, BLOCK_D, ONES)
 
     out_ptrs, out_ok = out_ptr + q_offsets, row_ok[:, None] & dim_ok[None, :]
     if PARTS == 1 or parts == 1:
@@ -280,9 +226,7 @@ def _attend(
         arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
             tl.debug_barrier()
-            maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M, ONES], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            acc, total, maximum = nothing(BLOCK_M, BLOCK_D, ONES)
             for split in range(0, num_splits):
                 at = base + split
                 sums = sums_ptr + at * 2 * ROWS + local
@@ -292,8 +236,8 @@ def _attend(
                 split_acc = tl.load(
                     partial_ptr + at * ROWS * BLOCK_D + cell, mask=row_ok[:, None], other=0.0, cache_modifier=".cg"
                 )
-                sees = _sees(limit, oldest, tl.load(bounds_ptr + split), tl.load(bounds_ptr + split + 1))
-                acc, total, maximum = _merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees)
+                sees = sees_any(limit, oldest, tl.load(bounds_ptr + split), tl.load(bounds_ptr + split + 1))
+                acc, total, maximum = merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees)
             _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8)
             tl.store(counter, 0)  # ready for the next launch
 
@@ -341,7 +285,7 @@ def attend(
         v_scale,
         NUM_HEADS=num_heads, GROUP=group, D=head_dim, BLOCK_D=block_d, PAGE=batch.page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BOUNDS=bounds.shape[0], PARTS=splits.parts,
-        LISTED=listed is not None, MAX_SPLITS=splits.max_splits, ROWS=rows, ONES=num_ones(tile),
+        LISTED=listed is not None, MAX_SPLITS=splits.max_splits, ROWS=rows, ONES=num_ones(tile), FLAT=tile.block_m < 64,
         HAS_TREE=paths is not None, HAS_WINDOW=window is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         IS_FP8=is_fp8, HALF=is_fp8 and tile.fp8 != "widen", PDL=pdl,
