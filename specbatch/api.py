@@ -18,6 +18,7 @@ from rich.console import Console
 
 from specbatch.config import Config
 from specbatch.config_load import load_config, option_paths
+from specbatch.counts import EngineStats
 from specbatch.errors import ConfigError, InputError
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.failures import MaxFailed
@@ -34,7 +35,6 @@ from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.job.urls import url_of
 from specbatch.signals import INTERRUPTED
 from specbatch.startup import open_pool, prepare_libraries
-from specbatch.types import EngineStats
 
 _MAX_HELD = 10_000  # results that wait for an earlier one; then no more rows are started
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import FieldError, shown
 from specbatch.option import SEED, Range, option
 from specbatch.response_format import read_response_format
@@ -239,65 +239,6 @@ NO_MARGIN = Margin(math.inf, 0)
 
 
 @dataclass(slots=True)
-class SpeculationCounts:
-    """Speculation statistics of one completion, or summed over many. They do not depend on scheduling."""
-
-    rounds: int = 0  # verify passes after the prefill
-    drafted: int = 0  # draft tokens (tree nodes without the root) that were verified
-    accepted: int = 0  # draft tokens that were accepted and committed
-    committed: int = 0  # tokens that rounds added: accepted and bonus tokens, without those after a stop
-    histogram: list[int] = field(default_factory=list)  # [a] = rounds that accepted `a` draft tokens
-    depths: list[int] = field(default_factory=list)  # [d] = rounds with drafts of depth d; 0: no drafts
-
-    @property
-    def proposed_at(self) -> list[int]:
-        """[i] = rounds that proposed a draft token at depth i + 1."""
-        return _at_least(self.depths)
-
-    @property
-    def accepted_at(self) -> list[int]:
-        """[i] = rounds that accepted a draft token at depth i + 1."""
-        return _at_least(self.histogram)
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Tokens committed per round (bonus included); None before the first round."""
-        return self.committed / self.rounds if self.rounds else None
-
-    def record(self, *, drafted: int, depth: int, accepted: int, committed: int) -> None:
-        """Count one round: `drafted` nodes down to `depth`, of which `accepted` were accepted."""
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.committed += committed
-        _count(self.histogram, accepted)
-        _count(self.depths, depth)
-
-    def add(self, other: SpeculationCounts, times: int = 1) -> None:
-        """`times=-1` subtracts what was added before."""
-        self.rounds += times * other.rounds
-        self.drafted += times * other.drafted
-        self.accepted += times * other.accepted
-        self.committed += times * other.committed
-        for mine, theirs in ((self.histogram, other.histogram), (self.depths, other.depths)):
-            for value, count in enumerate(theirs):
-                _count(mine, value, times * count)
-            while times < 0 and mine and not mine[-1]:
-                mine.pop()
-
-
-def _count(counts: list[int], value: int, times: int = 1) -> None:
-    if value >= len(counts):
-        counts.extend([0] * (value + 1 - len(counts)))
-    counts[value] += times
-
-
-def _at_least(counts: list[int]) -> list[int]:
-    """[i] = how often there were more than i."""
-    return list(accumulate(reversed(counts[1:])))[::-1]
-
-
-@dataclass(slots=True)
 class Completion:
     """A finished request."""
 
@@ -321,51 +262,6 @@ class EngineLimits:
     vocab_size: int
     max_logprobs: int = 20
     eos_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class GrammarCounts:
-    """What grammars did in rounds. Seconds are of the host."""
-
-    forced: int = 0  # nodes that they added to draft trees
-    forbidden: int = 0  # drafts that they took out of them
-    masks: int = 0
-    tree_seconds: float = 0.0  # between drafting and the target's forward pass
-    mask_seconds: float = 0.0  # while a device can compute
-
-    def add(self, other: GrammarCounts) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the engine was built. Seconds are wall time."""
-
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    input_wait_seconds: float = 0.0  # in which rows were awaited that were not tokenized yet
-    prompt_tokens: int = 0  # tokens of admitted prompts (first admissions)
-    cached_prompt_tokens: int = 0  # of those, found in the prefix cache
-    prefill_tokens: int = 0  # tokens that a prefill computed, recomputation included
-    generated_tokens: int = 0  # tokens of completions
-    rounds: int = 0  # each verifies a whole batch
-    preemptions: int = 0
-    memory_shortages: int = 0  # launches that ran out of memory and were made smaller
-    late_graphs: int = 0  # CUDA graphs that were captured after the start, when the first batch of a kind came
-    late_graph_seconds: float = 0.0
-    joules: float = 0.0  # of the GPU; 0: not measured
-    broken_drafts: int = 0  # sampled drafts whose probabilities were not finite: rejected
-    grammar: GrammarCounts = field(default_factory=GrammarCounts)
-    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
-
-    def add(self, other: EngineStats) -> None:
-        """Sum with another engine's. Seconds of engines that ran together add up to more than the wall time."""
-        for item in fields(self):
-            if item.name not in ("grammar", "speculation"):
-                setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
-        self.grammar.add(other.grammar)
-        self.speculation.add(other.speculation)
 
 
 class BatchEngine(Protocol):

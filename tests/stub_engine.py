@@ -21,19 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.config import Config
+from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import ModelError
-from specbatch.types import (
-    NO_MARGIN,
-    Completion,
-    EngineLimits,
-    EngineStats,
-    FinishReason,
-    Margin,
-    Request,
-    RngKey,
-    SpeculationCounts,
-    TokenLogprob,
-)
+from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Margin, Request, RngKey, TokenLogprob
 
 VOCAB = 300
 BOS, EOS = 256, 257

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from specbatch.counts import EngineStats
 from specbatch.engine.append import new_sequence
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
-from specbatch.types import NO_MARGIN, Completion, EngineLimits, EngineStats, FinishReason, Request
+from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Request
 
 
 def check_finite(completions: Iterable[Completion]) -> None:

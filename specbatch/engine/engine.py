@@ -14,9 +14,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 
-import numpy as np
 import torch
 
 from specbatch.batch import Edits
@@ -31,8 +29,8 @@ from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
-from specbatch.engine.grammar import MAX_FORCED, GrammarState
-from specbatch.engine.grammar_round import GrammarRound, write_node_masks
+from specbatch.engine.grammar import MAX_FORCED
+from specbatch.engine.grammar_round import Grammars
 from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobDownload, num_top_of
 from specbatch.engine.prompt_graphs import PromptGraphs
@@ -97,11 +95,11 @@ class Engine(EngineBase):
         self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
         self._groups = BatchGroups(self._state.groups, pool.page_size)
         self._max_batch_size = max_batch_size
-        self._async_depth = _async_depth(rounds)
         sizes = executor.lanes
         self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
-        self._num_mask_nodes = lookahead + self.max_forced
+        num_mask_nodes = lookahead + self.max_forced
+        self._grammars = Grammars(self._rows, self._transfers, num_mask_nodes, self._round.fixed_shapes)
         self._forget_rounds()
         self._reports: deque[Report] = deque()
         self._failed = 0  # launches in a row that ran out of memory
@@ -120,7 +118,7 @@ class Engine(EngineBase):
         graphs_now, seconds_now = self._captured()
         self._stats.late_graphs += max(0, graphs_now - graphs)
         self._stats.late_graph_seconds += max(0.0, seconds_now - seconds)
-        while len(self._reports) > (self._async_depth if launched else 0):
+        while len(self._reports) > (self.executor.async_depth if launched else 0):
             finished += self._read()
             if not launched:
                 break  # what was read may have made room: launch before reading on
@@ -141,7 +139,7 @@ class Engine(EngineBase):
         if self._reports and (self._has_grammars or self._scheduler.would_preempt()):
             # Who is preempted is decided with everything known; and a grammar follows all tokens.
             finished += self.drain()
-        rows = [seq for seq in self._scheduler.plan_round() if not _surely_ends(seq)]
+        rows = [seq for seq in self._scheduler.plan_round() if seq.can_go_on]
         if not rows:
             return False
         return self._fits(lambda: self._run(rows), lambda: self._lower_batch(len(rows) // 2, finished), finished)
@@ -201,7 +199,7 @@ class Engine(EngineBase):
         if isinstance(method, HostDraftMethod):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
-        grammar = self._grammar_round(rows, method)
+        grammar = self._grammars.of_round(rows, method)
         # A batch with grammars waits for the host: it is one lane.
         batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
         slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
@@ -225,7 +223,7 @@ class Engine(EngineBase):
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
         params = [seq.request.params for seq in ready]
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
-        self._write_first_masks(ready)
+        self._grammars.write_first_masks(ready)
         tokens, logprobs, scores = self._prompts.run(
             self._round, packed, sampled, num_top, self.executor.mode, self._edits(ready)
         )
@@ -256,23 +254,6 @@ class Engine(EngineBase):
     def _has_grammars(self) -> bool:
         """Whether a request of the next round has one."""
         return any(seq.grammar is not None and seq.prefill_done for seq in self._scheduler.running)
-
-    def _grammar_round(self, rows: list[Sequence], method: DraftMethod) -> GrammarRound | None:
-        """None: no request of the batch has a grammar."""
-        if all(seq.grammar is None for seq in rows):
-            return None
-        for seq in rows:
-            if seq.grammar is not None:
-                seq.grammar.follow(seq.generated)
-        rules = self._rows.node_masks(self._num_mask_nodes)
-        return GrammarRound(rows, method, rules, self._transfers, fixed_shapes=self._round.fixed_shapes)
-
-    def _write_first_masks(self, ready: list[Sequence]) -> None:
-        """Of the first tokens of prompts that end."""
-        if first := [seq for seq in ready if seq.grammar is not None]:
-            states = [seq.grammar for seq in first if seq.grammar is not None]
-            masks_C1W = np.stack(GrammarState.masks(states))[:, None]
-            write_node_masks(self._rows.node_masks(self._num_mask_nodes), first, masks_C1W, self._transfers)
 
     def _read(self) -> list[Completion]:
         """Wait for the oldest report and do what it says."""
@@ -335,7 +316,6 @@ class Engine(EngineBase):
         device, size = self._state.ints_SF.device, self._max_batch_size
         self.executor = RoundExecutor(methods.map(self._round.drafting), size, device, mode, self.executor.lanes)
         self._round = self.executor.rounds.items[0]
-        self._async_depth = _async_depth(self.executor.rounds.items)
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
         if ahead and self.executor.runner is not None:
             for kind in [False, True] if sampled else [False]:
@@ -365,15 +345,3 @@ class Engine(EngineBase):
         super().check_integrity()
         slots = [seq.req_idx for seq in self._scheduler.running]
         assert len(set(slots)) == len(slots), "two requests share a slot"
-
-
-def _async_depth(rounds: Seq[Round]) -> int:
-    """Results that may be unread when the next round is launched: none where the host drafts, from all tokens, and none
-    on a CPU, which computes nothing meanwhile."""
-    host_drafts = any(isinstance(round_.method, HostDraftMethod) for round_ in rounds)
-    return 1 if rounds[0].fixed_shapes and not host_drafts else 0
-
-
-def _surely_ends(seq: Sequence) -> bool:
-    """Each round in flight commits at least one token; with these the request is at its end."""
-    return len(seq.tokens) + seq.rounds_in_flight >= seq.max_length or not seq.prefill_done

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specbatch.batch import ALL_EDITS, Edits
 from specbatch.cache.prefix_groups import Group
+from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.grammar_graphs import PARTS, GrammarGraphs
 from specbatch.engine.grammar_round import GrammarRound
@@ -109,6 +110,14 @@ class RoundExecutor:
         self._uncaptured: set[_Key] = set()  # for want of memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
         self._grammars: GrammarGraphs | None = None  # made for the first batch with a grammar
+
+    @property
+    def async_depth(self) -> int:
+        """Results that may be unread when the next round is launched: none where the host drafts, from all tokens, and
+        none on a CPU, which computes nothing meanwhile."""
+        rounds = self.rounds.items
+        host_drafts = any(isinstance(round_.method, HostDraftMethod) for round_ in rounds)
+        return 1 if rounds[0].fixed_shapes and not host_drafts else 0
 
     @property
     def num_graphs(self) -> int:

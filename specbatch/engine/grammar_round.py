@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from specbatch.cache.rule_table import RuleTable
+from specbatch.counts import GrammarCounts
 from specbatch.draft.host import HostTrees, ancestry
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.engine.grammar import GrammarTree, fill_masks, grow
+from specbatch.engine.grammar import GrammarState, GrammarTree, fill_masks, grow
 from specbatch.engine.sequence import Sequence
+from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
-from specbatch.types import GrammarCounts
 
 
 class GrammarRound:
@@ -129,6 +130,32 @@ class GrammarRound:
             self.counts.masks += len(tree.masks)
         self.counts.mask_seconds += time.perf_counter() - began
         write_node_masks(self._rules, [seq for seq, _ in self._trees], masks_CNW, self._transfers)
+
+
+class Grammars:
+    """The grammars of an engine's requests. `num_nodes`: of the largest tree. `fixed_shapes`: of its rounds."""
+
+    def __init__(self, table: TableWriter, transfers: Transfers, num_nodes: int, fixed_shapes: bool) -> None:
+        self._table = table
+        self._transfers = transfers
+        self._num_nodes = num_nodes
+        self._fixed_shapes = fixed_shapes
+
+    def of_round(self, sequences: Seq[Sequence], method: DraftMethod) -> GrammarRound | None:
+        """None: no request of the batch has a grammar."""
+        if all(seq.grammar is None for seq in sequences):
+            return None
+        for seq in sequences:
+            if seq.grammar is not None:
+                seq.grammar.follow(seq.generated)
+        rules = self._table.node_masks(self._num_nodes)
+        return GrammarRound(sequences, method, rules, self._transfers, fixed_shapes=self._fixed_shapes)
+
+    def write_first_masks(self, ready: Seq[Sequence]) -> None:
+        """Of the first tokens of prompts that end."""
+        if first := [seq for seq in ready if seq.grammar is not None]:
+            masks_C1W = np.stack(GrammarState.masks([seq.grammar for seq in first if seq.grammar is not None]))[:, None]
+            write_node_masks(self._table.node_masks(self._num_nodes), first, masks_C1W, self._transfers)
 
 
 def write_node_masks(rules: RuleTable, sequences: Seq[Sequence], masks_CNW: np.ndarray, transfers: Transfers) -> None:

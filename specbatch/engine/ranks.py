@@ -21,13 +21,14 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
+from specbatch.counts import EngineStats
 from specbatch.engine.build import build
 from specbatch.engine.engine import Engine
 from specbatch.engine.rank_process import RankStart
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import ModelError, SpecbatchError
 from specbatch.parallel.gloo import GlooGroup
-from specbatch.types import Completion, EngineLimits, EngineStats, Request, StopCheck
+from specbatch.types import Completion, EngineLimits, Request, StopCheck
 
 _END_SECONDS = 5.0  # a rank ends when its connection does
 _NOTICE_SECONDS = 2.0  # from a broken connection to the end of the process that had it

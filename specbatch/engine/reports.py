@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.batch import Output
+from specbatch.counts import EngineStats
 from specbatch.engine.append import append_tokens
 from specbatch.engine.logprobs import LogprobDownload, ReadLogprobs
 from specbatch.engine.prompts import ScoredToken
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download
-from specbatch.types import EngineStats, FinishReason, Margin
+from specbatch.types import FinishReason, Margin
 
 
 @dataclass(frozen=True, slots=True)

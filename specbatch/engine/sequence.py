@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbatch.batch import Edits
+from specbatch.counts import SpeculationCounts
 from specbatch.engine.grammar import GrammarState
 from specbatch.engine.rules import Rules
-from specbatch.types import NO_MARGIN, Margin, Request, SpeculationCounts, TokenLogprob
+from specbatch.types import NO_MARGIN, Margin, Request, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +84,11 @@ class Sequence:
         return self.num_computed_tokens >= len(self.tokens) - 1 and self.num_computed_tokens >= len(
             self.request.prompt_token_ids
         )
+
+    @property
+    def can_go_on(self) -> bool:
+        """Its prompt is computed, and it does not surely end in the rounds in flight: each commits a token or more."""
+        return len(self.tokens) + self.rounds_in_flight < self.max_length and self.prefill_done
 
     @property
     def is_prefilled(self) -> bool:

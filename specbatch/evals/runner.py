@@ -15,6 +15,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from specbatch.config import Config
+from specbatch.counts import EngineStats, GrammarCounts, SpeculationCounts
 from specbatch.errors import ConfigError
 from specbatch.evals.compare import LOGPROBS, Difference, difference, differing_rows
 from specbatch.evals.files import answers_path, differing_paths, prompts_path, results_path, samples_path
@@ -31,7 +32,7 @@ from specbatch.job.tokenizer import TextProcessor
 from specbatch.job.worker import Runtime, Worker
 from specbatch.retired import current_statistics
 from specbatch.signals import INTERRUPTED
-from specbatch.types import BatchEngine, EngineStats, GrammarCounts, SpeculationCounts
+from specbatch.types import BatchEngine
 
 _PROGRESS_SECONDS = 5.0
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specbatch.config import Config
+from specbatch.counts import EngineStats
 from specbatch.job.crashes import RunningRows
 from specbatch.job.fingerprint import ModelRecord
 from specbatch.job.paths import running_path
@@ -17,7 +18,6 @@ from specbatch.job.sources import RawRow
 from specbatch.job.stats import WorkerLine
 from specbatch.job.suspects import HeldRows
 from specbatch.job.worker import Description, Worker
-from specbatch.types import EngineStats
 
 
 @dataclass(slots=True)

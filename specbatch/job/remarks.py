@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import NOT_FINITE_HINT
 from specbatch.job.jsonl import encode_line
 from specbatch.job.parameters import KNOWN_NAMES, MAX_NAME_CHARS, SAMPLING_NAMES, meant_by, shown_name
 from specbatch.job.results_format import RowInfo
-from specbatch.types import EngineStats, SpeculationCounts
 
 _MAX_NAMES = 200  # that are counted one by one; each is compared with every known name at the end
 _MAX_SHOWN = 12

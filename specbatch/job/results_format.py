@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
+from specbatch.counts import SpeculationCounts
 from specbatch.errors import RowError
 from specbatch.job.chat_output import Answer, ToolCall
-from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin, SpeculationCounts, TokenLogprob
+from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value is OpenAI's
 _BATCH_ID = "batch_req_"

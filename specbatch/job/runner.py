@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbatch.config import Config
+from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
 from specbatch.job.chat_output import AnswerReader
 from specbatch.job.choices import choice_scores
@@ -24,13 +25,11 @@ from specbatch.types import (
     NO_MARGIN,
     BatchEngine,
     Completion,
-    EngineStats,
     FinishReason,
     Margin,
     Request,
     RngKey,
     SamplingParams,
-    SpeculationCounts,
     TokenLogprob,
 )
 

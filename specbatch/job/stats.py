@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import specbatch
+from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.job.files import write_whole
 from specbatch.job.stats_types import SCHEMA_VERSION
 from specbatch.models.catalog import random_name
-from specbatch.types import EngineStats, SpeculationCounts
 
 K = TypeVar("K")
 

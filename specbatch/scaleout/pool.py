@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from specbatch.config import Config
+from specbatch.counts import EngineStats
 from specbatch.job.fingerprint import ModelRecord
 from specbatch.job.partial import RowDeaths
 from specbatch.job.pool import PoolState
@@ -24,7 +25,6 @@ from specbatch.scaleout.crew import Crew, Handlers, PoolLimits
 from specbatch.scaleout.members import PoolWorker, merged
 from specbatch.scaleout.rows import PoolRows
 from specbatch.scaleout.transport import Transport
-from specbatch.types import EngineStats
 
 _CREDIT_BATCHES = 3  # of rows at a worker: one that runs, and two that wait
 _CREDIT_SLICES = 3  # of rows, if more rows finish in a slice: else the engine would run out of them

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.counts import SpeculationCounts
 from specbatch.draft import DraftMethod, DraftParts, NoDraft, make_method
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftTrees
@@ -27,7 +28,7 @@ from specbatch.engine.base import check_finite
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode
 from specbatch.tune.trace import RowTrace, Trace
-from specbatch.types import Completion, Request, SpeculationCounts
+from specbatch.types import Completion, Request
 
 
 class OutOfTime(Exception):

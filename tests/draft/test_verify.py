@@ -8,9 +8,10 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
+from specbatch.counts import SpeculationCounts
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
-from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams, SpeculationCounts, StopCheck
+from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams, StopCheck
 from tests.coins import plain_logits
 from tests.oracle.engine import OracleEngine
 from tests.oracle.tree import DraftTree

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+from specbatch.counts import SpeculationCounts
 from specbatch.engine.append import append_tokens
 from specbatch.engine.sequence import Sequence
-from specbatch.types import FinishReason, Request, RngKey, SamplingParams, SpeculationCounts
+from specbatch.types import FinishReason, Request, RngKey, SamplingParams
 
 
 def test_a_row_ends_where_it_would_token_by_token() -> None:

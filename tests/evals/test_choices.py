@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from specbatch.config import Config
+from specbatch.counts import SpeculationCounts
 from specbatch.errors import SpecbatchError
 from specbatch.evals.load import find_tasks
 from specbatch.evals.plan import Plan, make_plan
 from specbatch.evals.schema import DataSource
 from specbatch.job.worker import Runtime
-from specbatch.types import Completion, FinishReason, Request, SpeculationCounts, TokenLogprob
+from specbatch.types import Completion, FinishReason, Request, TokenLogprob
 from tests.evals.test_command import Eval
 from tests.evals.test_evals import write_task
 from tests.stub_engine import StubEngine, resolve

@@ -19,20 +19,13 @@ from rich.console import Console
 import specbatch
 from specbatch.config import Config, DataSection, EngineSection, SpeculationSection
 from specbatch.config_load import load_config
+from specbatch.counts import SpeculationCounts
 from specbatch.errors import ConfigError, SpecbatchError
 from specbatch.evals.command import EvalOptions, evaluate
 from specbatch.evals.sandbox import Verdict
 from specbatch.job.stats import commit as stats_commit
 from specbatch.job.worker import Runtime
-from specbatch.types import (
-    BatchEngine,
-    Completion,
-    FinishReason,
-    Request,
-    SamplingParams,
-    SpeculationCounts,
-    TokenLogprob,
-)
+from specbatch.types import BatchEngine, Completion, FinishReason, Request, SamplingParams, TokenLogprob
 from tests import processes
 from tests.evals.test_evals import ROWS, write_task
 from tests.stub_engine import EOS, StubEngine, StubRun, StubTokenizer, resolve

@@ -18,6 +18,7 @@ import specbatch
 from specbatch.cli import app
 from specbatch.config import Config, DataSection
 from specbatch.config_load import packaged_tasks
+from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.evals.compare import difference, differing_rows
 from specbatch.evals.data import DATA_FOLDER, example_rows, task_rows
@@ -30,7 +31,6 @@ from specbatch.evals.runner import counts_since
 from specbatch.evals.schema import Task
 from specbatch.evals.score import accuracy
 from specbatch.job.sources import RawRow, Source
-from specbatch.types import EngineStats, SpeculationCounts
 
 # Made with lm-eval 0.4.13 itself: prompts of its task gsm8k, and what its filters and exact_match made of answers.
 GOLDEN: dict[str, Any] = json.loads(

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from specbatch.config import DataSection
 from specbatch.config_load import load_config
+from specbatch.counts import SpeculationCounts
 from specbatch.errors import ConfigError, RowError
 from specbatch.job.chat_output import Answer, AnswerReader, ToolCall, call_format
 from specbatch.job.chat_template import ChatTemplate, TemplateFacts
@@ -28,7 +29,7 @@ from specbatch.job.sources import RawRow
 from specbatch.job.template_variables import variables_of
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.formats.tokenizer import byte_tokenizer
-from specbatch.types import Completion, EngineLimits, FinishReason, Request, SamplingParams, SpeculationCounts
+from specbatch.types import Completion, EngineLimits, FinishReason, Request, SamplingParams
 from tests.job.chat_templates import DEEPSEEK_R1, EFFORT, HERMES, LLAMA3, QWEN3
 from tests.stub_engine import EOS, StubEngine, StubTokenizer
 

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from specbatch.config import Config, DataSection, EngineSection
+from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.job.eta import Forecast, Work
 from specbatch.job.generate import FileJob
 from specbatch.job.plan import RowPlan
@@ -27,17 +28,7 @@ from specbatch.job.rows import RowParser
 from specbatch.job.shard import Shard, part_of
 from specbatch.job.sources import open_source
 from specbatch.job.worker import Runtime, Worker
-from specbatch.types import (
-    BatchEngine,
-    Completion,
-    EngineLimits,
-    EngineStats,
-    FinishReason,
-    Request,
-    RngKey,
-    SamplingParams,
-    SpeculationCounts,
-)
+from specbatch.types import BatchEngine, Completion, EngineLimits, FinishReason, Request, RngKey, SamplingParams
 from tests.stub_engine import resolve
 from tests.tiny_models import random_prompts, tiny_device_engine, tiny_engine
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from specbatch.config import DataSection
+from specbatch.counts import SpeculationCounts
 from specbatch.errors import RowError
 from specbatch.job.results_format import Choice, RowInfo, error_line, index_of, result_line
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.types import FinishReason, SamplingParams, SpeculationCounts, TokenLogprob
+from specbatch.types import FinishReason, SamplingParams, TokenLogprob
 from tests.stub_engine import StubTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

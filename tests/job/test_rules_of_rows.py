@@ -14,8 +14,9 @@ from pydantic import TypeAdapter
 
 from specbatch import LLM
 from specbatch.config import DataSection
+from specbatch.counts import SpeculationCounts
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.types import Completion, FinishReason, SamplingParams, SpeculationCounts
+from specbatch.types import Completion, FinishReason, SamplingParams
 from tests.stub_engine import StubTokenizer
 
 A, B = 98, 99  # token ids of "a" and "b" in the tiny model, whose token 0 ends a text

@@ -13,13 +13,14 @@ from jsonschema import Draft202012Validator
 
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict, packaged_configs
+from specbatch.counts import SpeculationCounts
 from specbatch.job.chat_output import ToolCall
 from specbatch.job.jsonl import encode_line
 from specbatch.job.result_files import result_rows, write_lines
 from specbatch.job.results_format import Choice, RowInfo, result_line
 from specbatch.job.schema import schemas
 from specbatch.job.stats_types import SCHEMA_VERSION
-from specbatch.types import FinishReason, Margin, SpeculationCounts, TokenLogprob
+from specbatch.types import FinishReason, Margin, TokenLogprob
 from tests.job.shards import Shards, native, openai
 
 SCHEMAS = schemas()

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.job.stats import RowTotals, Session, build_report
 from specbatch.job.terminal import acceptance_text, print_table
-from specbatch.types import EngineStats, SpeculationCounts
 
 
 def printed(terminal: bool) -> list[str]:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from specbatch.config import Config, DataSection
+from specbatch.counts import SpeculationCounts
 from specbatch.errors import ConfigError, RowError
 from specbatch.job.rows import Prompt
 from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
-from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, SpeculationCounts
+from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams
 from tests.stub_engine import EOS, StubTokenizer
 
 LIMITS = EngineLimits(100, 300)

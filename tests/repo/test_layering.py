@@ -33,7 +33,7 @@ LAYERS = [
     ["strict"],
     ["strict_yaml", "retired"],
     ["types"],
-    ["option", "response_format"],
+    ["option", "response_format", "counts"],
     ["errors", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

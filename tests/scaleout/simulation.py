@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbatch.config import Config
+from specbatch.counts import EngineStats
 from specbatch.job.runner import Finished, FinishedRow, Load
 from specbatch.job.sources import RawRow
 from specbatch.job.worker import Description, Loaded, Slice
 from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, WorkerId
-from specbatch.types import EngineStats
 
 MAX_WAITS = 20_000  # of a job: more is a job that does not end
 
