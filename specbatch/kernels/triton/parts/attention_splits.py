@@ -17,8 +17,8 @@ MAX_SPLITS = 127  # up to 61 million tokens; with an end a power of two
 _SMALLEST = 256  # keys; a multiple of every tile's
 _NUM_SMALLEST = 8
 
-# Up to this many rows, tiles have 16. Two of them read keys twice: 256 sequences of 1,024 keys and 28 rows take 207 us on
-# an H200 (201 with a tile of 64 rows), 8 sequences 18 (24).
+# Up to this many rows, tiles have 16. Two of them read keys twice: on an H200, 256 sequences of 1,024 keys and 28 rows
+# take 207 us (201 with a tile of 64 rows), 8 sequences 18 (24).
 _SMALL_ROWS = 32
 WORKSPACE_ROWS = 65_536  # of results of splits
 LONG_TOKENS = 8192  # of a sequence that has several programs, also where there are many sequences
