@@ -2,8 +2,8 @@
 are walked as the engine would walk them.
 
 A round at position p that accepts a drafts commits a + 1 tokens: those and the target's own; at the row's end what is
-past it is cut. The prefill drew the first token. That is what `counts.SpeculationCounts` counts in a run: rounds, tokens
-committed, and drafts kept by depth.
+past it is cut. The prefill drew the first token. That is what `counts.SpeculationCounts` counts in a run: rounds,
+tokens committed, and drafts kept by depth.
 
 Exact for greedy text with chains and n-grams, for sampled text with trees, n-grams and coupled chains (whose acceptance
 draws the numbers that plain sampling draws), and for smaller trees but for the rounds counted in `num_unknown` (see
