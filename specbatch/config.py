@@ -190,9 +190,10 @@ class EngineSection:
     deterministic: bool = option(
         False,
         "A row's tokens depend on nothing but the row: not on the draft method or on speculation being on at all, also "
-        "where it is sampled. Sampled chains are accepted less often. On a CPU only, in float32. The processor, its "
-        "number of threads and the version of torch are part of the job, as the options are: another one is refused "
-        "when a job goes on.",
+        "where it is sampled. Sampled chains are accepted less often. On CUDA in bfloat16 or float16, with "
+        "engine.attention triton; on a CPU in float32. The kind of processor or GPU, the versions of torch and triton, "
+        "and a CPU's number of threads are part of the job, as the options are: another one is refused when a job goes "
+        "on.",
     )
     seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.", SEED)
 

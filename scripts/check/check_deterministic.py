@@ -11,8 +11,7 @@ gets questions of GSM8K with `--questions N`.
 
 Last, a file job is killed and goes on at another batch size: its file must have the bytes of one that ran through.
 
-`--fast`: without the mode, how many rows differ then. Nothing begins after `--time-limit`. Here the mode is allowed on
-CUDA, also while `resolve` refuses it.
+`--fast`: without the mode, how many rows differ then. Nothing begins after `--time-limit`.
 """
 
 from __future__ import annotations
@@ -35,14 +34,12 @@ from typing import Any
 import torch
 
 from specbatch import LLM
-from specbatch.engine import resolve_deterministic
 from specbatch.evals.data import DATA_FOLDER
 from specbatch.job.stats import commit, versions
 
 PREFIXES = (1, 511, 2048, 4097)
 _IDS = 500  # token ids are below, so that each model has them
 _RESUME = "resume at another batch size"
-_ALLOW = Path(__file__).with_name("allow_unmeasured.py")
 
 
 def variants(target: str, draft: str | None) -> dict[str, dict[str, Any]]:
@@ -127,7 +124,6 @@ def check_resume(target: str, draft: str | None, rows: Sequence[dict[str, Any]],
         def start(name: str, batch: int) -> subprocess.Popen[bytes]:
             command = [
                 sys.executable,
-                str(_ALLOW),
                 "-m",
                 "specbatch",
                 "generate",
@@ -172,7 +168,6 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, default=450.0, help="seconds")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
-    resolve_deterministic.MEASURED_ON_CUDA = True
     began, failed = time.perf_counter(), False
     rows = questions(args.questions) + make_rows(args.rows, args.repeats, args.longest)
     common = {name: json.loads(value) for name, value in (option.split("=", 1) for option in args.options)}

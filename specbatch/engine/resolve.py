@@ -17,7 +17,7 @@ from specbatch.engine.prompt_trunks import PromptGraphMode
 from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
 from specbatch.engine.resolve_cascade import resolve_cascade
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
-from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic
+from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic, check_kv_dtype
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.engine.resolve_kv_dtype import KV_DTYPE_NAMES, check_flashinfer, resolve_kv_dtype
 from specbatch.engine.resolve_lanes import resolve_two_lanes
@@ -100,6 +100,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = _resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
+    if config.engine.deterministic:
+        check_kv_dtype(device, kv_dtype)
     on_cuda = device.type == "cuda"
     check_simulation(speculation, on_cuda)
     if speculation.section.simulate_acceptance is not None:

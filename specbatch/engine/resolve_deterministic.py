@@ -11,23 +11,12 @@ from specbatch.engine.resolve_device import DTYPE_NAMES
 from specbatch.errors import ConfigError
 from specbatch.models.packed import is_packable
 
-# Whether the mode may run on CUDA. Linear layers were measured there (models/invariant.py); attention was written after
-# the last measurement (kernels/triton/invariant_attention.py). Set it to True when, on an H200,
-# `pytest -m gpu tests/kernels/test_invariant_attention.py tests/kernels/test_invariant_rows.py` passes and
-# `scripts/check/check_deterministic.py`, which does not ask for it, reports no row that differs.
-MEASURED_ON_CUDA = False
-
 
 def check_deterministic(device: torch.device, dtype: torch.dtype, attention: str) -> None:
     """Raises ConfigError for what is not invariant."""
     if device.type != "cuda":
         _check_cpu(dtype)
         return
-    if not MEASURED_ON_CUDA:
-        raise ConfigError(
-            "engine.deterministic does not run on CUDA yet: that rows are equal was not measured there",
-            hint="engine.device: cpu, or leave engine.deterministic out",
-        )
     if attention != "triton":
         raise ConfigError(
             f"engine.deterministic needs engine.attention triton on CUDA, not {attention}: sums depend on the batch",
@@ -50,6 +39,15 @@ def _check_cpu(dtype: torch.dtype) -> None:
         raise ConfigError(
             "engine.deterministic needs oneDNN on a CPU, and this torch has none",
             hint="install torch from PyPI, or leave engine.deterministic out",
+        )
+
+
+def check_kv_dtype(device: torch.device, kv_dtype: torch.dtype) -> None:
+    """Raises ConfigError for a KV cache whose attention is not invariant."""
+    if device.type == "cuda" and kv_dtype == torch.float8_e4m3fn:
+        raise ConfigError(
+            "engine.deterministic does not run with an FP8 KV cache on CUDA: equal bits were not shown there",
+            hint="leave engine.kv_dtype out",
         )
 
 

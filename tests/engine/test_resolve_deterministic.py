@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from specbatch.config_load import load_config
-from specbatch.engine import resolve_deterministic
 from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic
+from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic, check_kv_dtype
 from specbatch.errors import ConfigError
 from tests.scaleout.simulation import description
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_cuda_is_refused_until_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="does not run on CUDA yet"):
-        check_deterministic(CUDA, torch.bfloat16, "triton")
-    monkeypatch.setattr(resolve_deterministic, "MEASURED_ON_CUDA", True)
+def test_what_runs_on_cuda() -> None:
     check_deterministic(CUDA, torch.bfloat16, "triton")
     check_deterministic(CUDA, torch.float16, "triton")
+    check_kv_dtype(CUDA, torch.bfloat16)
+    check_kv_dtype(CPU, torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match="does not run with an FP8 KV cache"):
+        check_kv_dtype(CUDA, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,8 @@ def test_cuda_is_refused_until_it_was_measured(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_what_is_not_invariant_is_refused_by_name(
-    device: torch.device, dtype: torch.dtype, attention: str, message: str, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, dtype: torch.dtype, attention: str, message: str
 ) -> None:
-    monkeypatch.setattr(resolve_deterministic, "MEASURED_ON_CUDA", True)
     with pytest.raises(ConfigError, match=message):
         check_deterministic(device, dtype, attention)
 
