@@ -99,6 +99,14 @@ def _content(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name != "speculation"}
 
 
+def wait_for(file: Path) -> list[dict[str, Any]]:
+    """What another process keeps."""
+    while not file.exists():
+        time.sleep(0.5)
+    results: list[dict[str, Any]] = json.loads(file.read_text())
+    return results
+
+
 def outputs_of_repeats(results: Sequence[dict[str, Any]]) -> dict[str, int]:
     """Different outputs of each repeated row."""
     found: dict[str, set[str]] = {}
@@ -164,6 +172,10 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=4097, help="tokens of the longest repeated row")
     parser.add_argument("--fast", action="store_true", help="without engine.deterministic: how many rows differ then")
     parser.add_argument("--only", default="", help="variants whose names hold one of these (A;B), and the first")
+    parser.add_argument("--keep", type=Path, help="a file for the results of the first variant")
+    parser.add_argument(
+        "--expect", type=Path, help="such a file, waited for: the first variant is not run"
+    )
     parser.add_argument("--set", action="append", default=[], dest="options", help="NAME=JSON, of each variant")
     parser.add_argument("--time-limit", type=float, default=450.0, help="seconds")
     parser.add_argument("-o", "--output", type=Path)
@@ -187,8 +199,9 @@ def main() -> int:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
 
     expected: list[dict[str, Any]] = []
-    for name, options in variants(args.target, args.draft).items():
-        if expected and not any(part in name for part in args.only.split(";")):
+    for number, (name, options) in enumerate(variants(args.target, args.draft).items()):
+        is_first = number == 0 and args.expect is None
+        if not is_first and (number == 0 or not any(part in name for part in args.only.split(";"))):
             continue
         if time.perf_counter() - began > args.time_limit:
             add(name, {"skipped": "no time is left"})
@@ -201,10 +214,15 @@ def main() -> int:
         except Exception as error:  # the other variants say more
             add(name, {"error": f"{type(error).__name__}: {error}"})
             failed = True
-            if not expected:
+            if is_first:
                 break
             continue
+        if args.expect is not None and not expected:
+            expected = wait_for(args.expect)
         first = expected or results
+        if is_first and args.keep is not None:
+            args.keep.with_suffix(".part").write_text(json.dumps(results))
+            args.keep.with_suffix(".part").replace(args.keep)
         differ = [
             one for one, other in zip(results, first, strict=True) if "error" in one or _content(one) != _content(other)
         ]
