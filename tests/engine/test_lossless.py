@@ -107,7 +107,7 @@ def test_preemption_changes_nothing(
     """A cache so small that requests are thrown out and recomputed."""
     lookahead = tiny_engine(method, SHAPES[shape], num_pages=256).num_lookahead
     longest = max(map(len, prompts)) + GREEDY.max_tokens
-    engine = tiny_engine(method, SHAPES[shape], num_pages=(longest + lookahead) // 4 + 6)
+    engine = tiny_engine(method, SHAPES[shape], num_pages=(longest + 2 * lookahead) // 4 + 6)
     assert texts(run(engine, prompts, GREEDY)) == plain
     assert engine.stats.preemptions > 0, "the cache was too large to preempt anything"
 

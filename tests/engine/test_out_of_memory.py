@@ -59,8 +59,8 @@ def by_the_oracle(method: str, shape: DraftShape | None, params: SamplingParams)
 def check_shortages(
     method: str, shape: DraftShape | None, params: SamplingParams, runs: int, padded: bool, cpu: bool = False
 ) -> None:
-    """Chunks of prompts, in pieces too, and rounds: each run with a shortage at some operation, and with others soon
-    after it."""
+    """Chunks of prompts, in pieces too, and rounds: each run with a shortage in the first chunk, one at some operation,
+    and others soon after it."""
     prompts = PROMPTS
 
     def made() -> Engine:
@@ -73,7 +73,7 @@ def check_shortages(
     compare(run_short(made(), prompts, params, whole), expected)
     failed = 0
     for first in random.Random(len(method)).sample(range(1, whole.count), runs):
-        mode = Shortage({first, first + 7, first + 90})
+        mode = Shortage({40, first, first + 7, first + 90})
         engine = made()
         compare(run_short(engine, prompts, params, mode), expected)
         assert engine.stats.memory_shortages == mode.raised
