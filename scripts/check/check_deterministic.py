@@ -173,9 +173,7 @@ def main() -> int:
     parser.add_argument("--fast", action="store_true", help="without engine.deterministic: how many rows differ then")
     parser.add_argument("--only", default="", help="variants whose names hold one of these (A;B), and the first")
     parser.add_argument("--keep", type=Path, help="a file for the results of the first variant")
-    parser.add_argument(
-        "--expect", type=Path, help="such a file, waited for: the first variant is not run"
-    )
+    parser.add_argument("--expect", type=Path, help="such a file, waited for: the first variant is not run")
     parser.add_argument("--set", action="append", default=[], dest="options", help="NAME=JSON, of each variant")
     parser.add_argument("--time-limit", type=float, default=450.0, help="seconds")
     parser.add_argument("-o", "--output", type=Path)
