@@ -5,6 +5,7 @@ be summed afterwards, gives other bits. So few rows go to our kernels without sp
 without split-K. On an H200, 2,672 of 2,672 pairs of a size and such an algorithm gave the bits of our kernels, for 17
 shapes of weights and 1 to 8,192 rows (docs/bench/2026-11-23-h200-invariant-products.json). `check` repeats that on the
 card at hand. Norm, bias, activation and the sum with a residual are steps of their own, each rounded, in both cases.
+Of few rows the last two are computed in the kernel of the product, with the same bits.
 
 Shape suffixes: T packed tokens, I input features, O output features.
 """
@@ -30,12 +31,12 @@ class InvariantGemm:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         # Triton exists where CUDA does, and need not exist elsewhere.
-        from specbatch.kernels.triton.skinny.ops import invariant_linear
+        from specbatch.kernels.triton.skinny.ops import invariant_gated_linear, invariant_linear
         from specbatch.kernels.triton.skinny.tile import MAX_TOKENS
 
         self._max_skinny = MAX_TOKENS
-        self.silu_mul = ops_for(device, dtype).silu_mul
-        self._skinny = invariant_linear
+        self._silu_mul = ops_for(device, dtype).silu_mul
+        self._skinny, self._skinny_gated = invariant_linear, invariant_gated_linear
         self._library = CublasLt(device, dtype, unsplit=True)
         self._algorithms: dict[tuple[int, int, int], Algorithm] = {}
         self._dtype = dtype
@@ -46,7 +47,7 @@ class InvariantGemm:
         size = (x_TI.shape[0], num_out, num_in)
         if not x_TI.shape[0]:
             return x_TI.new_empty(0, num_out)
-        if x_TI.shape[0] <= self._max_skinny and num_out % 8 == 0 and num_in % 8 == 0:
+        if self._is_skinny(x_TI, weight_OI):
             return self._skinny(x_TI, weight_OI)
         if size not in self._algorithms:
             found = self._library.algorithms(*size)
@@ -60,6 +61,25 @@ class InvariantGemm:
         if x_TI.data_ptr() % _ALIGNMENT:
             x_TI = x_TI.clone()
         return self._library.multiply(self._algorithms[size], x_TI, weight_OI)
+
+    def with_residual(self, x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor) -> Tensor:
+        """residual + x W^T, each step rounded."""
+        if x_TI.shape[0] and self._is_skinny(x_TI, weight_OI):
+            return self._skinny(x_TI, weight_OI, residual_TO)
+        return residual_TO + self(x_TI, weight_OI)
+
+    def gated(self, x_TI: Tensor, gate_up_OI: Tensor) -> Tensor:
+        """silu(x G^T) * (x U^T), each step rounded."""
+        if x_TI.shape[0] and self._is_skinny(x_TI, gate_up_OI):
+            return self._skinny_gated(x_TI, gate_up_OI)
+        return self.silu_mul(self(x_TI, gate_up_OI))
+
+    def silu_mul(self, gate_up_TO: Tensor) -> Tensor:
+        y_TO: Tensor = self._silu_mul(gate_up_TO)
+        return y_TO
+
+    def _is_skinny(self, x_TI: Tensor, weight_OI: Tensor) -> bool:
+        return x_TI.shape[0] <= self._max_skinny and weight_OI.shape[0] % 8 == 0 and weight_OI.shape[1] % 8 == 0
 
     def check(self, weight_OI: Tensor, multiply: Callable[[Tensor], Tensor]) -> None:
         """Check on this card that rows have the same bits for several numbers of rows; one weight of each shape and
@@ -89,16 +109,23 @@ class InvariantLinear(Linear):
         y_TO = self._gemm(x_TI, self._weight)
         return y_TO if self._bias is None else y_TO + self._bias
 
+    def with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Tensor:
+        if self._bias is not None:
+            return residual_TO + self(x_TI)
+        return self._gemm.with_residual(x_TI, self._weight, residual_TO)
+
 
 class InvariantGatedLinear(GatedLinear):
     def __init__(
         self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, gemm: InvariantGemm
     ) -> None:
-        self._both = InvariantLinear(
-            torch.cat((gate_OI, up_OI)), None if biases_O is None else torch.cat(biases_O), gemm
-        )
-        self._silu_mul = gemm.silu_mul
+        gate_up_OI = torch.cat((gate_OI, up_OI))
+        self._weight, self._gemm = gate_up_OI, gemm
+        self._both = None if biases_O is None else InvariantLinear(gate_up_OI, torch.cat(biases_O), gemm)
+        if self._both is None:
+            gemm.check(gate_up_OI, lambda x_TI: gemm.gated(x_TI, gate_up_OI))
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        y_TO: Tensor = self._silu_mul(self._both(x_TI))
-        return y_TO
+        if self._both is not None:
+            return self._gemm.silu_mul(self._both(x_TI))
+        return self._gemm.gated(x_TI, self._weight)

@@ -86,8 +86,23 @@ def test_layers_round_each_step() -> None:
     gated = InvariantGatedLinear(weight, other, None, gemm)
     assert torch.equal(gated(x), ops.silu_mul(torch.cat((y, gemm(x, other)), dim=1)))
     assert gemm(x[:0], weight).shape == (0, 256)
-    for count in (1, 7, 64, 65):
-        assert torch.equal(gated(x[:count]), gated(x)[:count])
+    assert InvariantLinear(weight, None, gemm).with_residual(x[:0], residual[:0]).shape == (0, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "inner"), [(576, 1536), (1536, 8960), (4096, 14336)])
+def test_residuals_and_activations_of_few_rows_have_the_bits_of_many(width: int, inner: int) -> None:
+    torch.manual_seed(0)
+    gemm = InvariantGemm(CUDA, torch.bfloat16)
+    gate, up = ((torch.randn(inner, width, device=CUDA) * width**-0.5).bfloat16() for _ in range(2))
+    down = InvariantLinear((torch.randn(width, inner, device=CUDA) * inner**-0.5).bfloat16(), None, gemm)
+    gated = InvariantGatedLinear(gate, up, None, gemm)
+    x, residual = (torch.randn(90, width, device=CUDA).bfloat16() for _ in range(2))
+    inside = gated(x * 3)
+    expected = down.with_residual(inside, residual.clone())
+    for count in (1, 7, 8, 9, 16, 17, 32, 33, 64, 65):
+        assert torch.equal(gated(x[:count] * 3), inside[:count]), count
+        assert torch.equal(down.with_residual(inside[:count], residual[:count].clone()), expected[:count]), count
 
 
 @pytest.mark.gpu

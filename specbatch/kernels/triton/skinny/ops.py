@@ -46,11 +46,21 @@ def linear(
     return _multiply(x_MI, None, 0.0, weight_OI, bias_O, residual_MO, False, tile)
 
 
-def invariant_linear(x_MI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T, for at most MAX_TOKENS tokens: a token's bits do not depend on the number of tokens."""
+def invariant_linear(x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
+    """x W^T, rounded, + residual, rounded, for at most MAX_TOKENS tokens: a token's bits do not depend on the number of
+    tokens."""
+    return linear(x_MI, weight_OI, None, residual_MO, _invariant_tile(x_MI, weight_OI))
+
+
+def invariant_gated_linear(x_ME: Tensor, gate_up_2IE: Tensor) -> Tensor:
+    """As `gated_linear`, for at most MAX_TOKENS tokens: with the bits of `invariant_linear` and `silu_mul`."""
+    return gated_linear(x_ME, gate_up_2IE, _invariant_tile(x_ME, gate_up_2IE))
+
+
+def _invariant_tile(x_MI: Tensor, weight_OI: Tensor) -> GemmTile:
     tile = invariant_tile_for(x_MI.shape[0], weight_OI.shape[0])
     assert tile is not None, x_MI.shape
-    return linear(x_MI, weight_OI, tile=_on_this_gpu(tile, x_MI))
+    return _on_this_gpu(tile, x_MI)
 
 
 def norm_linear(
