@@ -12,19 +12,14 @@ commit has no `argmax_and_margin`: compare whole rounds by `bench.py` at both co
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from bench_kinds import num_rows, open_llm, parser_of, report_of, write
 
 from specbatch import LLM
-from specbatch.job.stats import commit, device_name, versions
-from specbatch.strict_yaml import load_yaml
 
 KINDS: dict[str, Callable[[int], int | None]] = {
     "none": lambda i: None,
@@ -37,21 +32,10 @@ KINDS: dict[str, Callable[[int], int | None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="builtin:smollm2-135m-instruct")
-    parser.add_argument("--rows", type=int, help="default: four batches")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.json")
+    parser = parser_of(__doc__, KINDS, batch=128)
     args = parser.parse_args()
-    rows = args.rows or 4 * args.batch
-    options: dict[str, Any] = {"engine.max_batch_size": args.batch, "sampling.max_tokens": args.max_tokens}
-    options |= {name: load_yaml(value) for name, _, value in (item.partition("=") for item in args.set)}
-    report: dict[str, Any] = {"command": sys.argv[1:], "commit": commit(), "versions": versions(), "rows": rows}
-    with LLM(args.target, **{"sampling.ignore_eos": True, **options}) as llm:
+    rows, report = num_rows(args), report_of(args)
+    with open_llm(args) as llm:
         report["notes"] = llm.notes
         speeds: dict[str, list[float]] = {kind: [] for kind in args.kinds}
         for repeat in range(args.repeats + 1):
@@ -66,14 +50,9 @@ def main() -> None:
     }
     if "none" in best:
         report["share"] = {kind: round(speed / best["none"], 4) for kind, speed in best.items()}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    report["device"] = device_name(device)
-    if device == "cuda":
+    if torch.cuda.is_available():
         report["kernels_us"] = {f"{size} rows of {vocab}": kernels(size, vocab) for size, vocab in GRID}
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    write(report, args)
 
 
 def tokens_per_second(llm: LLM, rows: int, wanted: Callable[[int], int | None]) -> float:

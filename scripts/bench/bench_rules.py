@@ -15,18 +15,13 @@ captures graphs: `first` says how many, and the seconds. One JSON line for each 
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
+from bench_kinds import num_rows, open_llm, parser_of, report_of, write
 
 from specbatch import LLM
-from specbatch.job.stats import commit, device_name, versions
-from specbatch.strict_yaml import load_yaml
 
 MASK = {"min_tokens": 1}
 PENALTIES = {"repetition_penalty": 1.001, "presence_penalty": 0.001}
@@ -44,25 +39,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="builtin:smollm2-135m-instruct")
-    parser.add_argument("--rows", type=int, help="default: four batches")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser = parser_of(__doc__, KINDS, batch=64)
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.json")
     args = parser.parse_args()
-    rows = args.rows or 4 * args.batch
-    options: dict[str, Any] = {"engine.max_batch_size": args.batch, "sampling.max_tokens": args.max_tokens}
-    options |= {name: load_yaml(value) for name, _, value in (item.partition("=") for item in args.set)}
-    report: dict[str, Any] = {"command": sys.argv[1:], "commit": commit(), "versions": versions(), "rows": rows}
+    rows, report = num_rows(args), report_of(args)
     measured: dict[str, list[tuple[float, float | None]]] = {kind: [] for kind in args.kinds}
     first: dict[str, dict[str, float]] = {}
     began = time.perf_counter()
-    with LLM(args.target, **{"sampling.ignore_eos": True, **options}) as llm:
+    with open_llm(args) as llm:
         report["notes"] = llm.notes
         for repeat in range(args.repeats + 1):
             for kind, found in measured.items():
@@ -89,11 +73,7 @@ def main() -> None:
         }
         for kind, (speed, length) in best.items()
     }
-    report["device"] = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    write(report, args)
 
 
 def run(llm: LLM, kind: str, num_rows: int) -> tuple[float, float | None]:

@@ -128,12 +128,6 @@ class KVCache:
     def num_slots(self) -> int:
         return self._shape[3]
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one token."""
-        num_layers, _, num_kv_heads, _, head_dim = self._shape
-        return self.bytes_per_slot(num_layers, num_kv_heads, head_dim, self.dtype)
-
     def resize(self, num_slots: int) -> None:
         """Start over with `num_slots`: a trial with a small cache measures how large it can be."""
         self._shape = (*self._shape[:3], num_slots, self._shape[4])

@@ -139,7 +139,7 @@ def test_an_allocation_is_zeros(dtype: torch.dtype) -> None:
     cache = KVCache(2, 8, 3, 4, dtype, CPU)
     assert cache.all_layers.dtype == dtype
     assert not cache.all_layers.float().any()
-    assert cache.slot_bytes == 2 * 2 * 3 * 4 * dtype.itemsize
+    assert cache.all_layers.nbytes == 8 * KVCache.bytes_per_slot(2, 3, 4, dtype) == 8 * 2 * 2 * 3 * 4 * dtype.itemsize
     cache.resize(5)
     assert cache.all_layers.shape == (2, 2, 3, 5, 4)
 
