@@ -2,11 +2,13 @@
 
     python scripts/check/check_jobs.py --seconds 300
     python scripts/check/check_jobs.py --case 17            # one case again
+    python scripts/check/check_jobs.py --set tensor_parallel=2 --set kv_dtype='"fp8_e4m3"'
 
 Each case draws rows with any of the fields that a row can have, a few that are wrong, and an engine: draft method and
 shape, batch, pages, chunks, a cache so small that requests are preempted, prefix cache, a plan or none, several
-processes for one model. Results must be equal but for `speculation`. A case that differs is printed, with its number.
-Sampled rows are drawn for with `engine.deterministic`, where chains of a draft network, too, keep every token.
+processes for one model, two lanes, an FP8 cache. Results must be equal but for `speculation`. A case that differs is
+printed, with its number. Sampled rows are drawn for with `engine.deterministic`, where chains of a draft network, too,
+keep every token.
 """
 
 from __future__ import annotations
@@ -60,6 +62,40 @@ FORMATS: list[dict[str, Any]] = [
 ]
 
 
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}</tool_call>{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if enable_thinking | default(true) %}<think>{% else %}<think></think>{% endif %}"
+)
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": kind, "maxLength": 4}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name, kind in (("look", "string"), ("add", "boolean"))
+]
+
+
+def chat_of(rng: random.Random) -> dict[str, Any]:
+    """Fields of a chat, in place of a prompt."""
+    words = ["the same words again", "the same words", "once", "yes", "no"]
+    row: dict[str, Any] = {"messages": [{"role": "user", "content": " ".join(rng.choices(words, k=3))}]}
+    if rng.random() < 0.5:
+        row["chat_template_kwargs"] = {"enable_thinking": rng.random() < 0.5}
+    if rng.random() < 0.6:
+        named: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+        row |= {"tools": TOOLS, "tool_choice": rng.choice(("required", named, "auto", "none"))}
+    return row
+
+
 def row_of(rng: random.Random, common: list[int]) -> dict[str, Any]:
     """With each kind of field now and then."""
 
@@ -100,6 +136,11 @@ def row_of(rng: random.Random, common: list[int]) -> dict[str, Any]:
             row[name] = value
     if sometimes(0.3):
         row |= rng.choice(FORMATS)
+    if sometimes(0.15):
+        del row["prompt_token_ids"]
+        row |= chat_of(rng)
+        if row.get("tool_choice") not in (None, "auto", "none"):
+            row["max_tokens"] += 80  # for a whole call
     return row
 
 
@@ -110,7 +151,7 @@ def engine_of(rng: random.Random) -> dict[str, Any]:
         "prefill_chunk_tokens": rng.choice((3, 17, 200)),
         "prefix_cache": rng.random() < 0.7,
         "plan_rows": rng.choice((0, 5, 1000)),
-        "kv_cache_tokens": rng.choice((256, 512, 4096)),
+        "kv_cache_tokens": rng.choice((320, 512, 4096)),
         "tensor_parallel": 2 if rng.random() < 0.1 else 1,
     }
     steps = rng.randint(1, 5)
@@ -126,13 +167,17 @@ def engine_of(rng: random.Random) -> dict[str, Any]:
         found["draft"] = f"random:{found['method']}"
     elif found["method"] == "draft_model":
         found["draft"] = TARGET
+    if rng.random() < 0.25:
+        found |= {"two_batch_overlap": "on", "max_batch_size": rng.choice((17, 40)), "kv_cache_tokens": 8192}
+    if rng.random() < 0.1:
+        found["kv_dtype"] = "fp8_e4m3"
     return found
 
 
 def results(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     output = path.with_name("out.jsonl")
     generate_file(path, output, overwrite=True, keep_going=True, target=TARGET, device="cpu", dtype="float32",
-                  deterministic=True, **settings)  # fmt: skip
+                  deterministic=True, chat_template=CHAT_TEMPLATE, **settings)  # fmt: skip
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -150,15 +195,19 @@ PLAIN = {
 }  # fmt: skip
 
 
-def check(number: int, num_rows: int, folder: Path, counts: collections.Counter[str]) -> bool:
+# What changes bits: the ranks add up their parts; cached keys and values are rounded.
+BITS = ("tensor_parallel", "kv_dtype")
+
+
+def check(number: int, num_rows: int, folder: Path, counts: collections.Counter[str], forced: dict[str, Any]) -> bool:
+    """`forced`: settings of the engine."""
     rng = random.Random(number)
     common = [rng.randrange(2, _IDS) for _ in range(40)]
     path = folder / "rows.jsonl"
     rows = [row_of(rng, common) for _ in range(num_rows)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = engine_of(rng)
-    # The ranks add up their parts: other bits than those of one process.
-    plain = results(path, PLAIN | {"tensor_parallel": settings["tensor_parallel"]})
+    settings = engine_of(rng) | forced
+    plain = results(path, PLAIN | {name: settings[name] for name in BITS if name in settings})
     found = results(path, settings)
     wrong = [i for i in range(num_rows) if without_drafts(plain[i]) != without_drafts(found[i])]
     for i in wrong[:2]:
@@ -167,7 +216,10 @@ def check(number: int, num_rows: int, folder: Path, counts: collections.Counter[
     counts["cases"] += 1
     counts["rows"] += num_rows
     counts["error rows"] += sum("error" in result for result in plain)
+    counts["tool calls"] += sum("tool_calls" in str(result) for result in plain)
     counts[f"method {settings['method']}"] += 1
+    for name in ("two_batch_overlap", "kv_dtype"):
+        counts[name] += name in settings
     counts["cases that differ"] += bool(wrong)
     return not wrong
 
@@ -178,13 +230,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=30, help="of a case")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", type=int, help="only this case")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=JSON", help="an engine setting of all cases"
+    )
     given = parser.parse_args(arguments)
+    forced = {name: json.loads(value) for name, _, value in (item.partition("=") for item in given.set)}
     end, number = time.monotonic() + given.seconds, given.first if given.case is None else given.case
     counts: collections.Counter[str] = collections.Counter()
     is_right = True
     with tempfile.TemporaryDirectory() as folder:
         while True:
-            is_right &= check(number, given.rows, Path(folder), counts)
+            is_right &= check(number, given.rows, Path(folder), counts, forced)
             number += 1
             if given.case is not None or time.monotonic() > end:
                 break
