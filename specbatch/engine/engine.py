@@ -169,11 +169,9 @@ class Engine(EngineBase):
 
     def _release_graphs(self, finished: list[Completion]) -> bool:
         finished += self.drain()  # a graph that runs must not go
-        if not self.executor.release_graphs():
-            return False
-        self._prompts.release_graphs()
+        released = [self.executor.release_graphs(), self._prompts.release_graphs()]
         gc.collect()
-        return True
+        return any(released)
 
     def _give_up(self, spans: list[PrefillSpan]) -> bool:
         """Compute these pieces of prompts later, from the beginning, and in smaller chunks. Nobody reads what the

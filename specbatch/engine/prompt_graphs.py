@@ -98,12 +98,14 @@ class PromptGraphs:
         is_short = count > 1 and packed.max_queries <= _SHORT_QUERIES < tokens
         return ChunkShape(tokens, min(count, self._max_batch_size), _SHORT_QUERIES if is_short else tokens)
 
-    def release_graphs(self) -> None:
-        """Give the memory of all graphs back. Nothing may be in flight."""
+    def release_graphs(self) -> bool:
+        """Give the memory of all graphs back. Nothing may be in flight. Returns whether there were graphs."""
+        had_graphs = bool(self.runner) or self._trunks is not EAGER
         if self.runner is not None:
             self.runner = GraphRunner(self.runner.device)
             self._buffers.clear()
         self._trunks = EAGER
+        return had_graphs
 
     def _padded(
         self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]

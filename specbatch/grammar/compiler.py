@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.errors import RowError
-from specbatch.grammar.constraint import Constraint
+from specbatch.grammar.constraint import ONE_LINE, Constraint
 
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAX_COMPILED = 1024  # grammars that are kept; one takes about 50 KB
 _MAX_THREADS = 8  # that compute masks
 _NO_TOKEN = "<|specbatch: no token ends a text|>"
@@ -54,7 +53,7 @@ class GrammarCompiler:
             self._tokenizer = self._wrap(constraint)
             self._executor = llguidance.LLExecutor(min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2)))
         make = {
-            "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON),
+            "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=ONE_LINE),
             "regex": llguidance.LLMatcher.grammar_from_regex,
             "grammar": lambda text: llguidance.grammar_from("grammar", text),
         }[constraint.kind]

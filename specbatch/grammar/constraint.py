@@ -10,6 +10,9 @@ from specbatch.errors import FieldError
 from specbatch.response_format import schema_of
 from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 
+# JSON as `json.dumps` writes it: the `x-guidance` of a schema, in llguidance's words.
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 
 @dataclass(frozen=True, slots=True)
 class Constraint:

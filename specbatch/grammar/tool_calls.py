@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from specbatch.grammar.constraint import Constraint
+from specbatch.grammar.constraint import ONE_LINE, Constraint
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 
@@ -21,7 +21,9 @@ def calls_of(
     """An answer that is a call of one of these OpenAI tools, and nothing else; `several`: or of more than one, where
     the format has that. `tokens`: marks that are tokens."""
     arguments = "arguments" if calls == "hermes" else "parameters"
-    call = {"anyOf": [_call(tool["function"], arguments) for tool in tools]}
+    # On one line, as the compiler writes other JSON. The library reads this at the root of a schema only.
+    kinds = [_call(tool["function"], arguments, f"#/anyOf/{i}") for i, tool in enumerate(tools)]
+    call = {"anyOf": kinds, "x-guidance": ONE_LINE}
     rules = f"call: %json {json.dumps(call)}\n"
     if calls == "llama3":
         return Constraint("tool_choice", "grammar", f"start: call\n{rules}")
@@ -31,15 +33,27 @@ def calls_of(
     return Constraint("tool_choice", "grammar", f"start: {one}{more}\n{rules}")
 
 
-def _call(function: dict[str, Any], arguments: str) -> dict[str, Any]:
+def _call(function: dict[str, Any], arguments: str, pointer: str) -> dict[str, Any]:
+    """The schema of a call. `pointer`: to it, from the root of the whole schema."""
+    parameters = function.get("parameters") or {"type": "object"}
     return {
         "type": "object",
         "properties": {
             "name": {"const": function["name"]},
-            arguments: function.get("parameters") or {"type": "object"},
+            arguments: _moved(parameters, f"{pointer}/properties/{arguments}"),
         },
         "required": ["name", arguments],
         "additionalProperties": False,
-        # As the compiler writes JSON on one line.
-        "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     }
+
+
+def _moved(schema: Any, pointer: str) -> Any:
+    """A schema that is not the root any more: what its references point to has moved, too."""
+    if isinstance(schema, list):
+        return [_moved(item, pointer) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, pointer) for name, value in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = pointer + reference[1:]
+    return moved

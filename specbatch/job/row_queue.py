@@ -67,7 +67,8 @@ class RowPreparer:
             reader = self._texts.answer_reader(prompt, ids)
             has_grammar = self._texts.matcher(prompt, reader.thinking) is not None  # it is compiled here, and kept
             if has_grammar and self._no_grammars is not None:
-                message = f"{' / '.join(GRAMMAR_FIELDS)}: not supported with {self._no_grammars}"
+                fields = "a required tool_choice" if prompt.chat.required else " / ".join(GRAMMAR_FIELDS)
+                message = f"{fields}: not supported with {self._no_grammars}"
                 raise RowError("unsupported_parameter", message)
             choices = self._texts.choice_tokens(prompt, self._limits) if prompt.choices else ()
             return PreparedRow(digest, row, prompt, ids, bad_words, choices, reader)

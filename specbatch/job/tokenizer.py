@@ -137,6 +137,10 @@ class TextProcessor:
             return None
         matcher = self._grammars.matcher(constraint)
         begin, end = (self._mark_ids.get(mark) for mark in REASONING_MARKS)
+        if thinking == "open" and end is None:
+            message = f"{constraint.option}: the prompt begins the model's reasoning, and </think> is not a token"
+            hint = "give chat_template_kwargs that switch the reasoning off, or separate_reasoning: false"
+            raise RowError("unsupported_parameter", f"{message}; {hint}")
         if thinking == "none" or end is None or (thinking == "marked" and begin is None):
             return matcher
         return AfterReasoning(matcher, begin if thinking == "marked" else None, end, len(self._tokenizer))

@@ -102,8 +102,8 @@ def tune_file(
     log(f"{source.name}: {sample.num_rows:,} completions, {sample.num_to_trace} sampled{alike}")
     if sample.num_failed:
         log(f"{sample.num_failed} of the {sample.num_drawn} rows that were drawn fail and are left out")
-    if any(getattr(request.params, name) is not None for request in sample.requests for name in GRAMMAR_FIELDS):
-        log(f"rows with {', '.join(GRAMMAR_FIELDS)} are measured without it")
+    if sample.has_grammars:
+        log(f"rows with {', '.join(GRAMMAR_FIELDS)} or a required tool_choice are measured without it")
     models = ModelFiles(model_paths(run.config))
     identity = job_fingerprint(run.config, source.identity, num_rows, models=models.digests)
     identity |= {"device": device_name(run.config.engine.device), "versions": versions()}

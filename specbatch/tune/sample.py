@@ -10,7 +10,7 @@ from specbatch.errors import InputError, RowError
 from specbatch.job.rows import RowParser
 from specbatch.job.sources import RawRow, Source
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.types import EngineLimits, Request, RngKey
+from specbatch.types import GRAMMAR_FIELDS, EngineLimits, Request, RngKey
 
 _MAX_DRAWN = 1024
 MIN_ROWS = 4  # a bootstrap over fewer means nothing
@@ -25,6 +25,7 @@ class Sample:
     num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
     num_drawn: int
     num_failed: int  # of these
+    has_grammars: bool  # of some row: they are measured without it
     max_tokens: int  # that a sampled row may write at most
 
     @property
@@ -58,7 +59,7 @@ def sample_rows(
     requests: list[Request] = []
     lengths: list[int] = []
     common: list[int] = []
-    num_failed, max_tokens, completions = 0, 1, 0
+    num_failed, max_tokens, completions, has_grammars = 0, 1, 0, False
     for raw in drawn:
         head, job = parser.parse(raw)
         if isinstance(job, RowError):
@@ -73,6 +74,7 @@ def sample_rows(
         common = _common_prefix(common, prompt) if lengths else prompt
         lengths += [len(prompt)] * job.num_requests
         completions += job.num_requests
+        has_grammars |= bool(job.chat.required) or any(getattr(job.params, name) is not None for name in GRAMMAR_FIELDS)
         max_tokens = max(max_tokens, job.params.max_tokens)
         rng = RngKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
         requests.append(Request(len(requests), prompt, job.params, rng, texts.stop_check(job.params), bad_words))
@@ -80,7 +82,7 @@ def sample_rows(
         raise _too_few(source, len(requests), f" ({num_failed} of {len(drawn)} rows fail)" if num_failed else "")
     expected = round(total * completions / len(drawn))
     to_trace = min(num_rows, len(requests))
-    return Sample(requests, to_trace, lengths, len(common), expected, len(drawn), num_failed, max_tokens)
+    return Sample(requests, to_trace, lengths, len(common), expected, len(drawn), num_failed, has_grammars, max_tokens)
 
 
 def _too_few(source: Source, count: int, failed: str) -> InputError:

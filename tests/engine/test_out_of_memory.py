@@ -13,6 +13,7 @@ from torch import Tensor
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import Launched
+from specbatch.engine.prompt_trunks import EAGER
 from specbatch.engine.round import Round
 from specbatch.errors import MemoryShortage
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -194,6 +195,20 @@ def test_graphs_go_before_the_job_does() -> None:
     assert executor.mode == "none"
     assert unread == [0]
     assert engine.stats.memory_shortages == 1
+
+
+def test_graphs_of_prompts_go_where_rounds_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = random_prompts(3, longest=12)
+    expected = run(tiny_oracle("none", None, num_pages=256), prompts, GREEDY)
+    engine = tiny_engine("none", None, num_pages=256, piece_sizes=(16, 64))
+    prefill = Round.prefill
+
+    def short(*args: Any) -> Any:
+        return prefill(*args) if args[-1] is EAGER else _no_memory()
+
+    monkeypatch.setattr(Round, "prefill", short)
+    compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
+    assert engine.stats.memory_shortages > 0
 
 
 @pytest.mark.parametrize("part", ["rounds", "prompts"])

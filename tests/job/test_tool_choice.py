@@ -10,6 +10,7 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import RowError
 from specbatch.job.chat_output import Answer
+from specbatch.job.row_queue import RowPreparer
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.tokenizer import TextProcessor
@@ -87,6 +88,27 @@ def test_a_call_that_is_required(template: str, choice: Any, legal: list[str], i
         assert not row.takes(text), text
 
 
+def test_a_required_call_is_json_on_one_line() -> None:
+    """A model that may write spaces can write them without end."""
+    row = Row(HERMES, {"tools": TOOLS, "tool_choice": "required"})
+    for text in (NOW.replace("{", "{ ", 1), NOW.replace(": ", ":  "), WEATHER.replace("{", "{\n")):
+        assert not row.takes(hermes(text)), text
+
+
+@pytest.mark.parametrize("pointer", ["#/$defs/unit", "#"])
+def test_parameters_with_references(pointer: str) -> None:
+    parameters = {
+        "$defs": {"unit": {"enum": ["C", "F"]}},
+        "type": "object",
+        "properties": {"unit": {"$ref": pointer}},
+        "additionalProperties": False,
+    }
+    tools = [*TOOLS, {"type": "function", "function": {"name": "heat", "parameters": parameters}}]
+    row = Row(HERMES, {"tools": tools, "tool_choice": "required"})
+    taken = [row.takes(hermes(f'{{"name": "heat", "arguments": {{"unit": {unit}}}}}')) for unit in ('"C"', "{}", '"K"')]
+    assert taken == [pointer != "#", pointer == "#", False]
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_marks_that_are_tokens(special: bool) -> None:
     row = Row(HERMES, {"tools": TOOLS, "tool_choice": "required"}, ("<tool_call>", "</tool_call>"), special)
@@ -98,6 +120,16 @@ def test_one_call_without_parallel_calls() -> None:
     row = Row(HERMES, {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
     assert row.takes(hermes(NOW))
     assert not row.takes(hermes(NOW, NOW))
+
+
+def test_a_required_call_where_no_grammars_run() -> None:
+    data = DataSection(chat_template=HERMES)
+    texts = TextProcessor(byte_tokenizer(300, [0]), data)
+    prepare = RowPreparer(RowParser(SamplingParams(), data), texts, EngineLimits(4000, 300), "engine.tensor_parallel")
+    row = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
+    [one] = prepare([RawRow(0, json.dumps(row).encode())])
+    assert isinstance(one.prompt, RowError)
+    assert one.prompt.message == "a required tool_choice: not supported with engine.tensor_parallel"
 
 
 def test_a_call_that_is_not_required_has_no_grammar() -> None:
@@ -134,6 +166,13 @@ def test_a_grammar_begins_after_reasoning_that_the_prompt_begins() -> None:
     assert row.takes("Cold?</think>yes")
     assert not any(map(row.takes, ("yes", "</think>Cold?", "Cold?</think>")))
     assert row.read("Cold?</think>yes") == Answer("yes", "Cold?")
+
+
+def test_reasoning_whose_end_is_not_a_token() -> None:
+    """The answer would begin within it, and nothing would be read as the answer."""
+    with pytest.raises(RowError, match="regex: the prompt begins the model's reasoning"):
+        Row(OPEN, {"regex": "yes|no"})
+    assert Row(OPEN, {"regex": "yes|no", "separate_reasoning": False}).takes("yes")
 
 
 def test_a_call_after_reasoning() -> None:

@@ -25,6 +25,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
 from specbatch.errors import SpecbatchError
+from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.sources import RawRow
 from specbatch.tune import command as command_module
 from specbatch.tune import live as live_module
@@ -473,11 +474,16 @@ def test_what_is_shared_are_full_pages_and_not_the_last_token() -> None:
     assert [_shared(common, 1) for common in (0, 1, 2)] == [0, 0, 1]
 
 
-def sampled(prompts: list[bytes], num_rows: int) -> Sample:
+PLAIN = SamplingParams()
+
+
+def sampled(
+    prompts: list[bytes], num_rows: int, params: SamplingParams = PLAIN, chat: ChatFields = NO_CHAT_FIELDS
+) -> Sample:
     """Of rows whose prompts have a token for each byte."""
     source: Any = SimpleNamespace(rows=lambda: starmap(RawRow, enumerate(prompts)), name="rows")
     parser: Any = SimpleNamespace(
-        parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=SamplingParams(), num_requests=1))
+        parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=params, chat=chat, num_requests=1))
     )
     texts: Any = SimpleNamespace(
         encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None, bad_words=lambda params, limits: ()
@@ -492,6 +498,13 @@ def sampled(prompts: list[bytes], num_rows: int) -> Sample:
 )
 def test_what_all_sampled_prompts_begin_with(prompts: list[str], common: int) -> None:
     assert sampled([prompt.encode() for prompt in prompts * 2], 4).common_prefix == common
+
+
+def test_rows_with_grammars_are_noticed() -> None:
+    prompts, calls = [b"x"] * 4, ChatFields(required=({},))
+    assert not sampled(prompts, 4).has_grammars
+    assert sampled(prompts, 4, SamplingParams(regex="a")).has_grammars
+    assert sampled(prompts, 4, chat=calls).has_grammars
 
 
 def test_rows_to_trace_and_rows_drawn_behind_them() -> None:
