@@ -136,7 +136,7 @@ class EngineSection:
     )
     compile: Literal["off", "auto"] = option(
         "off",
-        "`auto`: what is captured by `prefill.graphs: piecewise` is compiled by torch's Inductor, which fuses "
+        "`auto`: the pieces of `prefill.graphs: piecewise` and `both` are compiled by torch's Inductor, which fuses "
         "operations; layers in FP8 and those of `engine.deterministic` are not. `off`: our own kernels.",
     )
     max_batch_size: int | None = option(
@@ -202,11 +202,13 @@ class EngineSection:
 class PrefillSection:
     """How prompts are computed. It changes the speed; texts can differ by rounding."""
 
-    graphs: Literal["off", "whole", "piecewise", "auto"] = option(
+    graphs: Literal["off", "whole", "piecewise", "both", "auto"] = option(
         "auto",
-        "CUDA graphs of prompts. `whole`: a chunk of short prompts is one graph; it needs `engine.cuda_graphs: round` "
-        "and `engine.attention: triton`. `piecewise`: of any chunk, the parts between two attentions are a graph each. "
-        "`off`: kernels are launched one by one. `auto`: `whole` where it is possible, else `off`.",
+        "CUDA graphs of prompts, for chunks that a GPU computes in less time than launching them takes. `whole`: a "
+        "chunk of short prompts is one graph; it needs `engine.cuda_graphs: round` and `engine.attention: triton`. "
+        "`piecewise`: of any chunk, the parts between two attentions are a graph each. `both`: whole where the chunk "
+        "allows it, else piecewise. `off`: kernels are launched one by one. `auto`: `both` where it is possible, else "
+        "`off`.",
     )
 
 

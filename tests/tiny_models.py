@@ -23,7 +23,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost
-from specbatch.engine.prompt_trunks import EAGER, piecewise_trunks
+from specbatch.engine.prompt_trunks import EAGER, PromptPieces, piecewise_trunks
 from specbatch.engine.round import Round
 from specbatch.engine.round_parts import RoundParts
 from specbatch.kernels import ops_for
@@ -308,8 +308,8 @@ def tiny_device_engine(
     )
     rounds, trunks = parts_of_rounds.make(max_batch_size, max_length, num_slots), EAGER
     if piece_sizes:
-        with torch.inference_mode():
-            trunks = piecewise_trunks(target, rounds.caches[0], net, piece_sizes, piece_runner, compiled=compiled)
+        pieces = PromptPieces.of_models(target, net, compiled=compiled)
+        trunks = piecewise_trunks(pieces, rounds.caches[0], net, piece_sizes, piece_runner)
     executor = RoundExecutor(rounds.items, max_batch_size, device, graphs, rounds.lanes)
     chunk_cost = chunk_cost or ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens)
     return Engine(

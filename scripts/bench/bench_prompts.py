@@ -1,13 +1,13 @@
-"""Times one prompt of N tokens, computed in each way: kernel by kernel, in pieces that are CUDA graphs, compiled, and
-as one whole graph. Says what captures cost, and the largest difference of logits.
+"""Times one prompt of N tokens, computed in each way: kernel by kernel, in pieces that are CUDA graphs, compiled, as
+one whole graph, and as `prefill.graphs: auto` does it. Says what captures cost, and the largest difference of logits.
 
     python scripts/bench/bench_prompts.py --target random:smollm2-135m -o prompts.json
 
-Prints a JSON line for each way and number of tokens. `ms`: from the packed prompt to the chosen token, the device idle
-before and after. `ms_in_a_row`: of prompts launched one after the other. `gib`, `seconds`: of all captures of a way,
-`trace_seconds` of tracing and compiling. `logits_difference`: to eager, in all logits of the last token; `top_logit`:
-the largest of them. A way that fails is a line with its error. Run it twice: the second time, compiled code is read
-from the folder that the last line names.
+Prints a JSON line for each way and number of tokens. `padded`: how many tokens are computed. `whole`: as one graph.
+`ms`: from the packed prompt to the chosen token, the device idle before and after. `ms_in_a_row`: of prompts launched
+one after the other. `gib`, `seconds`: of all captures of a way, `trace_seconds` of tracing and compiling.
+`logits_difference`: to eager, in all logits of the last token; `top_logit`: the largest of them. A way that fails is a
+line with its error. Run it twice: the second time, compiled code is read from the folder that the last line names.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from specbatch.batch import PagedBatch
 from specbatch.config_load import load_config
 from specbatch.engine.build import read_models
 from specbatch.engine.prompt_graphs import PromptGraphs
-from specbatch.engine.prompt_trunks import EAGER, PromptTrunks, piecewise_trunks
+from specbatch.engine.prompt_trunks import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
 from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.resolve import resolve
 from specbatch.engine.round import Round
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
+from specbatch.graphs.piecewise import PiecewiseTrunk, next_size, token_ladder
 from specbatch.graphs.runner import GraphRunner
 from specbatch.job.stats import commit, versions
 from specbatch.types import Request, RngKey, SamplingParams
 
-SIZES = "16,64,128,256,512,1024,2048,4096"
-WAYS = ("eager", "piecewise", "whole", "compiled", "compiled and piecewise")
+SIZES = "16,64,100,128,256,300,512,700,1024,1500,2048,3000,4096"
+WAYS = ("eager", "auto", "piecewise", "whole", "compiled", "compiled and piecewise")
 REPEATS = 12
 
 
@@ -61,7 +62,7 @@ class Prompts:
         self.packer, self.transfers = PromptPacker(self.page, None), Transfers(self.device)
 
     def span(self, size: int) -> PrefillSpan:
-        tokens = torch.randint(1, 1000, (size,), generator=torch.Generator().manual_seed(size)).tolist()
+        tokens = torch.randint(1, 500, (size,), generator=torch.Generator().manual_seed(size)).tolist()
         request = Request(0, tokens, SamplingParams(max_tokens=1), RngKey(0, 0, 0))
         seq = Sequence(request, tokens, size + 1, req_idx=0)
         seq.pages = list(range(-(-size // self.page) + 1))
@@ -117,13 +118,17 @@ def timed(launch: Callable[[], Any], device: torch.device, repeats: int) -> dict
 def measured(prompts: Prompts, way: str, sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
     on_cuda, compiled = prompts.device.type == "cuda", way.startswith("compiled")
     trunks, whole, cost = EAGER, 0, {}
+    target, captured_sizes = prompts.parts.target, token_ladder(max(sizes))
+    if way == "auto":
+        captured_sizes = token_sizes(target, max(sizes))
+        whole = max(captured_sizes)
     if way == "whole":
-        whole = 4 * max(sizes)
+        whole = max(sizes)
     elif way != "eager":
-        runner = GraphRunner(prompts.device) if on_cuda and way.endswith("piecewise") else None
+        runner = GraphRunner(prompts.device) if on_cuda and way != "compiled" else None
         began = time.perf_counter()
-        net = None
-        trunks = piecewise_trunks(prompts.parts.target, prompts.cache, net, sizes, runner, compiled=compiled)
+        pieces = PromptPieces.of_models(target, None, compiled=compiled)
+        trunks = piecewise_trunks(pieces, prompts.cache, None, captured_sizes, runner)
         seconds = time.perf_counter() - began
         captured = 0.0 if runner is None else runner.seconds
         cost = {
@@ -136,7 +141,10 @@ def measured(prompts: Prompts, way: str, sizes: list[int], repeats: int) -> Iter
         yield {"tokens": None, **cost}
     graphs = prompts.graphs(trunks, whole)
     for size in sizes:
-        line: dict[str, Any] = {"tokens": size}
+        shape = graphs.shape_of(prompts.packer.pack([prompts.span(size)]))
+        trunk = trunks.target if isinstance(trunks.target, PiecewiseTrunk) else None
+        padded = shape.num_tokens if shape is not None else None if trunk is None else next_size(trunk.sizes, size)
+        line: dict[str, Any] = {"tokens": size, "padded": padded or size, "whole": shape is not None}
         try:
             line |= timed(prompts.launch(graphs, size), prompts.device, repeats)
             line["token"] = int(
@@ -151,10 +159,11 @@ def measured(prompts: Prompts, way: str, sizes: list[int], repeats: int) -> Iter
             line["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         yield line
     runner = graphs.runner
-    if way == "whole" and runner is not None:
+    if whole and runner is not None:
         yield {
-            "tokens": None, "seconds": round(runner.seconds, 2), "gib": round(runner.bytes / 2**30, 3),
-            "pool_gib": round(runner.pool_bytes / 2**30, 3), "num_graphs": len(runner),
+            "tokens": None, "of": "whole graphs", "seconds": round(runner.seconds, 2),
+            "gib": round(runner.bytes / 2**30, 3), "pool_gib": round(runner.pool_bytes / 2**30, 3),
+            "num_graphs": len(runner),
         }  # fmt: skip
 
 

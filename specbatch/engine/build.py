@@ -24,7 +24,7 @@ from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.lanes import MIN_LANE
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
-from specbatch.engine.prompt_trunks import EAGER, PromptTrunks, piecewise_trunks, token_sizes
+from specbatch.engine.prompt_trunks import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
 from specbatch.engine.resolve import AttentionName, ResolvedRun
 from specbatch.engine.round_parts import RoundParts
 from specbatch.engine.sizing import CardBudget, Sized, measured, planned
@@ -100,17 +100,24 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     if on_cuda:
         torch.cuda.synchronize(run.device)
     clock.passed("weights")
+    pieces = None
     if on_cuda:
+        if run.engine.prompt_graphs in ("piecewise", "both"):
+            compiled = run.engine.compiles
+            pieces = PromptPieces.of_models(rounds.target, parts.net, compiled=compiled, on_progress=on_progress)
+            clock.passed("prompts traced, pieces compiled" if compiled else "pieces of prompts")
         on_progress("compiling kernels, trial run")
-        sized = _measured(run, rounds, available)
+        sized = _measured(run, rounds, pieces, available)
         clock.passed("trial run, kernels compiled")
     else:
         sized = planned(rounds, run.cache, run.engine.max_batch_size, run.engine.prefill_chunk_tokens)
     executor = _executor(run, sized, on_progress)
     if executor.runner is not None:
         clock.passed("graphs captured")
-    pieces = GraphRunner(run.device) if run.engine.prompt_graphs == "piecewise" else None
-    trunks = EAGER if pieces is None else _trunks(run, sized, rounds, pieces, on_progress)
+    piece_runner = None if pieces is None else GraphRunner(run.device)
+    trunks = EAGER
+    if pieces is not None and piece_runner is not None:
+        trunks = _trunks(run, sized, pieces, piece_runner, on_progress)
     engine = Engine(
         executor,
         PagePool(sized.plan.num_pages, run.engine.page_size),
@@ -130,9 +137,9 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     engine.start_bytes = sized.bytes or {}
     if executor.runner is not None:
         engine.start_bytes["graphs"] = executor.runner.bytes
-    if pieces is not None:
+    if piece_runner is not None:
         clock.passed("graphs of prompts captured")
-        engine.start_bytes["prompt_graphs"] = pieces.bytes
+        engine.start_bytes["prompt_graphs"] = piece_runner.bytes
     engine.start_seconds = clock.seconds
     if on_cuda:
         times = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
@@ -203,7 +210,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     )
 
 
-def _measured(run: ResolvedRun, rounds: RoundParts, available: int) -> Sized:
+def _measured(run: ResolvedRun, rounds: RoundParts, pieces: PromptPieces | None, available: int) -> Sized:
     engine = run.engine
     sizes = sizes_to_try(
         engine.max_batch_size,
@@ -213,7 +220,8 @@ def _measured(run: ResolvedRun, rounds: RoundParts, available: int) -> Sized:
     )
     given = run.config.engine.kv_cache_tokens
     budget = CardBudget(available, run.cache, run.rows, given, engine.memory_fraction, sizes)
-    trials = Trials(rounds, run.cache.capacity, engine.graphs, engine.prompt_graphs, engine.compiles)
+    whole_prompts = engine.prompt_graphs in ("whole", "both")
+    trials = Trials(rounds, run.cache.capacity, engine.graphs, whole_prompts, pieces)
     return measured(trials, budget, run.notes.append)
 
 
@@ -235,18 +243,15 @@ def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]
 
 
 def _trunks(
-    run: ResolvedRun, sized: Sized, parts: RoundParts, runner: GraphRunner, on_progress: Callable[[str], None]
+    run: ResolvedRun, sized: Sized, pieces: PromptPieces, runner: GraphRunner, on_progress: Callable[[str], None]
 ) -> PromptTrunks:
     """With the graphs of pieces of prompts."""
-    sizes, net = token_sizes(parts.target, sized.prefill_chunk_tokens), sized.rounds.items.items[0].method.net
-    with torch.inference_mode():
-        trunks = piecewise_trunks(
-            parts.target, sized.rounds.caches[0], net, sizes, runner, compiled=run.engine.compiles,
-            on_progress=on_progress,
-        )  # fmt: skip
+    sizes, net = token_sizes(pieces.target.model, sized.prefill_chunk_tokens), sized.rounds.items.items[0].method.net
+    trunks = piecewise_trunks(pieces, sized.rounds.caches[0], net, sizes, runner, on_progress=on_progress)
     run.notes.append(
-        f"prefill.graphs: piecewise, {len(runner)} graphs for {len(sizes)} sizes of up to {sizes[-1]} tokens, captured "
-        f"in {runner.seconds:.1f} s, {runner.bytes / GIB:.2f} GiB" + (", compiled" if run.engine.compiles else "")
+        f"prefill.graphs: {run.engine.prompt_graphs}, {len(runner)} graphs of pieces for {len(sizes)} sizes of up to "
+        f"{max(sizes, default=0)} tokens, captured in {runner.seconds:.1f} s, {runner.bytes / GIB:.2f} GiB"
+        + (", compiled" if run.engine.compiles else "")
     )
     return trunks
 

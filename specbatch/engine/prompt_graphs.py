@@ -22,6 +22,7 @@ from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
 from specbatch.engine.prompts import ChunkArrays, ChunkShape, PackedPrompts, PromptPacker
 from specbatch.engine.round import Round
 from specbatch.engine.transfers import Transfers
+from specbatch.graphs.piecewise import next_size, token_ladder
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels.out_of_memory import is_out_of_memory
 
@@ -48,7 +49,7 @@ class PromptGraphs:
         self._packer = packer
         self._transfers = transfers
         self._max_batch_size = max_batch_size
-        self._max_tokens = max_tokens
+        self._sizes = token_ladder(max_tokens, _MIN_TOKENS)
         self._trunks = trunks
         self._uncaptured: set[tuple[Any, ...]] = set()  # their graphs did not fit into memory
         self._buffers: dict[ChunkShape, Tensor] = {}  # what graphs read
@@ -89,14 +90,15 @@ class PromptGraphs:
         """The smallest shape that holds these, if one does."""
         if not packed.all_end:
             return None
-        tokens = max(_MIN_TOKENS, 1 << packed.num_tokens.bit_length())  # more than there are
-        if tokens > self._max_tokens:
-            return None
         count = 1
         while count < len(packed.req_idx):
             count *= _SEQUENCES_STEP
+        count = min(count, self._max_batch_size)
+        tokens = next_size(self._sizes, packed.num_tokens + (count > len(packed.req_idx)))
+        if tokens is None:
+            return None
         is_short = count > 1 and packed.max_queries <= _SHORT_QUERIES < tokens
-        return ChunkShape(tokens, min(count, self._max_batch_size), _SHORT_QUERIES if is_short else tokens)
+        return ChunkShape(tokens, count, _SHORT_QUERIES if is_short else tokens)
 
     def release_graphs(self) -> bool:
         """Give the memory of all graphs back. Nothing may be in flight. Returns whether there were graphs."""

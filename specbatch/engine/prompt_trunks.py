@@ -6,16 +6,18 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+import torch
+
 from specbatch.cache.pages import KVCache
 from specbatch.draft.network import DraftNet
 from specbatch.engine.gathering import ChunkCost
-from specbatch.graphs.piecewise import PiecewiseTrunk, Runner, token_ladder
-from specbatch.graphs.traced import TracedTrunk
+from specbatch.graphs.piecewise import Pieces, PiecewiseTrunk, PlainPieces, Runner, token_ladder
+from specbatch.graphs.traced import CompiledPieces
 from specbatch.models.catalog import cache_dir
 from specbatch.models.config import num_layer_weights
 from specbatch.models.decoder import Decoder, Trunk
 
-PromptGraphMode = Literal["off", "whole", "piecewise"]
+PromptGraphMode = Literal["off", "whole", "piecewise", "both"]
 
 
 class PromptTrunks(NamedTuple):
@@ -28,37 +30,60 @@ class PromptTrunks(NamedTuple):
 EAGER = PromptTrunks()
 
 
+class PromptPieces(NamedTuple):
+    """Of the target and of a draft model, before there is a cache to read."""
+
+    target: Pieces
+    draft: Pieces | None
+
+    @staticmethod
+    def of_models(
+        target: Decoder, net: DraftNet | None, *, compiled: bool, on_progress: Callable[[str], None] = lambda _: None
+    ) -> PromptPieces:
+        def make(name: str, model: Decoder, aux_layers: Sequence[int]) -> Pieces:
+            if not compiled:
+                return PlainPieces(model, aux_layers)
+            # A later start finds the compiled code there. Torch sets this, too, as soon as it traces.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+            on_progress(f"compiling the pieces of the {name} for prompts")
+            return CompiledPieces(model, aux_layers)
+
+        with torch.inference_mode():
+            of_target = make("target", target, () if net is None else net.aux_layers)
+            draft = None if net is None else net.decoder
+            return PromptPieces(of_target, None if draft is None else make("draft model", draft, ()))
+
+
 def token_sizes(target: Decoder, prefill_chunk_tokens: int) -> list[int]:
-    """Numbers of tokens to capture: of chunks that the GPU computes in less time than the host takes to launch them.
-    With more tokens nothing is gained, and padding would be lost."""
+    """Numbers of tokens to capture: of chunks that the GPU computes in less time than the host takes to launch them
+    (`ChunkCost`). With more tokens nothing is gained, and padding would be lost."""
     config = target.config
     cost = ChunkCost.of_model(config.num_layers, num_layer_weights(config), prefill_chunk_tokens, graphs=True)
     return token_ladder(cost.graph_tokens)
 
 
 def piecewise_trunks(
-    target: Decoder,
+    pieces: PromptPieces,
     cache: KVCache,
     net: DraftNet | None,
     sizes: Sequence[int],
     runner: Runner | None,
     *,
-    compiled: bool,
     on_progress: Callable[[str], None] = lambda progress: None,
 ) -> PromptTrunks:
-    """Traced, and captured where there is a `runner`. `cache`: of the target. `sizes`: numbers of tokens. `compiled`:
-    see `TracedTrunk`."""
-    # A later start finds the compiled code there. Torch sets this, too, as soon as it traces.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    """Captured where there is a `runner`. `cache`: of the target. `sizes`: numbers of tokens; none: nothing is
+    captured."""
+    if not sizes:
+        return EAGER
 
-    def make(name: str, model: Decoder, cache: KVCache, aux_layers: Sequence[int]) -> PiecewiseTrunk:
-        on_progress(f"tracing the {name} for prompts" + ", compiling its pieces" * compiled)
-        trunk = PiecewiseTrunk(TracedTrunk(model, aux_layers, compiled=compiled), cache, sizes, runner, name)
+    def make(name: str, pieces: Pieces, cache: KVCache) -> PiecewiseTrunk:
+        trunk = PiecewiseTrunk(pieces, cache, sizes, runner, name)
         if runner is not None:
             trunk.capture(on_progress)
         return trunk
 
-    of_target = make("target", target, cache, () if net is None else net.aux_layers)
-    if net is None or net.decoder is None:
-        return PromptTrunks(of_target)
-    return PromptTrunks(of_target, make("draft model", net.decoder, net.cache, ()))
+    with torch.inference_mode():
+        of_target = make("target", pieces.target, cache)
+        if pieces.draft is None or net is None:
+            return PromptTrunks(of_target)
+        return PromptTrunks(of_target, make("draft model", pieces.draft, net.cache))

@@ -137,10 +137,11 @@ class PackedPrompts:
         return ChunkArrays(_joined(fields, sizes, sizes), sizes, starts)
 
     def padded(self, shape: ChunkShape, padding: int) -> ChunkArrays:
-        """With prompts of no tokens at the request index `padding`, and tokens of no prompt; all prompts must end. At
-        least one token is of no prompt: it is what is read as the last one of a padded prompt."""
+        """With prompts of no tokens at the request index `padding`, and tokens of no prompt. All prompts must end. If
+        there are prompts of no tokens, there is at least one such token: it is what is read as their last one."""
         assert self.all_end, "a prompt goes on in another chunk"
-        assert self.num_tokens < shape.num_tokens, "no token is left to pad with"
+        has_padding = shape.num_sequences > len(self.req_idx)
+        assert self.num_tokens + has_padding <= shape.num_tokens, "no token is left to pad with"
         tokens, count = shape.num_tokens, shape.num_sequences
         of_tokens = TokenFields(tokens, tokens, tokens, count, count + 1, count)
         sizes = ChunkFields(of_tokens, of_tokens, count, count, count, count, count).flat()

@@ -1,4 +1,7 @@
-"""Decides how prompts are computed."""
+"""Decides how prompts are computed.
+
+Up to how many tokens a chunk is a graph is not decided here: it follows from the model's size, see `ChunkCost`.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,35 @@ from specbatch.engine.executor import GraphMode
 from specbatch.engine.prompt_trunks import PromptGraphMode
 from specbatch.errors import ConfigError
 
+# What `auto` is where rounds are graphs. On an H200 whole graphs were the fastest way for every chunk that fits one,
+# then pieces, then launches. "whole" gives up the pieces.
+_AUTO: PromptGraphMode = "both"
+
 
 def resolve_prompt_graphs(
-    wanted: PromptGraphMode | Literal["auto"], compile_: str, on_cuda: bool, attention: str, rounds: GraphMode
+    wanted: PromptGraphMode | Literal["auto"],
+    compile_: str,
+    on_cuda: bool,
+    attention: str,
+    rounds: GraphMode,
+    num_ranks: int = 1,
 ) -> PromptGraphMode:
-    """`compile_`: the option. `rounds`: their graphs. Without graphs of rounds, prompts are launched; tuning captures
-    rounds later, and is to gather prompts as the job will."""
+    """`compile_`: the option. `rounds`: their graphs. `num_ranks`: that share the target. Without graphs of rounds,
+    prompts are launched; tuning captures rounds later, and is to gather prompts as the job will."""
     can_be_whole = on_cuda and attention == "triton" and rounds != "phases"
     if wanted == "auto":
-        wanted = "whole" if can_be_whole else "off"
-    if wanted == "whole" and not can_be_whole:
+        of_some = _AUTO if num_ranks == 1 else "whole"  # pieces that hold a sum over ranks were not measured
+        wanted = of_some if can_be_whole else "off"
+    if wanted in ("whole", "both") and not can_be_whole:
         raise ConfigError(
-            "prefill.graphs: whole needs a CUDA device, engine.attention: triton and engine.cuda_graphs: round",
+            f"prefill.graphs: {wanted} needs a CUDA device, engine.attention: triton and engine.cuda_graphs: round",
             hint="leave prefill.graphs out" + (", or set it to piecewise" if on_cuda else ""),
         )
     if wanted == "piecewise" and not on_cuda:
         raise ConfigError("prefill.graphs: piecewise needs a CUDA device", hint="leave prefill.graphs out")
-    if compile_ == "auto" and wanted != "piecewise":
+    if compile_ == "auto" and wanted not in ("piecewise", "both"):
         raise ConfigError(
-            f"engine.compile: auto compiles the pieces of prefill.graphs: piecewise, which is {wanted} here",
+            f"engine.compile: auto compiles the pieces of prefill.graphs: piecewise or both, which is {wanted} here",
             hint="leave engine.compile out, or set prefill.graphs to piecewise",
         )
     return wanted

@@ -15,13 +15,13 @@ from specbatch.cache.request_table import RequestTable
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
-from specbatch.engine.prompt_trunks import PromptGraphMode, piecewise_trunks, token_sizes
+from specbatch.engine.prompt_trunks import PromptPieces, piecewise_trunks, token_sizes
 from specbatch.engine.round import PromptChunk, Round
 from specbatch.engine.round_parts import RoundParts, Rounds
 from specbatch.graphs.runner import GraphRunner
 from specbatch.models.config import num_layer_weights
 
-_PROMPT_GRAPHS = 16  # of a job, roughly
+_PROMPT_GRAPHS = 24  # of a job, roughly
 _SMALLEST_CHUNK = 32  # of the trial, tokens
 
 
@@ -46,14 +46,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """`max_length`: of the longest row that the cache may turn out to hold. `prompt_graphs`: of chunks of short
-    prompts, where rounds are graphs. `compiles`: pieces of prompts."""
+    """`max_length`: of the longest row that the cache may turn out to hold. `whole_prompts`: chunks of short prompts
+    are graphs, where rounds are. `pieces`: of other chunks; None: these have no graphs."""
 
     parts: RoundParts
     max_length: int
     graphs: GraphMode
-    prompt_graphs: PromptGraphMode
-    compiles: bool = False
+    whole_prompts: bool
+    pieces: PromptPieces | None = None
 
     def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> Trial:
         """Leaves the caches empty. Raises where memory runs out."""
@@ -66,7 +66,7 @@ class Trials:
             target.config.num_layers,
             num_layer_weights(target.config),
             prefill_chunk_tokens,
-            self.prompt_graphs == "whole",
+            self.whole_prompts,
         )
         prompt = rounds.items[0]  # for prompts, which no draft method changes
         prompt_bytes = self._prompt_peak(prompt, prefill_chunk_tokens)
@@ -82,8 +82,8 @@ class Trials:
         for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest of each
             eager_bytes = max(eager_bytes, self._round_peak(rounds.items[i], padding[:rows]))
         graph_bytes = self._graph_bytes(made, max_batch_size, len(sizes), padded_bytes)
-        if self.prompt_graphs == "piecewise":
-            graph_bytes += self._piece_bytes(made, prefill_chunk_tokens)
+        if self.pieces is not None:
+            graph_bytes += self._piece_bytes(self.pieces, made, prefill_chunk_tokens)
         table.remove_rules()  # most jobs have none
         made.resize_caches(0)
         return Trial(max_batch_size, prefill_chunk_tokens, made, chunk_cost, eager_bytes, graph_bytes, rule_bytes)
@@ -107,21 +107,18 @@ class Trials:
         kept = runner.pool_bytes + num_graphs * of_driver
         del executor, runner
         gc.collect()
-        # Prompts' graphs are captured as they come up. Where the small ones are first, each size doubles what the one
-        # before took, and none fits into what that left in their pool.
-        return kept * 5 // 4 + 2 * padded_bytes
+        # Prompts' graphs are captured as they come up. Where the small ones are first, none fits into what those before
+        # left in their pool. All sizes together (1 + 3/4 + 1/2 + 3/8 + ...) are 3.5 times the largest.
+        return kept * 5 // 4 + padded_bytes * 7 // 2
 
-    def _piece_bytes(self, made: Rounds, prefill_chunk_tokens: int) -> int:
+    def _piece_bytes(self, pieces: PromptPieces, made: Rounds, prefill_chunk_tokens: int) -> int:
         """Of the pieces of prompts. The largest are captured here; as for rounds, the driver keeps something for each
         graph in addition to the pool."""
-        target, net = self.parts.target, made.items.items[0].method.net
-        largest, runner = token_sizes(target, prefill_chunk_tokens)[-1:], GraphRunner(self.parts.device)
-        with torch.inference_mode():
-            piecewise_trunks(target, made.caches[0], net, largest, runner, compiled=self.compiles)
-        if not runner:
+        sizes, runner = token_sizes(self.parts.target, prefill_chunk_tokens), GraphRunner(self.parts.device)
+        piecewise_trunks(pieces, made.caches[0], made.items.items[0].method.net, sizes[-1:], runner)
+        if sizes and not runner:
             raise torch.OutOfMemoryError("no CUDA graph of a prompt fits")
-        of_driver = max(0, runner.bytes - runner.pool_bytes)
-        kept = 2 * runner.pool_bytes + of_driver * len(token_sizes(target, prefill_chunk_tokens))
+        kept = 2 * runner.pool_bytes + max(0, runner.bytes - runner.pool_bytes) * len(sizes)
         del runner
         gc.collect()
         return kept * 5 // 4

@@ -1,10 +1,14 @@
 """The trunk of a decoder in pieces, each a CUDA graph: prompts without the host's launches, whatever their chunk is.
 
-A trunk (`decoder.Trunk`) is what is computed for every token, up to the last layer's attention. torch.compile traces it
-once, with a backend that splits the graph at attention (`traced.py`). All between two attentions is a *piece*: it
-depends on the number of tokens alone. Attention depends on the sequences, which some backends plan on the host. So
-pieces are captured for a ladder of token counts, and attention is launched between them. Tokens are padded to the next
-size; padding has slot -1, which is written nowhere, and attention leaves it out.
+A trunk (`decoder.Trunk`) is what is computed for every token, up to the last layer's attention. All between two
+attentions is a *piece*: it depends on the number of tokens alone. Attention depends on the sequences, which some
+backends plan on the host. So pieces are captured for a ladder of token counts, and attention is launched between them.
+Tokens are padded to the next size; padding has slot -1, which is written nowhere, and attention leaves it out.
+
+All graphs of a runner share one memory pool: a later capture may use what earlier ones have given back, so a tensor in
+the pool is safe for as long as Python holds it while others are captured. The input of a piece is held until this piece
+is captured, what a trunk returns for ever. Queries and the output of attention, which no piece holds, lie outside the
+pool. Replays follow the order of the captures, on one stream, and what a trunk returns is read before another one runs.
 
 Only prompts are given such a trunk. Rounds call the same model without one, so none of them replays a piece, whatever
 its number of tokens.
@@ -15,30 +19,32 @@ Shape suffixes: T packed tokens, S padded tokens, E hidden size, H query heads, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.graphs.traced import ATTENTION, Scope, TracedTrunk, scoped
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.models.decoder import ForwardPass, TrunkOutput
-
-_SMALLEST = 16  # tokens
+from specbatch.models.decoder import Decoder, ForwardPass, TrunkOutput
 
 
-def token_ladder(largest: int) -> list[int]:
-    """Token counts to capture, ascending: powers of two and the numbers halfway between them, from 16 to the first that
-    is `largest` or more."""
+def token_ladder(largest: int, smallest: int = 16) -> list[int]:
+    """Token counts to capture, ascending: powers of two from `smallest` and the numbers halfway between them, as long
+    as they are less than `largest`, and `largest` itself. One that is less than `smallest`: none."""
     sizes: list[int] = []
-    size = _SMALLEST
-    while not sizes or sizes[-1] < largest:
+    size = smallest
+    while size < largest:
         sizes += [size, size * 3 // 2]
         size *= 2
-    return sizes if sizes[-2] < largest else sizes[:-1]
+    return [*(one for one in sizes if one < largest), *([largest] if largest >= smallest else [])]
+
+
+def next_size(sizes: Sequence[int], num_tokens: int) -> int | None:
+    """The first of ascending sizes that holds these tokens, if one does."""
+    return next((size for size in sizes if size >= num_tokens), None)
 
 
 class Runner(Protocol):
@@ -53,12 +59,63 @@ class Runner(Protocol):
     def replay(self, key: tuple[Any, ...]) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """The pieces for one number of tokens: what each leaves."""
+class Between(NamedTuple):
+    """What passes between pieces and attention, at fixed addresses."""
 
-    queries: list[Tensor]  # (S, H, D) of each attention, which is valid until the next piece
-    output: TrunkOutput
+    queries_SHD: Tensor
+    attended_SHD: Tensor
+
+    def of_size(self, size: int) -> Between:
+        return Between(self.queries_SHD[:size], self.attended_SHD[:size])
+
+
+# Runs a piece, which is a function, by its number; returns what the piece does.
+Launch = Callable[[int, Callable[[], Any]], Any]
+
+
+class Pieces(Protocol):
+    """A decoder's trunk, cut at attention."""
+
+    model: Decoder
+    aux_layers: tuple[int, ...]
+
+    def run(
+        self, tokens_S: Tensor, step: ForwardPass, between: Between, launch: Launch, attend: Callable[[int], None]
+    ) -> TrunkOutput:
+        """All pieces by `launch`, with `attend` after each but the last. A piece leaves its layer's queries in
+        `between`, and `attend` the output of that layer's attention."""
+        ...
+
+
+class PlainPieces:
+    """Of a layer's own kernels: the second half of a layer, and the first half of the next one."""
+
+    def __init__(self, model: Decoder, aux_layers: Sequence[int]) -> None:
+        self.model, self.aux_layers = model, tuple(i for i in aux_layers if i < len(model.layers))
+
+    def run(
+        self, tokens_S: Tensor, step: ForwardPass, between: Between, launch: Launch, attend: Callable[[int], None]
+    ) -> TrunkOutput:
+        aux_hidden_states: list[Tensor] = []
+        x: Tensor | None = None
+        for i in range(len(self.model.layers)):
+            if i:
+                attend(i - 1)
+            x, aux = launch(i, partial(self._piece, i, tokens_S, x, step, between))
+            if aux is not None:
+                aux_hidden_states.append(aux)
+        assert x is not None, "a model has layers"
+        return between.queries_SHD, x, aux_hidden_states
+
+    def _piece(
+        self, i: int, tokens_S: Tensor, x_SE: Tensor | None, step: ForwardPass, between: Between
+    ) -> tuple[Tensor, Tensor | None]:
+        """The input of layer i, (S, E), and a copy of it where it is wanted."""
+        layers = self.model.layers
+        x_SE = self.model.embed(tokens_S) if x_SE is None else layers[i - 1].finish(between.attended_SHD, x_SE)
+        aux = x_SE.clone() if i in self.aux_layers else None  # later layers may write their sums over it
+        between.queries_SHD.copy_(layers[i].queries(x_SE, step))
+        return x_SE, aux
 
 
 class PiecewiseTrunk:
@@ -67,17 +124,17 @@ class PiecewiseTrunk:
     runner."""
 
     def __init__(
-        self, traced: TracedTrunk, cache: KVCache, sizes: Sequence[int], runner: Runner | None, name: str = "trunk"
+        self, pieces: Pieces, cache: KVCache, sizes: Sequence[int], runner: Runner | None, name: str = "trunk"
     ) -> None:
-        model, largest = traced.model, max(sizes)
-        self.traced, self._model, self._runner, self._name = traced, model, runner, name
+        model, largest = pieces.model, max(sizes)
+        self.pieces, self._model, self._runner, self._name = pieces, model, runner, name
         self.sizes, self._cache = sorted(sizes), cache
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, TrunkOutput] = {}
         self._tokens, self._positions, self._slots = torch.zeros(3, largest, dtype=torch.int64, device=model.device)
         attention, dtype = model.layers[0].attention, model.embedding_VE.dtype
         # Not empty: what is computed of padding should be finite.
-        shape = (largest, attention.num_heads, attention.head_dim)
-        self._attended = torch.zeros(shape, dtype=dtype, device=model.device)
+        shape = (2, largest, attention.num_heads, attention.head_dim)
+        self._between = Between(*torch.zeros(shape, dtype=dtype, device=model.device))
         self.num_replays = 0  # of a chunk's pieces
 
     def capture(self, on_progress: Callable[[str], None] = lambda progress: None) -> None:
@@ -92,42 +149,29 @@ class PiecewiseTrunk:
         runner = self._runner
         assert runner is not None
         self._slots[:size].fill_(-1)
-        scope, queries = Scope(self._model.layers, self._static_pass(size)), []
 
-        def piece(number: int, function: Callable[[], Any]) -> Any:
-            def run() -> Any:
-                with scoped(replace(scope, piece=number)):
-                    return function()
-
-            output = runner.capture((self._name, size, number), run)
-            runner.replace_output((self._name, size, number), None)  # what is needed of it is kept here
+        def capture(number: int, piece: Callable[[], Any]) -> Any:
+            key = (self._name, size, number)
+            output = runner.capture(key, piece)
+            runner.replace_output(key, None)  # what is needed of it is held here
             return output
 
-        def attend(q: Tensor) -> Tensor:
-            queries.append(_borrowed(q))
-            return self._attended[:size]
-
         try:
-            output = self._run(size, piece, attend)
+            self._captured[size] = self._run(size, capture, lambda number: None)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            for number in range(self.traced.num_pieces):
+            for number in range(len(self._model.layers)):
                 runner.drop((self._name, size, number))
-            return
-        self._captured[size] = _Captured(queries, output)
 
     def fits(self, num_tokens: int, aux_layers: Sequence[int]) -> bool:
-        size = self._size_for(num_tokens)
+        size = next_size(self.sizes, num_tokens)
         wanted = {i for i in aux_layers if i < len(self._model.layers)}
         has_graphs = self._runner is None or size in self._captured
-        return size is not None and has_graphs and wanted <= set(self.traced.aux_layers)
-
-    def _size_for(self, num_tokens: int) -> int | None:
-        return next((size for size in self.sizes if size >= num_tokens), None)
+        return size is not None and has_graphs and wanted <= set(self.pieces.aux_layers)
 
     def __call__(self, tokens_T: Tensor, step: ForwardPass, aux_layers: Sequence[int]) -> TrunkOutput:
-        count, size = len(tokens_T), self._size_for(len(tokens_T))
+        count, size = len(tokens_T), next_size(self.sizes, len(tokens_T))
         assert size is not None, "see `fits`"
         assert step.cache is self._cache, "graphs hold the addresses of another cache"
         batch = step.batch
@@ -137,83 +181,33 @@ class PiecewiseTrunk:
             static[:count].copy_(values)
         self._slots[count:size].fill_(-1)  # padding is written nowhere
         self.num_replays += 1
-        attended, layers = self._attended[:count], self._model.layers
+        queries_THD, attended_THD = self._between.of_size(count)
+        layers = self._model.layers
 
-        def attend(number: int, q_SHD: Tensor) -> None:
-            attended.copy_(step.attend(layers[number].attention, q_SHD[:count]))
+        def attend(number: int) -> None:
+            attended_THD.copy_(step.attend(layers[number].attention, queries_THD))
 
-        q, x, aux = self._launch(size, attend) if self._runner is None else self._replay(size, attend)
-        numbers = [self.traced.aux_layers.index(i) for i in aux_layers if i < len(layers)]
-        return q[:count], x[:count], [aux[number][:count] for number in numbers]
+        if self._runner is None:
+            _, x, aux = self._run(size, lambda _, piece: piece(), attend)
+        else:
+            _, x, aux = self._replay(size, attend)
+        numbers = [self.pieces.aux_layers.index(i) for i in aux_layers if i < len(layers)]
+        return queries_THD, x[:count], [aux[number][:count] for number in numbers]
 
-    def _replay(self, size: int, attend: Callable[[int, Tensor], None]) -> TrunkOutput:
+    def _replay(self, size: int, attend: Callable[[int], None]) -> TrunkOutput:
         assert self._runner is not None
-        captured = self._captured[size]
-        for number, q_SHD in enumerate(captured.queries):
+        for number in range(len(self._model.layers)):
+            if number:
+                attend(number - 1)
             self._runner.replay((self._name, size, number))
-            attend(number, q_SHD)
-        self._runner.replay((self._name, size, len(captured.queries)))
-        return captured.output
+        return self._captured[size]
 
-    def _launch(self, size: int, attend: Callable[[int, Tensor], None]) -> TrunkOutput:
-        scope = Scope(self._model.layers, self._static_pass(size))
-
-        def piece(number: int, function: Callable[[], Any]) -> Any:
-            scope.piece = number
-            return function()
-
-        def attention(q_SHD: Tensor) -> Tensor:
-            attend(scope.piece, q_SHD)
-            return self._attended[:size]
-
-        with scoped(scope):
-            return self._run(size, piece, attention)
-
-    def _run(
-        self, size: int, piece: Callable[[int, Callable[[], Any]], Any], attend: Callable[[Tensor], Tensor]
-    ) -> TrunkOutput:
-        interpreter = _Interpreter(self.traced.split, piece, attend)
-        return self.traced.output(interpreter.run(*self.traced.arguments(self._tokens[:size])))
+    def _run(self, size: int, launch: Launch, attend: Callable[[int], None]) -> TrunkOutput:
+        step, between = self._static_pass(size), self._between.of_size(size)
+        return self.pieces.run(self._tokens[:size], step, between, launch, attend)
 
     def _static_pass(self, size: int) -> ForwardPass:
         """Of tokens in static buffers. Pieces read nothing else of the batch."""
         none = torch.zeros(1, dtype=torch.int32, device=self._model.device)
         batch = PagedBatch(self._slots[:size], self._positions[:size], none[None], 1, none, none, 1)
         return self._model.static_pass(batch, self._cache)
-
-
-class _Interpreter(fx.Interpreter):
-    """Runs a split module: each piece, with its number, by `piece`, and attention of queries by `attend`."""
-
-    def __init__(
-        self,
-        split: fx.GraphModule,
-        piece: Callable[[int, Callable[[], Any]], Any],
-        attend: Callable[[Tensor], Tensor],
-    ) -> None:
-        super().__init__(split)
-        self._piece, self._attend, self._number = piece, attend, 0
-
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if str(target).startswith(ATTENTION):
-            (q,) = (one for one in args if isinstance(one, Tensor))
-            return self._attend(q)
-        self._number += 1
-        module = self.fetch_attr(target)
-        return self._piece(self._number - 1, lambda: module(*args))
-
-
-class _Memory:
-    """Device memory that nobody owns here."""
-
-    def __init__(self, x: Tensor) -> None:
-        interface = {"shape": (x.nbytes,), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 3}
-        self.__cuda_array_interface__ = interface
-
-
-def _borrowed(x: Tensor) -> Tensor:
-    """The same tensor without keeping its memory: later graphs of the pool can use it."""
-    if not x.is_cuda:
-        return x
-    assert x.is_contiguous(), x.stride()
-    return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype).view(x.shape)

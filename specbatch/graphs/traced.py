@@ -1,8 +1,9 @@
-"""A decoder's trunk, traced by torch.compile and split at attention: see `piecewise.py`.
+"""A decoder's trunk, traced by torch.compile with a backend that splits it at attention and compiles the pieces: see
+`piecewise.py`.
 
-Without compiling, a layer is two opaque operations, before and after attention: they run our own kernels. Compiled,
-layers whose weights are dense are traced in torch operations, and Inductor fuses norms, activations and residuals, once
-for any number of tokens. Layers of other kinds stay opaque.
+Layers whose weights are dense are traced in torch operations, and Inductor fuses norms, activations and residuals, once
+for any number of tokens. Layers of other kinds are two opaque operations, before and after attention, which run our own
+kernels.
 
 Operations take tensors and numbers. What else they need reaches them through one scoped context, `Scope`.
 
@@ -15,13 +16,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 
+from specbatch.graphs.piecewise import Between, Launch
 from specbatch.models.decoder import Attention, Decoder, DecoderLayer, ForwardPass, TrunkOutput
 
 _EXAMPLE_TOKENS = 16
@@ -33,7 +35,12 @@ class Scope:
 
     layers: Sequence[DecoderLayer]
     step: ForwardPass
+    queries_SHD: Tensor  # where attention reads them
     piece: int = 0  # that runs: it finishes the layer of this number less 1, and computes the queries of this layer
+
+    def kept(self, queries_SHD: Tensor) -> Tensor:
+        self.queries_SHD.copy_(queries_SHD)
+        return queries_SHD
 
 
 _SCOPE: ContextVar[Scope] = ContextVar("scope")
@@ -50,17 +57,16 @@ def scoped(scope: Scope) -> Iterator[None]:
 
 def _queries(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
     scope = _SCOPE.get()
-    return scope.layers[scope.piece].queries(x, scope.step)
+    return scope.kept(scope.layers[scope.piece].queries(x, scope.step))
 
 
 def _write(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
     scope = _SCOPE.get()
-    return scope.layers[scope.piece].attention.rotate_and_write(qkv, scope.step)
+    return scope.kept(scope.layers[scope.piece].attention.rotate_and_write(qkv, scope.step))
 
 
 def _attend(q: Tensor) -> Tensor:
-    scope = _SCOPE.get()
-    return scope.step.attend(scope.layers[scope.piece].attention, q)
+    raise AssertionError("attention is launched between pieces")
 
 
 def _finish(attended: Tensor, residual: Tensor) -> Tensor:
@@ -118,29 +124,37 @@ class _OpaqueLayer:
         return q
 
 
-class TracedTrunk:
-    """A decoder's trunk as pieces with attention between them. `compiled`: by Inductor, where layers allow it."""
+class CompiledPieces:
+    """`Pieces` that Inductor compiles, where layers allow it."""
 
-    def __init__(self, model: Decoder, aux_layers: Sequence[int], *, compiled: bool) -> None:
+    def __init__(self, model: Decoder, aux_layers: Sequence[int]) -> None:
         self.model, self.aux_layers = model, tuple(i for i in aux_layers if i < len(model.layers))
-        self._compiled, self.num_compiled = compiled, 0
-        layers: list[_TracedLayer] = [
-            (layer.traceable() if compiled else None) or _OpaqueLayer(layer) for layer in model.layers
-        ]
-        self.split, self._arguments, self._order = self._trace(layers)
+        self.num_compiled = 0
+        self.split, self._arguments, self._order = self._trace(
+            [layer.traceable() or _OpaqueLayer(layer) for layer in model.layers]
+        )
 
-    @property
-    def num_pieces(self) -> int:
-        return sum(node.op == "call_module" and not is_attention(node) for node in self.split.graph.nodes)
+    def run(
+        self, tokens_S: Tensor, step: ForwardPass, between: Between, launch: Launch, attend: Callable[[int], None]
+    ) -> TrunkOutput:
+        scope = Scope(self.model.layers, step, between.queries_SHD)
 
-    def arguments(self, tokens_S: Tensor) -> list[Any]:
-        """Of the split module: the weights, and what depends on the tokens."""
-        return [tokens_S if one is _TOKENS else len(tokens_S) if one is _COUNT else one for one in self._arguments]
+        def piece(number: int, function: Callable[[], Any]) -> Any:
+            def run() -> Any:
+                with scoped(replace(scope, piece=number)):
+                    return function()
 
-    def output(self, flat: Sequence[Tensor]) -> TrunkOutput:
-        """From what the split module returns."""
-        q, x, *aux_hidden_states = (flat[i] for i in self._order)
-        return q, x, aux_hidden_states
+            return launch(number, run)
+
+        def attention(number: int) -> Tensor:
+            attend(number)
+            return between.attended_SHD
+
+        # The weights, and what depends on the tokens.
+        arguments = [tokens_S if one is _TOKENS else len(tokens_S) if one is _COUNT else one for one in self._arguments]
+        flat = _Interpreter(self.split, piece, attention).run(*arguments)
+        _, x, *aux_hidden_states = (flat[i] for i in self._order)
+        return between.queries_SHD, x, aux_hidden_states
 
     def _trace(self, layers: Sequence[_TracedLayer]) -> tuple[fx.GraphModule, list[Any], list[int]]:
         """(split module, its arguments, the index in its output of each tensor of the trunk's)."""
@@ -162,8 +176,7 @@ class TracedTrunk:
 
         def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., list[Tensor]]:
             split = split_at_attention(graph)
-            if self._compiled:
-                self.num_compiled = compile_pieces(split)
+            self.num_compiled = compile_pieces(split)
             (output,) = (node for node in graph.graph.nodes if node.op == "output")
             # What is traced is run once, by other means: this output says only which tensor is where.
             marks = [torch.empty(0, device=tokens.device) for _ in output.args[0]]
@@ -187,13 +200,28 @@ class TracedTrunk:
         return split, kept, order
 
 
-ATTENTION = "attention"  # what names of attentions in a split module begin with
+class _Interpreter(fx.Interpreter):
+    """Runs a split module: each piece by `launch`, with its number, and attention by `attend`."""
+
+    def __init__(self, split: fx.GraphModule, launch: Launch, attend: Callable[[int], Tensor]) -> None:
+        super().__init__(split)
+        self._launch, self._attend, self._number = launch, attend, 0
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if str(target).startswith(_ATTENTION):
+            return self._attend(self._number - 1)
+        self._number += 1
+        module = self.fetch_attr(target)
+        return self._launch(self._number - 1, lambda: module(*args))
+
+
+_ATTENTION = "attention"  # what names of attentions in a split module begin with
 _TOKENS, _COUNT = object(), object()  # arguments that depend on the tokens
 
 
 def is_attention(node: fx.Node) -> bool:
     """Whether this node of a split module is an attention."""
-    return node.op == "call_module" and str(node.target).startswith(ATTENTION)
+    return node.op == "call_module" and str(node.target).startswith(_ATTENTION)
 
 
 def split_at_attention(graph: fx.GraphModule) -> fx.GraphModule:
@@ -212,7 +240,7 @@ def split_at_attention(graph: fx.GraphModule) -> fx.GraphModule:
     for name, piece in list(split.named_children()):
         assert isinstance(piece, fx.GraphModule)
         if any(node.target in _ATTEND for node in piece.graph.nodes):
-            new = name.replace("submod", ATTENTION)
+            new = name.replace("submod", _ATTENTION)
             split.add_submodule(new, piece)
             for node in split.graph.nodes:
                 if node.op == "call_module" and node.target == name:

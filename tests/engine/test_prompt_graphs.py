@@ -128,16 +128,20 @@ def chunk_of_nothing(packer: PromptPacker, round_: Round, shape: ChunkShape) -> 
     ("tokens", "num_sequences", "queries", "expected"),
     [
         (63, 1, 63, (64, 1, 64)),
-        (64, 1, 64, (128, 1, 128)),
+        (64, 1, 64, (64, 1, 64)),
+        (65, 1, 65, (96, 1, 96)),
+        (64, 4, 16, (64, 4, 64)),
+        (64, 3, 30, (96, 4, 96)),
         (900, 3, 256, (1024, 4, 256)),
         (900, 5, 257, (1024, 12, 1024)),
         (1023, 12, 100, (1024, 12, 256)),
         (200, 4, 60, (256, 4, 256)),
-        (1024, 1, 1024, None),
+        (1024, 1, 1024, (1024, 1, 1024)),
+        (1024, 2, 512, None),
     ],
 )
 def test_shapes(tokens: int, num_sequences: int, queries: int, expected: tuple[int, int, int] | None) -> None:
-    """More tokens than there are, sequences in steps of four, at most as many as a batch has."""
+    """Sequences in steps of four, at most as many as a batch has; where some are padding, so is at least one token."""
     packed = PromptPacker(4, None).pack([])
     packed.target.tokens = [0] * tokens
     packed.target.max_queries = queries

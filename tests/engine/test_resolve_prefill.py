@@ -14,8 +14,8 @@ from specbatch.errors import ConfigError
 @pytest.mark.parametrize(
     ("wanted", "on_cuda", "attention", "rounds", "expected"),
     [
-        ("auto", True, "triton", "round", "whole"),
-        ("auto", True, "triton", "none", "whole"),  # tuning captures rounds later
+        ("auto", True, "triton", "round", "both"),
+        ("auto", True, "triton", "none", "both"),  # tuning captures rounds later
         ("auto", True, "triton", "phases", "off"),
         ("auto", True, "flashinfer", "round", "off"),
         ("auto", False, "torch", "none", "off"),
@@ -28,13 +28,19 @@ def test_graphs_of_prompts(wanted: Any, on_cuda: bool, attention: str, rounds: A
     assert resolve_prompt_graphs(wanted, "off", on_cuda, attention, rounds) == expected
 
 
+def test_pieces_of_several_ranks_must_be_asked_for() -> None:
+    assert resolve_prompt_graphs("auto", "off", True, "triton", "round", 2) == "whole"
+    assert resolve_prompt_graphs("both", "off", True, "triton", "round", 2) == "both"
+
+
 @pytest.mark.parametrize(
     ("wanted", "compile_", "on_cuda", "attention", "message"),
     [
         ("whole", "off", True, "flashinfer", "prefill.graphs: whole needs"),
         ("whole", "off", False, "torch", "prefill.graphs: whole needs"),
+        ("both", "off", True, "flashinfer", "prefill.graphs: both needs"),
         ("piecewise", "off", False, "torch", "prefill.graphs: piecewise needs a CUDA device"),
-        ("auto", "auto", True, "triton", "which is whole here"),
+        ("whole", "auto", True, "triton", "which is whole here"),
         ("off", "auto", True, "triton", "which is off here"),
     ],
 )

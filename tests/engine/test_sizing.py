@@ -61,7 +61,7 @@ def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any, rule_bytes: 
     rows = Rows(TOKEN_BYTES, 4, SHAPE.num_draft_tokens, MAX_LENGTH, 64, spare_pages=1)
     bound, sizes = plan_cache(free, rows), sizes_to_try(64, 1024, open_batch=True, open_chunk=True)
     notes: list[str] = []
-    trials = Measured(parts, bound.capacity, "none", prompt_graphs="off")
+    trials = Measured(parts, bound.capacity, "none", whole_prompts=False)
     sized = measured(trials, CardBudget(free, bound, rows, None, 0.9, sizes), notes.append)
     engine = Engine(
         RoundExecutor(sized.rounds.items, sized.max_batch_size, CPU, "none"),

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from specbatch.config_load import load_config
 from specbatch.draft import NoDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.build import build_engine
 from specbatch.engine.engine import Engine
+from specbatch.engine.resolve import resolve
 from specbatch.graphs.piecewise import PiecewiseTrunk, token_ladder
 from specbatch.graphs.runner import GraphRunner
-from specbatch.graphs.traced import TracedTrunk, is_attention
+from specbatch.graphs.traced import CompiledPieces, is_attention
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays
 from tests.tiny_models import (
@@ -50,47 +53,52 @@ def trunks_of(engine: Engine) -> list[PiecewiseTrunk]:
 
 
 @pytest.mark.parametrize(
-    ("largest", "expected"),
-    [(1, [16]), (16, [16]), (17, [16, 24]), (25, [16, 24, 32]), (100, [16, 24, 32, 48, 64, 96, 128])],
-)
-def test_ladder(largest: int, expected: list[int]) -> None:
-    assert token_ladder(largest) == expected
+    ("largest", "smallest", "expected"),
+    [
+        (15, 16, []), (16, 16, [16]), (17, 16, [16, 17]), (25, 16, [16, 24, 25]), (32, 16, [16, 24, 32]),
+        (100, 16, [16, 24, 32, 48, 64, 96, 100]), (440, 64, [64, 96, 128, 192, 256, 384, 440]), (0, 64, []),
+    ],
+)  # fmt: skip
+def test_ladder(largest: int, smallest: int, expected: list[int]) -> None:
+    assert token_ladder(largest, smallest) == expected
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_trunk_is_split_at_attention(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trunk_is_split_at_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two attentions there is one piece, whatever the layers are made of."""
     monkeypatch.setattr("specbatch.graphs.traced.compile_pieces", lambda split: 0)
     model = tiny_decoder(tiny_config(4, qkv_bias=True, qk_norm=True), torch.float64, attention=paged_of)
-    traced = TracedTrunk(model, (0, 2, 4), compiled=compiled)
-    assert traced.num_pieces == 4
+    traced = CompiledPieces(model, (0, 2, 4))
     assert traced.aux_layers == (0, 2), "the last layer's output is not a part of the trunk"
     calls = [is_attention(node) for node in traced.split.graph.nodes if node.op == "call_module"]
     assert calls == [False, True] * 3 + [False]
 
 
 @pytest.mark.parametrize(
-    ("method", "shape", "params", "captured"),
+    ("method", "shape", "params", "captured", "whole"),
     [
-        ("none", None, GREEDY, False),
-        ("draft_model", DraftShape(3, 1, 4), GREEDY, True),
-        ("eagle", DraftShape(3, 1, 4), SAMPLED, True),
-        ("eagle3", DraftShape(4, 3, 12), GREEDY, True),
+        ("none", None, GREEDY, False, 0),
+        ("draft_model", DraftShape(3, 1, 4), GREEDY, True, 0),
+        ("eagle", DraftShape(3, 1, 4), SAMPLED, True, 0),
+        ("eagle3", DraftShape(4, 3, 12), GREEDY, True, 64),
     ],
 )
-def test_texts_are_the_same(method: str, shape: DraftShape | None, params: SamplingParams, captured: bool) -> None:
-    """Packed prompts, some found in the prefix cache; some longer than a chunk, and so in pieces of other lengths."""
+def test_texts_are_the_same(
+    method: str, shape: DraftShape | None, params: SamplingParams, captured: bool, whole: int
+) -> None:
+    """Packed prompts, some found in the prefix cache; some longer than a chunk, and so in pieces of other lengths.
+    `whole`: chunks of whole prompts of up to as many tokens are padded as a whole."""
     prompts = random_prompts(10, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
     expected = run(tiny_oracle(method, shape, **SETTINGS), prompts, params)
     runner = Replays(never) if captured else None
-    engine = tiny_device_engine(method, shape, **SETTINGS, piece_sizes=SIZES, piece_runner=runner)
+    engine = tiny_device_engine(method, shape, **SETTINGS, piece_sizes=SIZES, piece_runner=runner, graph_tokens=whole)
     actual = run(engine, prompts, params)
+    assert bool(engine._prompts._buffers) == bool(whole)
     assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
     assert [c.speculation for c in actual] == [c.speculation for c in expected]
     assert engine.stats.cached_prompt_tokens > 0
     trunks = trunks_of(engine)
     assert len(trunks) == (2 if method == "draft_model" else 1)
-    assert all(trunk.num_replays > 2 for trunk in trunks)
+    assert all(trunk.num_replays > (0 if whole else 2) for trunk in trunks)
 
 
 def test_bits_are_those_of_prompts_without_pieces() -> None:
@@ -180,31 +188,75 @@ def test_compiled_pieces() -> None:
     assert [c.token_ids for c in run(engine, prompts, GREEDY)] == [c.token_ids for c in expected]
     (trunk,) = trunks_of(engine)
     assert trunk.num_replays > 2
-    assert trunk.traced.num_compiled == 2
+    assert isinstance(trunk.pieces, CompiledPieces)
+    assert trunk.pieces.num_compiled == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("method", "shape", "dtype", "compiled"),
+    ("method", "shape", "dtype", "compiled", "whole"),
     [
-        *((*case, dtype, False) for case in CASES for dtype in (torch.float64, torch.float32)),
-        (*CASES[0], torch.float32, True),
-        (*CASES[1], torch.float32, True),
-        (*CASES[3], torch.float32, True),
+        *((*case, dtype, False, whole) for case in CASES for dtype, whole in ((torch.float64, 0), (torch.float32, 64))),
+        (*CASES[0], torch.float32, True, 0),
+        (*CASES[1], torch.float32, True, 0),
+        (*CASES[3], torch.float32, True, 0),
     ],
 )
-def test_graphs_give_the_same_texts(method: str, shape: DraftShape | None, dtype: torch.dtype, compiled: bool) -> None:
-    """float64 with the reference kernels, float32 with Triton's."""
+def test_graphs_give_the_same_texts(
+    method: str, shape: DraftShape | None, dtype: torch.dtype, compiled: bool, whole: int
+) -> None:
+    """float64 with the reference kernels, float32 with Triton's; with whole graphs (`whole` tokens) and without."""
     prompts = random_prompts(10, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
     settings, cuda = SETTINGS | {"dtype": dtype}, torch.device("cuda")
     runner = GraphRunner(cuda)
     engine = tiny_device_engine(
         method, shape, **settings, device=cuda, graphs="round", piece_sizes=SIZES, piece_runner=runner,
-        compiled=compiled,
+        compiled=compiled, graph_tokens=whole,
     )  # fmt: skip
     for params in (GREEDY, SAMPLED):
         expected = run(tiny_oracle(method, shape, **settings), prompts, params)
         actual = run(engine, prompts, params)
         assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
     assert len(runner) >= 3 * len(SIZES)
-    assert all(trunk.num_replays > 2 for trunk in trunks_of(engine))
+    assert bool(engine._prompts._buffers) == bool(whole)
+    assert all(trunk.num_replays > (0 if whole else 2) for trunk in trunks_of(engine))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("method", "shape"), [CASES[1], CASES[3]])
+def test_graphs_have_the_bits_of_launches(method: str, shape: DraftShape) -> None:
+    """Chunks of all sizes, in any order, of two models in one memory pool, with auxiliary hidden states: where a graph
+    wrote over what a later piece reads, bits would differ."""
+    cuda = torch.device("cuda")
+    settings = SETTINGS | {"dtype": torch.float32, "max_batch_size": 1, "prefix_cache": False, "device": cuda}
+    lengths = [40, 5, 64, 20, 33, 16, 60, 30, 90, 24, 7]
+    prompts = [random_prompts(1, seed=length, longest=1, shared=length - 1)[0] for length in lengths]
+    params = replace(GREEDY, prompt_logprobs=1, logprobs=2)
+    launched, replayed = (
+        tiny_device_engine(method, shape, **settings, piece_sizes=SIZES, piece_runner=runner)
+        for runner in (None, GraphRunner(cuda))
+    )
+    assert run(replayed, prompts, params) == run(launched, prompts, params)
+    assert torch.equal(*(round_of(engine)._cache.all_layers[..., :-1, :] for engine in (launched, replayed)))
+    assert all(trunk.num_replays >= len(lengths) for engine in (launched, replayed) for trunk in trunks_of(engine))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["none", "eagle3"])
+def test_auto(method: str) -> None:
+    """Whole graphs for short prompts, pieces for those whose tokens are scored; texts are those of launches."""
+    draft = [f"speculation.draft=random:{method}", "speculation.num_steps=3"] if method != "none" else []
+    sets = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", f"speculation.method={method}"]
+    sets += [*draft, "engine.kv_cache_tokens=8192", "engine.prefill_chunk_tokens=256", "engine.max_batch_size=4"]
+    prompts, found = random_prompts(6, longest=60) + random_prompts(2, seed=3, longest=1, shared=300), []
+    for graphs in ("off", "auto"):
+        resolved = resolve(load_config(None, [*sets, f"prefill.graphs={graphs}"]))
+        engine = build_engine(resolved)
+        assert isinstance(engine, Engine)
+        found.append([run(engine, prompts, replace(GREEDY, prompt_logprobs=wanted)) for wanted in (None, 1)])
+    assert [[c.token_ids for c in part] for part in found[0]] == [[c.token_ids for c in part] for part in found[1]]
+    assert resolved.config.prefill.graphs == "both"
+    assert any("graphs of pieces" in note for note in resolved.notes)
+    assert engine.start_bytes["prompt_graphs"] > 0
+    assert engine._prompts.runner
+    assert all(trunk.num_replays > 1 for trunk in trunks_of(engine))
