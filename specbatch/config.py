@@ -168,8 +168,14 @@ class EngineSection:
     cascade_attention: Literal["off", "on", "auto"] = option(
         "auto",
         "`on`: a round reads the cached beginning that several requests share once for all of them, and not once for "
-        "each. With `engine.attention: triton`. `auto`: off, until it is measured where it gains.",
+        "each. With `engine.attention: triton`. `auto`: off, until it is measured in whole files.",
         read=read_switch,
+    )
+    shared_tokens: int | None = option(
+        None,
+        "Tokens with which most prompts begin alike, for `cascade_attention: auto`. null: counted in the first rows of "
+        "a file.",
+        AT_LEAST_0,
     )
     prefill_chunk_tokens: int | None = option(
         None,

@@ -104,7 +104,7 @@ class Inputs:
             tokens, tokens, table.to(DEVICE), PAGE, starts.to(DEVICE, torch.int32), ends, case.queries
         )
         self.table = GroupTable(case.batch, GroupLimits(), DEVICE)
-        self.grouped = replace(self.plain, groups=self.table.groups)
+        self.grouped = replace(self.plain, groups=self.table.of_batch(case.batch))
 
     def write(self, groups: list[Group]) -> None:
         self.table.write(groups, lambda packed: torch.from_numpy(packed).to(DEVICE))

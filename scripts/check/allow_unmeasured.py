@@ -1,4 +1,5 @@
-"""Runs a script or a module with what `resolve` refuses on CUDA until it is measured: FP8.
+"""Runs a script or a module with what `resolve` refuses on CUDA until it is measured: FP8, and the `auto` of
+engine.cascade_attention.
 
 python scripts/check/allow_unmeasured.py scripts/bench/bench.py --set model.quantization=fp8 ...
 python scripts/check/allow_unmeasured.py -m specbatch generate ... --set model.quantization=fp8
@@ -10,11 +11,12 @@ import runpy
 import sys
 from pathlib import Path
 
-from specbatch.engine import resolve_model
+from specbatch.engine import resolve_cascade, resolve_model
 
 
 def main() -> None:
     resolve_model.MEASURED_ON_CUDA = True
+    resolve_cascade.MEASURED_ON_CUDA = True
     name, is_module = (sys.argv[2], True) if sys.argv[1] == "-m" else (sys.argv[1], False)
     sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
     if is_module:

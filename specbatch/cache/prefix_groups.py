@@ -8,30 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specbatch.batch import PREFIX_UNIT, PrefixGroups
+from specbatch.cache.cascade_costs import CascadeCosts
 
 MAX_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """The smallest group. Not measured yet: `scripts/bench/bench_cascade.py` compares."""
+    """The smallest group, and the smallest batch (padding included) whose rounds read groups at all. `costs`: only
+    groups that gain by them are taken; None: all."""
 
     min_sequences: int = 4
     min_tokens: int = 256  # that they share
+    min_batch: int = 1
+    costs: CascadeCosts | None = None
 
 
 class Group(NamedTuple):
     """Sequences, by index, and the tokens that they share."""
 
-    members: list[int]
+    members: Sequence[int] | NDArray[np.int32]
     tokens: int
 
     @property
@@ -40,55 +45,110 @@ class Group(NamedTuple):
         return (len(self.members) - 1) * self.tokens
 
 
-@dataclass(slots=True)
-class _Shared:
-    """Sequences from `first` on, in order of their pages, that share as many units; and the groups among them."""
+class _Node:
+    """Sequences that share the first `depth` units: those of `parent`, then `edge`."""
 
-    units: int
-    first: int
-    groups: list[Group] = field(default_factory=list)
+    __slots__ = ("below", "best", "children", "depth", "edge", "group", "is_group", "members", "parent")
+
+    def __init__(self, parent: _Node | None, edge: tuple[int, ...], depth: int) -> None:
+        self.parent, self.edge, self.depth = parent, edge, depth
+        self.children: dict[tuple[int, ...], _Node] = {}  # by the pages of the first unit
+        self.members: dict[int, None] = {}
+        self.below = 0  # what the children's best groups save
+        self.best = 0  # what the best groups of these sequences save
+        self.is_group = False  # which is all of them as one group
+        self.group: Group | None = None  # as it was when it was last asked for
 
 
-class GroupFinder:
-    """Finds groups by their pages."""
+class GroupTree:
+    """Sequences, each by a number, as a radix tree of their pages. What a change costs depends on the sequence's pages
+    and not on the number of sequences."""
 
     def __init__(self, page_size: int, limits: GroupLimits) -> None:
         self._unit = math.lcm(page_size, PREFIX_UNIT)
         self._unit_pages = self._unit // page_size
         self._min_sequences, self._min_tokens = limits.min_sequences, max(limits.min_tokens, self._unit)
+        self._root = _Node(None, (), 0)
+        self._ends: dict[int, _Node] = {}
 
-    def find(self, pages: Sequence[list[int]]) -> list[Group]:
-        """Groups of the sequences with these pages, those that save the most first; MAX_GROUPS at most."""
-        order = sorted(range(len(pages)), key=pages.__getitem__)
-        open_: list[_Shared] = [_Shared(0, 0)]
-        for i in range(1, len(order) + 1):
-            units = self._shared_units(pages[order[i - 1]], pages[order[i]]) if i < len(order) else 0
-            first = i - 1
-            while open_[-1].units > units:
-                ended = open_.pop()
-                groups, first = self._best(ended, order[ended.first : i]), ended.first
-                if open_[-1].units < units:
-                    open_.append(_Shared(units, first))
-                open_[-1].groups += groups
-            if open_[-1].units < units:
-                open_.append(_Shared(units, first))
-        return sorted(open_[0].groups, key=lambda group: -group.saved)[:MAX_GROUPS]
+    def __contains__(self, member: int) -> bool:
+        return member in self._ends
 
-    def _best(self, shared: _Shared, members: list[int]) -> list[Group]:
-        """All of them as one group, or the groups among them."""
-        whole = Group(members, shared.units * self._unit)
-        if len(members) < self._min_sequences or whole.tokens < self._min_tokens:
-            return shared.groups
-        return [whole] if whole.saved >= sum(group.saved for group in shared.groups) else shared.groups
+    def add(self, member: int, pages: Sequence[int]) -> None:
+        """`pages`: the full ones, which hold what is computed."""
+        assert member not in self._ends, member
+        width = self._unit_pages
+        rest = tuple(pages[: len(pages) // width * width])
+        node = self._root
+        node.members[member] = None
+        while rest:
+            child = node.children.get(rest[:width])
+            if child is None:
+                child = _Node(node, rest, node.depth + len(rest) // width)
+                node.children[rest[:width]] = child
+            common = self._common_pages(child.edge, rest)
+            if common < len(child.edge):
+                child = self._split(child, common)
+            child.members[member] = None
+            node, rest = child, rest[common:]
+        self._ends[member] = node
+        while node.parent is not None:
+            node = self._counted(node)
 
-    def _shared_units(self, a: list[int], b: list[int]) -> int:
-        """Whole units of pages in common at the beginning; by halves, because comparing slices is fast."""
-        low, high = 0, min(len(a), len(b)) // self._unit_pages
+    def remove(self, member: int) -> None:
+        node = self._ends.pop(member)
+        while node.parent is not None:
+            del node.members[member]
+            if not node.members:
+                del node.parent.children[node.edge[: self._unit_pages]]
+            node = self._counted(node)
+        del node.members[member]
+
+    def groups(self) -> list[Group]:
+        """Those that save the most first; MAX_GROUPS at most."""
+        found, nodes = [], [self._root]
+        for node in nodes:  # grows
+            if node.is_group:
+                if node.group is None:
+                    members = np.fromiter(node.members, np.int32, len(node.members))
+                    node.group = Group(members, node.depth * self._unit)
+                found.append(node.group)
+            else:
+                nodes += [child for child in node.children.values() if child.best]
+        return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]
+
+    def _split(self, child: _Node, pages: int) -> _Node:
+        """A node in the middle of `child`'s edge."""
+        parent, width = child.parent, self._unit_pages
+        assert parent is not None
+        middle = _Node(parent, child.edge[:pages], parent.depth + pages // width)
+        middle.members, middle.below, middle.best = dict(child.members), child.best, child.best
+        parent.children[child.edge[:width]] = middle
+        child.parent, child.edge = middle, child.edge[pages:]
+        middle.children[child.edge[:width]] = child
+        return middle
+
+    def _counted(self, node: _Node) -> _Node:
+        """Decides anew between all of a node's sequences and the groups among them; returns its parent."""
+        parent, tokens, count = node.parent, node.depth * self._unit, len(node.members)
+        assert parent is not None
+        saved = (count - 1) * tokens if count >= self._min_sequences and tokens >= self._min_tokens else 0
+        node.is_group = saved > 0 and saved >= node.below
+        best = saved if node.is_group else node.below
+        parent.below += best - node.best
+        node.best, node.group = best, None
+        return parent
+
+    def _common_pages(self, a: tuple[int, ...], b: tuple[int, ...]) -> int:
+        """Of whole units at the beginning; by halves, because comparing slices is fast."""
+        width = self._unit_pages
+        if a == b[: len(a)]:
+            return len(a)
+        low, high = 0, min(len(a), len(b)) // width
         while low < high:
             middle = (low + high + 1) // 2
-            begin, end = low * self._unit_pages, middle * self._unit_pages
-            low, high = (middle, high) if a[begin:end] == b[begin:end] else (low, middle - 1)
-        return low
+            low, high = (middle, high) if a[: middle * width] == b[: middle * width] else (low, middle - 1)
+        return low * width
 
 
 class GroupTable:
@@ -98,27 +158,35 @@ class GroupTable:
         self.limits = limits
         self._sizes = [MAX_GROUPS] * 3 + [max_batch_size] * 2
         self._written: list[Group] = []
+        self._packed = np.zeros(sum(self._sizes), dtype=np.int32)
         self._buffer = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        self.groups = PrefixGroups(*self._buffer.split(self._sizes))
+        self._groups = PrefixGroups(*self._buffer.split(self._sizes))
 
     @property
     def written(self) -> list[Group]:
         return self._written
 
+    def of_batch(self, size: int) -> PrefixGroups | None:
+        """What rounds of that many sequences read, padding included; None: no groups."""
+        return self._groups.of_batch(size) if size >= self.limits.min_batch else None
+
     def write(self, groups: list[Group], upload: Callable[[np.ndarray], Tensor]) -> None:
         """`upload`: to the device, in order with what is launched."""
-        if groups != self._written:
-            self._buffer.copy_(upload(self._packed(groups)))
-            self._written = groups
+        if groups is self._written:
+            return
+        packed = self._pack(groups)
+        if not np.array_equal(packed, self._packed):
+            self._buffer.copy_(upload(packed))
+        self._written, self._packed = groups, packed
 
-    def _packed(self, groups: list[Group]) -> np.ndarray:
+    def _pack(self, groups: list[Group]) -> np.ndarray:
         buffer = np.zeros(sum(self._sizes), dtype=np.int32)
-        sizes, firsts, tokens, members, tokens_of = np.split(buffer, np.cumsum(self._sizes[:-1]))
-        first = 0
-        for i, group in enumerate(groups):
-            end = first + len(group.members)
-            sizes[i], firsts[i], tokens[i] = len(group.members), first, group.tokens
-            members[first:end] = group.members
-            tokens_of[group.members] = group.tokens
-            first = end
+        if groups:
+            sizes, firsts, tokens, members, tokens_of = np.split(buffer, np.cumsum(self._sizes[:-1]))
+            count, together = len(groups), np.concatenate([group.members for group in groups])
+            sizes[:count] = [len(group.members) for group in groups]
+            firsts[1:count] = np.cumsum(sizes[: count - 1])
+            tokens[:count] = [group.tokens for group in groups]
+            members[: len(together)] = together
+            tokens_of[together] = np.repeat(tokens[:count], sizes[:count])
         return buffer

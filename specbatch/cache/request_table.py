@@ -115,7 +115,7 @@ class BatchView:
             state.page_table_SP[req_idx_B],
             page_size,
             ops,
-            None if state.groups is None else state.groups.groups.of_batch(len(req_idx_B)),
+            None if state.groups is None else state.groups.of_batch(len(req_idx_B)),
         )
 
     def field(self, field: Field) -> Tensor:

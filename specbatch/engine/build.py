@@ -15,7 +15,6 @@ from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.invariant import InvariantAttention
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import KVScales, PagePool
-from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
@@ -197,7 +196,6 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled)
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
-    cascade = GroupLimits() if run.engine.cascade else None
     return parts, RoundParts(
         target,
         methods,
@@ -206,7 +204,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         eos,
         speculation.simulate_acceptance,
         min_lane=MIN_LANE if run.engine.two_lanes else None,
-        cascade=cascade,
+        cascade=run.engine.cascade,
     )
 
 

@@ -93,7 +93,7 @@ class Engine(EngineBase):
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
         self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, graph_tokens, trunks)
         self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
-        self._groups = BatchGroups(self._state.groups, pool.page_size)
+        self._groups = BatchGroups(self._state.groups, pool.page_size, max_batch_size)
         self._max_batch_size = max_batch_size
         sizes = executor.lanes
         self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
@@ -201,7 +201,7 @@ class Engine(EngineBase):
         # A batch with grammars waits for the host: it is one lane.
         batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
         slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
-        self.executor.write_groups(self._groups.of(rows))
+        self.executor.write_groups(self._groups.of(rows, method.num_nodes))
         launched = self.executor.run(slots, sampled, num_top, self._edits(rows), grammar, batch.lane)
         if grammar is not None:
             self._stats.grammar.add(grammar.counts)
@@ -285,7 +285,7 @@ class Engine(EngineBase):
         """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
         launched for the new request comes after that round."""
         self._rows.start(seq, self._scheduler.running)
-        self._groups.forget()
+        self._groups.forget(seq.req_idx)
         seq.num_draft_computed = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
 
@@ -330,7 +330,8 @@ class Engine(EngineBase):
         """The request indices of the next round, whose page tables are on the device then: to run it by hand."""
         sequences = self._scheduler.plan_round()
         self._rows.upload_pages(sequences)
-        self.executor.write_groups(self._groups.of(sequences))
+        num_queries = self.executor.rounds.at(len(sequences)).method.num_nodes
+        self.executor.write_groups(self._groups.of(sequences, num_queries))
         return [seq.req_idx for seq in sequences]
 
     def abort_all(self) -> None:

@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specbatch.attention.flashinfer import DTYPES as FLASHINFER_DTYPES
+from specbatch.cache.cascade_costs import CascadeCosts
+from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.config import AttentionName, Config, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
@@ -56,7 +58,7 @@ class EngineSettings:
     prompt_graphs: PromptGraphMode
     compiles: bool  # pieces of prompts
     two_lanes: bool = False  # see `lanes.py`
-    cascade: bool = False
+    cascade: GroupLimits | None = None  # None: what requests share is read by each
     left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
 
 
@@ -159,6 +161,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         engine = replace(engine, max_batch_size=wanted.rows.max_batch_size)
     cache = resolve_cache(wanted, notes)
     max_length = cache.capacity
+    heads = target.config
+    costs = CascadeCosts(heads.num_heads, heads.head_dim, 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize)
+    limits = resolve_cascade(config.engine, engine.attention, costs, num_nodes, engine.max_batch_size, notes)
+    engine = replace(engine, cascade=limits)
     if engine.attention == "flashinfer":
         for shape in shapes:
             check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
@@ -177,7 +183,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             # On a GPU it is known when the engine is built.
             kv_cache_tokens=given if given is not None or on_cuda else cache.num_pages * engine.page_size,
             memory_fraction=engine.memory_fraction,
-            cascade_attention="on" if engine.cascade else "off",
+            cascade_attention="off" if engine.cascade is None else "on",
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
             two_batch_overlap="on" if engine.two_lanes else "off",
         ),
@@ -311,8 +317,9 @@ def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, no
         ),
         section.compile == "auto",
         resolve_two_lanes(section, device, attention, notes),
-        resolve_cascade(section, attention, notes),
-        frozenset(name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None),
+        left_open=frozenset(
+            name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None
+        ),
     )
 
 

@@ -2,35 +2,63 @@
 
 from __future__ import annotations
 
+from specbatch.cache.cascade_costs import CascadeCosts
+from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.config import EngineSection
 from specbatch.errors import ConfigError
+from specbatch.graphs.runner import ladder
+
+MEASURED_ON_CUDA = False  # whole files; a layer is. `auto` is off without it
 
 
-def resolve_cascade(section: EngineSection, attention: str, notes: list[str]) -> bool:
-    """Raises ConfigError where it was asked for and cannot be. `attention`: as resolved."""
-    if section.cascade_attention != "on":
-        if section.cascade_attention == "auto" and attention == "triton" and not section.deterministic:
-            notes.append("engine.cascade_attention: off (where it gains is not measured yet)")
-        return False
+def resolve_cascade(
+    section: EngineSection, attention: str, costs: CascadeCosts, num_queries: int, max_batch_size: int, notes: list[str]
+) -> GroupLimits | None:
+    """The smallest groups; None: it is off. Raises ConfigError where it was asked for and cannot be. `attention`: as
+    resolved. `num_queries`: new tokens of a request in a round."""
+    problem = _problem(section, attention)
+    if section.cascade_attention == "on":
+        if problem is not None:
+            raise problem
+        return GroupLimits()
+    if section.cascade_attention == "off" or problem is not None:
+        return None
+    shared = section.shared_tokens or 0
+    least = costs.min_batch(shared, num_queries, ladder(max_batch_size))
+    if not MEASURED_ON_CUDA:
+        why = "what it gains in whole files is not measured yet"
+    elif least is None:
+        why = f"prompts that begin alike share {shared} tokens: too few to gain" if shared else "no prompts begin alike"
+    else:
+        notes.append(
+            f"engine.cascade_attention: on for {least} requests and more (prompts begin with {shared} equal tokens)"
+        )
+        return GroupLimits(min_batch=least, costs=costs)
+    notes.append(f"engine.cascade_attention: off ({why})")
+    return None
+
+
+def _problem(section: EngineSection, attention: str) -> ConfigError | None:
+    """Why it cannot be on."""
     option, leave_out = "engine.cascade_attention: on", "leave engine.cascade_attention out"
     if section.deterministic:
-        raise ConfigError(
+        return ConfigError(
             f"{option} cannot be combined with engine.deterministic: which requests share decides how keys are added",
             hint=f"{leave_out}, or engine.deterministic",
         )
     if section.two_batch_overlap == "on":
-        raise ConfigError(
+        return ConfigError(
             f"{option} cannot be combined with engine.two_batch_overlap: groups would be divided",
             hint=f"{leave_out}, or engine.two_batch_overlap",
         )
     if attention != "triton":
-        raise ConfigError(
+        return ConfigError(
             f"{option} needs engine.attention triton, not {attention}",
             hint=f"{leave_out}, or run on CUDA with engine.attention: triton",
         )
     if not section.prefix_cache:
-        raise ConfigError(
+        return ConfigError(
             f"{option} needs engine.prefix_cache: without it requests share nothing",
             hint=f"{leave_out}, or set engine.prefix_cache: true",
         )
-    return True
+    return None

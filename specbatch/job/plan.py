@@ -11,20 +11,26 @@ token at the end of what they share. So the job needs no tokenizer, and the rows
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 from typing import Any
 
+from specbatch.config import Config
 from specbatch.errors import InputError
 from specbatch.job.jsonl import encode_line
 from specbatch.job.rows import Prompt, RowParser
-from specbatch.job.sources import RawRow
+from specbatch.job.sources import RawRow, Source
 
-_BLOCK_BYTES = 256  # of a prompt: 64 token ids, or text of about as many tokens. Prompts that share less are no group
+_BLOCK_BYTES, _BLOCK_TOKENS = (
+    256,
+    64,
+)  # of a prompt: 64 token ids, or text of about as many tokens. Prompts that share less are no group
 _MAX_BLOCKS = 64  # of a prompt that are compared
+_MIN_ALIKE = 4  # requests that begin alike, at least
 _HASH_BYTES = 8
 _FIRST_ROWS = 1024  # that are read before the first one starts: 20 to 40 ms
 _READ_AHEAD = 4  # rows that are read for each one that starts
@@ -71,6 +77,18 @@ def _grouped(prefixes: Sequence[bytes], lengths: Sequence[int]) -> list[int]:
     while open_nodes:
         branch = open_nodes.pop().closed_with(branch)
     return list(branch.rows())
+
+
+def shared_tokens(prompts: Iterable[tuple[bytes, int]]) -> int:
+    """With how many tokens prompts begin as at least three others do, on average over requests; of texts, about.
+    `prompts`: of `prefix_of`, and the number of requests."""
+    others = _MIN_ALIKE - 1
+    found = sorted(prefix for prefix, count in prompts for _ in range(min(count, _MIN_ALIKE)))
+    alike = [0] * len(found)
+    for first, last in enumerate(range(others, len(found))):
+        shared = _common_bytes(found[first], found[last])
+        alike[first : last + 1] = [max(shared, more) for more in alike[first : last + 1]]
+    return sum(alike) // max(len(alike), 1) // _HASH_BYTES * _BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -206,6 +224,22 @@ class RowPlan:
         held = [*self._ordered, *self._new]
         order = start_order([row.prefix for row in held], [row.max_tokens for row in held], num_last)
         self._ordered, self._new = deque(held[i] for i in order), []
+
+
+def with_shared_tokens(config: Config, source: Source, parser: RowParser) -> Config:
+    """`engine.shared_tokens`, where it decides something and was left open, is counted in the first rows of a file."""
+    section = config.engine
+    if section.cascade_attention != "auto" or section.shared_tokens is not None:
+        return config
+    if source.path is None or section.device == "cpu" or not section.prefix_cache:
+        return config
+    found = []
+    with contextlib.suppress(InputError):  # the job will say so
+        for raw in islice(source.rows(), _FIRST_ROWS):
+            _, prompt = parser.parse(raw)
+            if isinstance(prompt, Prompt):
+                found.append((prefix_of(_content(prompt)), prompt.num_requests))
+    return replace(config, engine=replace(section, shared_tokens=shared_tokens(found)))
 
 
 def _text_bytes(value: Any) -> int:

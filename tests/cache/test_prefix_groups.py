@@ -7,7 +7,20 @@ import random
 import pytest
 import torch
 
-from specbatch.cache.prefix_groups import Group, GroupFinder, GroupLimits, GroupTable
+from specbatch.cache.prefix_groups import Group, GroupLimits, GroupTable, GroupTree
+
+
+def find(page: int, limits: GroupLimits, pages: list[list[int]]) -> list[Group]:
+    """In a tree that has had other sequences, too."""
+    tree, rng = GroupTree(page, limits), random.Random(0)
+    others = [[*rng.choice(pages), 99] for _ in pages] if pages else []
+    numbers = [*range(len(pages)), *range(100, 100 + len(others))]
+    rng.shuffle(numbers)
+    for number in numbers:
+        tree.add(number, (others[number - 100] if number >= 100 else pages[number]))
+    for number in range(100, 100 + len(others)):
+        tree.remove(number)
+    return tree.groups()
 
 
 def sets_of(groups: list[Group]) -> set[tuple[frozenset[int], int]]:
@@ -16,24 +29,22 @@ def sets_of(groups: list[Group]) -> set[tuple[frozenset[int], int]]:
 
 def test_groups_of_a_file() -> None:
     """Page 64: two groups, one of them too small; a sequence alone, one without pages, and one that leaves early."""
-    finder = GroupFinder(64, GroupLimits(3, 128))
     a, b = [1, 2, 3], [7, 8, 9, 10]
     pages = [[*a, 20], [*b, 21], [*a, 22, 23], [30, 31], [], [*b, 24], [*a, 25], [1, 26]]
-    assert sets_of(finder.find(pages)) == {(frozenset({0, 2, 6}), 192)}
-    assert sets_of(GroupFinder(64, GroupLimits(2, 128)).find(pages)) == {
+    assert sets_of(find(64, GroupLimits(3, 128), pages)) == {(frozenset({0, 2, 6}), 192)}
+    assert sets_of(find(64, GroupLimits(2, 128), pages)) == {
         (frozenset({0, 2, 6}), 192),
         (frozenset({1, 5}), 256),
     }
-    assert finder.find([]) == []
+    assert find(64, GroupLimits(3, 128), []) == []
 
 
 def test_nested_groups() -> None:
     """All share 2 pages; two halves share more. The halves are taken where that saves more."""
-    finder = GroupFinder(64, GroupLimits(2, 64))
     short = [[1, 2, 3 + i // 4, 10 + i] for i in range(8)]
-    assert sets_of(finder.find(short)) == {(frozenset(range(4)), 192), (frozenset(range(4, 8)), 192)}
+    assert sets_of(find(64, GroupLimits(2, 64), short)) == {(frozenset(range(4)), 192), (frozenset(range(4, 8)), 192)}
     uneven = [[1, 2, 3, 10 + i] if i < 3 else [1, 2, 10 + i] for i in range(8)]
-    assert sets_of(finder.find(uneven)) == {(frozenset(range(8)), 128)}
+    assert sets_of(find(64, GroupLimits(2, 64), uneven)) == {(frozenset(range(8)), 128)}
 
 
 @pytest.mark.parametrize(("page", "tokens"), [(16, 64), (48, 192), (64, 64), (128, 128), (1, 128)])
@@ -41,7 +52,7 @@ def test_whole_units_only(page: int, tokens: int) -> None:
     """Seven pages (128 of one token) and a few more in common."""
     count = 130 if page == 1 else -(-tokens // page) if page > 16 else 7
     pages = [[*range(count), 1000 + i] for i in range(2)]
-    assert sets_of(GroupFinder(page, GroupLimits(2, 1)).find(pages)) == {(frozenset({0, 1}), tokens)}
+    assert sets_of(find(page, GroupLimits(2, 1), pages)) == {(frozenset({0, 1}), tokens)}
 
 
 def saved(pages: list[list[int]], members: list[int], min_sequences: int) -> int:
@@ -63,7 +74,7 @@ def test_no_choice_saves_more() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         pages = [[rng.randrange(3) * 10 + depth for depth in range(rng.randint(0, 6))] for _ in range(14)]
-        groups = GroupFinder(64, GroupLimits(2, 64)).find(pages)
+        groups = find(64, GroupLimits(2, 64), pages)
         assert sum(group.saved for group in groups) == saved(pages, list(range(14)), 2)
         members = [m for group in groups for m in group.members]
         assert len(set(members)) == len(members)
@@ -76,11 +87,20 @@ def test_no_choice_saves_more() -> None:
 def test_table() -> None:
     table = GroupTable(6, GroupLimits(), torch.device("cpu"))
     table.write([Group([4, 1], 128), Group([0, 2, 3], 64)], torch.from_numpy)
-    groups = table.groups.of_batch(5)
+    groups = table.of_batch(5)
+    assert groups is not None
     assert groups.sizes_G[:3].tolist() == [2, 3, 0]
     assert groups.firsts_G[:2].tolist() == [0, 2]
     assert groups.tokens_G[:3].tolist() == [128, 64, 0]
     assert groups.members_B.tolist() == [4, 1, 0, 2, 3]
     assert groups.tokens_B.tolist() == [64, 128, 64, 64, 128]
     table.write([], torch.from_numpy)
-    assert not any(part.any() for part in table.groups)
+    empty = table.of_batch(6)
+    assert empty is not None
+    assert not any(part.any() for part in empty)
+
+
+def test_small_batches_read_no_groups() -> None:
+    table = GroupTable(6, GroupLimits(min_batch=4), torch.device("cpu"))
+    assert table.of_batch(3) is None
+    assert table.of_batch(4) is not None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.cache.prefix_groups import Group, GroupLimits
 from specbatch.config import EngineSection
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
+from specbatch.engine import resolve_cascade
 from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_cascade import resolve_cascade
 from specbatch.errors import ConfigError
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays
@@ -23,12 +25,18 @@ from tests.marks import slow_on_cpu
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_oracle
 
 LIMITS = GroupLimits(2, 64)
+COSTS = CascadeCosts(32, 128, 4096)  # of Llama-3-8B
 SHAPES = {
     "none": None,
     "ngram": DraftShape(3, 1, 4),
     "draft_model": DraftShape(3, 1, 4),
     "eagle3": DraftShape(3, 3, 8),
 }
+
+
+def resolved(section: EngineSection) -> tuple[GroupLimits | None, list[str]]:
+    notes: list[str] = []
+    return resolve_cascade.resolve_cascade(section, "triton", COSTS, 1, 512, notes), notes
 
 
 def requests(temperature: float = 0.0, copies: int = 1, longer: int = 0) -> list[Request]:
@@ -102,7 +110,9 @@ def test_captures_see_no_group() -> None:
 
     class Watching(Replays):
         def capture(self, key: Any, function: Any) -> Any:
-            assert not any(part.any() for part in table.groups), key
+            groups = table.of_batch(8)
+            assert groups is not None
+            assert not any(part.any() for part in groups), key
             return super().capture(key, function)
 
     runner = Watching(lambda key: False)
@@ -124,15 +134,14 @@ def test_groups_are_found_where_the_batch_changes() -> None:
     while not (engine.num_running == 5 and engine.is_prefilled):
         engine.step()
     batch = list(engine._scheduler.running)
-    first = groups.of(batch)
+    first = groups.of(batch, 1)
     assert [sorted(group.members) for group in first] == [[0, 1, 2, 3, 4]]
-    assert groups.of(list(batch)) is first
-    assert [sorted(group.members) for group in groups.of(batch[2:])] == [[0, 1, 2]]
-    groups.of(batch)
+    assert groups.of(list(batch), 1) is first
+    assert [sorted(group.members) for group in groups.of(batch[2:], 1)] == [[0, 1, 2]]
+    assert [sorted(group.members) for group in groups.of(batch, 1)] == [[0, 1, 2, 3, 4]]
     pages, batch[0].pages = batch[0].pages, [500, *batch[0].pages[1:]]
-    assert groups.of(list(batch)) == first, "pages of a running request do not change"
-    groups.forget()
-    assert [sorted(group.members) for group in groups.of(batch)] == [[1, 2, 3, 4]]
+    groups.forget(batch[0].req_idx)
+    assert [sorted(group.members) for group in groups.of(batch, 1)] == [[1, 2, 3, 4]]
     batch[0].pages = pages
 
 
@@ -157,15 +166,40 @@ def test_what_has_no_cascade_refuses_it_by_name(sets: list[str], words: str) -> 
     ],
 )
 def test_options_that_it_does_not_go_with(options: dict[str, Any], words: str) -> None:
-    assert resolve_cascade(EngineSection(cascade_attention="on"), "triton", [])
+    assert resolved(EngineSection(cascade_attention="on"))[0] is not None
     with pytest.raises(ConfigError, match=words):
-        resolve_cascade(EngineSection(cascade_attention="on", **options), "triton", [])
+        resolved(EngineSection(cascade_attention="on", **options))
 
 
-def test_auto_is_off() -> None:
-    notes: list[str] = []
-    assert not resolve_cascade(EngineSection(), "triton", notes)
-    assert notes == ["engine.cascade_attention: off (where it gains is not measured yet)"]
+def test_auto_is_off_until_files_are_measured() -> None:
+    found, notes = resolved(EngineSection(shared_tokens=1000))
+    assert found is None
+    assert notes == ["engine.cascade_attention: off (what it gains in whole files is not measured yet)"]
+
+
+def test_auto_follows_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_cascade, "MEASURED_ON_CUDA", True)
+    least = {}
+    for shared in (0, 256, 1000, 4000):
+        found, notes = resolved(EngineSection(shared_tokens=shared))
+        least[shared] = None if found is None else found.min_batch
+        assert len(notes) == 1
+        assert ("off" in notes[0]) == (found is None)
+    assert least == {0: None, 256: 288, 1000: 64, 4000: 16}
+    for section in (EngineSection(prefix_cache=False), EngineSection(deterministic=True)):
+        assert resolved(replace(section, shared_tokens=4000)) == (None, [])
+    assert resolved(EngineSection(cascade_attention="off", shared_tokens=4000)) == (None, [])
+    assert resolved(EngineSection(cascade_attention="on"))[0] == GroupLimits()
+
+
+def test_groups_that_lose_are_left_out() -> None:
+    """Of ten requests, five share 64 tokens: too few for any GPU, and for one that reads slowly enough not."""
+    slow = CascadeCosts(1, 1, 10**6)
+    for costs, is_grouped in ((COSTS, False), (slow, True)):
+        engine = tiny_device_engine(num_pages=512, max_batch_size=8, cascade=replace(LIMITS, costs=costs))
+        seen = watched(engine)
+        texts(engine, requests())
+        assert any(seen) is is_grouped
 
 
 @pytest.mark.gpu

@@ -18,9 +18,9 @@ import pytest
 
 from specbatch.config import DataSection
 from specbatch.errors import InputError
-from specbatch.job.plan import RowPlan, prefix_of, start_order
+from specbatch.job.plan import RowPlan, prefix_of, shared_tokens, start_order, with_shared_tokens
 from specbatch.job.rows import RowParser
-from specbatch.job.sources import RawRow
+from specbatch.job.sources import RawRow, open_source
 from specbatch.types import Request, SamplingParams
 from tests.job.test_generate import CONFIG, Run
 from tests.stub_engine import StubEngine
@@ -236,3 +236,34 @@ def test_rows_in_the_order_of_a_plan_compute_what_they_share_once() -> None:
     assert outputs[0] == outputs[1]
     num_distinct = 3 * 68 + sum(len(prompt) - 68 for prompt in prompts)  # 68 tokens are whole pages
     assert computed[1] == num_distinct < computed[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens"),
+    [
+        ([], 0),
+        ([(prefix_of(b"a" * 5 * BLOCK), 1)] * 3, 0),  # too few
+        ([(prefix_of(b"a" * 5 * BLOCK), 1)] * 4, 320),
+        ([(prefix_of(b"a" * 5 * BLOCK), 8)], 320),  # eight completions of one row
+        ([(prefix_of(b"a" * 5 * BLOCK), 1)] * 4 + [(prefix_of(bytes([i]) * BLOCK), 1) for i in range(4)], 128),
+    ],
+)
+def test_tokens_that_prompts_share(prompts: list[tuple[bytes, int]], tokens: int) -> None:
+    assert shared_tokens(prompts) == tokens
+
+
+def test_shared_tokens_are_counted_in_a_file_where_they_decide_something(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"prompt_token_ids": [*range(200), i]}) for i in range(8)]
+    path.write_text("\n".join([*rows, "no row"]))
+    source = open_source(str(path), DataSection())
+
+    def counted(**options: Any) -> int | None:
+        config = replace(CONFIG, engine=replace(CONFIG.engine, **options))
+        return with_shared_tokens(config, source, PARSER).engine.shared_tokens
+
+    assert counted() == 192
+    assert counted(shared_tokens=7) == 7
+    assert counted(cascade_attention="on") is None
+    assert counted(prefix_cache=False) is None
+    assert counted(device="cpu") is None

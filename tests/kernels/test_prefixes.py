@@ -41,7 +41,7 @@ def grouped(batch: PagedBatch, groups: list[Group], table: GroupTable | None = N
     size = len(batch.starts_B)
     table = table or GroupTable(size + 2, GroupLimits(), DEVICE)
     table.write(groups, lambda packed: torch.from_numpy(packed).to(DEVICE))
-    return replace(batch, page_table_BP=pages, groups=table.groups.of_batch(size))
+    return replace(batch, page_table_BP=pages, groups=table.of_batch(size))
 
 
 def batch_of(kind: str, page: int) -> PagedBatch:
