@@ -30,7 +30,7 @@ class CascadeCosts:
     token_bytes: int
 
     def gains_us(self, sizes: NDArray[np.int64], tokens: NDArray[np.int64], num_queries: int) -> NDArray[np.float64]:
-        """Of groups of so many sequences with as many new tokens each, without what a launch costs."""
+        """Of groups of `sizes` sequences with `num_queries` new tokens each, without what a launch costs."""
         shared_bytes = float(tokens.sum()) * self.token_bytes
         rate = _CACHED_BYTES_PER_US if shared_bytes <= _CACHE_BYTES else _UNCACHED_BYTES_PER_US
         elements = sizes * (num_queries * self.num_heads * self.head_dim)
