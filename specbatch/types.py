@@ -186,6 +186,10 @@ class GrammarMatcher(Protocol):
         """Go one token further, if the grammar allows it. Returns whether it did."""
         ...
 
+    def advance_by(self, tokens: Sequence[int]) -> int:
+        """Go as far as the grammar allows these tokens. Returns how many it did."""
+        ...
+
     def back(self, num_tokens: int) -> None: ...
 
     def is_complete(self) -> bool:

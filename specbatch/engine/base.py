@@ -149,6 +149,6 @@ def _leaves_none(seq: Sequence) -> bool:
         return False
     allowed_W = seq.rules.allowed(seq.generated)
     if seq.grammar is not None:
-        seq.grammar.follow(seq.generated)
+        seq.grammar.follow(seq.tokens, seq.num_prompt)
         allowed_W &= seq.grammar.mask()
     return not allowed_W.any()

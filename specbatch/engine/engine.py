@@ -136,13 +136,14 @@ class Engine(EngineBase):
         spans = self._scheduler.plan_prefill()
         if spans:
             return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans), finished)
-        if self._reports and (self._has_grammars or self._scheduler.would_preempt()):
-            # Who is preempted is decided with everything known; and a grammar follows all tokens.
-            finished += self.drain()
+        if self._reports and self._scheduler.would_preempt():
+            finished += self.drain()  # who is preempted is decided with everything known
         rows = [seq for seq in self._scheduler.plan_round() if seq.can_go_on]
         if not rows:
             return False
-        return self._fits(lambda: self._run(rows), lambda: self._lower_batch(len(rows) // 2, finished), finished)
+        return self._fits(
+            lambda: self._run(rows, finished), lambda: self._lower_batch(len(rows) // 2, finished), finished
+        )
 
     def _fits(self, launch: Callable[[], None], relieve: Callable[[], bool], finished: list[Completion]) -> bool:
         """Launch; where the device's memory does not suffice, nothing has happened, and `relieve` makes the next
@@ -190,14 +191,15 @@ class Engine(EngineBase):
         self._scheduler.lower_batch(size)
         return True
 
-    def _run(self, rows: list[Sequence]) -> None:
+    def _run(self, rows: list[Sequence], finished: list[Completion]) -> None:
         self._rows.upload_pages(rows)
         params = [seq.request.params for seq in rows]
         method = self.executor.rounds.at(len(rows)).method
         if isinstance(method, HostDraftMethod):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
-        grammar = self._grammars.of_round(rows, method)
+        # After a part of a round with grammars is launched: they follow all tokens.
+        grammar = self._grammars.of_round(rows, method, lambda: finished.extend(self.drain()))
         # A batch with grammars waits for the host: it is one lane.
         batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
         slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
@@ -247,11 +249,6 @@ class Engine(EngineBase):
         """What the rules of a batch change in logits: where rounds may be graphs, one of few combinations."""
         edits = functools.reduce(operator.or_, (seq.edits for seq in sequences), Edits.NONE)
         return edits.family if self._round.fixed_shapes else edits
-
-    @property
-    def _has_grammars(self) -> bool:
-        """Whether a request of the next round has one."""
-        return any(seq.grammar is not None and seq.prefill_done for seq in self._scheduler.running)
 
     def _read(self) -> list[Completion]:
         """Wait for the oldest report and do what it says."""

@@ -10,7 +10,7 @@ Shape suffixes: W words of a mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,48 +29,53 @@ class GrammarState:
         self._matcher = matcher
         self._eos = frozenset(eos)
         self._stops = self._eos | frozenset(stops)
-        self._stop_bits_W = _bits(self._stops, vocab_size)
-        self._text_bits_W = _bits(range(vocab_size), vocab_size) & ~_bits(self._eos, vocab_size)
+        self._num_words = -(-vocab_size // 32)
+        # The words of a mask with tokens that end the request, and the last one: it may have bits past the vocabulary.
+        words = {self._num_words - 1} | {token >> 5 for token in self._stops if token < vocab_size}
+        self._words = np.array(sorted(words))
+        self._text_bits = np.array([_word(w, lambda t: t < vocab_size and t not in self._eos) for w in sorted(words)])
+        self._stop_bits = np.array([_word(w, lambda t: t < vocab_size and t in self._stops) for w in sorted(words)])
         self._num_followed = 0  # tokens of the output that the matcher has seen
 
-    def follow(self, output: Sequence[int]) -> None:
-        """Go to the end of the output. It has grown by tokens that the masks allowed, none of which ends it."""
-        for token in output[self._num_followed :]:
-            self.enter(token)
-        self._num_followed = len(output)
+    def follow(self, tokens: Sequence[int], num_prompt: int = 0) -> None:
+        """Go to the end of the output, which comes after the prompt. It has grown by tokens that the masks allowed,
+        none of which ends it."""
+        new = tokens[num_prompt + self._num_followed :]
+        num_legal = self._matcher.advance_by(new)
+        assert num_legal == len(new), f"token {new[num_legal]} is not allowed here"
+        self._num_followed += len(new)
 
     def mask(self) -> NDArray[np.int32]:
         """(W,) what may come next. A token that ends the request may come where the output is complete."""
-        return self._with_ends(self._matcher.mask())
+        mask_W = np.empty(self._num_words, dtype=np.int32)
+        GrammarState.write_masks([self], [mask_W])
+        return mask_W
 
     @staticmethod
-    def masks(states: Sequence[GrammarState]) -> list[NDArray[np.int32]]:
-        """`mask` of each."""
-        masks: dict[int, NDArray[np.int32]] = {}
+    def write_masks(states: Sequence[GrammarState], masks: Iterable[NDArray[np.int32]]) -> None:
+        """Write `mask` of each state to an array of `masks`."""
+        found: dict[int, NDArray[np.int32]] = {}
         for kind in {type(state._matcher) for state in states}:
-            alike = [(i, state) for i, state in enumerate(states) if type(state._matcher) is kind]
-            found = alike[0][1]._matcher.masks([state._matcher for _, state in alike])
-            masks |= {i: state._with_ends(words) for (i, state), words in zip(alike, found, strict=True)}
-        return [masks[i] for i in range(len(states))]
+            matchers = {i: state._matcher for i, state in enumerate(states) if type(state._matcher) is kind}
+            first = next(iter(matchers.values()))
+            found |= zip(matchers, first.masks(list(matchers.values())), strict=True)
+        for i, (state, mask_W) in enumerate(zip(states, masks, strict=True)):
+            state._write_mask(found[i], mask_W)
 
-    def _with_ends(self, words: NDArray[np.int32]) -> NDArray[np.int32]:
-        mask_W = np.zeros_like(self._text_bits_W)
-        words = words[: len(mask_W)]  # a tokenizer may have more tokens than the model, or fewer
-        mask_W[: len(words)] = words
-        mask_W &= self._text_bits_W
-        return mask_W | self._stop_bits_W if self._matcher.is_complete() else mask_W
-
-    @property
-    def everything(self) -> NDArray[np.int32]:
-        """(W,) the mask that forbids nothing."""
-        return np.full_like(self._text_bits_W, -1)
+    def _write_mask(self, words: NDArray[np.int32], mask_W: NDArray[np.int32]) -> None:
+        known = min(len(words), len(mask_W))  # a tokenizer may have more tokens than the model, or fewer
+        mask_W[:known] = words[:known]
+        mask_W[known:] = 0
+        bits = mask_W[self._words] & self._text_bits
+        mask_W[self._words] = bits | self._stop_bits if self._matcher.is_complete() else bits
 
     def is_end(self, token: int) -> bool:
         """Whether the request ends with this token."""
         return token in self._stops
 
     def allows(self, token: int) -> bool:
-        """Whether a token may come next, where `forcing_mask` is None."""
+        """Whether a token may come next. Where a text is forced, the mask has one token of it, and this allows all with
+        which the text can begin."""
         if token in self._stops and self._matcher.is_complete():
             return True
         if token in self._eos or not self._matcher.advance(token):
@@ -83,12 +88,21 @@ class GrammarState:
         is_legal = self._matcher.advance(token)
         assert is_legal, f"token {token} is not allowed here"
 
+    def enter_all(self, tokens: Sequence[int]) -> int:
+        """Go on with the first tokens that may come and do not end the request; returns their number."""
+        if not self._stops.isdisjoint(tokens):
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._stops)]
+        return self._matcher.advance_by(tokens)
+
     def back(self, num_tokens: int) -> None:
         self._matcher.back(num_tokens)
 
-    def forcing_mask(self) -> NDArray[np.int32] | None:
-        """The mask, if only one token may come next, and perhaps otherwise."""
-        return self.mask() if self._matcher.may_be_forced() else None
+    def forced(self) -> tuple[int | None, NDArray[np.int32] | None]:
+        """The only token that may come next, None if there are more; and the mask, if it was computed to see that."""
+        if not self._matcher.may_be_forced():
+            return None, None
+        mask_W = self.mask()
+        return _only(mask_W), mask_W
 
 
 @dataclass(slots=True)
@@ -103,16 +117,33 @@ class GrammarTree:
     # Of a chain that ends before its drafts do: the token of the next draft, which the grammar forbids.
     forbidden: list[int]
 
+    @staticmethod
+    def of(tokens: Sequence[int], parents: Sequence[int] | None) -> GrammarTree:
+        """A draft tree as it is; None: a chain."""
+        count = len(tokens)
+        chain = range(-1, count - 1)
+        return GrammarTree(
+            list(tokens), list(chain if parents is None else parents), list(range(count)), [None] * count, []
+        )
+
+    def add(self, token: int, parent: int, draft: int) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.drafts.append(draft)
+        self.masks.append(None)
+
     @property
     def num_drafts(self) -> int:
         return sum(draft > 0 for draft in self.drafts)
 
 
 def grow(
-    state: GrammarState, tokens: Sequence[int], parents: Sequence[int], max_nodes: int, max_depth: int
+    state: GrammarState, tokens: Sequence[int], parents: Sequence[int] | None, max_nodes: int, max_depth: int
 ) -> GrammarTree:
-    """The draft tree `tokens`, `parents` (node 0: the root) under the grammar, whose state is after the root, before
-    and after the call. Forced nodes are added up to `max_nodes` nodes in all, and down to `max_depth`."""
+    """The draft tree `tokens`, `parents` (node 0: the root; None: a chain) under the grammar, whose state is after the
+    root, before and after the call. Forced nodes are added up to `max_nodes` nodes in all, and down to `max_depth`."""
+    if parents is None:
+        return _grow_chain(state, tokens, max_nodes, max_depth)
     children: list[list[int]] = [[] for _ in tokens]
     sizes = [1] * len(tokens)  # of subtrees
     for node in range(len(tokens) - 1, 0, -1):
@@ -128,49 +159,74 @@ def grow(
             continue
         parent, token, draft, depth = item
         node = len(tree.tokens)
-        tree.tokens.append(token)
-        tree.parents.append(parent)
-        tree.drafts.append(draft)
+        tree.add(token, parent, draft)
         if node and state.is_end(token):
-            tree.masks.append(state.everything)  # nothing of what comes after it counts
             num_left -= sizes[draft] if draft >= 0 else 0
             continue
         if node:
             state.enter(token)
             stack.append(None)
         drafts = children[draft] if draft >= 0 else []
-        mask_W = state.forcing_mask() if drafts or depth < max_depth else None
-        tree.masks.append(mask_W)
         num_left -= draft >= 0
-        legal = [d for d in drafts if (state.allows(tokens[d]) if mask_W is None else _has(mask_W, tokens[d]))]
+        legal = [d for d in drafts if state.allows(tokens[d])]
         num_left -= sum(sizes[d] for d in drafts) - sum(sizes[d] for d in legal)
         stack += [(node, tokens[d], d, depth + 1) for d in reversed(legal)]
-        forced = None if mask_W is None or legal or depth == max_depth else _only(mask_W)
-        if forced is not None and len(tree.tokens) + num_left < max_nodes:
-            stack.append((node, forced, _FORCED, depth + 1))
-        elif drafts and not legal:
-            tree.forbidden = [tokens[drafts[0]]]
+        if not legal and depth < max_depth and node + 1 + num_left < max_nodes:
+            forced, tree.masks[node] = state.forced()
+            if forced is not None:
+                stack.append((node, forced, _FORCED, depth + 1))
     return tree
 
 
-def fill_masks(grown: Sequence[tuple[GrammarState, GrammarTree]]) -> None:
-    """Compute the masks that are missing, one of each tree at a time. Each state is after the root, before and after
-    the call."""
-    walks = [(state, tree, _missing(state, tree)) for state, tree in grown]
+def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_depth: int) -> GrammarTree:
+    """As the walk over a tree, in fewer steps."""
+    drafts = tokens[1:]
+    num_entered = num_legal = state.enter_all(drafts)
+    has_ended = num_legal < len(drafts) and state.is_end(drafts[num_legal]) and state.allows(drafts[num_legal])
+    num_legal += has_ended
+    count = num_legal + 1
+    tree = GrammarTree.of(tokens[:count], None)
+    while not has_ended and len(tree.tokens) < min(max_nodes, max_depth + 1):
+        token, tree.masks[-1] = state.forced()
+        if token is None:
+            break
+        tree.add(token, len(tree.tokens) - 1, _FORCED)
+        has_ended = state.is_end(token)
+        if not has_ended:
+            state.enter(token)
+            num_entered += 1
+    if len(tree.tokens) == count <= len(drafts):
+        tree.forbidden = [drafts[num_legal]]
+    state.back(num_entered)
+    return tree
+
+
+def write_masks(grown: Sequence[tuple[GrammarState, GrammarTree]], masks_KW: NDArray[np.int32]) -> None:
+    """The masks of all nodes, one tree after the other. One mask of each tree is computed at a time. Each state is
+    after the root, before and after the call."""
+    starts = np.cumsum([0, *(len(tree.tokens) for _, tree in grown)]).tolist()
+    walks: list[tuple[GrammarState, int, Iterator[int]]] = []
+    for (state, tree), start in zip(grown, starts, strict=False):
+        missing = []
+        for node, mask_W in enumerate(tree.masks):
+            if mask_W is not None:
+                masks_KW[start + node] = mask_W
+            elif node and state.is_end(tree.tokens[node]):
+                masks_KW[start + node] = -1  # nothing of what comes after it counts
+            else:
+                missing.append(node)
+        walks.append((state, start, _visit(state, tree, missing)))
     while walks:
-        at = [(walk, node) for walk in walks if (node := next(walk[2], None)) is not None]
-        masks = GrammarState.masks([state for (state, _, _), _ in at])
-        for ((_, tree, _), node), mask_W in zip(at, masks, strict=True):
-            tree.masks[node] = mask_W
+        at = [(walk, here) for walk in walks if (here := next(walk[2], None)) is not None]
+        places = [masks_KW[start + here] for (_, start, _), here in at]
+        GrammarState.write_masks([state for (state, _, _), _ in at], places)
         walks = [walk for walk, _ in at]
 
 
-def _missing(state: GrammarState, tree: GrammarTree) -> Iterator[int]:
-    """The nodes without a mask. The state is there at each."""
+def _visit(state: GrammarState, tree: GrammarTree, nodes: Sequence[int]) -> Iterator[int]:
+    """Each of these nodes in turn. The state is there."""
     here: list[int] = []  # the path to where the state is, without the root
-    for node, mask_W in enumerate(tree.masks):
-        if mask_W is not None:
-            continue
+    for node in nodes:
         path = _path(tree, node)
         shared = 0
         while shared < min(len(here), len(path)) and here[shared] == path[shared]:
@@ -191,21 +247,15 @@ def _path(tree: GrammarTree, node: int) -> list[int]:
     return path[::-1]
 
 
-def _has(mask_W: NDArray[np.int32], token: int) -> bool:
-    return bool(mask_W[token >> 5] >> (token & 31) & 1)
-
-
 def _only(mask_W: NDArray[np.int32]) -> int | None:
     """The token, if the mask has one bit."""
-    words = mask_W.nonzero()[0]
-    if len(words) != 1:
+    if np.count_nonzero(mask_W) != 1:
         return None
-    word = int(mask_W[words[0]]) & 0xFFFFFFFF
-    return int(words[0]) * 32 + word.bit_length() - 1 if word & (word - 1) == 0 else None
+    index = int(mask_W.view(np.uint32).argmax())
+    word = int(mask_W.view(np.uint32)[index])
+    return 32 * index + word.bit_length() - 1 if word & (word - 1) == 0 else None
 
 
-def _bits(tokens: Iterable[int], vocab_size: int) -> NDArray[np.int32]:
-    """(W,) int32 words."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
-    bits[[token for token in tokens if token < vocab_size]] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)
+def _word(index: int, has: Callable[[int], bool]) -> np.int32:
+    """A word of a mask that has these tokens."""
+    return np.uint32(sum(1 << bit for bit in range(32) if has(32 * index + bit))).view(np.int32)

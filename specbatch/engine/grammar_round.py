@@ -4,14 +4,18 @@ After drafting, the trees come to the host: forbidden nodes leave them, forced o
 the target runs over what is left, the masks of the nodes are computed; acceptance reads them from the table of rules.
 So a round has three parts, which the host joins: draft, forward, accept.
 
-Shape suffixes: B requests, C of them with a grammar, N nodes, D drafts of a chain, S request indices, W words of a
-mask.
+The round before it may be under way when a round is launched. Its tokens are read while the drafts are computed; in
+plain decoding, where the host changes no tree, while the target runs.
+
+Shape suffixes: B requests, N nodes, K nodes of all trees, D drafts of a chain, S request indices, W words of a mask.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -22,15 +26,16 @@ from specbatch.cache.rule_table import RuleTable
 from specbatch.counts import GrammarCounts
 from specbatch.draft.host import HostTrees, ancestry
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.engine.grammar import GrammarState, GrammarTree, fill_masks, grow
+from specbatch.engine.grammar import GrammarState, GrammarTree, grow, write_masks
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
-from specbatch.engine.transfers import Transfers
+from specbatch.engine.transfers import Download, Transfers
 
 
 class GrammarRound:
-    """`sequences`: of the batch, without its padding. `fixed_shapes`: of the round. Trees keep the size of `method`
-    then, else they have as many nodes as they need."""
+    """`sequences`: of the batch, without its padding. `read`: reads what was launched before this round, after which
+    requests may be finished. `fixed_shapes`: of the round. Trees keep the size of `method` then, else they have as many
+    nodes as they need."""
 
     def __init__(
         self,
@@ -38,32 +43,43 @@ class GrammarRound:
         method: DraftMethod,
         rules: RuleTable,
         transfers: Transfers,
+        read: Callable[[], object],
         *,
         fixed_shapes: bool,
     ) -> None:
         self._sequences = sequences
+        self._read = read
         self._method = method
         self._rules = rules
         self._transfers = transfers
         self._fixed_shapes = fixed_shapes
-        self._trees: list[tuple[Sequence, GrammarTree]] = []  # of requests with a grammar
+        self._trees: list[tuple[int, GrammarState, GrammarTree]] = []  # of requests with a grammar: index, state, tree
         self.counts = GrammarCounts()
 
     def of_padding(self) -> GrammarRound:
         """Of a batch that is all padding."""
-        return GrammarRound([], self._method, self._rules, self._transfers, fixed_shapes=self._fixed_shapes)
+        nothing = functools.partial(list[None])
+        return GrammarRound([], self._method, self._rules, self._transfers, nothing, fixed_shapes=self._fixed_shapes)
 
     def reshape(self, trees: DraftTrees) -> DraftTrees:
-        """The trees to verify. The host waits for the drafts."""
-        is_chain, tokens = trees.parents_BN is None, trees.tokens_BN.tolist()
-        counts = [len(line) for line in tokens] if trees.num_nodes_B is None else trees.num_nodes_B.tolist()
-        chains = [list(range(-1, count - 1)) for count in counts]
-        parents = chains if trees.parents_BN is None else trees.parents_BN.tolist()
+        """The trees to verify. The host waits for the drafts, unless no other tree is possible."""
+        if self._fixed_shapes and self._method.num_nodes == 1:
+            return trees
+        is_chain = trees.parents_BN is None
+
+        def download(tensor: Tensor | None) -> Download | None:
+            return None if tensor is None else self._transfers.download(tensor)
+
+        drafts, counts, links = map(download, (trees.tokens_BN, trees.num_nodes_B, trees.parents_BN))
+        self._follow()  # meanwhile
+        assert drafts is not None
+        tokens = drafts.wait().tolist()
+        sizes = [len(line) for line in tokens] if counts is None else counts.wait().tolist()
+        parents = [None] * len(tokens) if links is None else links.wait().tolist()
         began = time.perf_counter()
         grown = []
-        for i, (line, count) in enumerate(zip(tokens, counts, strict=True)):
-            seq = self._sequences[i] if i < len(self._sequences) else None
-            grown.append(self._grow(seq, line[:count], parents[i][:count]))
+        for i, (line, size, above) in enumerate(zip(tokens, sizes, parents, strict=True)):
+            grown.append(self._grow(i, line[:size], None if above is None else above[:size]))
         self.counts.tree_seconds += time.perf_counter() - began
         is_drawn = trees.probs_BDW is not None
         lines = [tree.tokens + (tree.forbidden if is_drawn else []) for tree in grown]
@@ -91,16 +107,26 @@ class GrammarRound:
             max_path=max_path,
         )
 
-    def _grow(self, seq: Sequence | None, tokens: list[int], parents: list[int]) -> GrammarTree:
-        if seq is None or seq.grammar is None:
-            return GrammarTree(tokens, parents, list(range(len(tokens))), [], [])
+    def _follow(self) -> None:
+        """Go to the end of what is committed."""
+        self._read()
+        began = time.perf_counter()
+        for seq in self._sequences:
+            if seq.grammar is not None and not seq.is_finished:
+                seq.grammar.follow(seq.tokens, seq.num_prompt)
+        self.counts.tree_seconds += time.perf_counter() - began
+
+    def _grow(self, index: int, tokens: list[int], parents: list[int] | None) -> GrammarTree:
+        seq = self._sequences[index] if index < len(self._sequences) else None
+        if seq is None or seq.grammar is None or seq.is_finished:
+            return GrammarTree.of(tokens, parents)
         room = seq.max_length - len(seq.tokens)  # tokens after the root that count
         max_depth = min(room, self._method.max_path - 1) if self._fixed_shapes else room
         max_nodes = self._method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
         tree = grow(seq.grammar, tokens, parents, max_nodes, max_depth)
         self.counts.forced += len(tree.drafts) - 1 - tree.num_drafts
         self.counts.forbidden += len(tokens) - 1 - tree.num_drafts
-        self._trees.append((seq, tree))
+        self._trees.append((index, seq.grammar, tree))
         return tree
 
     def _probs(
@@ -117,19 +143,15 @@ class GrammarRound:
 
     def write_masks(self) -> None:
         """Compute what may come after each node, and write it to the table."""
-        table_SNW = self._rules.node_masks_SNW
-        assert table_SNW is not None
+        if self._fixed_shapes and self._method.num_nodes == 1:
+            self._follow()
+            for i, seq in enumerate(self._sequences):
+                if seq.grammar is not None and not seq.is_finished:
+                    self._trees.append((i, seq.grammar, GrammarTree.of(seq.tokens[-1:], None)))
         began = time.perf_counter()
-        width = max(len(tree.tokens) for _, tree in self._trees)
-        masks_CNW = np.full((len(self._trees), width, table_SNW.shape[2]), -1, dtype=np.int32)
-        fill_masks([(seq.grammar, tree) for seq, tree in self._trees if seq.grammar is not None])
-        for masks_NW, (_, tree) in zip(masks_CNW, self._trees, strict=True):
-            for line_W, mask_W in zip(masks_NW, tree.masks, strict=False):
-                assert mask_W is not None
-                line_W[:] = mask_W
-            self.counts.masks += len(tree.masks)
+        grown = [(self._sequences[i].req_idx, state, tree) for i, state, tree in self._trees]
+        self.counts.masks += write_node_masks(self._rules, grown, self._transfers)
         self.counts.mask_seconds += time.perf_counter() - began
-        write_node_masks(self._rules, [seq for seq, _ in self._trees], masks_CNW, self._transfers)
 
 
 class Grammars:
@@ -141,30 +163,35 @@ class Grammars:
         self._num_nodes = num_nodes
         self._fixed_shapes = fixed_shapes
 
-    def of_round(self, sequences: Seq[Sequence], method: DraftMethod) -> GrammarRound | None:
-        """None: no request of the batch has a grammar."""
+    def of_round(
+        self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]
+    ) -> GrammarRound | None:
+        """None: no request of the batch has a grammar. `read`: see `GrammarRound`."""
         if all(seq.grammar is None for seq in sequences):
             return None
-        for seq in sequences:
-            if seq.grammar is not None:
-                seq.grammar.follow(seq.generated)
         rules = self._table.node_masks(self._num_nodes)
-        return GrammarRound(sequences, method, rules, self._transfers, fixed_shapes=self._fixed_shapes)
+        return GrammarRound(sequences, method, rules, self._transfers, read, fixed_shapes=self._fixed_shapes)
 
     def write_first_masks(self, ready: Seq[Sequence]) -> None:
         """Of the first tokens of prompts that end."""
-        if first := [seq for seq in ready if seq.grammar is not None]:
-            masks_C1W = np.stack(GrammarState.masks([seq.grammar for seq in first if seq.grammar is not None]))[:, None]
-            write_node_masks(self._table.node_masks(self._num_nodes), first, masks_C1W, self._transfers)
+        roots = [(seq.req_idx, seq.grammar, GrammarTree.of([0], None)) for seq in ready if seq.grammar is not None]
+        if roots:
+            write_node_masks(self._table.node_masks(self._num_nodes), roots, self._transfers)
 
 
-def write_node_masks(rules: RuleTable, sequences: Seq[Sequence], masks_CNW: np.ndarray, transfers: Transfers) -> None:
-    """The masks of the first N nodes of these requests' trees."""
+def write_node_masks(rules: RuleTable, grown: Seq[tuple[int, GrammarState, GrammarTree]], transfers: Transfers) -> int:
+    """The masks of these trees' nodes, by request index, with the state after the root. Returns their number."""
     table_SNW = rules.node_masks_SNW
     assert table_SNW is not None
-    assert masks_CNW.shape[1] <= table_SNW.shape[1], "no room for masks of that number of nodes"
-    req_idx = transfers.upload(np.array([seq.req_idx for seq in sequences], dtype=np.int64))
-    table_SNW[:, : masks_CNW.shape[1]].index_copy_(0, req_idx, transfers.upload(masks_CNW))
+    lines = [req_idx * table_SNW.shape[1] + node for req_idx, _, tree in grown for node in range(len(tree.tokens))]
+    if not lines:
+        return 0
+    assert max(len(tree.tokens) for _, _, tree in grown) <= table_SNW.shape[1], "no room for masks of so large a tree"
+    masks_KW = transfers.host_tensor((len(lines), table_SNW.shape[2]), torch.int32)
+    write_masks([(state, tree) for _, state, tree in grown], masks_KW.numpy())
+    index_K = transfers.upload(np.array(lines, dtype=np.int64))
+    table_SNW.flatten(0, 1).index_copy_(0, index_K, transfers.upload(masks_KW))
+    return len(lines)
 
 
 def _padded(lines: Seq[list[int]], width: int, fill: int) -> np.ndarray:

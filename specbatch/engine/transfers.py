@@ -16,9 +16,14 @@ class Transfers:
         self._device = device
         self._is_cuda = device.type == "cuda"
 
-    def upload(self, array: np.ndarray) -> Tensor:
-        """A copy on the device, ordered before what is launched next."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
+    def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Of the host, not filled: its upload needs no copy in addition."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._is_cuda)
+
+    def upload(self, array: np.ndarray | Tensor) -> Tensor:
+        """A copy on the device, ordered before what is launched next. A tensor is one of `host_tensor`, which must not
+        change any more."""
+        tensor = array if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))
         if not self._is_cuda:
             return tensor.clone()
         return tensor.pin_memory().to(self._device, non_blocking=True)

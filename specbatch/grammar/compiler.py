@@ -19,7 +19,7 @@ from specbatch.errors import RowError
 from specbatch.grammar.constraint import ONE_LINE, Constraint
 
 _MAX_COMPILED = 1024  # grammars that are kept; one takes about 50 KB
-_MAX_THREADS = 8  # that compute masks
+_MAX_THREADS = 16  # that compute masks
 _NO_TOKEN = "<|specbatch: no token ends a text|>"
 _PIP = "pip install 'specbatch[grammar]'"
 
@@ -51,7 +51,7 @@ class GrammarCompiler:
         llguidance = _library(constraint)
         if self._tokenizer is None:
             self._tokenizer = self._wrap(constraint)
-            self._executor = llguidance.LLExecutor(min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2)))
+            self._executor = llguidance.LLExecutor(min(_MAX_THREADS, max(1, (os.cpu_count() or 1) * 3 // 4)))
         make = {
             "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=ONE_LINE),
             "regex": llguidance.LLMatcher.grammar_from_regex,
@@ -97,10 +97,16 @@ class Matcher:
         self._start()
 
     def advance(self, token: int) -> bool:
-        if token >= self._vocab_size or self._matcher.try_consume_tokens([token]) != 1:
-            return False
-        self._tokens.append(token)
-        return True
+        return self.advance_by([token]) == 1
+
+    def advance_by(self, tokens: Sequence[int]) -> int:
+        if not tokens or self._matcher.is_stopped():
+            return 0
+        if max(tokens) >= self._vocab_size:
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token >= self._vocab_size)]
+        count: int = self._matcher.try_consume_tokens(list(tokens))
+        self._tokens += tokens[:count]
+        return count
 
     def back(self, num_tokens: int) -> None:
         if not num_tokens:
@@ -121,7 +127,7 @@ class Matcher:
 
     def masks(self, matchers: Sequence[Matcher]) -> list[NDArray[np.int32]]:
         num_words = -(-self._vocab_size // 32)
-        masks_BW = np.zeros((len(matchers), num_words), dtype=np.int32)
+        masks_BW = np.empty((len(matchers), num_words), dtype=np.int32)
         live = [(one._matcher, i) for i, one in enumerate(matchers) if not one._has_ended]
         if len(live) > 1:
             self._executor.unsafe_compute_mask_ptr(live, masks_BW.ctypes.data, 4 * num_words, len(matchers))

@@ -41,6 +41,9 @@ class AfterReasoning:
         self._at = now
         return True
 
+    def advance_by(self, tokens: Sequence[int]) -> int:
+        return next((i for i, token in enumerate(tokens) if not self.advance(token)), len(tokens))
+
     def back(self, num_tokens: int) -> None:
         for _ in range(num_tokens):
             was = self._were.pop()
@@ -63,15 +66,12 @@ class AfterReasoning:
         return [one._any_token() if one._at is _At.REASONING else one._with_begin(next(answers)) for one in matchers]
 
     def _any_token(self) -> NDArray[np.int32]:
-        return _bits(range(self._vocab_size), self._vocab_size)
+        mask_W = np.full(-(-self._vocab_size // 32), -1, dtype=np.int32)
+        if past := self._vocab_size % 32:
+            mask_W[-1] = (1 << past) - 1
+        return mask_W
 
     def _with_begin(self, mask_W: NDArray[np.int32]) -> NDArray[np.int32]:
-        if self._at is not _At.START or self._begin is None:
-            return mask_W
-        return mask_W | _bits([self._begin], self._vocab_size)[: len(mask_W)]
-
-
-def _bits(tokens: Sequence[int] | range, vocab_size: int) -> NDArray[np.int32]:
-    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
-    bits[np.asarray(tokens, dtype=np.int64)] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)
+        if self._at is _At.START and self._begin is not None:
+            mask_W.view(np.uint32)[self._begin >> 5] |= np.uint32(1 << (self._begin & 31))
+        return mask_W

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -137,6 +138,22 @@ def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> N
         assert isinstance(output, Launched) or key[0] != "grammar accept", "the rest is memory of other sizes"
         assert output is None or key[0] != "grammar forward"
         assert key[0] != "grammar draft" or output.mask_BNW is None
+
+
+@pytest.mark.parametrize(("case", "part"), [("none", "grammar forward"), ("eagle-chain", "grammar draft")])
+def test_a_round_is_read_while_the_next_one_computes(case: str, part: str) -> None:
+    """After that part of the next one is launched, which is before the host does anything with it."""
+    engine = tiny_device_engine(*SHAPES[case], eos=(END,))
+    seen: list[tuple[str, int]] = []
+
+    class Recorded(Replays):
+        def replay(self, key: Any) -> Any:
+            seen.append((key[0], engine.stats.generated_tokens))
+            return super().replay(key)
+
+    engine.executor.mode, engine.executor.runner = "round", Recorded(lambda key: False)  # type: ignore[assignment]
+    run_requests(engine, requests((0.0,), ["schema", "regex"]))
+    assert {one for (one, before), (_, after) in pairwise(seen) if after > before} == {part}
 
 
 def test_a_round_whose_graphs_do_not_fit() -> None:
