@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.kernels.quantised import E4M3_MAX, GROUP, SMALLEST_SCALE
-from specbatch.kernels.torch.fp8 import quantise
+from specbatch.kernels.quantised import E4M3_MAX, GROUP
+from specbatch.kernels.torch.fp8 import quantise, scale_of
 from specbatch.models.linear import GatedLinear, Linear
 from specbatch.models.quantization import InputScales
 
@@ -46,8 +46,8 @@ class Fp8Weight:
 def quantise_weight(weight_OI: Tensor) -> Fp8Weight:
     """A scale for each output, so that the largest weight becomes 448."""
     wide = weight_OI.float()
-    scale = (wide.abs().amax(dim=1, keepdim=True) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
-    # The clamp comes first: torch rounds to NaN what E4M3 cannot hold.
+    scale = scale_of(wide)
+    # The clamp comes first: torch before 2.13 rounds to NaN what E4M3 cannot hold.
     return Fp8Weight((wide / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale, "token")
 
 

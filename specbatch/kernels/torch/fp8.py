@@ -17,17 +17,21 @@ from specbatch.kernels.quantised import E4M3_MAX, GROUP, SMALLEST_SCALE, Quantis
 from specbatch.kernels.torch.model import rms_norm, silu_mul
 
 
+def scale_of(wide: Tensor) -> Tensor:
+    """Of float32 numbers: makes the largest of the last dimension 448; one value there."""
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    # Of a number as the divisor, CUDA takes the reciprocal: a last bit may differ from a CPU's.
+    return (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=SMALLEST_SCALE)
+
+
 def quantise(x_TI: Tensor, static: float | None = None, grouped: bool = False) -> Quantised:
     """x in FP8. A token with a NaN or an infinite value becomes NaN."""
     num_tokens, width = x_TI.shape
     wide = x_TI.float()
     padded = F.pad(wide, (0, -width % GROUP)) if grouped else wide
     parts_TGI = padded.unflatten(1, (-1, GROUP) if grouped else (1, width))
-    if static is None:
-        scale = (parts_TGI.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
-    else:
-        scale = wide.new_full((num_tokens, 1, 1), static)
-    # The clamp comes first: torch rounds to NaN what E4M3 cannot hold.
+    scale = scale_of(parts_TGI) if static is None else wide.new_full((num_tokens, 1, 1), static)
+    # The clamp comes first: torch before 2.13 rounds to NaN what E4M3 cannot hold.
     scaled = (parts_TGI * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
     values_TI = scaled.to(torch.float8_e4m3fn).flatten(1)[:, :width]
     return Quantised(values_TI.contiguous(), scale.squeeze(-1))

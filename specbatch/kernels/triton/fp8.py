@@ -1,8 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """Linear layers in FP8 on CUDA: inputs are quantised inside the norm, inside the activation, or by a kernel alone.
 
-Results are those of `kernels/torch/fp8.py`, but that the scale of a token with a NaN may be a number: its values are
-NaN. Shape suffixes as there.
+Results are those of `kernels/torch/fp8.py`. Shape suffixes as there.
 """
 
 from __future__ import annotations
@@ -21,25 +20,32 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
+def _scale_of(y, NUM: tl.constexpr):
+    """(NUM,) scales, for y (NUM, ...). Numbers without a sign have the order of their bits, and NaN comes last: so the
+    largest of integers is NaN where one number is, and that of float32 would not be. The division is exact."""
+    largest = tl.max(tl.abs(y).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, tl.full((NUM,), 448.0, tl.float32))
+    return tl.maximum(scale, _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _store_quantised(
     y, columns, size, values, scales, row, static,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """One row, float32 and 0 from `size` on. GROUP: features that share a scale; 0: all. Divisions are exact, so that
-    the numbers are those of the reference."""
+    """One row, float32 and 0 from `size` on. GROUP: features that share a scale; 0: all."""
     if STATIC:
         scale = tl.full((1,), static, tl.float32)
         tl.store(scales + row + tl.arange(0, 1), scale)
         y = y * tl.div_rn(tl.full((1,), 1.0, tl.float32), scale)
     elif GROUP == 0:
-        largest = tl.max(tl.reshape(tl.abs(y), (1, BLOCK)), 1)
-        scale = tl.maximum(tl.div_rn(largest, tl.full((1,), 448.0, tl.float32)), _SMALLEST)
+        scale = _scale_of(tl.reshape(y, (1, BLOCK)), 1)
         tl.store(scales + row + tl.arange(0, 1), scale)
         y = y * tl.div_rn(tl.full((1,), 1.0, tl.float32), scale)
     else:
         NUM: tl.constexpr = BLOCK // GROUP
         parts = tl.reshape(y, (NUM, GROUP))
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(parts), 1), tl.full((NUM,), 448.0, tl.float32)), _SMALLEST)
+        scale = _scale_of(parts, NUM)
         groups = tl.arange(0, NUM)
         num_groups = (size + GROUP - 1) // GROUP
         tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
@@ -120,7 +126,7 @@ def _launch(kernel, x: Tensor, size: int, norm: tuple, static: float | None, gro
         block = max(triton.next_power_of_2(size), GROUP)
         pdl = dependent_launch(x)
         # A norm's warps are those of `rms_norm`: they decide the order of its sum.
-        warps = min(8, max(1, block // 512)) if norm else min(16, max(1, block // 1024))
+        warps = min(8 if norm else 32, max(1, block // 512))
         weight, rest = norm[:1], norm[1:]
         kernel[(num_tokens,)](
             x.contiguous(), *weight, values, scales, 1.0 if static is None else static, *rest,

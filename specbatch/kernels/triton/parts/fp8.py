@@ -58,3 +58,16 @@ def unpack_pairs(pairs_ND):
         first = (pairs_ND & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         second = ((pairs_ND >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return first, second
+
+
+@triton.jit
+def operand(x, like):
+    """x in the dtype of `like`, for a tensor core that adds its features in the order of any tile.
+
+    Where Triton sees that an operand was loaded with 8 bits, a small tile adds every second pair of features before the
+    others (its `kWidth` is 4), and a large one does not. So it must not see that.
+    """
+    wide = x.to(like.dtype)
+    if _IS_COMPILED and x.dtype.primitive_bitwidth == 8 and wide.dtype.primitive_bitwidth == 16:
+        wide = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [wide], dtype=wide.dtype, is_pure=False, pack=2)
+    return wide

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specbatch.kernels.triton.parts.fp8 import operand
+
 
 @triton.jit
 def add_block(
@@ -16,7 +18,7 @@ def add_block(
     k_ok, v_ok = dim_ok[:, None], dim_ok[None, :]
     if not ALL_VISIBLE:
         k_ok, v_ok = k_ok & key_ok[None, :], v_ok & key_ok[:, None]
-    k = tl.load(k_base + slots[None, :] * D + dims[:, None], mask=k_ok, other=0.0).to(q.dtype)
+    k = operand(tl.load(k_base + slots[None, :] * D + dims[:, None], mask=k_ok, other=0.0), q)
     scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
     if not ALL_VISIBLE:
         scores = tl.where(visible, scores, float("-inf"))
@@ -25,7 +27,7 @@ def add_block(
     reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weights = tl.exp2(scores - reference[:, None]).to(q.dtype)
     decay = tl.exp2(maximum - reference)[:, None]
-    v = tl.load(v_base + slots[:, None] * D + dims[None, :], mask=v_ok, other=0.0).to(q.dtype)
+    v = operand(tl.load(v_base + slots[:, None] * D + dims[None, :], mask=v_ok, other=0.0), q)
     ones = tl.full([BLOCK_N, total.shape[1]], 1.0, q.dtype)
     new_acc = tl.dot(weights, v, acc * decay, input_precision=PRECISION)
     new_total = tl.dot(weights, ones, total * decay, input_precision=PRECISION)
