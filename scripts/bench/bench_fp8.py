@@ -1,6 +1,6 @@
 """Times the linear layers of FP8 on a GPU against those of bfloat16, and finds the best tiles for few tokens.
 
-    python scripts/bench/bench_fp8.py -o bench_fp8.json [--budget 70] [--shape llama-3-8b --shape qwen2.5-1.5b]
+    python scripts/bench/bench_fp8.py -o bench_fp8.json [--budget 70] [--shape llama-3-8b] [--parts inputs layers]
     python scripts/bench/bench_fp8.py --table bench_fp8.json
 
 For each GEMM of a layer and each number of tokens: microseconds, TFLOP/s and GB/s (weights, inputs and results) in
@@ -10,13 +10,14 @@ of the same rounded numbers. Then what quantises inputs, whole layers (all GEMMs
 without attention), and the card's power and clock while large GEMMs run.
 
 Every measurement is one JSON line, written at once; a short table of them comes last. What fails is a line with
-"error" and no time. `--table` prints the table of
-`specbatch/kernels/triton/scaled/tile.py` from the file. Stops by itself when the budget (seconds) is used up.
+"error" and no time. `--table` prints the table of `specbatch/kernels/triton/scaled/tile.py` from the file. Without the
+part `gemms`, layers use the library alone. Stops by itself when the budget (seconds) is used up.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from specbatch.models.fp8 import quantise_weight
 from specbatch.models.random_weights import geometries
 
 ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)
+PARTS = ("gemms", "inputs", "layers", "power")
 DTYPE, FP8, EPS = torch.bfloat16, torch.float8_e4m3fn, 1e-5
 ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
 CHECKED = 64  # tokens whose results are compared with float64
@@ -295,12 +297,12 @@ def print_summary(path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     print(f"{'GEMM':<24}{'tokens':>7}{'bf16':>9}{'fast':>9}{'slow':>9}{'best':>9}  its tile")
     for best in (line for line in lines if line.get("how") == "best"):
-        same = {line["how"]: line for line in lines if [line.get(k) for k in _CELL] == [best[k] for k in _CELL]}
+        same = {line.get("how"): line for line in lines if [line.get(k) for k in _CELL] == [best[k] for k in _CELL]}
         times = [same.get(how, {}).get("us", math.nan) for how in ("bf16", "library fast", "library slow", "best")]
         tile = "library" if best["tile"] is None else name_of(ScaledTile(**best["tile"]))
         columns = "".join(f"{us:>9.1f}" for us in times)
         print(f"{best['shape'] + ' ' + best['gemm']:<24}{best['tokens']:>7}{columns}  {tile}")
-    for name in dict.fromkeys(line["how"] for line in lines if "gemm" not in line):
+    for name in dict.fromkeys(line["how"] for line in lines if "how" in line and "gemm" not in line):
         found = [f"{line['tokens']}: {line.get('us', line.get('error'))}" for line in lines if line.get("how") == name]
         print(f"{name}: {', '.join(found)}")
     for line in lines:
@@ -311,6 +313,13 @@ def print_summary(path: Path) -> None:
 _CELL = ("shape", "gemm", "tokens")
 
 
+def source_of(tile: dict[str, Any] | None) -> str:
+    if tile is None:
+        return "None"
+    unusual = [f"{f.name}={tile[f.name]}" for f in fields(ScaledTile)[5:] if tile[f.name] != f.default]
+    return f"ScaledTile({', '.join([*(str(tile[f.name]) for f in fields(ScaledTile)[:5]), *unusual])})"
+
+
 def print_table(path: Path) -> None:
     """Source text of `tile._MEASURED`."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -319,8 +328,9 @@ def print_table(path: Path) -> None:
     for weight in dict.fromkeys(tuple(line["weight"]) for line in best):
         of_weight = [line for line in best if tuple(line["weight"]) == weight]
         print(f"    {weight}: {{  # {of_weight[0]['shape']}, {of_weight[0]['gemm']}")
-        for line in of_weight:
-            print(f"        {line['tokens']}: {None if line['tile'] is None else ScaledTile(**line['tile'])},")
+        for line, following in itertools.zip_longest(of_weight, of_weight[1:]):
+            if following is None or following["tile"] != line["tile"]:
+                print(f"        {line['tokens']}: {source_of(line['tile'])},")
         print("    },")
     print("}")
 
@@ -332,6 +342,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=70.0, help="seconds for GEMMs and layers")
     parser.add_argument("--shape", action="append", choices=sorted(geometries()))
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
     if args.table is not None:
         print_table(args.table)
@@ -339,17 +350,19 @@ def main() -> None:
     bench = Bench(args.output, time.monotonic() + args.budget)
     shapes = args.shape or ["llama-3-8b", "qwen2.5-1.5b"]
     all_gemms = {name: list(Geometry.of(geometries()[name]).layer.values()) for name in shapes}
-    for gemms in all_gemms.values():
+    for gemms in all_gemms.values() if "gemms" in args.parts else ():
         bench.compile(gemms, args.rows)
     try:
         with torch.no_grad():
             for i, (name, gemms) in enumerate(all_gemms.items()):
                 geometry = Geometry.of(geometries()[name])
-                for gemm in gemms:
+                for gemm in gemms if "gemms" in args.parts else ():
                     bench.gemm(name, gemm, args.rows)
-                bench.inputs(name, geometry, args.rows)
-                bench.layers(name, geometry, args.rows)
-                if i == 0:
+                if "inputs" in args.parts:
+                    bench.inputs(name, geometry, args.rows)
+                if "layers" in args.parts:
+                    bench.layers(name, geometry, args.rows)
+                if i == 0 and "power" in args.parts:
                     bench.power(name, geometry.layer["gate_up"])
     finally:
         bench.close()

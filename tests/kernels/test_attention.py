@@ -133,7 +133,7 @@ def test_fp8_in_float16(
 @pytest.mark.parametrize("splits", [1, 4])
 def test_bits_do_not_depend_on_the_cut(splits: int, rounded: bool, dtype: torch.dtype) -> None:
     """One sequence, computed whole, in two chunks, and with its last tokens one by one: equal bits for each token,
-    with one tile shape, as the deterministic mode will have it."""
+    with one tile shape."""
     total = 70
     whole = paged_batch([0], [total], 16)
     q = random(total, 4, 64, dtype=dtype)

@@ -147,6 +147,8 @@ def test_tiles() -> None:
         assert kept.num_warps >= 4
         assert (min(kept.block_o, 64), min(kept.block_m, 16)) == (64, 16)
     assert scaled_tile_for(5000, 4096, 4096, library_fits=True) is None
+    measured = [scaled_tile_for(tokens, 28672, 4096, library_fits=True) for tokens in (1, 2, 16, 64, 65)]
+    assert [tile and tile.block_m for tile in measured] == [8, 16, 16, 64, None]
     large = ScaledTile(128, 128, 128, num_stages=6, num_warps=8)
     assert fitting(large, 232_448).num_stages == 6
     assert fitting(large, 101_376).num_stages == 2

@@ -109,6 +109,15 @@ def test_attention_on_smaller_cards(limit: int, head_dim: int, rows: int, expect
     assert tile_for(rows, head_dim, 2, limit) == expected
 
 
+def test_keys_in_fp8_have_tiles_of_their_own() -> None:
+    for rows in ROWS:
+        usual, of_fp8 = tile_for(rows, 128, 2), tile_for(rows, 128, 2, is_fp8=True)
+        few = replace(usual, fp8="pairs", num_stages=6)
+        assert of_fp8 == (few if usual.block_m < 64 else usual)
+    assert tile_for(4, 128, 4, is_fp8=True) == tile_for(4, 128, 4)
+    assert tile_for(4, 128, 2, 99 * KIB, is_fp8=True).num_stages == 4
+
+
 # (tile, head_dim, bytes) that Triton 3.9 asked for, with elements of 2 bytes, for Ada and consumer Blackwell...
 ADA = [
     (Tile(64, 64, 4, 3), 128, 73_732),

@@ -3,8 +3,9 @@
 
 Old and new tokens are treated alike: a program walks over a sequence's slots in blocks that start at multiples of
 BLOCK_N and merges them in order (online softmax, Milakov and Gimelshein 2018). A block that a query does not see
-changes nothing, to the last bit. So a token's output does not depend on how its sequence was cut into prefix and new
-tokens. (The unified kernel of SGLang's pull request 11536 has the same aim.)
+changes nothing, to the last bit. So with one tile, a token's output does not depend on how its sequence was cut into
+prefix and new tokens. (The unified kernel of SGLang's pull request 11536 has the same aim.) Tiles of few and of many
+rows differ in a last bit: `invariant_attention.py` has kernels whose tiles do not.
 
 What the sequences of a group share can be left to `prefixes.py`, which reads it once for all of them. Then a program
 begins after it, and merges its sums.

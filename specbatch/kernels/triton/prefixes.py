@@ -94,8 +94,7 @@ def attend_prefixes(q_THD: Tensor, kv_2KSD: Tensor, batch: PagedBatch, scale: fl
     """See `kernels/torch/prefixes.py`."""
     _, num_heads, head_dim = q_THD.shape
     rows = batch.max_queries * (num_heads // kv_2KSD.shape[1])
-    is_fp8 = kv_2KSD.dtype == torch.float8_e4m3fn
-    tile = prefix_tile_for(rows, head_dim, q_THD.element_size(), shared_bytes(q_THD), is_fp8=is_fp8)
+    tile = prefix_tile_for(rows, head_dim, q_THD.element_size(), shared_bytes(q_THD))
     return attend_prefixes_by(tile, _PROGRAMS, q_THD, kv_2KSD, batch, scale, num_parts)
 
 

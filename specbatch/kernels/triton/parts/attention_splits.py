@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from specbatch.kernels.triton.parts.attention_tile import FP8_IN_HALF, Fp8Form, Tile, padded, shared_of
+from specbatch.kernels.triton.parts.attention_tile import Tile, padded, shared_of
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
 MAX_SPLITS = 127  # up to 61 million tokens; with an end a power of two
@@ -66,9 +66,8 @@ def invariant_tile(num_rows: int, head_dim: int, itemsize: int, shared: int = HO
     """
     rows, keys = (16, 32) if itemsize == 4 else (64, 64)
     warps = 8 if head_dim > 128 else 4
-    fp8: Fp8Form = "half" if FP8_IN_HALF and itemsize == 2 else "widen"
     smaller = itertools.product((rows, rows // 2, 16), (keys, keys // 2, 16), (2, 1))
-    tiles = [Tile(block_m, block_n, warps, stages, fp8=fp8) for block_m, block_n, stages in smaller]
+    tiles = [Tile(block_m, block_n, warps, stages) for block_m, block_n, stages in smaller]
     largest = next((t for t in tiles if shared_of(t, head_dim, itemsize) + _ones_of(t, itemsize) <= shared), tiles[-1])
     return replace(largest, block_m=16) if num_rows <= _SMALL_ROWS else largest
 

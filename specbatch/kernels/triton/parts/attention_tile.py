@@ -9,8 +9,6 @@ from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
 # Converted to the queries' dtype; to float16; to float16, and the values read as pairs.
 Fp8Form = Literal["widen", "half", "pairs"]
-# Not measured yet: `scripts/bench/bench_kv8.py` compares.
-FP8_IN_HALF = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +30,22 @@ def tile_for(
     """For that many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory. `is_fp8`:
     keys and values are in FP8, whatever the queries' `itemsize` is.
 
-    Its rows do not depend on the GPU. Its keys do, but not on the number of rows: prompts and rounds agree to the last
-    bit on every GPU. GPUs that differ in shared memory may differ from each other. Stages change no bit.
+    Its rows do not depend on the GPU. Its keys do, but not on the number of rows: prompts and rounds read the same
+    blocks of keys. Their tensor cores add them in different orders, so a last bit of a result may differ (of bfloat16,
+    by 0.002 on an H200). Stages change no bit.
     """
     largest = replace(_wanted(1 << 30, head_dim, itemsize), num_stages=1)
     while shared_of(largest, head_dim, itemsize) > shared and largest.block_n > 16:
         largest = replace(largest, block_n=largest.block_n // 2)
     tile = replace(_wanted(num_rows, head_dim, itemsize), block_n=largest.block_n)
+    if is_fp8 and itemsize == 2:
+        tile = _of_fp8(tile)
     while shared_of(tile, head_dim, itemsize) > shared and tile.num_stages > 1:
         tile = replace(tile, num_stages=tile.num_stages - 1)
-    return replace(tile, fp8=fp8_form(tile.block_m)) if is_fp8 and itemsize == 2 else tile
+    return tile
 
 
-def prefix_tile_for(
-    num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES, *, is_fp8: bool = False
-) -> Tile:
+def prefix_tile_for(num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES) -> Tile:
     """For prefixes that several sequences share, of that many rows each. Not measured yet:
     `scripts/bench/bench_cascade.py` compares. Small tiles waste less where groups are small, large ones read the
     second-level cache less often."""
@@ -55,15 +54,19 @@ def prefix_tile_for(
         tile = replace(tile, num_stages=tile.num_stages - 1)
     while shared_of(tile, head_dim, itemsize) > shared and tile.block_m > 16:
         tile = replace(tile, block_m=tile.block_m // 2, block_n=max(16, tile.block_n // 2))
-    return replace(tile, fp8="half") if is_fp8 and itemsize == 2 and FP8_IN_HALF else tile
+    return tile
 
 
-def fp8_form(block_m: int) -> Fp8Form:
-    """How a tile of that many rows multiplies keys and values in FP8. All forms in float16 have the same bits."""
-    if not FP8_IN_HALF:
-        return "widen"
-    # From 64 rows on, Hopper's tensor cores read values from shared memory, as they are.
-    return "pairs" if block_m < 64 else "half"
+def _of_fp8(tile: Tile) -> Tile:
+    """`tile` for keys and values in FP8.
+
+    On an H200 with heads of 128, 64 to 512 sequences of 1,024 tokens and 8 of 16,384, pairs and six stages take 0.54 of
+    bfloat16's time at the heads of Llama-3-8B, and 0.62 to 0.75 at Qwen2.5-1.5B's; three stages take 0.60 and 0.68 to
+    0.89 (docs/bench/2026-11-23-h200-fp8-keys.json). Tiles of 64 rows and other heads were not measured.
+    """
+    if tile.block_m >= 64:
+        return tile
+    return replace(tile, fp8="pairs", num_stages=2 * tile.num_stages)
 
 
 def shared_of(tile: Tile, head_dim: int, itemsize: int) -> int:
