@@ -91,15 +91,9 @@ def variants(case: Case) -> dict[str, tuple[Tile, torch.dtype]]:
             add(form, 64, 4, 3, True)
         add("half", 128, 4, 2, True)
         return found
-    add("half", 64, 4, 3)
-    for stages in (3, 4, 6):
-        add("pairs", 64, 4, stages)
-    for warps, stages in ((4, 3), (4, 4), (2, 3), (2, 4)):
-        add("pairs", 64, warps, stages, True)
-    add("pairs", 128, 4, 3)
-    add("pairs", 128, 4, 2, True)
-    add("pairs", 128, 4, 3, True)
-    add("pairs", 128, 8, 3, True)
+    # Not better, of some that were measured before: "half", 128 keys, 8 warps.
+    for warps, stages, peeled in ((4, 3, False), (4, 6, False), (4, 8, False), (4, 6, True), (2, 6, True)):
+        add("pairs", 64, warps, stages, peeled)
     add("pairs", 32, 2, 6, True)
     return found
 
@@ -186,7 +180,7 @@ def measure(case: Case, compiled: Compiled, workspace: Workspace, out: Output, d
 
 
 def check_tiles(workspace: Workspace, out: Output) -> None:
-    """Whether the last tokens of a prompt have the bits of a round, which has another tile and another form."""
+    """How far the last tokens of a prompt are from those of a round, which has another tile and another form."""
     case = Case("8b", 4, 1024, 256)
     inputs = Inputs(case, "cuda", 1)
     last = replace(case, queries=1)
@@ -198,7 +192,7 @@ def check_tiles(workspace: Workspace, out: Output) -> None:
         q = inputs.q_THD[rows].contiguous()
         found = attend_by(tiles[1], q, cache, part.batch, DIM**-0.5, None, 1, workspace)
         apart = float((whole.float() - found.float()).abs().max())
-        out.add({"check": "a prompt and a round have the same bits", "cache": name, "ok": apart == 0, "apart": apart})
+        out.add({"check": "a prompt and a round", "cache": name, "apart": apart})
 
 
 class Output:
