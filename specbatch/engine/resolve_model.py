@@ -17,8 +17,8 @@ from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.quantization import Quantization, chosen
 from specbatch.models.sharded import local_config
 
-# Whether FP8 may run on CUDA. Its kernels (kernels/triton/fp8.py) were written without a GPU. Set it to True when, on
-# an H200, `pytest -m gpu tests/kernels/test_fp8.py tests/models/test_fp8_gpu.py` passes, and
+# Whether FP8 may run on CUDA. Its kernels (kernels/triton/fp8.py) were measured alone. Set it to True when, on an H200,
+# `pytest -m gpu tests/kernels/test_fp8.py tests/models/test_fp8_gpu.py` passes, and
 # `scripts/bench/bench.py --set model.quantization=fp8` (through scripts/check/allow_unmeasured.py) shows a gain.
 MEASURED_ON_CUDA = False
 _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
