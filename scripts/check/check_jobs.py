@@ -65,7 +65,7 @@ FORMATS: list[dict[str, Any]] = [
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}</tool_call>{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if enable_thinking | default(true) %}<think>{% else %}<think></think>{% endif %}"
+    "{% if enable_thinking | default(false) %}<think>{% else %}<think></think>{% endif %}"
 )
 TOOLS: list[dict[str, Any]] = [
     {
