@@ -198,10 +198,14 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     engine = replace(engine, max_batch_size=batch, prefill_chunk_tokens=chunk)
     limits = SearchLimits.of(method, on_cuda)
     schedule = tuple(ScheduleSection(*entry) for entry in limits.schedule(batch))
-    engine = replace(engine, cuda_graphs="none") if on_cuda else engine  # the session captures its own
+    prefill = config.prefill
+    if on_cuda:  # the session captures rounds itself; prompts are those of the job
+        engine = replace(engine, cuda_graphs="none")
+        prefill = replace(prefill, graphs=first.engine.prompt_graphs)
     if on_cuda and engine.kv_cache_tokens is None:  # room for graphs that are captured later
         engine = replace(engine, memory_fraction=0.85 * first.engine.memory_fraction)
-    return resolve(replace(config, speculation=replace(speculation, schedule=schedule), engine=engine)), limits
+    widest = replace(speculation, schedule=schedule)
+    return resolve(replace(config, speculation=widest, engine=engine, prefill=prefill)), limits
 
 
 def _limits(run: ResolvedRun, session: Session, limits: SearchLimits) -> Limits:

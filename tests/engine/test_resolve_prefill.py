@@ -15,7 +15,8 @@ from specbatch.errors import ConfigError
     ("wanted", "on_cuda", "attention", "rounds", "expected"),
     [
         ("auto", True, "triton", "round", "both"),
-        ("auto", True, "triton", "none", "both"),  # tuning captures rounds later
+        ("auto", True, "triton", "none", "off"),
+        ("both", True, "triton", "none", "both"),  # tuning captures rounds later
         ("auto", True, "triton", "phases", "off"),
         ("auto", True, "flashinfer", "round", "off"),
         ("auto", False, "torch", "none", "off"),
