@@ -1,5 +1,5 @@
-"""Times one prompt of N tokens, computed in each way: kernel by kernel, in pieces that are CUDA graphs, compiled, as
-one whole graph, and as `prefill.graphs: auto` does it. Says what captures cost, and the largest difference of logits.
+"""Times one prompt of N tokens, computed in each way: kernel by kernel, in pieces that are CUDA graphs, compiled, and
+as one whole graph. Says what captures cost, and the largest difference of logits.
 
     python scripts/bench/bench_prompts.py --target random:smollm2-135m -o prompts.json
 
@@ -28,7 +28,7 @@ from specbatch.batch import PagedBatch
 from specbatch.config_load import load_config
 from specbatch.engine.build import read_models
 from specbatch.engine.prompt_graphs import PromptGraphs
-from specbatch.engine.prompt_trunks import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
+from specbatch.engine.prompt_trunks import EAGER, PromptPieces, PromptTrunks, piecewise_trunks
 from specbatch.engine.prompts import PromptPacker
 from specbatch.engine.resolve import resolve
 from specbatch.engine.round import Round
@@ -41,7 +41,7 @@ from specbatch.job.stats import commit, versions
 from specbatch.types import Request, RngKey, SamplingParams
 
 SIZES = "16,64,100,128,256,300,512,700,1024,1500,2048,3000,4096"
-WAYS = ("eager", "auto", "piecewise", "whole", "compiled", "compiled and piecewise")
+WAYS = ("eager", "piecewise", "whole", "compiled", "compiled and piecewise")
 REPEATS = 12
 
 
@@ -119,9 +119,6 @@ def measured(prompts: Prompts, way: str, sizes: list[int], repeats: int) -> Iter
     on_cuda, compiled = prompts.device.type == "cuda", way.startswith("compiled")
     trunks, whole, cost = EAGER, 0, {}
     target, captured_sizes = prompts.parts.target, token_ladder(max(sizes))
-    if way == "auto":
-        captured_sizes = token_sizes(target, max(sizes))
-        whole = max(captured_sizes)
     if way == "whole":
         whole = max(sizes)
     elif way != "eager":
@@ -159,9 +156,9 @@ def measured(prompts: Prompts, way: str, sizes: list[int], repeats: int) -> Iter
             line["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         yield line
     runner = graphs.runner
-    if whole and runner is not None:
+    if way == "whole" and runner is not None:
         yield {
-            "tokens": None, "of": "whole graphs", "seconds": round(runner.seconds, 2),
+            "tokens": None, "seconds": round(runner.seconds, 2),
             "gib": round(runner.bytes / 2**30, 3), "pool_gib": round(runner.pool_bytes / 2**30, 3),
             "num_graphs": len(runner),
         }  # fmt: skip

@@ -248,7 +248,7 @@ def _trunks(
     trunks = piecewise_trunks(pieces, sized.rounds.caches[0], net, sizes, runner, on_progress=on_progress)
     run.notes.append(
         f"prefill.graphs: {run.engine.prompt_graphs}, {len(runner)} graphs of pieces for {len(sizes)} sizes of up to "
-        f"{max(sizes, default=0)} tokens, captured in {runner.seconds:.1f} s, {runner.bytes / GIB:.2f} GiB"
+        f"{sizes[-1]} tokens, captured in {runner.seconds:.1f} s, {runner.bytes / GIB:.2f} GiB"
         + (", compiled" if run.engine.compiles else "")
     )
     return trunks

@@ -71,10 +71,7 @@ def piecewise_trunks(
     *,
     on_progress: Callable[[str], None] = lambda progress: None,
 ) -> PromptTrunks:
-    """Captured where there is a `runner`. `cache`: of the target. `sizes`: numbers of tokens; none: nothing is
-    captured."""
-    if not sizes:
-        return EAGER
+    """Captured where there is a `runner`. `cache`: of the target. `sizes`: numbers of tokens."""
 
     def make(name: str, pieces: Pieces, cache: KVCache) -> PiecewiseTrunk:
         trunk = PiecewiseTrunk(pieces, cache, sizes, runner, name)

@@ -21,7 +21,7 @@ from specbatch.engine.round_parts import RoundParts, Rounds
 from specbatch.graphs.runner import GraphRunner
 from specbatch.models.config import num_layer_weights
 
-_PROMPT_GRAPHS = 24  # of a job, roughly
+_PROMPT_GRAPHS = 16  # of a job, roughly
 _SMALLEST_CHUNK = 32  # of the trial, tokens
 
 
@@ -107,16 +107,16 @@ class Trials:
         kept = runner.pool_bytes + num_graphs * of_driver
         del executor, runner
         gc.collect()
-        # Prompts' graphs are captured as they come up. Where the small ones are first, none fits into what those before
-        # left in their pool. All sizes together (1 + 3/4 + 1/2 + 3/8 + ...) are 3.5 times the largest.
-        return kept * 5 // 4 + padded_bytes * 7 // 2
+        # Prompts' graphs are captured as they come up. Where the small ones are first, each size doubles what the one
+        # before took, and none fits into what that left in their pool.
+        return kept * 5 // 4 + 2 * padded_bytes
 
     def _piece_bytes(self, pieces: PromptPieces, made: Rounds, prefill_chunk_tokens: int) -> int:
         """Of the pieces of prompts. The largest are captured here; as for rounds, the driver keeps something for each
         graph in addition to the pool."""
         sizes, runner = token_sizes(self.parts.target, prefill_chunk_tokens), GraphRunner(self.parts.device)
         piecewise_trunks(pieces, made.caches[0], made.items.items[0].method.net, sizes[-1:], runner)
-        if sizes and not runner:
+        if not runner:
             raise torch.OutOfMemoryError("no CUDA graph of a prompt fits")
         kept = 2 * runner.pool_bytes + max(0, runner.bytes - runner.pool_bytes) * len(sizes)
         del runner

@@ -30,16 +30,18 @@ from specbatch.cache.pages import KVCache
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.decoder import Decoder, ForwardPass, TrunkOutput
 
+_SMALLEST = 16  # tokens
 
-def token_ladder(largest: int, smallest: int = 16) -> list[int]:
-    """Token counts to capture, ascending: powers of two from `smallest` and the numbers halfway between them, as long
-    as they are less than `largest`, and `largest` itself. One that is less than `smallest`: none."""
+
+def token_ladder(largest: int) -> list[int]:
+    """Token counts to capture, ascending: powers of two and the numbers halfway between them, from 16 on, as long as
+    they are less than `largest`; and `largest` itself."""
     sizes: list[int] = []
-    size = smallest
+    size = _SMALLEST
     while size < largest:
         sizes += [size, size * 3 // 2]
         size *= 2
-    return [*(one for one in sizes if one < largest), *([largest] if largest >= smallest else [])]
+    return [*(one for one in sizes if one < largest), max(largest, _SMALLEST)]
 
 
 def next_size(sizes: Sequence[int], num_tokens: int) -> int | None:

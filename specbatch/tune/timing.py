@@ -256,9 +256,9 @@ def time_prompts(session: Session, chunk_tokens: int) -> list[Measurement]:
 
 def _prompts(session: Session, chunk_tokens: int, kind: str) -> Iterator[Measurement]:
     longest = min(chunk_tokens, session.engine.limits.max_prompt_tokens - 1)
-    # Chunks that are graphs are padded to the next size (`token_ladder`): halfway between two of them, what is added is
-    # what is added on average.
-    sizes = (16, 112, 448, 1792, 7 * chunk_tokens // 8, chunk_tokens)
+    # Chunks that are graphs are padded to the next power of two (`prompt_graphs`): at three quarters of one, what is
+    # added is what is added on average. A full chunk is none of them, but one somewhat short of it may be.
+    sizes = (16, 96, 384, 1536, 3 * chunk_tokens // 4, chunk_tokens)
     best = {max(1, min(longest, size)): math.inf for size in sizes}
     # Size after size, then again: what is compiled and loaded at first must not count as the first size's.
     for repeat in range(_PROMPT_REPEATS):

@@ -53,14 +53,25 @@ def trunks_of(engine: Engine) -> list[PiecewiseTrunk]:
 
 
 @pytest.mark.parametrize(
-    ("largest", "smallest", "expected"),
+    ("largest", "expected"),
     [
-        (15, 16, []), (16, 16, [16]), (17, 16, [16, 17]), (25, 16, [16, 24, 25]), (32, 16, [16, 24, 32]),
-        (100, 16, [16, 24, 32, 48, 64, 96, 100]), (440, 64, [64, 96, 128, 192, 256, 384, 440]), (0, 64, []),
+        (1, [16]), (16, [16]), (17, [16, 17]), (25, [16, 24, 25]), (32, [16, 24, 32]),
+        (100, [16, 24, 32, 48, 64, 96, 100]),
     ],
 )  # fmt: skip
-def test_ladder(largest: int, smallest: int, expected: list[int]) -> None:
-    assert token_ladder(largest, smallest) == expected
+def test_ladder(largest: int, expected: list[int]) -> None:
+    assert token_ladder(largest) == expected
+
+
+def test_a_whole_graph_is_captured_when_many_chunks_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then they are computed in pieces."""
+    monkeypatch.setattr("specbatch.engine.prompt_graphs.CAPTURE_AFTER", 2)
+    engine = tiny_device_engine(**SETTINGS, piece_sizes=SIZES, piece_runner=Replays(never), graph_tokens=64)
+    (trunk,), found = trunks_of(engine), []
+    for length in (9, 12, 17, 40):  # of one shape
+        run(engine, random_prompts(1, seed=length, longest=1, shared=length - 1), GREEDY)
+        found.append((trunk.num_replays, len(engine._prompts._buffers)))
+    assert found == [(1, 0), (2, 0), (2, 1), (2, 1)]
 
 
 def test_a_trunk_is_split_at_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +94,16 @@ def test_a_trunk_is_split_at_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_texts_are_the_same(
-    method: str, shape: DraftShape | None, params: SamplingParams, captured: bool, whole: int
+    method: str,
+    shape: DraftShape | None,
+    params: SamplingParams,
+    captured: bool,
+    whole: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Packed prompts, some found in the prefix cache; some longer than a chunk, and so in pieces of other lengths.
     `whole`: chunks of whole prompts of up to as many tokens are padded as a whole."""
+    monkeypatch.setattr("specbatch.engine.prompt_graphs.CAPTURE_AFTER", 1)
     prompts = random_prompts(10, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
     expected = run(tiny_oracle(method, shape, **SETTINGS), prompts, params)
     runner = Replays(never) if captured else None
@@ -202,9 +219,15 @@ def test_compiled_pieces() -> None:
     ],
 )
 def test_graphs_give_the_same_texts(
-    method: str, shape: DraftShape | None, dtype: torch.dtype, compiled: bool, whole: int
+    method: str,
+    shape: DraftShape | None,
+    dtype: torch.dtype,
+    compiled: bool,
+    whole: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """float64 with the reference kernels, float32 with Triton's; with whole graphs (`whole` tokens) and without."""
+    monkeypatch.setattr("specbatch.engine.prompt_graphs.CAPTURE_AFTER", 0)
     prompts = random_prompts(10, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
     settings, cuda = SETTINGS | {"dtype": dtype}, torch.device("cuda")
     runner = GraphRunner(cuda)
@@ -242,8 +265,9 @@ def test_graphs_have_the_bits_of_launches(method: str, shape: DraftShape) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["none", "eagle3"])
-def test_auto(method: str) -> None:
+def test_auto(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole graphs for short prompts, pieces for those whose tokens are scored; texts are those of launches."""
+    monkeypatch.setattr("specbatch.engine.prompt_graphs.CAPTURE_AFTER", 0)
     draft = [f"speculation.draft=random:{method}", "speculation.num_steps=3"] if method != "none" else []
     sets = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", f"speculation.method={method}"]
     sets += [*draft, "engine.kv_cache_tokens=8192", "engine.prefill_chunk_tokens=256", "engine.max_batch_size=4"]
