@@ -73,6 +73,7 @@ class GrammarCounts:
     forbidden: int = 0  # drafts that they took out of them
     masks: int = 0
     tree_seconds: float = 0.0  # between drafting and the target's forward pass
+    advance_seconds: float = 0.0  # following what was committed, while the device drafts or runs the target
     mask_seconds: float = 0.0  # while a device can compute
 
     def add(self, other: GrammarCounts) -> None:

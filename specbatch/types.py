@@ -200,6 +200,10 @@ class GrammarMatcher(Protocol):
         """False: more than one token may come next, or the output is complete. It costs much less than `mask`."""
         ...
 
+    def forced_token(self) -> int | None:
+        """The only token of `mask`, where the output is not complete. None: there are more, or there is none."""
+        ...
+
     def mask(self) -> NDArray[np.int32]:
         """Which tokens may come next: token t if bit t % 32 of word t // 32 is set. Bits of end-of-sequence tokens
         mean nothing, see `is_complete`. Tokens past the last word may not come."""

@@ -4,6 +4,7 @@
     python scripts/check/check_grammar.py --rows 25 --max-batch-size 64 --max-tokens 512 --repeats 2 -o grammar.json
     python scripts/check/check_grammar.py --target random:qwen2.5-1.5b --draft random:eagle3-32k \\
         --rows 7 --max-batch-size 64 --max-tokens 256 --repeats 2 --time-limit 100                       # a GPU
+    python scripts/check/check_grammar.py --host --max-batch-size 64      # what the host does in a round, seconds
 
 Each schema of `json_schemas.jsonl` gets `--rows` rows, greedy and sampled. Every text that ends is parsed and validated
 by the `jsonschema` package. Greedy texts must be those of plain decoding; sampled ones too with ngram and trees. On a
@@ -11,6 +12,12 @@ GPU in bfloat16 some texts can differ, because rounding depends on the batch: th
 The same prompts run without schemas, each with as many tokens as it had with its schema: `share_of_free` compares the
 speeds, and both have an acceptance length. The first of `--repeats` compiles and captures; the last one counts. Texts
 of random weights end because the schemas bound them: strings have a maxLength, arrays a maxItems.
+
+With `--host` no model runs: milliseconds of the host in a round of `--max-batch-size` requests, the median, for plain
+decoding, a chain of 4 nodes and a tree of 16, with a vocabulary of 151,936 tokens (the built-in model's, and pairs of
+them) and texts drawn at random from the masks. Two of three drafts are what comes next. `advance`: the matchers follow
+the last tokens, while the device drafts (in plain decoding: while the target runs). `trees`: the device waits.
+`masks`: while the target runs. `begin`: a request's start.
 
 One JSON line for each method and temperature, also where it fails. No method begins after `--time-limit`.
 """
@@ -20,22 +27,37 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import random
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import numpy as np
 import torch
 
 from specbatch import LLM
+from specbatch.cache.rule_table import RuleTable
+from specbatch.draft.method import DraftTrees
+from specbatch.engine.grammar import GrammarState
+from specbatch.engine.grammar_round import GrammarRound
+from specbatch.engine.transfers import Transfers
+from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.constraint import Constraint
 from specbatch.job.stats import commit, device_name, versions
+from specbatch.models.download import resolve_model
+from specbatch.models.formats.tokenizer import load_tokenizer
 from specbatch.strict_yaml import load_yaml
 
 SCHEMAS = Path(__file__).with_name("json_schemas.jsonl")
 BUILT_IN = "builtin:smollm2-135m-instruct"
+# Parents of the nodes. In the tree, the first child of a node has children.
+TREES = {"none": [-1], "chain": [-1, 0, 1, 2], "tree": [-1, *[0] * 4, *[1] * 4, *[5] * 4, *[9] * 3]}
 
 
 def methods(draft: str | None) -> dict[str, dict[str, Any]]:
@@ -123,6 +145,7 @@ def run(llm: LLM, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
         "masks": masks,
         "us_per_mask": round(1e6 * (new.mask_seconds - old.mask_seconds) / max(masks, 1), 1),
         "us_per_token": round(1e6 * host / max(tokens, 1), 1),
+        "advance_share_of_time": round((new.advance_seconds - old.advance_seconds) / seconds, 4),
         "tree_share_of_time": round((new.tree_seconds - old.tree_seconds) / seconds, 4),
         "mask_share_of_time": round((new.mask_seconds - old.mask_seconds) / seconds, 4),
     }
@@ -157,6 +180,95 @@ class Check:
         return found
 
 
+class Host:
+    """Rounds without a model. `batch`: requests."""
+
+    vocab_size = 151936
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.random = random.Random(0)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        tokenizer = load_tokenizer(resolve_model(BUILT_IN))
+        data = json.loads(tokenizer.backend_tokenizer.to_str())
+        vocab, known = data["model"]["vocab"], list(data["model"]["vocab"])
+        while len(vocab) < self.vocab_size - 64:
+            vocab.setdefault("".join(self.random.choices(known[300:20000], k=2)), len(vocab))
+        tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(data))
+        self.eos = int(tokenizer.eos_token_id)
+        self.compiler = GrammarCompiler(tokenizer)
+        self.schemas = [Constraint("response_format", "json_schema", json.dumps(e["schema"])) for e in read_schemas()]
+        self.texts = [self.write(self.state(schema)) for schema in self.schemas]
+
+    def state(self, schema: Constraint) -> GrammarState:
+        return GrammarState(self.compiler.matcher(schema), (self.eos,), (), self.vocab_size)
+
+    def write(self, state: GrammarState) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < 300:
+            legal = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
+            tokens.append(int(legal[min(int(self.random.expovariate(0.02)), len(legal) - 1)]))
+            if tokens[-1] == self.eos:
+                return tokens[:-1]
+            state.enter(tokens[-1])
+        return tokens
+
+    def request(self, i: int) -> Any:
+        """Somewhere in its text."""
+        text = self.texts[i % len(self.texts)]
+        began = time.perf_counter()
+        state = self.state(self.schemas[i % len(self.texts)])
+        begin = time.perf_counter() - began
+        tokens = text[: self.random.randrange(1, max(2, len(text) - 30))]
+        return SimpleNamespace(
+            req_idx=i, grammar=state, text=text, tokens=tokens, begin=begin, num_prompt=0, is_finished=False,
+            max_length=10**6, num_forced_room=0,
+        )  # fmt: skip
+
+    def drafts(self, request: Any, parents: Sequence[int], depths: Sequence[int]) -> list[int]:
+        tokens = [request.tokens[-1]]
+        for node in range(1, len(parents)):
+            next_one = request.text[len(request.tokens) + depths[node] - 1 :][:1]
+            is_next = parents[node] != parents[node - 1] and next_one and self.random.random() < 2 / 3
+            tokens.append(next_one[0] if is_next else 1000 + 97 * node + self.random.randrange(97))
+        return tokens
+
+    def run(self, parents: Sequence[int], num_rounds: int) -> dict[str, Any]:
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        is_tree = parents != list(range(-1, len(parents) - 1))
+        method: Any = SimpleNamespace(num_nodes=len(parents), max_path=max(depths) + 1)
+        parents_BN = torch.tensor([parents] * self.batch, device=self.device) if is_tree else None
+        rules = RuleTable(self.batch, self.vocab_size, torch.float32, self.device)
+        rules.add_node_masks(len(parents))
+        requests, transfers = [self.request(i) for i in range(self.batch)], Transfers(self.device)
+        times: dict[str, list[float]] = {"advance": [], "trees": [], "masks": [], "begin": []}
+        num_masks = 0
+        for _ in range(num_rounds):
+            tokens_BN = torch.tensor([self.drafts(one, parents, depths) for one in requests], device=self.device)
+            grammar = GrammarRound(requests, method, rules, transfers, lambda: None, fixed_shapes=True)
+            began = time.perf_counter()
+            grammar.reshape(DraftTrees(tokens_BN, parents_BN=parents_BN))
+            reshaped = time.perf_counter()
+            early = grammar.counts.advance_seconds
+            grammar.write_masks()
+            late = grammar.counts.advance_seconds - early
+            times["advance"].append(early + late)
+            times["trees"].append(reshaped - began - early)
+            times["masks"].append(time.perf_counter() - reshaped - late)
+            num_masks += grammar.counts.masks
+            for i, one in enumerate(requests):
+                one.tokens = one.text[: len(one.tokens) + self.random.randrange(1, max(depths) + 2)]
+                if len(one.tokens) == len(one.text):
+                    requests[i] = self.request(i)
+                    times["begin"].append(requests[i].begin)
+        found: dict[str, Any] = {
+            f"ms_{name}": round(1e3 * float(np.median(seconds)), 3) for name, seconds in times.items() if seconds
+        }
+        return found | {"batch": self.batch, "masks_of_a_round": round(num_masks / num_rounds, 1)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=BUILT_IN)
@@ -170,6 +282,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of methods: none ngram chain tree")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--host", action="store_true", help="what the host does in a round, without a model")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     draft = args.draft or (f"{BUILT_IN}-eagle3" if args.target == BUILT_IN else None)
@@ -189,6 +302,11 @@ def main() -> int:
         if args.output is not None:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
 
+    if args.host:
+        host = Host(args.max_batch_size)
+        for name, parents in TREES.items():
+            add(f"host, {name}", {"cpus": os.cpu_count(), **host.run(parents, 30)})
+        return 0
     for name, method in chosen.items():
         if time.perf_counter() - began > args.time_limit:
             add(name, {"left_out": f"after {args.time_limit:g} s"})

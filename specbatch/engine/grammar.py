@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.grammar.masks import only_token
 from specbatch.types import GrammarMatcher
 
 MAX_FORCED = 15  # nodes that a tree may have in addition to those of its draft shape, where shapes are free
@@ -29,6 +30,7 @@ class GrammarState:
         self._matcher = matcher
         self._eos = frozenset(eos)
         self._stops = self._eos | frozenset(stops)
+        self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         # The words of a mask with tokens that end the request, and the last one: it may have bits past the vocabulary.
         words = {self._num_words - 1} | {token >> 5 for token in self._stops if token < vocab_size}
@@ -97,12 +99,17 @@ class GrammarState:
     def back(self, num_tokens: int) -> None:
         self._matcher.back(num_tokens)
 
-    def forced(self) -> tuple[int | None, NDArray[np.int32] | None]:
-        """The only token that may come next, None if there are more; and the mask, if it was computed to see that."""
-        if not self._matcher.may_be_forced():
-            return None, None
-        mask_W = self.mask()
-        return _only(mask_W), mask_W
+    def forced(self) -> int | None:
+        """The only token that may come next; None: there are more, or the request cannot go on."""
+        if self._matcher.is_complete():
+            return only_token(self.mask()) if self._matcher.may_be_forced() else None
+        token = self._matcher.forced_token()
+        return None if token is None or token >= self._vocab_size or token in self._eos else token
+
+    def write_forced(self, token: int, mask_W: NDArray[np.int32]) -> None:
+        """`mask`, where it is known that this token alone may come."""
+        mask_W[:] = 0
+        mask_W.view(np.uint32)[token >> 5] = 1 << (token & 31)
 
 
 @dataclass(slots=True)
@@ -113,7 +120,7 @@ class GrammarTree:
     tokens: list[int]
     parents: list[int]  # -1: the root
     drafts: list[int]  # the node of the draft tree; below 0: the grammar forces it
-    masks: list[NDArray[np.int32] | None]  # (W,) of what may come after each node; None: not computed yet
+    forced: list[int | None]  # the only token that may come after each node, where that is known
     # Of a chain that ends before its drafts do: the token of the next draft, which the grammar forbids.
     forbidden: list[int]
 
@@ -130,7 +137,7 @@ class GrammarTree:
         self.tokens.append(token)
         self.parents.append(parent)
         self.drafts.append(draft)
-        self.masks.append(None)
+        self.forced.append(None)
 
     @property
     def num_drafts(self) -> int:
@@ -172,7 +179,7 @@ def grow(
         num_left -= sum(sizes[d] for d in drafts) - sum(sizes[d] for d in legal)
         stack += [(node, tokens[d], d, depth + 1) for d in reversed(legal)]
         if not legal and depth < max_depth and node + 1 + num_left < max_nodes:
-            forced, tree.masks[node] = state.forced()
+            tree.forced[node] = forced = state.forced()
             if forced is not None:
                 stack.append((node, forced, _FORCED, depth + 1))
     return tree
@@ -187,7 +194,7 @@ def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_
     count = num_legal + 1
     tree = GrammarTree.of(tokens[:count], None)
     while not has_ended and len(tree.tokens) < min(max_nodes, max_depth + 1):
-        token, tree.masks[-1] = state.forced()
+        tree.forced[-1] = token = state.forced()
         if token is None:
             break
         tree.add(token, len(tree.tokens) - 1, _FORCED)
@@ -208,9 +215,9 @@ def write_masks(grown: Sequence[tuple[GrammarState, GrammarTree]], masks_KW: NDA
     walks: list[tuple[GrammarState, int, Iterator[int]]] = []
     for (state, tree), start in zip(grown, starts, strict=False):
         missing = []
-        for node, mask_W in enumerate(tree.masks):
-            if mask_W is not None:
-                masks_KW[start + node] = mask_W
+        for node, token in enumerate(tree.forced):
+            if token is not None:
+                state.write_forced(token, masks_KW[start + node])
             elif node and state.is_end(tree.tokens[node]):
                 masks_KW[start + node] = -1  # nothing of what comes after it counts
             else:
@@ -245,15 +252,6 @@ def _path(tree: GrammarTree, node: int) -> list[int]:
         path.append(node)
         node = tree.parents[node]
     return path[::-1]
-
-
-def _only(mask_W: NDArray[np.int32]) -> int | None:
-    """The token, if the mask has one bit."""
-    if np.count_nonzero(mask_W) != 1:
-        return None
-    index = int(mask_W.view(np.uint32).argmax())
-    word = int(mask_W.view(np.uint32)[index])
-    return 32 * index + word.bit_length() - 1 if word & (word - 1) == 0 else None
 
 
 def _word(index: int, has: Callable[[int], bool]) -> np.int32:

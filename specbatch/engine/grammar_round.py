@@ -114,7 +114,7 @@ class GrammarRound:
         for seq in self._sequences:
             if seq.grammar is not None and not seq.is_finished:
                 seq.grammar.follow(seq.tokens, seq.num_prompt)
-        self.counts.tree_seconds += time.perf_counter() - began
+        self.counts.advance_seconds += time.perf_counter() - began
 
     def _grow(self, index: int, tokens: list[int], parents: list[int] | None) -> GrammarTree:
         seq = self._sequences[index] if index < len(self._sequences) else None

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from specbatch.errors import RowError
 from specbatch.grammar.constraint import ONE_LINE, Constraint
+from specbatch.grammar.masks import only_token
 
 _MAX_COMPILED = 1024  # grammars that are kept; one takes about 50 KB
 _MAX_THREADS = 16  # that compute masks
@@ -119,6 +120,13 @@ class Matcher:
     def may_be_forced(self) -> bool:
         return bool(self._matcher.compute_ff_bytes()) or self._matcher.is_stopped()
 
+    def forced_token(self) -> int | None:
+        if self._has_ended or not self.may_be_forced():
+            return None
+        mask_W = np.empty(-(-self._vocab_size // 32), dtype=np.int32)
+        self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        return only_token(mask_W) if self._takes_only(mask_W) else None
+
     def is_complete(self) -> bool:
         return not self._matcher.is_error() and self._matcher.is_accepting()
 
@@ -143,10 +151,8 @@ class Matcher:
     def _takes_only(self, mask_W: NDArray[np.int32]) -> bool:
         """False: one token alone may come, and the library refuses it. It forces the text `<think>` as the token of
         that name, which it has as a mark and not as that text."""
-        words = mask_W.nonzero()[0]
-        if len(words) != 1 or (word := int(mask_W[words[0]]) & 0xFFFFFFFF) & (word - 1):
+        if (token := only_token(mask_W)) is None:
             return True
-        token = 32 * int(words[0]) + word.bit_length() - 1
         return bool(self._matcher.validate_tokens([token]) == 1 or self._matcher.is_accepting())
 
     @property

@@ -57,6 +57,9 @@ class AfterReasoning:
     def may_be_forced(self) -> bool:
         return self._at is _At.ANSWER and self._answer.may_be_forced()
 
+    def forced_token(self) -> int | None:
+        return self._answer.forced_token() if self._at is _At.ANSWER else None
+
     def mask(self) -> NDArray[np.int32]:
         return self.masks([self])[0]
 

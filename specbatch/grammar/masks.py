@@ -1,0 +1,16 @@
+"""Masks of tokens: token t is in it if bit t % 32 of word t // 32 is set."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def only_token(mask_W: NDArray[np.int32]) -> int | None:
+    """The token, if the mask has one bit."""
+    if np.count_nonzero(mask_W) != 1:
+        return None
+    words = mask_W.view(np.uint32)
+    index = int(words.argmax())
+    word = int(words[index])
+    return 32 * index + word.bit_length() - 1 if word & (word - 1) == 0 else None
