@@ -24,7 +24,7 @@ from tests.engine.graphs import Replays
 from tests.marks import slow_on_cpu
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_oracle
 
-LIMITS = GroupLimits(2, 64)
+LIMITS = GroupLimits(2, 64, min_batch=3)  # of padded sizes, 1 and 2 are without groups
 COSTS = CascadeCosts(32, 128, 4096)  # of Llama-3-8B
 SHAPES = {
     "none": None,
