@@ -64,7 +64,7 @@ def cases(tune: bool) -> list[Case]:
     if tune:
         found = [Case(batch, shared, 1) for batch in (32, 256) for shared in (1000, 4000)]
         found += [Case(512, 1000, 1, 64), Case(128, 1000, 4), Case(512, 1000, 4), Case(512, 1000, 4, 64)]
-        return sorted(found, key=lambda case: case.queries)
+        return sorted(found, key=lambda case: -case.queries)  # where the most is to gain first
     wide = [Case(512, 1000, 1, 64), Case(512, 1000, 4, 64), Case(256, 1000, 1, 32), Case(256, 1000, 4, 32)]
     found = [Case(b, s, q) for s, b, q in itertools.product((1000, 4000, 256), (32, 128, 256, 512), (1, 4))]
     return found[:8] + wide + found[8:]

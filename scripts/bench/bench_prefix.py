@@ -243,7 +243,8 @@ def real_tokens(encode: Encode) -> list[int]:
 
 
 def solved(name: str) -> list[tuple[str, str]]:
-    rows = [json.loads(line) for line in gzip.open(DATA / f"{name}.jsonl.gz", "rt", encoding="utf-8")]
+    with gzip.open(DATA / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
     return [(row["question"], row["answer"]) for row in rows]
 
 
