@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
-from specbatch.engine.round import PromptChunk
+from specbatch.engine.prompt_chunk import PromptChunk
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 

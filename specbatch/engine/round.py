@@ -24,6 +24,7 @@ from specbatch.engine.acceptance import Acceptance, Decision
 from specbatch.engine.edits import edited_logits
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import Logprobs
+from specbatch.engine.prompt_chunk import PromptChunk
 from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
 from specbatch.models.decoder import Decoder, Trunk
 from specbatch.models.stages import TwoPasses
@@ -340,21 +341,3 @@ class Round:
         features = net.features(hidden_TE, aux_hidden_states)
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected, trunk)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """Pieces of prompts, packed. R of them end in this chunk."""
-
-    tokens_T: Tensor
-    layout: PagedBatch
-    ready_R: Tensor  # int64, slots of the prompts that end here
-    logits_indices: LogitsIndices  # their last tokens
-    lengths_R: Tensor  # int64, committed once this is done
-    roots_R: Tensor  # int64, the root of a request that is computed again; -1: to be chosen
-    draft_tokens_T: Tensor  # what the draft network reads; the rows of roots yet to be chosen hold anything
-    draft_layout: PagedBatch | None
-    draft_selected: LogitsIndices | None
-    # Of prompt tokens whose log-probabilities are wanted: the packed token before each, and itself. None: of none.
-    scored_K2: Tensor | None = None  # int64
-    scored_num_top: int = 0  # as `num_top` of `Round`, of these

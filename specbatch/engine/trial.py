@@ -15,8 +15,9 @@ from specbatch.cache.request_table import RequestTable
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
+from specbatch.engine.prompt_chunk import PromptChunk
 from specbatch.engine.prompt_trunks import PromptPieces, piecewise_trunks, token_sizes
-from specbatch.engine.round import PromptChunk, Round
+from specbatch.engine.round import Round
 from specbatch.engine.round_parts import RoundParts, Rounds
 from specbatch.graphs.runner import GraphRunner
 from specbatch.models.config import num_layer_weights
