@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument("--warm", type=int, default=1, help="runs after the first")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=120.0, help="a run that takes longer is ended")
+    parser.add_argument("--seconds", type=float, default=80.0, help="a run that takes longer is ended")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     head = {
