@@ -11,7 +11,7 @@ without attention), and the card's power and clock while large GEMMs run.
 
 Every measurement is one JSON line, written at once; a short table of them comes last. What fails is a line with
 "error" and no time. `--table` prints the table of `specbatch/kernels/triton/scaled/tile.py` from the file. Without the
-part `gemms`, layers use the library alone. Stops by itself when the budget (seconds) is used up.
+part `gemms`, layers use the table of `tile.py`. Stops by itself when the budget (seconds) is used up.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Bench:
                 self.guarded({"shape": shape_name, "tokens": tokens, "how": name}, partial(graph_time, work))
 
     def layers(self, shape_name: str, geometry: Geometry, rows: list[int]) -> None:
-        """Eight layers, each with its own weights, by what was best for each GEMM."""
+        """Eight layers, each with its own weights, by what was best for each GEMM, or by the table."""
         gemms, heads = geometry.layer, geometry.heads
         wide = [{n: normal(*g.weight_shape, scale=g.num_in**-0.5) for n, g in gemms.items()} for _ in range(8)]
         made = [{n: quantise_weight(w) for n, w in layer.items()} for layer in wide]
@@ -228,7 +228,10 @@ class Bench:
             return x
 
         def multiply(q: Quantised, weight: Any, residual: Tensor | None = None) -> Tensor:
-            tile = self._best.get((tuple(weight.values_OI.shape), q.values_TI.shape[0]), (0.0, None))[1]
+            key = (tuple(weight.values_OI.shape), q.values_TI.shape[0])
+            if key not in self._best:
+                return kernels.scaled_linear(q, weight.values_OI, weight.scale, DTYPE, None, residual)
+            tile = self._best[key][1]
             if tile is None:
                 return ops.library_linear(q, weight.values_OI, weight.scale, DTYPE, None, residual)
             return ops.linear(q, weight.values_OI, weight.scale, DTYPE, None, residual, tile)
