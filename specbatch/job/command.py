@@ -23,7 +23,7 @@ from specbatch.job.first_day import with_first_day
 from specbatch.job.generate import FileJob
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict
 from specbatch.job.paths import ELSEWHERE, check_input_name, files_read, partial_path, stats_path_of
-from specbatch.job.plan import RowPlan, with_shared_tokens
+from specbatch.job.plan import RowPlan, has_grammars, with_shared_tokens
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.remarks import Remarks, draft_remarks
@@ -113,7 +113,8 @@ def _run(
     what = pool.describe(with_shared_tokens(config, source, parser))
     notes = list(what.notes)
     start_seconds = time.perf_counter() - began  # with the import of the libraries: a part of loading
-    job = what.fingerprint(source.identity, options.limit, options.shard)
+    with_grammars = has_grammars(what.config, source, parser)
+    job = what.fingerprint(source.identity, options.limit, options.shard, has_grammars=with_grammars)
     if not options.overwrite and is_finished(output):
         report = already_finished(output, job, pool.models, verifiable=source.verifiable)
         if not (options.retry_errors and report["rows"]["failed"]):

@@ -22,7 +22,7 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.errors import InputError
 from specbatch.job.jsonl import encode_line
-from specbatch.job.rows import Prompt, RowParser
+from specbatch.job.rows import Prompt, RowParser, has_grammar
 from specbatch.job.sources import RawRow, Source
 
 _BLOCK_BYTES, _BLOCK_TOKENS = (
@@ -233,13 +233,23 @@ def with_shared_tokens(config: Config, source: Source, parser: RowParser) -> Con
         return config
     if source.path is None or section.device == "cpu" or not section.prefix_cache:
         return config
-    found = []
+    found = [(prefix_of(_content(prompt)), prompt.num_requests) for prompt in _first_prompts(source, parser)]
+    return replace(config, engine=replace(section, shared_tokens=shared_tokens(found)))
+
+
+def has_grammars(config: Config, source: Source, parser: RowParser) -> bool:
+    """Whether the job's options ask for a grammar, or one of the first rows of a file."""
+    if has_grammar(config.sampling):
+        return True
+    return source.path is not None and any(prompt.has_grammar for prompt in _first_prompts(source, parser))
+
+
+def _first_prompts(source: Source, parser: RowParser) -> Iterator[Prompt]:
     with contextlib.suppress(InputError):  # the job will say so
         for raw in islice(source.rows(), _FIRST_ROWS):
             _, prompt = parser.parse(raw)
             if isinstance(prompt, Prompt):
-                found.append((prefix_of(_content(prompt)), prompt.num_requests))
-    return replace(config, engine=replace(section, shared_tokens=shared_tokens(found)))
+                yield prompt
 
 
 def _text_bytes(value: Any) -> int:

@@ -51,11 +51,19 @@ class Prompt:
     choices: tuple[str, ...] = ()  # to be scored; then no text is generated
 
     @property
+    def has_grammar(self) -> bool:
+        return bool(self.chat.required) or has_grammar(self.params)
+
+    @property
     def num_requests(self) -> int:
         """How many of its n completions are computed: greedy ones are all equal. Or the number of its choices."""
         if self.choices:
             return len(self.choices)
         return self.params.n if self.params.temperature > 0 else 1
+
+
+def has_grammar(params: SamplingParams) -> bool:
+    return any(getattr(params, name) is not None for name in GRAMMAR_FIELDS)
 
 
 class RowParser:

@@ -237,7 +237,7 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     found = {"specbatch": specbatch.__version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "tokenizers"):
+    for package in ("torch", "transformers", "tokenizers", "llguidance"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

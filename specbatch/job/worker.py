@@ -46,11 +46,15 @@ class Description:
     weights: Mapping[str, Any]  # ModelFiles.record()
     bits_depend_on: Sequence[str] = ()  # of a deterministic run, in addition to the above
 
-    def fingerprint(self, source: Mapping[str, Any], limit: int | None, shard: Shard | None = None) -> dict[str, Any]:
+    def fingerprint(
+        self, source: Mapping[str, Any], limit: int | None, shard: Shard | None = None, *, has_grammars: bool = False
+    ) -> dict[str, Any]:
         """The job's identity. `source`: of the input."""
         job = job_fingerprint(self.config, source, limit, shard=shard, row_tokens=self.row_tokens, models=self.digests)
         if self.config.engine.deterministic:
             job["device and versions (engine.deterministic)"] = [self.made_by["device"], *self.bits_depend_on]
+        if has_grammars:
+            job["llguidance (grammars)"] = self.made_by["versions"].get("llguidance")
         return job
 
 

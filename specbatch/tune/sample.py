@@ -10,7 +10,7 @@ from specbatch.errors import InputError, RowError
 from specbatch.job.rows import RowParser
 from specbatch.job.sources import RawRow, Source
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.types import GRAMMAR_FIELDS, EngineLimits, Request, RngKey
+from specbatch.types import EngineLimits, Request, RngKey
 
 _MAX_DRAWN = 1024
 MIN_ROWS = 4  # a bootstrap over fewer means nothing
@@ -74,7 +74,7 @@ def sample_rows(
         common = _common_prefix(common, prompt) if lengths else prompt
         lengths += [len(prompt)] * job.num_requests
         completions += job.num_requests
-        has_grammars |= bool(job.chat.required) or any(getattr(job.params, name) is not None for name in GRAMMAR_FIELDS)
+        has_grammars |= job.has_grammar
         max_tokens = max(max_tokens, job.params.max_tokens)
         rng = RngKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
         requests.append(Request(len(requests), prompt, job.params, rng, texts.stop_check(job.params), bad_words))

@@ -15,13 +15,15 @@ from pydantic import TypeAdapter
 from specbatch import LLM, generate_file
 from specbatch.config import DataSection
 from specbatch.config_load import dump_config, load_config
-from specbatch.errors import ConfigError, RowError
+from specbatch.errors import ConfigError, InputError, RowError
 from specbatch.job.row_queue import RowPreparer
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
+from specbatch.job.stats import versions
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
 from tests.grammar.tiny_tokenizer import tiny_tokenizer
+from tests.job.test_generate import Run
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -30,6 +32,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 JSON = SamplingParams(response_format='{"type": "json_object"}')
 
 
@@ -141,3 +144,21 @@ def test_options_without_grammars_make_error_rows() -> None:
 def test_a_bad_grammar_of_the_configuration_ends_the_job() -> None:
     with pytest.raises(ConfigError, match=r"sampling\.regex cannot be used"):
         LLM(**{**TINY, "sampling.regex": "(a"})
+
+
+@pytest.mark.parametrize("row", [{"regex": "a"}, {"tools": [TOOL], "tool_choice": "required"}, {}])
+def test_the_librarys_version_is_part_of_a_job_with_grammars(
+    row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only rows have them: another version may write another text."""
+    run = Run(tmp_path)
+    run.write([{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}], **row}])
+    run()
+    other = {**versions(), "llguidance": "0.1"}
+    monkeypatch.setattr("specbatch.job.worker.versions", lambda: other)
+    if not row:
+        run()
+        assert "finished already" in run.log
+        return
+    with pytest.raises(InputError, match=r"llguidance \(grammars\): \d\S* -> 0\.1"):
+        run()

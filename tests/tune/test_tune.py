@@ -26,6 +26,7 @@ from specbatch.engine import resolve_speculation
 from specbatch.engine.resolve import resolve
 from specbatch.errors import SpecbatchError
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
+from specbatch.job.rows import Prompt
 from specbatch.job.sources import RawRow
 from specbatch.tune import command as command_module
 from specbatch.tune import live as live_module
@@ -482,11 +483,9 @@ def sampled(
 ) -> Sample:
     """Of rows whose prompts have a token for each byte."""
     source: Any = SimpleNamespace(rows=lambda: starmap(RawRow, enumerate(prompts)), name="rows")
-    parser: Any = SimpleNamespace(
-        parse=lambda raw: (raw, SimpleNamespace(prompt=raw.data, params=params, chat=chat, num_requests=1))
-    )
+    parser: Any = SimpleNamespace(parse=lambda raw: (raw, Prompt("text", raw.data, params, chat=chat)))
     texts: Any = SimpleNamespace(
-        encode=lambda job, limits: [*job.prompt], stop_check=lambda params: None, bad_words=lambda params, limits: ()
+        encode=lambda job, limits: [*job.content], stop_check=lambda params: None, bad_words=lambda params, limits: ()
     )
     limits: Any = None
     return sample_rows(source, parser, texts, limits, num_rows, 0)
