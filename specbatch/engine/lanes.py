@@ -5,7 +5,7 @@ are balanced by their numbers of requests, which have equally many new tokens, a
 read. A request keeps its lane until the two no longer fit the size that equal lanes would have; then all are divided
 anew. A short batch is one lane.
 
-Nothing about a request's tokens depends on its lane.
+A request's tokens do not depend on its lane, but for rounding on CUDA, as with another batch size.
 """
 
 from __future__ import annotations
