@@ -104,7 +104,8 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         if run.engine.prompt_graphs in ("piecewise", "both"):
             compiled = run.engine.compiles
             pieces = PromptPieces.of_models(rounds.target, parts.net, compiled=compiled, on_progress=on_progress)
-            clock.passed("prompts traced, pieces compiled" if compiled else "pieces of prompts")
+            if compiled:
+                clock.passed("pieces of prompts compiled")
         on_progress("compiling kernels, trial run")
         sized = _measured(run, rounds, pieces, available)
         clock.passed("trial run, kernels compiled")
