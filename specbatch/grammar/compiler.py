@@ -173,6 +173,7 @@ def _library(constraint: Constraint) -> Any:
 
 
 def _refused(constraint: Constraint, problem: str) -> RowError:
-    # Of a long error the first lines say what is wrong; the others repeat the grammar.
+    # Of a long error the first lines say what is wrong; the others repeat the grammar. That of a regex is the reverse.
+    problem = problem.rsplit("\nerror: ", 1)[-1].split("\n", 1)[0] if constraint.kind == "regex" else problem
     first = " ".join(" ".join(problem.split("<state>")[0].split()).split(" ")[:40])
     return RowError("invalid_value", f"{constraint.option} cannot be used: {first}")

@@ -90,9 +90,17 @@ def test_a_schema_that_cannot_be_followed_is_an_error(word: str) -> None:
     assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize("params", [{"regex": "(a"}, {"regex": "(?=a)b"}, {"grammar": "root ::= x"}, {"grammar": "("}])
-def test_a_regex_or_grammar_with_a_mistake_is_an_error(params: dict[str, Any]) -> None:
-    with pytest.raises(RowError, match=f"{next(iter(params))} cannot be used"):
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"regex": "(a"}, "unclosed group$"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": "root ::= x"}, ".*'x' not found"),
+        ({"grammar": "("}, ".*line 1"),
+    ],
+)
+def test_a_regex_or_grammar_with_a_mistake_is_an_error(params: dict[str, Any], words: str) -> None:
+    with pytest.raises(RowError, match=f"{next(iter(params))} cannot be used: {words}"):
         state_of(**params)
 
 

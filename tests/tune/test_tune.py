@@ -483,7 +483,7 @@ def sampled(
 ) -> Sample:
     """Of rows whose prompts have a token for each byte."""
     source: Any = SimpleNamespace(rows=lambda: starmap(RawRow, enumerate(prompts)), name="rows")
-    parser: Any = SimpleNamespace(parse=lambda raw: (raw, Prompt("text", raw.data, params, chat=chat)))
+    parser: Any = SimpleNamespace(parse=lambda raw: (raw, Prompt("prompt", raw.data, params, chat=chat)))
     texts: Any = SimpleNamespace(
         encode=lambda job, limits: [*job.content], stop_check=lambda params: None, bad_words=lambda params, limits: ()
     )
