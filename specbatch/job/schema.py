@@ -87,6 +87,8 @@ def _option(option: Option, field: dataclasses.Field[Any]) -> dict[str, Any]:
         one = {"type": "object"}
     else:
         one = {**of_type(option.kind), **_bounds(option_range(field))}
+        if "off" in one.get("enum", ()):
+            one["enum"] = [*one["enum"], False]  # YAML reads off so
     kinds = [one]
     if option.is_list:
         kinds = [{"type": "array", "items": one}, *([one] if option.kind is str else [])]
