@@ -6,9 +6,9 @@
 
 Each case draws rows with any of the fields that a row can have, a few that are wrong, and an engine: draft method and
 shape, batch, pages, chunks, a cache so small that requests are preempted, prefix cache, a plan or none, several
-processes for one model, two lanes, an FP8 cache. Results must be equal but for `speculation`. A case that differs is
-printed, with its number. Sampled rows are drawn for with `engine.deterministic`, where chains of a draft network, too,
-keep every token.
+processes for one model, two lanes, an FP8 cache, weights in FP8. Results must be equal but for `speculation`. A case
+that differs is printed, with its number. Sampled rows are drawn for with `engine.deterministic`, where chains of a
+draft network, too, keep every token.
 """
 
 from __future__ import annotations
@@ -171,6 +171,8 @@ def engine_of(rng: random.Random) -> dict[str, Any]:
         found |= {"two_batch_overlap": "on", "max_batch_size": rng.choice((17, 40)), "kv_cache_tokens": 8192}
     if rng.random() < 0.1:
         found["kv_dtype"] = "fp8_e4m3"
+    if rng.random() < 0.1 and found["tensor_parallel"] == 1:
+        found["quantization"] = "fp8"
     return found
 
 
@@ -195,8 +197,8 @@ PLAIN = {
 }  # fmt: skip
 
 
-# What changes bits: the ranks add up their parts; cached keys and values are rounded.
-BITS = ("tensor_parallel", "kv_dtype")
+# What changes bits: ranks add up their parts; cached keys and values, or weights and inputs, are rounded.
+BITS = ("tensor_parallel", "kv_dtype", "quantization")
 
 
 def check(number: int, num_rows: int, folder: Path, counts: collections.Counter[str], forced: dict[str, Any]) -> bool:
@@ -218,7 +220,7 @@ def check(number: int, num_rows: int, folder: Path, counts: collections.Counter[
     counts["error rows"] += sum("error" in result for result in plain)
     counts["tool calls"] += sum("tool_calls" in str(result) for result in plain)
     counts[f"method {settings['method']}"] += 1
-    for name in ("two_batch_overlap", "kv_dtype"):
+    for name in ("two_batch_overlap", "kv_dtype", "quantization"):
         counts[name] += name in settings
     counts["cases that differ"] += bool(wrong)
     return not wrong
