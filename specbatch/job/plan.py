@@ -25,10 +25,8 @@ from specbatch.job.jsonl import encode_line
 from specbatch.job.rows import Prompt, RowParser, has_grammar
 from specbatch.job.sources import RawRow, Source
 
-_BLOCK_BYTES, _BLOCK_TOKENS = (
-    256,
-    64,
-)  # of a prompt: 64 token ids, or text of about as many tokens. Prompts that share less are no group
+# Of a prompt: 64 token ids, or text of about that number of tokens. Prompts that share less are no group.
+_BLOCK_BYTES, _BLOCK_TOKENS = 256, 64
 _MAX_BLOCKS = 64  # of a prompt that are compared
 _MIN_ALIKE = 4  # requests that begin alike, at least
 _HASH_BYTES = 8
@@ -80,8 +78,8 @@ def _grouped(prefixes: Sequence[bytes], lengths: Sequence[int]) -> list[int]:
 
 
 def shared_tokens(prompts: Iterable[tuple[bytes, int]]) -> int:
-    """With how many tokens prompts begin as at least three others do, on average over requests; of texts, about.
-    `prompts`: of `prefix_of`, and the number of requests."""
+    """The number of tokens with which a prompt begins as at least three others do, on average over requests; roughly,
+    where prompts are text. `prompts`: of `prefix_of`, and the number of requests."""
     others = _MIN_ALIKE - 1
     found = sorted(prefix for prefix, count in prompts for _ in range(min(count, _MIN_ALIKE)))
     alike = [0] * len(found)
@@ -245,7 +243,7 @@ def has_grammars(config: Config, source: Source, parser: RowParser) -> bool:
 
 
 def _first_prompts(source: Source, parser: RowParser) -> Iterator[Prompt]:
-    with contextlib.suppress(InputError):  # the job will say so
+    with contextlib.suppress(InputError):  # the job will report it
         for raw in islice(source.rows(), _FIRST_ROWS):
             _, prompt = parser.parse(raw)
             if isinstance(prompt, Prompt):
