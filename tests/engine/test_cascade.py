@@ -171,7 +171,8 @@ def test_options_that_it_does_not_go_with(options: dict[str, Any], words: str) -
         resolved(EngineSection(cascade_attention="on", **options))
 
 
-def test_auto_is_off_until_files_are_measured() -> None:
+def test_auto_is_off_until_files_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_cascade, "MEASURED_ON_CUDA", False)
     found, notes = resolved(EngineSection(shared_tokens=1000))
     assert found is None
     assert notes == ["engine.cascade_attention: off (what it gains in whole files is not measured yet)"]
