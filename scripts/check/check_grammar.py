@@ -14,8 +14,8 @@ speeds, and both have an acceptance length. The first of `--repeats` compiles an
 of random weights end because the schemas bound them: strings have a maxLength, arrays a maxItems.
 
 With `--host` no model runs: milliseconds of the host in a round of `--max-batch-size` requests, the median, for plain
-decoding, a chain of 4 nodes and a tree of 16, with a vocabulary of 151,936 tokens (the built-in model's, and pairs of
-them) and texts drawn at random from the masks. Two of three drafts are what comes next. `advance`: the matchers follow
+decoding, a chain of 4 nodes and a tree of 16, with a vocabulary of 151,936 tokens (the target's, and pairs of short
+ones) and texts drawn at random from the masks. Two of three drafts are what comes next. `advance`: the matchers follow
 the last tokens, while the device drafts (in plain decoding: while the target runs). `trees`: the device waits.
 `masks`: while the target runs. `begin`: a request's start.
 
@@ -185,15 +185,16 @@ class Host:
 
     vocab_size = 151936
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, target: str, batch: int) -> None:
         self.batch = batch
         self.random = random.Random(0)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        tokenizer = load_tokenizer(resolve_model(BUILT_IN))
+        tokenizer = load_tokenizer(resolve_model(target))
         data = json.loads(tokenizer.backend_tokenizer.to_str())
-        vocab, known = data["model"]["vocab"], list(data["model"]["vocab"])
+        vocab = data["model"]["vocab"]
+        known = [token for token in vocab if len(token) < 4]
         while len(vocab) < self.vocab_size - 64:
-            vocab.setdefault("".join(self.random.choices(known[300:20000], k=2)), len(vocab))
+            vocab.setdefault("".join(self.random.choices(known, k=2)), len(vocab))
         tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(data))
         self.eos = int(tokenizer.eos_token_id)
         self.compiler = GrammarCompiler(tokenizer)
@@ -303,7 +304,7 @@ def main() -> int:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
 
     if args.host:
-        host = Host(args.max_batch_size)
+        host = Host(args.target, args.max_batch_size)
         for name, parents in TREES.items():
             add(f"host, {name}", {"cpus": os.cpu_count(), **host.run(parents, 30)})
         return 0

@@ -193,15 +193,16 @@ def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_
     num_legal += has_ended
     count = num_legal + 1
     tree = GrammarTree.of(tokens[:count], None)
+    last_forced = None
     while not has_ended and len(tree.tokens) < min(max_nodes, max_depth + 1):
-        tree.forced[-1] = token = state.forced()
-        if token is None:
-            break
-        tree.add(token, len(tree.tokens) - 1, _FORCED)
-        has_ended = state.is_end(token)
-        if not has_ended:
-            state.enter(token)
+        if last_forced is not None:
+            state.enter(last_forced)
             num_entered += 1
+        tree.forced[-1] = last_forced = state.forced()
+        if last_forced is None:
+            break
+        tree.add(last_forced, len(tree.tokens) - 1, _FORCED)
+        has_ended = state.is_end(last_forced)
     if len(tree.tokens) == count <= len(drafts):
         tree.forbidden = [drafts[num_legal]]
     state.back(num_entered)

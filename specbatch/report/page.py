@@ -172,9 +172,8 @@ def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> st
                 charts.shares(
                     [(name, value, f"{duration(value)} ({value / total:.0%})") for name, value in seconds.items()]
                 ),
-                "load: start and weights. prefill: prompts. decode: rounds. input_wait: rows that were not tokenized yet. "
-                "io: files. Only the last "
-                "session is counted.",
+                "load: start and weights. prefill: prompts. decode: rounds. input_wait: for rows that were not "
+                "tokenized yet. io: files. Only the last session is counted.",
             )
         )
     if totals.failed and totals.ok:
