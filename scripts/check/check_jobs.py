@@ -93,6 +93,7 @@ def chat_of(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.6:
         named: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
         row |= {"tools": TOOLS, "tool_choice": rng.choice(("required", named, "auto", "none"))}
+        row["parallel_tool_calls"] = rng.random() < 0.3
     return row
 
 
