@@ -35,8 +35,9 @@ from tune_linear import replay_time
 from specbatch.attention.triton import WORKSPACE_ROWS, num_splits
 from specbatch.batch import PagedBatch
 from specbatch.kernels import torch as reference
-from specbatch.kernels.triton.attention import Workspace, attend_by
+from specbatch.kernels.triton.attention import attend_by
 from specbatch.kernels.triton.parts.attention_tile import Fp8Form, Tile, tile_for
+from specbatch.kernels.triton.parts.workspace import Workspace
 
 PAGE, DIM = 64, 128
 DTYPE, FP8 = torch.bfloat16, torch.float8_e4m3fn

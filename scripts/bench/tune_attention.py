@@ -28,8 +28,9 @@ from tune_linear import only_compile, replay_time, say
 from specbatch.attention.triton import WORKSPACE_ROWS, num_splits
 from specbatch.batch import PagedBatch
 from specbatch.kernels.triton import attention
-from specbatch.kernels.triton.attention import Workspace, attend_by
+from specbatch.kernels.triton.attention import attend_by
 from specbatch.kernels.triton.parts.attention_tile import Tile, tile_for
+from specbatch.kernels.triton.parts.workspace import Workspace
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16

@@ -21,7 +21,6 @@ from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.kernels import torch as reference
-from specbatch.kernels.triton.attention import Workspace
 from specbatch.kernels.triton.invariant_attention import attend
 from specbatch.kernels.triton.parts import attention_splits
 from specbatch.kernels.triton.parts.attention_splits import (
@@ -36,6 +35,7 @@ from specbatch.kernels.triton.parts.attention_splits import (
     stored_rows,
 )
 from specbatch.kernels.triton.parts.attention_tile import Fp8Form
+from specbatch.kernels.triton.parts.workspace import Workspace
 from specbatch.kernels.triton.tree_paths import tree_paths
 from tests.kernels.batches import CUDA, DEVICE, FP8, close, paged_batch, random, random_cache, tree_batch
 from tests.marks import slow_on_cpu

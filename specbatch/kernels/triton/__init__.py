@@ -1,7 +1,7 @@
 """All operations, in Triton where that pays: see `kernels.ops_for`."""
 
 from specbatch.kernels.triton.acceptance import accept_chain
-from specbatch.kernels.triton.attention import Workspace, attend
+from specbatch.kernels.triton.attention import attend
 from specbatch.kernels.triton.beam import beam_expand, beam_start
 from specbatch.kernels.triton.edits import edit_logits
 from specbatch.kernels.triton.fp8 import quantise, rms_norm_quantised, scaled_linear, silu_mul_quantised
@@ -11,6 +11,7 @@ from specbatch.kernels.triton.long_sequences import long_sequences
 from specbatch.kernels.triton.mask import tree_mask_bits
 from specbatch.kernels.triton.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.triton.ngram import ngram_lookup
+from specbatch.kernels.triton.parts.workspace import Workspace
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.triton.steps import commit_round, span_layout

@@ -28,10 +28,11 @@ from torch import Tensor
 
 from specbatch.batch import PREFIX_UNIT, PagedBatch, PrefixParts
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded, tile_for
-from specbatch.kernels.triton.parts.attention_walk import walk
+from specbatch.kernels.triton.parts.attention_walk import merge_prefix, walk
 from specbatch.kernels.triton.parts.fp8 import half_queries
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
+from specbatch.kernels.triton.parts.workspace import Workspace
 
 LOG2E = 1.4426950408889634
 
@@ -40,25 +41,6 @@ LOG2E = 1.4426950408889634
 def _result(acc, total, v_scale, IS_FP8: tl.constexpr):
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     return out * v_scale if IS_FP8 else out
-
-
-@triton.jit
-def _merge_prefix(
-    acc, maximum, total, prefix_ptr, weights_ptr, num_parts, num_rows, at, row_ok, dims, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """Adds what `prefixes.py` has computed for the rows at `at`."""
-    for part in range(num_parts):
-        row = part * num_rows + at
-        peak = tl.load(weights_ptr + row * 2, mask=row_ok, other=float("-inf"))
-        weight = tl.load(weights_ptr + row * 2 + 1, mask=row_ok, other=0.0)
-        sums = tl.load(prefix_ptr + row[:, None] * BLOCK_D + dims[None, :], mask=row_ok[:, None], other=0.0)
-        new_maximum = tl.maximum(maximum, peak)
-        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        decay, share = tl.exp2(maximum - reference), tl.exp2(peak - reference)
-        total = total * decay + weight * share
-        acc = acc * decay[:, None] + sums * share[:, None]
-        maximum = new_maximum
-    return acc, maximum, total
 
 
 @triton.jit
@@ -194,7 +176,7 @@ def _attend(
     if PREFIX_PARTS:
         num_parts = tl.cdiv(prefix_units, tl.maximum(tl.cdiv(prefix_units, PREFIX_PARTS), 1))
         at = token.to(tl.int64) * NUM_HEADS + head
-        acc, maximum, total = _merge_prefix(
+        acc, maximum, total = merge_prefix(
             acc, maximum, total, prefix_ptr, prefix_weights_ptr, tl.where(split == 0, num_parts, 0), num_rows, at,
             row_ok, dims, BLOCK_D,
         )  # fmt: skip
@@ -233,27 +215,6 @@ def _attend(
             out = _result(acc, total, v_scale, IS_FP8)
             tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=out_ok)
             tl.store(counter_ptr + tile, 0)  # ready for the next launch
-
-
-class Workspace:
-    """Partial results of splits: one for each stream that runs attention, since launches in order share it. It has its
-    final size from the start, since captured graphs hold its address.
-
-    `rows`: of the tiles of one launch, summed over the splits; `head_dim` in elements.
-    """
-
-    def __init__(self, device: torch.device, rows: int, head_dim: int) -> None:
-        self._partials = torch.empty(rows * padded(head_dim), device=device)
-        self._sums = torch.empty(rows * 2, device=device)
-        # No tile has fewer rows than 16.
-        self._counters = torch.zeros(rows // 16, dtype=torch.int32, device=device)
-
-    def reserve(self, tiles: int, splits: int, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(partials, sums, counters) for `tiles` tiles of `rows` rows."""
-        assert tiles * splits * rows * width <= self._partials.numel(), (tiles, splits, rows, width)
-        assert tiles * splits * rows * 2 <= self._sums.numel(), (tiles, splits, rows)
-        assert tiles <= self._counters.numel(), tiles
-        return self._partials, self._sums, self._counters
 
 
 def attend(

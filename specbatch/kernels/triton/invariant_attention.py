@@ -27,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
-from specbatch.kernels.triton.attention import Workspace
 from specbatch.kernels.triton.parts.attention_splits import SplitPlan, num_ones, stored_rows
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded
 from specbatch.kernels.triton.parts.fp8 import half_queries
@@ -41,6 +40,7 @@ from specbatch.kernels.triton.parts.invariant_steps import (
     store_split,
 )
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.workspace import Workspace
 from specbatch.kernels.triton.tree_paths import TreePaths
 
 _LOG2E = 1.4426950408889634

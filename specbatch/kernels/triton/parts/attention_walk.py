@@ -66,3 +66,22 @@ def walk(
         acc = acc * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
         maximum = new_maximum
     return acc, odd_acc, maximum, total
+
+
+@triton.jit
+def merge_prefix(
+    acc, maximum, total, prefix_ptr, weights_ptr, num_parts, num_rows, at, row_ok, dims, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Adds what `prefixes.py` has computed for the rows at `at`."""
+    for part in range(num_parts):
+        row = part * num_rows + at
+        peak = tl.load(weights_ptr + row * 2, mask=row_ok, other=float("-inf"))
+        weight = tl.load(weights_ptr + row * 2 + 1, mask=row_ok, other=0.0)
+        sums = tl.load(prefix_ptr + row[:, None] * BLOCK_D + dims[None, :], mask=row_ok[:, None], other=0.0)
+        new_maximum = tl.maximum(maximum, peak)
+        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay, share = tl.exp2(maximum - reference), tl.exp2(peak - reference)
+        total = total * decay + weight * share
+        acc = acc * decay[:, None] + sums * share[:, None]
+        maximum = new_maximum
+    return acc, maximum, total
