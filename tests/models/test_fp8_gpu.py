@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specbatch.config_load import load_config
-from specbatch.engine import resolve_deterministic, resolve_model
+from specbatch.engine import resolve_model
 from specbatch.engine.build import build_engine
 from specbatch.engine.resolve import resolve
 from specbatch.kernels import ops_for
@@ -78,7 +78,6 @@ def test_speculation_in_graphs(
     bit, which FP8 may round to its next number: in this model of random weights, errors of 0.001 to 0.002 in each layer
     leave the first 3 to 7 of 12 tokens on a CPU."""
     monkeypatch.setattr(resolve_model, "MEASURED_ON_CUDA", True)
-    monkeypatch.setattr(resolve_deterministic, "MEASURED_ON_CUDA", True)
     sizes = {"hidden_size": 160, "intermediate_size": 144, "num_attention_heads": 4}
     model = fp8_checkpoint(tmp_path / "m", FORMATS[name], **sizes)
     sets = [f"model.target={model}", "engine.device=cuda", "engine.kv_cache_tokens=1024", "model.dtype=bfloat16"]
