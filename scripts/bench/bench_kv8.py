@@ -37,7 +37,7 @@ from specbatch.batch import PagedBatch
 from specbatch.kernels import torch as reference
 from specbatch.kernels.triton.attention import attend_by
 from specbatch.kernels.triton.parts.attention_tile import Fp8Form, Tile, tile_for
-from specbatch.kernels.triton.parts.workspace import Workspace
+from specbatch.kernels.triton.workspace import Workspace
 
 PAGE, DIM = 64, 128
 DTYPE, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -30,7 +30,7 @@ from specbatch.batch import PagedBatch
 from specbatch.kernels.triton import attention
 from specbatch.kernels.triton.attention import attend_by
 from specbatch.kernels.triton.parts.attention_tile import Tile, tile_for
-from specbatch.kernels.triton.parts.workspace import Workspace
+from specbatch.kernels.triton.workspace import Workspace
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from specbatch.attention.triton import WORKSPACE_ROWS, num_splits
 from specbatch.kernels.triton.parts.attention_tile import tile_for
-from specbatch.kernels.triton.parts.workspace import Workspace
+from specbatch.kernels.triton.workspace import Workspace
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -35,8 +35,8 @@ from specbatch.kernels.triton.parts.attention_splits import (
     stored_rows,
 )
 from specbatch.kernels.triton.parts.attention_tile import Fp8Form
-from specbatch.kernels.triton.parts.workspace import Workspace
 from specbatch.kernels.triton.tree_paths import tree_paths
+from specbatch.kernels.triton.workspace import Workspace
 from tests.kernels.batches import CUDA, DEVICE, FP8, close, paged_batch, random, random_cache, tree_batch
 from tests.marks import slow_on_cpu
 

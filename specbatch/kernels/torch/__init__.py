@@ -1,7 +1,7 @@
 """The reference kernels: all operations in plain torch."""
 
 from specbatch.kernels.torch.acceptance import accept_chain
-from specbatch.kernels.torch.attention import Workspace, attend
+from specbatch.kernels.torch.attention import attend
 from specbatch.kernels.torch.beam import beam_expand, beam_start
 from specbatch.kernels.torch.edits import edit_logits
 from specbatch.kernels.torch.fp8 import quantise, rms_norm_quantised, scaled_linear, silu_mul_quantised
@@ -15,6 +15,7 @@ from specbatch.kernels.torch.prefixes import attend_prefixes
 from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.torch.steps import commit_round, span_layout
 from specbatch.kernels.torch.tree import draft_topk, select_nodes
+from specbatch.kernels.torch.workspace import Workspace
 
 __all__ = [
     "Workspace",

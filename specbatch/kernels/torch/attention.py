@@ -10,13 +10,7 @@ from torch import Tensor
 
 from specbatch.batch import PagedBatch, PrefixParts, slots_of
 from specbatch.kernels.torch.model import as_bytes
-
-
-class Workspace:
-    """What the Triton kernel of `attend` needs between launches. This one needs nothing."""
-
-    def __init__(self, device: torch.device, rows: int, head_dim: int) -> None:
-        pass
+from specbatch.kernels.torch.workspace import Workspace
 
 
 def attend(

@@ -11,11 +11,11 @@ from specbatch.kernels.triton.long_sequences import long_sequences
 from specbatch.kernels.triton.mask import tree_mask_bits
 from specbatch.kernels.triton.model import move_slots, rms_norm, rotary_write, silu_mul
 from specbatch.kernels.triton.ngram import ngram_lookup
-from specbatch.kernels.triton.parts.workspace import Workspace
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.triton.steps import commit_round, span_layout
 from specbatch.kernels.triton.tree import draft_topk, select_nodes
+from specbatch.kernels.triton.workspace import Workspace
 
 __all__ = [
     "Workspace",

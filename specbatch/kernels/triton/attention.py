@@ -32,7 +32,7 @@ from specbatch.kernels.triton.parts.attention_walk import merge_prefix, walk
 from specbatch.kernels.triton.parts.fp8 import half_queries
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
-from specbatch.kernels.triton.parts.workspace import Workspace
+from specbatch.kernels.triton.workspace import Workspace
 
 LOG2E = 1.4426950408889634
 

@@ -40,8 +40,8 @@ from specbatch.kernels.triton.parts.invariant_steps import (
     store_split,
 )
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
-from specbatch.kernels.triton.parts.workspace import Workspace
 from specbatch.kernels.triton.tree_paths import TreePaths
+from specbatch.kernels.triton.workspace import Workspace
 
 _LOG2E = 1.4426950408889634
 
