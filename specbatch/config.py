@@ -45,7 +45,8 @@ class ModelSection:
     quantization: Literal["auto", "none", "fp8"] = option(
         "auto",
         "`auto`: as the checkpoint is. `none`: weights in FP8 are dequantised when they are loaded. `fp8`: quantise "
-        "the linear layers of a checkpoint that is not quantised. FP8 runs on a CPU only, which emulates it.",
+        "the linear layers of a checkpoint that is not quantised. Layers in FP8 run on a CPU only, which emulates "
+        "them. On CUDA, set `none` for a checkpoint in FP8.",
     )
 
 
@@ -137,7 +138,8 @@ class EngineSection:
     compile: Literal["off", "auto"] = option(
         "off",
         "`auto`: the pieces of `prefill.graphs: piecewise` and `both` are compiled by torch's Inductor, which fuses "
-        "operations; layers in FP8 and those of `engine.deterministic` are not. `off`: our own kernels.",
+        "operations. Layers in FP8 and those of `engine.deterministic` are not compiled. `off`: specbatch's own "
+        "kernels. On a CPU and with other `prefill.graphs`, `auto` is an error.",
     )
     max_batch_size: int | None = option(
         None,
@@ -148,8 +150,8 @@ class EngineSection:
     page_size: int | None = option(None, "Tokens in a page of the KV cache. null: 16 on CPU, 64 on CUDA.", AT_LEAST_1)
     kv_dtype: KVDtypeName = option(
         "auto",
-        "The type of cached keys and values. `auto`: that of the model. `fp8_e4m3` (on CUDA from Ada on) takes one "
-        "byte a value: room for more requests, but some texts differ. The scales of a checkpoint are used.",
+        "The type of cached keys and values. `auto`: that of the model. `fp8_e4m3` (on a CPU, and on CUDA from Ada on) "
+        "takes one byte a value: room for more requests, but some texts differ. The scales of a checkpoint are used.",
     )
     kv_cache_tokens: int | None = option(
         None,
@@ -167,14 +169,15 @@ class EngineSection:
     )
     cascade_attention: Literal["off", "on", "auto"] = option(
         "auto",
-        "`on`: a round reads the cached beginning that several requests share once for all of them, and not once for "
-        "each. With `engine.attention: triton`. `auto`: off, until it is measured in whole files.",
+        "`on`: several requests share a cached beginning, and a round reads it once, not once for each of them. It "
+        "needs `engine.attention: triton` and `engine.prefix_cache`, and runs neither with `engine.deterministic` nor "
+        "with `engine.two_batch_overlap`. `auto`: off, because its gain in whole files is not measured yet.",
         read=read_switch,
     )
     shared_tokens: int | None = option(
         None,
-        "Tokens with which most prompts begin alike, for `cascade_attention: auto`. null: counted in the first rows of "
-        "a file.",
+        "Number of tokens with which most prompts begin alike. null: counted in the first rows of a file. Only "
+        "`cascade_attention: auto` reads it, so it has no effect while that is off.",
         AT_LEAST_0,
     )
     prefill_chunk_tokens: int | None = option(
@@ -190,16 +193,17 @@ class EngineSection:
     two_batch_overlap: Literal["off", "on", "auto"] = option(
         "auto",
         "`on`: a round of at least 16 requests is computed as two halves at the same time, so that one computes while "
-        "the other waits for memory or for another process. `auto`: off, until it is measured where it gains.",
+        "the other waits for memory or for another process. On CUDA it needs `engine.attention: triton`, and does not "
+        "run with `engine.deterministic`. `auto`: off, because its gain is not measured yet.",
         read=read_switch,
     )
     deterministic: bool = option(
         False,
-        "A row's tokens depend on nothing but the row: not on the draft method or on speculation being on at all, also "
-        "where it is sampled. Sampled chains are accepted less often. On CUDA in bfloat16 or float16, with "
-        "engine.attention triton; on a CPU in float32. The kind of processor or GPU, the versions of torch and triton, "
-        "and a CPU's number of threads are part of the job, as the options are: another one is refused when a job goes "
-        "on.",
+        "A row's tokens depend on the row only: not on the rows that run with it, and not on the draft method. This "
+        "holds for sampled rows, too; their chains are accepted less often. It runs on CUDA in bfloat16 or float16, "
+        "with `engine.attention: triton` and without `kv_dtype: fp8_e4m3`, and on a CPU in float32. The kind of "
+        "processor or GPU, the versions of torch and triton, and on a CPU the number of threads are part of the job: a "
+        "resume with others is refused.",
     )
     seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.", SEED)
 
@@ -265,8 +269,8 @@ class DataSection:
     )
     separate_reasoning: bool | None = option(
         None,
-        "true: `<think>...</think>` at the begin of a chat's answer becomes `reasoning_content`. false: it stays in "
-        "`text`. null: true if the chat template has `</think>`.",
+        "true: `<think>...</think>` at the beginning of a chat's answer becomes `reasoning_content`. false: it stays "
+        "in `text`. null: true if the chat template has `</think>`.",
     )
     system_prompt: str | None = option(
         None, "A system message for rows that have none: `messages` without one, and prompts that run as chat."

@@ -25,7 +25,7 @@ def check_deterministic(device: torch.device, dtype: torch.dtype, attention: str
     if dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
             f"engine.deterministic needs bfloat16 or float16 on CUDA, not {DTYPE_NAMES[dtype]}: tensor cores add in a "
-            "fixed order, and other products do not",
+            "fixed order, and other GEMMs do not",
             hint="leave model.dtype out",
         )
 

@@ -19,7 +19,7 @@ def resolve_two_lanes(section: EngineSection, device: torch.device, attention: s
     if attention != "triton":
         raise ConfigError(
             f"engine.two_batch_overlap needs engine.attention triton on CUDA, not {attention}",
-            hint="leave one of them out",
+            hint="leave engine.attention out, or engine.two_batch_overlap",
         )
     if section.deterministic:
         raise ConfigError(
