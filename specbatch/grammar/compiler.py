@@ -123,9 +123,9 @@ class Matcher:
     def forced_token(self) -> int | None:
         if self._has_ended or not self.may_be_forced():
             return None
-        mask_W = np.empty(-(-self._vocab_size // 32), dtype=np.int32)
-        self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        return only_token(mask_W) if self._takes_only(mask_W) else None
+        # The mask is made of the first of these, in more than twice the time. None: a longer token may begin there, too.
+        token = next(iter(self._matcher.compute_ff_tokens()), None)
+        return token if token is not None and self._takes(token) else None
 
     def is_complete(self) -> bool:
         return not self._matcher.is_error() and self._matcher.is_accepting()
@@ -149,11 +149,14 @@ class Matcher:
         return list(masks_BW)
 
     def _takes_only(self, mask_W: NDArray[np.int32]) -> bool:
-        """False: one token alone may come, and the library refuses it. It forces the text `<think>` as the token of
-        that name, which it has as a mark and not as that text."""
-        if (token := only_token(mask_W)) is None:
-            return True
-        return bool(self._matcher.validate_tokens([token]) == 1 or self._matcher.is_accepting())
+        """False: one token alone may come, and the library refuses it."""
+        token = only_token(mask_W)
+        return token is None or self._takes(token) or bool(self._matcher.is_accepting())
+
+    def _takes(self, token: int) -> bool:
+        """The library forces the text `<think>` as the token of that name, which it has as a mark and not as that text:
+        it refuses that."""
+        return bool(self._matcher.validate_tokens([token]) == 1)
 
     @property
     def _has_ended(self) -> bool:
