@@ -201,7 +201,8 @@ class GrammarMatcher(Protocol):
         ...
 
     def forced_token(self) -> int | None:
-        """The only token of `mask`, where the output is not complete. None: there are more, or there is none."""
+        """The only token of `mask`, where the output is not complete. None: there are more, or none, or only the mask
+        shows it. It costs less than that."""
         ...
 
     def mask(self) -> NDArray[np.int32]:

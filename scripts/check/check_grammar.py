@@ -231,7 +231,9 @@ class Host:
         for node in range(1, len(parents)):
             next_one = request.text[len(request.tokens) + depths[node] - 1 :][:1]
             is_next = parents[node] != parents[node - 1] and next_one and self.random.random() < 2 / 3
-            tokens.append(next_one[0] if is_next else 1000 + 97 * node + self.random.randrange(97))
+            other = self.random.randrange(97)
+            other += [1000 + 97 * node + other] == next_one  # siblings hold different tokens
+            tokens.append(next_one[0] if is_next else 1000 + 97 * node + other % 97)
         return tokens
 
     def run(self, parents: Sequence[int], num_rounds: int) -> dict[str, Any]:

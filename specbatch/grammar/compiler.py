@@ -123,7 +123,7 @@ class Matcher:
     def forced_token(self) -> int | None:
         if self._has_ended or not self.may_be_forced():
             return None
-        # The mask is made of the first of these, in more than twice the time. None: a longer token may begin there, too.
+        # The library's mask is the first of these. Where there is none, a longer token may begin with the same text.
         token = next(iter(self._matcher.compute_ff_tokens()), None)
         return token if token is not None and self._takes(token) else None
 
