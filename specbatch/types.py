@@ -82,7 +82,11 @@ class SamplingParams:
         "Sample from tokens with at least this share of the highest probability. 0 = off.",
         Range(">= 0 and <= 1 (0 = off)", lambda v: 0 <= v <= 1),
     )
-    seed: int | None = option(None, "Seeds the sampling. null: `engine.seed`, together with the row's index.", SEED)
+    seed: int | None = option(
+        None,
+        "Seeds the sampling, together with the row's index. null: `engine.seed` does. A row's own seed counts alone.",
+        SEED,
+    )
     stop: tuple[str, ...] = option((), "Texts that end a completion. They are not part of its text.", _not_empty)
     stop_token_ids: tuple[int, ...] = option((), "Token ids that end a completion.", TOKEN_ID)
     ignore_eos: bool = option(False, "Continue after the end-of-sequence token.")
