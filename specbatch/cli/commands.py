@@ -119,7 +119,7 @@ def generate(
     overwrite: OverwriteOption = False,
     quarantine: QuarantineOption = False,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Of a finished output, run the rows that failed again.")
+        bool, typer.Option("--retry-errors", help="Of a finished output, run again the rows that failed.")
     ] = False,
     max_failed: Annotated[
         str | None,

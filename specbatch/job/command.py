@@ -54,7 +54,7 @@ class GenerateOptions:
     config_file: Path | None = None  # that `config` was read from; None: ./specbatch.yaml, if it exists
     shard: Shard | None = None  # None: the whole input
     quarantine: bool = False  # rows that end the process each time become error rows
-    retry_errors: bool = False  # of a finished output, run the rows that failed again
+    retry_errors: bool = False  # of a finished output, run again the rows that failed
     max_failed: MaxFailed | None = None  # the job ends early if more rows fail
     keep_going: bool = False  # also if all of the first rows fail
     today: Callable[[], date] = date.today
