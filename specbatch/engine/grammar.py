@@ -170,13 +170,16 @@ def grow(
         if node and state.is_end(token):
             num_left -= sizes[draft] if draft >= 0 else 0
             continue
+        drafts = children[draft] if draft >= 0 else []
+        num_left -= draft >= 0
+        if not drafts and (depth >= max_depth or node + 1 + num_left >= max_nodes):
+            continue  # nothing comes after it
         if node:
             state.enter(token)
             stack.append(None)
-        drafts = children[draft] if draft >= 0 else []
-        num_left -= draft >= 0
         legal = [d for d in drafts if state.allows(tokens[d])]
-        num_left -= sum(sizes[d] for d in drafts) - sum(sizes[d] for d in legal)
+        if len(legal) < len(drafts):
+            num_left -= sum(sizes[d] for d in drafts) - sum(sizes[d] for d in legal)
         stack += [(node, tokens[d], d, depth + 1) for d in reversed(legal)]
         if not legal and depth < max_depth and node + 1 + num_left < max_nodes:
             tree.forced[node] = forced = state.forced()
