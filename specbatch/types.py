@@ -123,7 +123,10 @@ class SamplingParams:
         None, "The only token ids that may be chosen. null: all.", TOKEN_ID
     )
     bad_words: tuple[str, ...] = option(
-        (), "Texts that the model must not write, with or without a space before them. Capitals matter.", _not_blank
+        (),
+        "Texts that the model must not write, with or without a space before them. Capitals matter. A text has up to "
+        "16 tokens; 128 texts always fit.",
+        _not_blank,
     )
     min_tokens: int = option(
         0,

@@ -23,7 +23,13 @@ from specbatch.engine.resolve_deterministic import bits_depend_on, check_determi
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.engine.resolve_kv_dtype import KV_DTYPE_NAMES, check_flashinfer, resolve_kv_dtype
 from specbatch.engine.resolve_lanes import resolve_two_lanes
-from specbatch.engine.resolve_model import part_of_a_rank, quantization_of_draft, resolve_quantization, saved_bytes
+from specbatch.engine.resolve_model import (
+    part_of_a_rank,
+    quantization_name,
+    quantization_of_draft,
+    resolve_quantization,
+    saved_bytes,
+)
 from specbatch.engine.resolve_prefill import resolve_prompt_graphs
 from specbatch.engine.resolve_speculation import (
     Speculation,
@@ -122,6 +128,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes += draft.notes
         section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
         speculation = replace(speculation, section=section)
+    draft_quantization = quantization_of_draft(draft, config, device)
     shapes = speculation.shapes
     topk = max((shape.topk for shape in shapes), default=1)
     if topk > 1:
@@ -170,7 +177,11 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
     resolved = replace(
         config,
-        model=replace(config.model, dtype=DTYPE_NAMES[dtype]),
+        model=replace(
+            config.model,
+            dtype=DTYPE_NAMES[dtype],
+            quantization=quantization_name(config, quantization, draft_quantization),
+        ),
         speculation=speculation.section,
         engine=replace(
             config.engine,
@@ -207,7 +218,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         cache,
         wanted.rows,
         quantization,
-        quantization_of_draft(draft, config, device),
+        draft_quantization,
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation.section, draft),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -50,6 +51,18 @@ def resolve_quantization(
     saved = saved_bytes(found, target.config, device, dtype)
     notes.append(f"{note}; {saved / GIB:.1f} GiB less than {DTYPE_NAMES[dtype]}" if saved else note)
     return found
+
+
+def quantization_name(
+    config: Config, target: Quantization | None, draft: Quantization | None
+) -> Literal["auto", "none", "fp8"]:
+    """The value of `model.quantization` that gives this target and this draft model. Where the draft model alone is in
+    FP8, only `auto` does."""
+    if config.model.quantization != "auto":
+        return config.model.quantization
+    if target is not None:
+        return "fp8"
+    return "none" if draft is None or draft.inputs == "none" else "auto"
 
 
 def saved_bytes(

@@ -24,15 +24,16 @@ def resolve_prompt_graphs(
     rounds: GraphMode,
     num_ranks: int = 1,
 ) -> PromptGraphMode:
-    """`compile_`: the option. `rounds`: their graphs. `num_ranks`: that share the target. Where rounds are no
-    graphs, `auto` makes none of prompts. Tuning, which captures rounds later, asks for those of the job."""
-    can_be_whole = on_cuda and attention == "triton" and rounds != "phases"
+    """`compile_`: the option. `rounds`: their graphs. `num_ranks`: that share the target. Raises ConfigError."""
+    can_be_whole = on_cuda and attention == "triton" and rounds == "round"
     if wanted == "auto":
         of_some = _AUTO if num_ranks == 1 else "whole"  # pieces that hold a sum over ranks were not measured
-        wanted = of_some if can_be_whole and rounds != "none" else "off"
+        wanted = of_some if can_be_whole else "off"
     if wanted in ("whole", "both") and not can_be_whole:
+        found = f"{attention} and {rounds}" if on_cuda else "a CPU"
         raise ConfigError(
-            f"prefill.graphs: {wanted} needs a CUDA device, engine.attention: triton and engine.cuda_graphs: round",
+            f"prefill.graphs: {wanted} needs a CUDA device, engine.attention: triton and engine.cuda_graphs: round, "
+            f"not {found}",
             hint="leave prefill.graphs out" + (", or set it to piecewise" if on_cuda else ""),
         )
     if wanted == "piecewise" and not on_cuda:

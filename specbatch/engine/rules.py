@@ -65,7 +65,8 @@ def make_rules(
     _check_ids("logit_bias", biases, limits.vocab_size)
     _check_ids("allowed_token_ids", allowed or (), limits.vocab_size)
     _check_count("logit_bias", "entries", len(biases), MAX_BIASES)
-    _check_count("bad_words", "words of several tokens", len(several), MAX_BAD_WORDS)
+    several_tokens = "texts of several tokens, with and without a space before them"
+    _check_count("bad_words", several_tokens, len(several), MAX_BAD_WORDS)
     _check_count("bad_words", "tokens in a word", max(map(len, several), default=0), MAX_BAD_WORD_TOKENS)
     mask_W = _mask(limits.vocab_size, allowed)
     _remove(mask_W, [word[0] for word in bad_words if len(word) == 1])

@@ -193,19 +193,23 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
             hint="measure draft shapes of this method with generate",
         )
     on_cuda = first.on_cuda
+    if on_cuda and first.engine.graphs != "round":
+        raise ConfigError(
+            f"tune measures rounds that are one CUDA graph, and engine.cuda_graphs is {first.engine.graphs} here",
+            hint="leave engine.cuda_graphs and engine.attention out",
+        )
     # What is measured is for batches of these sizes: they are not to be lowered where memory is short.
     batch, chunk = first.engine.max_batch_size, first.engine.prefill_chunk_tokens
     engine = replace(engine, max_batch_size=batch, prefill_chunk_tokens=chunk)
     limits = SearchLimits.of(method, on_cuda)
     schedule = tuple(ScheduleSection(*entry) for entry in limits.schedule(batch))
-    prefill = config.prefill
-    if on_cuda:  # the session captures rounds itself; prompts are those of the job
-        engine = replace(engine, cuda_graphs="none")
-        prefill = replace(prefill, graphs=first.engine.prompt_graphs)
     if on_cuda and engine.kv_cache_tokens is None:  # room for graphs that are captured later
         engine = replace(engine, memory_fraction=0.85 * first.engine.memory_fraction)
     widest = replace(speculation, schedule=schedule)
-    return resolve(replace(config, speculation=widest, engine=engine, prefill=prefill)), limits
+    run = resolve(replace(config, speculation=widest, engine=engine))
+    if on_cuda:  # the session captures rounds itself; prompts are those of the job
+        run = replace(run, engine=replace(run.engine, graphs="none"))
+    return run, limits
 
 
 def _limits(run: ResolvedRun, session: Session, limits: SearchLimits) -> Limits:

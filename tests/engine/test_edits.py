@@ -262,7 +262,7 @@ def test_masks_of_nodes() -> None:
         ({"logit_bias": {VOCAB: 1.0}}, (), "logit_bias: 61 is not a token id (0 .. 60)"),
         ({"allowed_token_ids": (VOCAB,)}, (), "allowed_token_ids: 61 is not a token id (0 .. 60)"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, (), "logit_bias may have up to 1024 entries, not 1025"),
-        ({}, tuple((1, 1 + i // 60, i % 60) for i in range(257)), "up to 256 words of several tokens, not 257"),
+        ({}, tuple((1, 1 + i // 60, i % 60) for i in range(257)), "with and without a space before them, not 257"),
         ({}, (tuple(range(17)),), "up to 16 tokens in a word, not 17"),
         (
             {"allowed_token_ids": (3,)},

@@ -16,7 +16,6 @@ from specbatch.errors import ConfigError
     [
         ("auto", True, "triton", "round", "both"),
         ("auto", True, "triton", "none", "off"),
-        ("both", True, "triton", "none", "both"),  # tuning captures rounds later
         ("auto", True, "triton", "phases", "off"),
         ("auto", True, "flashinfer", "round", "off"),
         ("auto", False, "torch", "none", "off"),
@@ -35,19 +34,21 @@ def test_pieces_of_several_ranks_must_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "compile_", "on_cuda", "attention", "message"),
+    ("wanted", "compile_", "on_cuda", "attention", "rounds", "message"),
     [
-        ("whole", "off", True, "flashinfer", "prefill.graphs: whole needs"),
-        ("whole", "off", False, "torch", "prefill.graphs: whole needs"),
-        ("both", "off", True, "flashinfer", "prefill.graphs: both needs"),
-        ("piecewise", "off", False, "torch", "prefill.graphs: piecewise needs a CUDA device"),
-        ("whole", "auto", True, "triton", "which is whole here"),
-        ("off", "auto", True, "triton", "which is off here"),
+        ("whole", "off", True, "flashinfer", "round", "prefill.graphs: whole needs .*, not flashinfer and round"),
+        ("whole", "off", False, "torch", "none", "prefill.graphs: whole needs .*, not a CPU"),
+        ("both", "off", True, "flashinfer", "round", "prefill.graphs: both needs"),
+        ("whole", "off", True, "triton", "none", "engine.cuda_graphs: round, not triton and none"),
+        ("both", "off", True, "triton", "phases", "engine.cuda_graphs: round, not triton and phases"),
+        ("piecewise", "off", False, "torch", "none", "prefill.graphs: piecewise needs a CUDA device"),
+        ("whole", "auto", True, "triton", "round", "which is whole here"),
+        ("off", "auto", True, "triton", "round", "which is off here"),
     ],
 )
-def test_what_cannot_be(wanted: Any, compile_: str, on_cuda: bool, attention: str, message: str) -> None:
+def test_what_cannot_be(wanted: Any, compile_: str, on_cuda: bool, attention: str, rounds: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_prompt_graphs(wanted, compile_, on_cuda, attention, "round")
+        resolve_prompt_graphs(wanted, compile_, on_cuda, attention, rounds)
 
 
 def test_off_needs_no_quotes() -> None:

@@ -230,6 +230,11 @@ def test_dequantised_and_quantised_while_loading(tmp_path: Path) -> None:
     texts(fp8, "model.quantization=none")
     on_load = resolve(load_config(None, [f"model.target={plain}", "engine.device=cpu", "model.quantization=fp8"]))
     assert on_load.quantization is ON_LOAD
+    for path, name in ((plain, "none"), (fp8, "fp8")):  # what `auto` comes to, and what its name gives
+        found = resolve(load_config(None, [f"model.target={path}", "engine.device=cpu"]))
+        assert found.config.model.quantization == name
+        named = resolve(load_config(None, [f"model.target={path}", "engine.device=cpu", f"model.quantization={name}"]))
+        assert named.quantization == found.quantization
     # This file was made by the same rule, but for its other tensors, which are rounded to bfloat16.
     name = "model.layers.0.mlp.up_proj"
     loaded = [

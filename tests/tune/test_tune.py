@@ -16,15 +16,17 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from specbatch.cli import app
+from specbatch.config import Config
 from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine import resolve_speculation
-from specbatch.engine.resolve import resolve
-from specbatch.errors import SpecbatchError
+from specbatch.engine.resolve import ResolvedRun, resolve
+from specbatch.errors import ConfigError, SpecbatchError
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.rows import Prompt
 from specbatch.job.sources import RawRow
@@ -454,6 +456,21 @@ def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPa
     run, widest = _resolve_widest(load_config(None, sets), resolve)
     assert (run.config.speculation.method, run.config.speculation.draft) == ("eagle3", head)
     assert widest.depth > 1
+
+
+def test_what_is_tuned_on_a_gpu_are_rounds_in_graphs() -> None:
+    """The session captures them itself, and computes prompts as the job does."""
+
+    def on_a_gpu(config: Config) -> ResolvedRun:
+        run, graphs = resolve(config), config.engine.cuda_graphs
+        engine = replace(run.engine, graphs="round" if graphs == "auto" else graphs, prompt_graphs="both")
+        return replace(run, device=torch.device("cuda"), engine=engine)
+
+    sets = [*CPU, "model.target=random:tiny", "speculation.method=ngram"]
+    run, _ = _resolve_widest(load_config(None, sets), on_a_gpu)
+    assert (run.engine.graphs, run.engine.prompt_graphs) == ("none", "both")
+    with pytest.raises(ConfigError, match="cuda_graphs is none here"):
+        _resolve_widest(load_config(None, [*sets, "engine.cuda_graphs=none"]), on_a_gpu)
 
 
 def test_too_few_rows(tmp_path: Path) -> None:
