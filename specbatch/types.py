@@ -25,12 +25,23 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the model's logits for the next token are not finite, or rules forbid all tokens
 
 
+def check_unicode(path: str, text: str) -> None:
+    """Raises FieldError for half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as exc:
+        bad = f"U+{ord(text[exc.start]):04X}"
+        raise FieldError("invalid_text", f"{path} has {bad} at character {exc.start}, which is not text") from exc
+
+
 def _not_empty(path: str, text: str) -> None:
+    check_unicode(path, text)
     if not text:
         raise FieldError("invalid_value", f"{path} must not be an empty text, which would match everywhere")
 
 
 def _not_blank(path: str, text: str) -> None:
+    check_unicode(path, text)
     if not text.strip():
         raise FieldError("invalid_value", f"{path} must have a visible character")
 
@@ -147,9 +158,11 @@ class SamplingParams:
         "The text is JSON that the schema allows. This and the next three need `pip install 'specbatch[grammar]'`.",
         read=read_response_format,
     )
-    regex: str | None = option(None, "The text matches this regular expression, in the syntax of Rust's `regex`.")
-    choice: tuple[str, ...] | None = option(None, "The text is one of these.")
-    grammar: str | None = option(None, "The text is a sentence of this grammar, in Lark or GBNF.")
+    regex: str | None = option(
+        None, "The text matches this regular expression, in the syntax of Rust's `regex`.", check_unicode
+    )
+    choice: tuple[str, ...] | None = option(None, "The text is one of these.", check_unicode)
+    grammar: str | None = option(None, "The text is a sentence of this grammar, in Lark or GBNF.", check_unicode)
 
     def __post_init__(self) -> None:
         if self.min_tokens > self.max_tokens:

@@ -43,6 +43,14 @@ class Failure(TypedDict):
     message: str
 
 
+class ChoiceScore(TypedDict):
+    """How likely the model finds one of the row's `score_choices`."""
+
+    text: str
+    logprob: float
+    num_tokens: int
+
+
 class NativeLine(TypedDict):
     """The result of a row in the native format."""
 
@@ -57,6 +65,7 @@ class NativeLine(TypedDict):
     certificate: NotRequired[Certificate]
     error: NotRequired[Failure]
     logprobs: NotRequired[list[Any]]
+    choice_scores: NotRequired[list[ChoiceScore]]
     prompt_logprobs: NotRequired[list[Any]]
     choices: NotRequired[list[Any]]
     metadata: NotRequired[dict[str, Any]]

@@ -20,7 +20,15 @@ from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
 from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
-from specbatch.types import Completion, EngineLimits, FinishReason, GrammarMatcher, SamplingParams, StopCheck
+from specbatch.types import (
+    Completion,
+    EngineLimits,
+    FinishReason,
+    GrammarMatcher,
+    SamplingParams,
+    StopCheck,
+    check_unicode,
+)
 
 
 def with_chat_template_text(config: Config) -> Config:
@@ -272,10 +280,9 @@ def _check_text(text: str, limits: EngineLimits) -> None:
     if len(text) > max_chars:
         raise RowError("prompt_too_long", f"the prompt has {len(text):,} characters, more than {max_chars:,}")
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as exc:
-        bad = f"U+{ord(text[exc.start]):04X}"
-        raise RowError("invalid_text", f"the prompt has {bad} at character {exc.start}, which is not text") from exc
+        check_unicode("the prompt", text)
+    except FieldError as exc:
+        raise RowError(exc.type, exc.message) from exc
 
 
 def _within(limits: EngineLimits, prompt: Prompt, ids: list[int]) -> list[int] | RowError:

@@ -34,6 +34,8 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"5": True}}, "invalid_type", "logit_bias[5] must be a number, not true"),
     ({"logit_bias": {"264": 1}}, "invalid_value", "logit_bias: 264 is not a token id (0 .. 263)"),
     ({"bad_words": [" "]}, "invalid_value", "bad_words[0] must have a visible character"),
+    ({"bad_words": ["a\ud800"]}, "invalid_text", "bad_words[0] has U+D800 at character 1, which is not text"),
+    ({"stop": "\ud800"}, "invalid_text", "stop[0] has U+D800 at character 0, which is not text"),
     ({"bad_words": [5]}, "invalid_type", "bad_words[0] must be text, not 5"),
     ({"bad_words": ["a" * 17]}, "invalid_value", "bad_words may have up to 16 tokens in a word, not 18"),
     ({"allowed_token_ids": []}, "invalid_value", "allowed_token_ids must not be empty"),

@@ -62,6 +62,8 @@ def test_every_field_of_a_line_is_declared_in_its_order(tmp_path: Path, api: Any
         "margin": Margin(0.5, 0),
         "prompt_logprobs": [None, *scores],
     }
+    if api is None:
+        given["choice_scores"] = [{"text": "a", "logprob": -0.5, "num_tokens": 1}]
     line = result_line(row, 2, [choice, choice], chr, **given)
     assert not errors("result", line)
     write_lines(tmp_path / "a.parquet", [encode_line(line)], ".parquet")
