@@ -20,9 +20,15 @@ class ConfigError(SpecbatchError):
 
 
 class FieldError(ConfigError):
-    """One value is wrong: its type (`invalid_type`), or a value of the right type (`invalid_value`)."""
+    """One value is wrong: its type (`invalid_type`), a value of the right type (`invalid_value`), or a text that is not
+    Unicode (`invalid_text`)."""
 
-    def __init__(self, type: Literal["invalid_type", "invalid_value"], message: str, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        type: Literal["invalid_type", "invalid_value", "invalid_text"],
+        message: str,
+        hint: str | None = None,
+    ) -> None:
         super().__init__(message, hint)
         self.type = type
 

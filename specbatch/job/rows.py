@@ -93,11 +93,12 @@ class RowParser:
             fields = decode_line(raw.data) if isinstance(raw.data, bytes) else raw.data
             if is_line and is_openai_line(fields):
                 return row, self._openai(fields, row)
-            return row, self._native(fields, row, columns_are_data=self.makes_prompts and not is_line)
+            return row, self._native(fields, row, is_line)
         except RowError as exc:
             return row, exc
 
-    def _native(self, fields: dict[str, Any], row: RowInfo, columns_are_data: bool) -> Prompt:
+    def _native(self, fields: dict[str, Any], row: RowInfo, is_line: bool) -> Prompt:
+        columns_are_data = self.makes_prompts and not is_line
         used = {"id"}
         if not columns_are_data:
             used.update(SAMPLING_NAMES)
@@ -110,6 +111,8 @@ class RowParser:
         extra = {k: v for k, v in fields.items() if k not in used}
         row.metadata = _metadata(extra)
         row.id = _scalar_id(fields.get("id"))
+        if not is_line and self._template is None:
+            fields = _as_line(fields)
         params = self._defaults if columns_are_data else override(self._defaults, fields)
         chat, choices = NO_CHAT_FIELDS, tuple[str, ...]()
         if not self.makes_prompts:
@@ -213,6 +216,21 @@ def _metadata(extra: dict[str, Any]) -> dict[str, Any] | None:
         del extra["metadata"]
         return {**own, **extra}
     return extra or None
+
+
+def _as_line(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a table as the fields of a JSON line. A column of integers in which a value is missing has floats
+    in CSV files and in pandas. A struct has all fields of its column, with nulls where the row has none."""
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else _without_nulls(value)
+        for name, value in columns.items()
+    }
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _scalar_id(value: Any) -> Any:

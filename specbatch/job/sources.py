@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import io
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +20,16 @@ from typing import Any, BinaryIO
 from specbatch.config import DataSection
 from specbatch.errors import InputError
 from specbatch.job.files import identify_input
-from specbatch.job.jsonl import encode_line, finite, numbered_lines, open_lines
+from specbatch.job.jsonl import encode_line, numbered_lines, open_lines
 from specbatch.job.paths import check_input_name
 from specbatch.job.remote import RemoteFile, fetch
 from specbatch.job.urls import url_name, url_of
 
 _JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
-# Suffix -> (builder of `datasets`, its options). An empty CSV field is a missing one; "NA" and "None" are text.
+# Suffix -> (builder of `datasets`, its options). An empty CSV field is a missing one; "NA" and "None" are text. Parquet
+# is read in batches of the first row group's size by default, which may be none.
 _TABLES: dict[str, tuple[str, dict[str, Any]]] = {
-    ".parquet": ("parquet", {}),
+    ".parquet": ("parquet", {"batch_size": 1024}),
     ".csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
     ".tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t"}),
     ".arrow": ("arrow", {}),
@@ -258,7 +260,8 @@ def _table_rows(name: str, load: Callable[[], Any]) -> Iterator[RawRow]:
     index = -1
     try:
         for index, columns in enumerate(load()):
-            yield RawRow(index, finite(columns))  # an empty CSV field arrives as NaN
+            # An empty CSV field arrives as NaN.
+            yield RawRow(index, {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in columns.items()})
     except Exception as exc:  # readers raise many kinds; all mean that it cannot be read on
         raise InputError(f"{name} cannot be read past row {index + 1}: {_first_line(exc)}") from exc
 

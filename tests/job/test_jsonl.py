@@ -252,6 +252,33 @@ def test_columns_of_a_table_are_data_under_a_template() -> None:
     assert prompt.params.max_tokens == 2
 
 
+def test_a_row_of_a_table_reads_as_a_json_line() -> None:
+    """Structs have nulls, and columns of integers floats, where other rows have a value."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}, "b": None}}}}
+    columns = {
+        "messages": [{"role": "user", "content": "x", "extra": {"b": None}}],
+        "tools": [tool],
+        "response_format": {"type": "json_object", "json_schema": None},
+        "logit_bias": {"1": None, "2": 3.0},
+        "max_tokens": 2.0,
+        "temperature": 1.0,
+        "seed": None,
+        "note": {"a": None, "b": 2.0},
+    }
+    info, prompt = RowParser(DEFAULTS, DataSection()).parse(RawRow(0, columns))
+    assert isinstance(prompt, Prompt)
+    assert prompt.content == [{"role": "user", "content": "x", "extra": {}}]
+    assert prompt.chat.tools[0]["function"]["parameters"] == {"properties": {"a": {}}}
+    params = prompt.params
+    assert (params.max_tokens, params.temperature, params.logit_bias) == (2, 1.0, {2: 3.0})
+    assert params.response_format == '{"type": "json_object"}'
+    assert info.metadata == {"note": {"a": None, "b": 2.0}}
+    for value in (float("inf"), 2.5):
+        _, error = RowParser(DEFAULTS, DataSection()).parse(RawRow(0, {"prompt": "x", "max_tokens": value}))
+        assert isinstance(error, RowError)
+        assert error.message.startswith("max_tokens must be an integer")
+
+
 @pytest.mark.parametrize("template", ["{}", "{0}", "{a", "{a.b}", "}"])
 def test_templates_that_cannot_work(template: str) -> None:
     with pytest.raises(ConfigError, match="prompt_template"):

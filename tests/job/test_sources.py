@@ -70,12 +70,21 @@ def test_empty_inputs(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    table = pa.table({"prompt": ["a", None], "k": [1, 2], "f": [float("nan"), 0.5], "l": [["x"], []]})
+    table = pa.table({"prompt": ["a", None], "k": [1, 2], "f": [float("nan"), float("inf")], "l": [["x"], []]})
     pq.write_table(table, tmp_path / "d.parquet")
     assert rows(open_source(str(tmp_path / "d.parquet"), DATA)) == [
         (0, {"prompt": "a", "k": 1, "f": None, "l": ["x"]}),
-        (1, {"prompt": None, "k": 2, "f": 0.5, "l": []}),
+        (1, {"prompt": None, "k": 2, "f": float("inf"), "l": []}),
     ]
+
+
+def test_tables_without_rows(tmp_path: Path) -> None:
+    """As a whole, and as the first row group."""
+    for name, groups in (("a", [[]]), ("b", [[], ["x"] * 3])):
+        with pq.ParquetWriter(tmp_path / f"{name}.parquet", pa.schema([("prompt", pa.string())])) as writer:
+            for prompts in groups:
+                writer.write_table(pa.table({"prompt": pa.array(prompts, pa.string())}))
+        assert len(rows(open_source(str(tmp_path / f"{name}.parquet"), DATA))) == sum(map(len, groups))
 
 
 def test_csv(tmp_path: Path) -> None:
