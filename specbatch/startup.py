@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbatch.errors import SpecbatchError
+from specbatch.parallel.multicast import disable_multicast
 from specbatch.signals import end_at_once, on_signals
 
 if TYPE_CHECKING:
@@ -159,8 +160,10 @@ def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def prepare_libraries() -> None:
-    """Call it before torch is imported. It silences what libraries print for their own callers."""
+    """Call it before torch is imported. It silences what libraries print for their own callers, and keeps NVLink
+    multicast off."""
     bound_spinning()
+    disable_multicast()
     for name, value in (
         ("TRANSFORMERS_VERBOSITY", "error"),
         ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),

@@ -304,7 +304,7 @@ def tiny_device_engine(
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead
     parts_of_rounds = RoundParts(
-        target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes, min_lane, cascade
+        target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes, min_lane, cascade, group
     )
     rounds, trunks = parts_of_rounds.make(max_batch_size, max_length, num_slots), EAGER
     if piece_sizes:

@@ -40,7 +40,7 @@ from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.invariant import InvariantGemm
 from specbatch.models.packed import is_packable
 from specbatch.models.quantization import Quantization
-from specbatch.models.sharded import ModelShard
+from specbatch.models.sharded import ModelShard, local_config
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from specbatch.types import BatchEngine
@@ -107,11 +107,11 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             if compiled:
                 clock.passed("pieces of prompts compiled")
         on_progress("compiling kernels, trial run")
-        sized = _measured(run, rounds, pieces, available)
+        sized = _measured(run, rounds, pieces, available, group)
         clock.passed("trial run, kernels compiled")
     else:
         sized = planned(rounds, run.cache, run.engine.max_batch_size, run.engine.prefill_chunk_tokens)
-    executor = _executor(run, sized, on_progress)
+    executor = _executor(run, sized, on_progress, shrinks=group is None)
     if executor.runner is not None:
         clock.passed("graphs captured")
     piece_runner = None if pieces is None else GraphRunner(run.device)
@@ -206,10 +206,14 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         speculation.simulate_acceptance,
         min_lane=MIN_LANE if run.engine.two_lanes else None,
         cascade=run.engine.cascade,
+        group=group,
+        first_part=None if group is None else local_config(run.target.config, 0, group.size),
     )
 
 
-def _measured(run: ResolvedRun, rounds: RoundParts, pieces: PromptPieces | None, available: int) -> Sized:
+def _measured(
+    run: ResolvedRun, rounds: RoundParts, pieces: PromptPieces | None, available: int, group: Group | None
+) -> Sized:
     engine = run.engine
     sizes = sizes_to_try(
         engine.max_batch_size,
@@ -218,16 +222,16 @@ def _measured(run: ResolvedRun, rounds: RoundParts, pieces: PromptPieces | None,
         open_chunk="prefill_chunk_tokens" in engine.left_open,
     )
     given = run.config.engine.kv_cache_tokens
-    budget = CardBudget(available, run.cache, run.rows, given, engine.memory_fraction, sizes)
+    budget = CardBudget(available, run.cache, run.rows, given, engine.memory_fraction, sizes, group)
     whole_prompts = engine.prompt_graphs in ("whole", "both")
-    trials = Trials(rounds, run.cache.capacity, engine.graphs, whole_prompts, pieces)
+    trials = Trials(rounds, run.cache.capacity, engine.graphs, whole_prompts, pieces, shrinks=group is None)
     return measured(trials, budget, run.notes.append)
 
 
-def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]) -> RoundExecutor:
+def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None], *, shrinks: bool) -> RoundExecutor:
     """With the graphs of rounds as the configuration asks for them. Rows may ask for others: these come later."""
     graphs, batch = run.engine.graphs, sized.max_batch_size
-    executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes)
+    executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes, shrinks=shrinks)
     if executor.runner is not None:
         with torch.inference_mode():
             num_top = num_top_of([run.config.sampling.logprobs])

@@ -91,7 +91,9 @@ class Engine(EngineBase):
         self._transfers = Transfers(device)
         self._packer = PromptPacker(pool.page_size, None if net is None else net.draft_kv_offset)
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
-        self._prompts = PromptGraphs(self._packer, self._transfers, device, max_batch_size, graph_tokens, trunks)
+        self._prompts = PromptGraphs(
+            self._packer, self._transfers, device, max_batch_size, graph_tokens, trunks, shrinks=shrinks
+        )
         self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
         self._groups = BatchGroups(self._state.groups, pool.page_size, max_batch_size)
         self._max_batch_size = max_batch_size

@@ -94,8 +94,11 @@ class RoundExecutor:
         device: torch.device,
         mode: GraphMode,
         lanes: LaneSizes | None = None,
+        *,
+        shrinks: bool = True,
     ) -> None:
-        """`lanes` None: rounds have one."""
+        """`lanes` None: rounds have one. `shrinks`: a batch size whose graph does not fit into memory runs eagerly."""
+        self._shrinks = shrinks
         self.rounds = rounds
         self.lanes = lanes
         self._sizes = ladder(max_batch_size)
@@ -161,7 +164,7 @@ class RoundExecutor:
         try:
             self._capture_round(self.runner, key, grammar)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not self._shrinks or not is_out_of_memory(error):
                 raise
             self._uncaptured.add(key)
             for name in ("round", *PHASES, *PARTS):

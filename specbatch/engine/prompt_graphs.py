@@ -37,7 +37,7 @@ CAPTURE_AFTER = 24  # chunks of a shape in pieces
 
 class PromptGraphs:
     """`max_tokens` of a padded chunk; 0: none are padded. On a CPU, for tests, chunks are padded and nothing is
-    captured. `trunks`: for the other chunks."""
+    captured. `trunks`: for the other chunks. `shrinks`: a chunk whose graph does not fit into memory runs without."""
 
     def __init__(
         self,
@@ -47,8 +47,11 @@ class PromptGraphs:
         max_batch_size: int,
         max_tokens: int,
         trunks: PromptTrunks = EAGER,
+        *,
+        shrinks: bool = True,
     ) -> None:
         self._packer = packer
+        self._shrinks = shrinks
         self._transfers = transfers
         self._max_batch_size = max_batch_size
         self._max_tokens = max_tokens
@@ -79,7 +82,8 @@ class PromptGraphs:
                 return self._padded(round_, packed, shape, key)
             except Exception as error:
                 # The chunk takes less without padding.
-                if not is_out_of_memory(error) or self.runner is None or key in self.runner:
+                known = self.runner is None or key in self.runner
+                if known or not self._shrinks or not is_out_of_memory(error):
                     raise
                 self._uncaptured.add(key)
         arrays = packed.arrays()

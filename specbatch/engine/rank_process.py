@@ -13,11 +13,15 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from specbatch.engine.build import build
 from specbatch.engine.engine import Engine
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import SpecbatchError
+from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 from specbatch.parallel.gloo import GlooGroup
+from specbatch.parallel.group import Group
 from specbatch.types import Request
 
 _LOOK_SECONDS = 0.5
@@ -35,6 +39,18 @@ class RankStart:
     parent: int  # process id
 
 
+def open_group(run: ResolvedRun, rank: int, meeting: str) -> tuple[ResolvedRun, Group]:
+    """The run as this rank builds it, and the ranks. On CUDA a rank has the GPU of its number. Raises RuntimeError
+    where another rank does not come."""
+    size = run.config.engine.tensor_parallel
+    if not run.on_cuda:
+        return run, GlooGroup(rank, size, meeting)
+    device = torch.device("cuda", rank)
+    collectives = TorchCollectives(rank, size, meeting, device)
+    fixed_order = run.config.engine.deterministic
+    return replace(run, device=device), CudaGroup(rank, size, device, collectives, fixed_order=fixed_order)
+
+
 def main() -> None:
     run_rank(Connection(int(sys.argv[2])))
 
@@ -47,10 +63,13 @@ def run_rank(connection: Connection) -> None:
         start: RankStart = connection.recv()
         _end_with(start.parent)
         connection.send(("started",))
-        group = GlooGroup(start.rank, start.run.config.engine.tensor_parallel, start.meeting)
-        engine = build(start.run, group=group).engine
+        run, group = open_group(start.run, start.rank, start.meeting)
+        engine = build(run, group=group).engine
         connection.send(("ready",))
-        _repeat(engine, connection)
+        try:
+            _repeat(engine, connection)
+        finally:
+            group.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # rank 0 has ended
     except SpecbatchError as error:

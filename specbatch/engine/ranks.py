@@ -7,16 +7,18 @@ pages without asking. Only stop strings are looked for here alone, and the other
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,14 +26,15 @@ from typing import Any, Protocol
 from specbatch.counts import EngineStats
 from specbatch.engine.build import build
 from specbatch.engine.engine import Engine
-from specbatch.engine.rank_process import RankStart
+from specbatch.engine.rank_process import RankStart, open_group
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import ModelError, SpecbatchError
-from specbatch.parallel.gloo import GlooGroup
 from specbatch.types import Completion, EngineLimits, Request, StopCheck
 
 _END_SECONDS = 5.0  # a rank ends when its connection does
 _NOTICE_SECONDS = 2.0  # from a broken connection to the end of the process that had it
+_LOOK_SECONDS = 0.2
+_STUCK_SECONDS = 5.0  # from a rank's end to the end of a process that has not noticed it
 
 
 class RankProcess(Protocol):
@@ -63,20 +66,47 @@ class _Rank:
     connection: Connection
 
 
-class OtherRanks:
-    """All ranks but this one."""
+@dataclass
+class _Events:
+    is_closing: threading.Event = field(default_factory=threading.Event)
+    is_noticed: threading.Event = field(default_factory=threading.Event)  # that a rank has ended
 
-    def __init__(self, run: ResolvedRun, start: Callable[[Connection], RankProcess] = start_process) -> None:
+
+def end_process(error: SpecbatchError) -> None:
+    """This process cannot go on: its thread waits for a GPU that waits for a rank that is no more. Finished rows are
+    kept, as they are when it is killed."""
+    hint = "" if error.hint is None else f"hint: {error.hint}\n"
+    os.write(2, f"error: {error.message}\n{hint}".encode())
+    os._exit(2)
+
+
+class OtherRanks:
+    """All ranks but this one. `end` is called where a rank has ended and this process waits for it on a GPU, which
+    nothing can interrupt: `stuck_seconds` later it has still not noticed it."""
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        start: Callable[[Connection], RankProcess] = start_process,
+        end: Callable[[SpecbatchError], None] = end_process,
+        stuck_seconds: float = _STUCK_SECONDS,
+    ) -> None:
         size = run.config.engine.tensor_parallel
         self._folder = Path(tempfile.mkdtemp(prefix="specbatch-ranks-"))
         self.meeting = self._folder / "meeting"
         self._ranks: list[_Rank] = []
-        self._finalizer = weakref.finalize(self, _end, self._ranks, self._folder)
+        self._events = _Events()
+        self._finalizer = weakref.finalize(self, _end, self._ranks, self._folder, self._events)
+        if run.on_cuda:
+            # The thread has no reference to this object, which ends the ranks when it is gone.
+            watched = (self._ranks, self._folder, self._events, end, stuck_seconds)
+            threading.Thread(target=_watch, args=watched, daemon=True).start()
         for number in range(1, size):
             mine, theirs = Pipe()
             self._ranks.append(_Rank(number, start(theirs), mine))
             theirs.close()
-            mine.send(RankStart(run, number, str(self.meeting), os.getpid()))
+            with contextlib.suppress(BrokenPipeError):  # it has ended: that is found next
+                mine.send(RankStart(run, number, str(self.meeting), os.getpid()))
         for rank in self._ranks:
             self._expect(rank, "started")
 
@@ -93,12 +123,14 @@ class OtherRanks:
 
     def failure(self) -> SpecbatchError | None:
         """The error of a rank that has ended, if there is one."""
+        self._events.is_noticed.set()
         end = time.monotonic() + _NOTICE_SECONDS
         while time.monotonic() < end:
             for rank in self._ranks:
                 if (code := rank.process.poll()) is not None:
                     return _ended(rank.number, code, _last_word(rank))
             time.sleep(0.01)
+        self._events.is_noticed.clear()
         return None
 
     def close(self) -> None:
@@ -131,7 +163,25 @@ def _ended(number: int, code: int | None, message: Any) -> SpecbatchError:
     )
 
 
-def _end(ranks: Sequence[_Rank], folder: Path) -> None:
+def _watch(
+    ranks: Sequence[_Rank], folder: Path, events: _Events, end: Callable[[SpecbatchError], None], stuck_seconds: float
+) -> None:
+    while not events.is_closing.wait(_LOOK_SECONDS):
+        ended = next((rank for rank in list(ranks) if rank.process.poll() is not None), None)
+        if ended is None:
+            continue
+        if events.is_closing.wait(stuck_seconds) or events.is_noticed.is_set():
+            return
+        error = _ended(ended.number, ended.process.poll(), _last_word(ended))
+        for rank in ranks:
+            rank.process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        end(error)
+        return
+
+
+def _end(ranks: Sequence[_Rank], folder: Path, events: _Events) -> None:
+    events.is_closing.set()
     for rank in ranks:
         rank.connection.close()
     for rank in ranks:
@@ -206,7 +256,8 @@ def build_ranked(
     on_progress(f"starting {size - 1} more ranks")
     others = OtherRanks(run, start)
     try:
-        engine = build(run, on_progress, GlooGroup(0, size, str(others.meeting))).engine
+        own, group = open_group(run, 0, str(others.meeting))
+        engine = build(own, on_progress, group).engine
         others.wait_ready()
     except BaseException:
         others.close()

@@ -24,13 +24,13 @@ from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve
 from specbatch.engine.resolve_kv_dtype import KV_DTYPE_NAMES, check_flashinfer, resolve_kv_dtype
 from specbatch.engine.resolve_lanes import resolve_two_lanes
 from specbatch.engine.resolve_model import (
-    part_of_a_rank,
     quantization_name,
     quantization_of_draft,
     resolve_quantization,
     saved_bytes,
 )
 from specbatch.engine.resolve_prefill import resolve_prompt_graphs
+from specbatch.engine.resolve_ranks import part_of_a_rank
 from specbatch.engine.resolve_speculation import (
     Speculation,
     check_device_shape,

@@ -7,6 +7,8 @@ import torch
 from specbatch.config import EngineSection
 from specbatch.errors import ConfigError
 
+MEASURED_ON_CUDA = False  # `auto` is off without it
+
 
 def resolve_two_lanes(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> bool:
     """Raises ConfigError where two passes at the same time would share working memory."""

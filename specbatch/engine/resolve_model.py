@@ -1,8 +1,7 @@
-"""Decides how the target's weights are held: quantised or not, and divided among how many ranks."""
+"""Decides how the target's weights are held: quantised or not."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -16,7 +15,6 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.quantization import Quantization, chosen
-from specbatch.models.sharded import local_config
 
 # Whether FP8 may run on CUDA. Its kernels (kernels/triton/fp8.py) were measured alone. Set it to True when, on an H200,
 # `pytest -m gpu tests/kernels/test_fp8.py tests/models/test_fp8_gpu.py` passes, and
@@ -96,22 +94,3 @@ def quantization_of_draft(
         return None
     is_dequantised = config.model.quantization == "none" or device.type == "cuda"
     return chosen("none" if is_dequantised else "auto", draft.quantization)
-
-
-def part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device) -> ModelConfig:
-    """The sizes of the target that the first rank holds, which has the most."""
-    if num_ranks == 1:
-        return config
-    if device.type == "cuda":
-        raise ConfigError(
-            "engine.tensor_parallel does not run on CUDA yet",
-            hint="leave it out; --workers N runs N engines on N GPUs",
-        )
-    try:
-        part = local_config(config, 0, num_ranks)
-    except ValueError as error:
-        raise ConfigError(
-            f"engine.tensor_parallel: {num_ranks} is too many for this model ({error})",
-            hint=f"use at most {config.num_heads}, and a number that divides the model's heads",
-        ) from error
-    return replace(part, vocab_size=-(-config.vocab_size // num_ranks))

@@ -38,6 +38,11 @@ def resolve_prompt_graphs(
         )
     if wanted == "piecewise" and not on_cuda:
         raise ConfigError("prefill.graphs: piecewise needs a CUDA device", hint="leave prefill.graphs out")
+    if wanted in ("piecewise", "both") and num_ranks > 1:
+        raise ConfigError(
+            f"prefill.graphs: {wanted} does not run with engine.tensor_parallel: ranks would capture other sizes",
+            hint="leave prefill.graphs out, or set it to whole",
+        )
     if compile_ == "auto" and wanted not in ("piecewise", "both"):
         raise ConfigError(
             f"engine.compile: auto compiles the pieces of prefill.graphs: piecewise or both, which is {wanted} here",

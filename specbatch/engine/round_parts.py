@@ -14,8 +14,10 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.engine.lanes import LaneSizes
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
+from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.stages import TwoPasses
+from specbatch.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Rounds:
 @dataclass(frozen=True)
 class RoundParts:
     """What rounds are made of. `methods`: of one draft network or of none. `simulate`, `fixed_shapes`: see `Round`.
+    `group`: of ranks that share the target. `first_part`: sizes of what the first of them holds.
     `min_lane`: least requests of each of two lanes; None: rounds have one lane. `cascade`: see
     `RequestTable`; rounds with two lanes have none."""
 
@@ -46,6 +49,13 @@ class RoundParts:
     fixed_shapes: bool | None = None
     min_lane: int | None = None
     cascade: GroupLimits | None = None
+    group: Group | None = None
+    first_part: ModelConfig | None = None
+
+    @property
+    def largest_part(self) -> ModelConfig:
+        """All ranks decide by it, not by their own part of the target."""
+        return self.first_part or self.target.config
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +81,7 @@ class RoundParts:
             self.cascade,
         )
         lanes = None if self.min_lane is None else LaneSizes.up_to(max_batch_size, self.min_lane)
-        two_passes = None if lanes is None else TwoPasses(self.device)
+        two_passes = None if lanes is None else TwoPasses(self.device, self.group)
         ops, cache = ops_for(self.device, dtype), self.target.new_cache(num_slots, self.kv_dtype)
         if net is not None:
             net.cache.resize(num_slots)

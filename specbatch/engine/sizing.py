@@ -28,6 +28,7 @@ from specbatch.engine.round_parts import RoundParts, Rounds
 from specbatch.engine.trial import Trial, Trials
 from specbatch.errors import ModelError
 from specbatch.kernels.out_of_memory import is_out_of_memory
+from specbatch.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,15 @@ class CardBudget:
     kv_cache_tokens: int | None
     memory_fraction: float
     sizes: Seq[tuple[int, int]]
+    group: Group | None = None  # of ranks, whose caches have the same pages
 
     def cache_beside(self, trial: Trial, in_use: int) -> CachePlan:
         """`in_use`: bytes that the run uses after the trial."""
         if self.kv_cache_tokens is not None:
             return given_cache(self.kv_cache_tokens, self.rows)
         num_bytes = bytes_for_cache(self.available, self.memory_fraction, in_use, trial.reserved)
+        if self.group is not None:
+            num_bytes = self.group.least(num_bytes)
         return plan_cache(num_bytes, replace(self.rows, max_batch_size=trial.max_batch_size), most=self.bound.capacity)
 
     @property
@@ -92,7 +96,8 @@ def measured(trials: Trials, budget: CardBudget, note: Callable[[str], None]) ->
         try:
             trial = trials.run(batch, chunk)
         except Exception as error:
-            if not is_out_of_memory(error):
+            # Other ranks would wait for what this one has left out.
+            if budget.group is not None or not is_out_of_memory(error):
                 raise
             trial = None
         torch.cuda.empty_cache()

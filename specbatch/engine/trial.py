@@ -48,24 +48,27 @@ class Trial:
 @dataclass(frozen=True)
 class Trials:
     """`max_length`: of the longest row that the cache may turn out to hold. `whole_prompts`: chunks of short prompts
-    are graphs, where rounds are. `pieces`: of other chunks; None: these have no graphs."""
+    are graphs, where rounds are. `pieces`: of other chunks; None: these have no graphs. `shrinks`: a graph that does
+    not fit into memory is left out."""
 
     parts: RoundParts
     max_length: int
     graphs: GraphMode
     whole_prompts: bool
     pieces: PromptPieces | None = None
+    shrinks: bool = True
 
     def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> Trial:
         """Leaves the caches empty. Raises where memory runs out."""
         target, device, size = self.parts.target, self.parts.device, self.parts.page_size
+        config = self.parts.largest_part
         # The trial's cache holds one prompt chunk; a page after it is spare, as in the real one.
         made = self.parts.make(max_batch_size, self.max_length, (-(-prefill_chunk_tokens // size) + 2) * size)
         rounds = made.items
         table = rounds.items[0].state
         chunk_cost = ChunkCost.of_model(
-            target.config.num_layers,
-            num_layer_weights(target.config),
+            config.num_layers,
+            num_layer_weights(config),
             prefill_chunk_tokens,
             self.whole_prompts,
         )
@@ -94,7 +97,9 @@ class Trials:
         the driver keeps for each comes in addition. A quarter more of both: pools are fragmented."""
         if self.graphs == "none":
             return 0
-        executor = RoundExecutor(made.items, max_batch_size, self.parts.device, self.graphs, made.lanes)
+        executor = RoundExecutor(
+            made.items, max_batch_size, self.parts.device, self.graphs, made.lanes, shrinks=self.shrinks
+        )
         assert executor.runner is not None
         with torch.inference_mode():
             executor.capture_largest()

@@ -9,11 +9,12 @@ the two alternate.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterator
 from typing import Generic, TypeVar
 
 import torch
+
+from specbatch.parallel.group import Group
 
 T = TypeVar("T")
 Stages = Generator[None, None, T]
@@ -30,7 +31,9 @@ def completed(stages: Stages[T]) -> T:
 class TwoPasses:
     """Runs two passes of one model. They need working memory of their own each."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: Group | None = None) -> None:
+        """`group`: of ranks that share the model."""
+        self._group = group
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, first: Stages[T], second: Stages[T]) -> tuple[T, T]:
@@ -50,8 +53,14 @@ class TwoPasses:
                 torch.cuda.current_stream().wait_stream(self._side)
         return one.result, other.result
 
-    def _on_side(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
+    @contextlib.contextmanager
+    def _on_side(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._side is not None:
+                stack.enter_context(torch.cuda.stream(self._side))
+            if self._group is not None:
+                stack.enter_context(self._group.second_pass())
+            yield
 
 
 class _Pass(Generic[T]):

@@ -5,21 +5,25 @@ Every rank calls the same operations in the same order with tensors of the same 
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
 class Group(Protocol):
     rank: int
     size: int
+    device: torch.device = torch.device("cpu")
 
     @abstractmethod
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Launches `gather`, on a stream of its own where there are streams; the result waits for it. Others may be
-        launched before."""
+        """Launches `gather`; the result waits for it. Others may be launched before. On CUDA it runs on the current
+        stream."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -42,3 +46,20 @@ class Group(Protocol):
         """The sum over ranks, in their order. So all ranks get the same bits, and an element's bits do not depend on
         where it lies in x, which a ring's would."""
         return self.start_sum(x)()
+
+    def least(self, value: int) -> int:
+        """Of the values of all ranks. The host waits for it."""
+        return int(self.gather(torch.tensor(value, device=self.device)).min())
+
+    def of_first(self, values: list[float]) -> list[float]:
+        """The values of rank 0. All ranks have equally many. The host waits for them."""
+        found: list[float] = self.gather(torch.tensor(values, dtype=torch.float64, device=self.device))[0].tolist()
+        return found
+
+    def second_pass(self) -> AbstractContextManager[object]:
+        """What is launched in it belongs to the second of two passes at the same time."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """No operation follows."""
+        return

@@ -1,0 +1,51 @@
+"""Whether the target can be divided among ranks (`engine.tensor_parallel`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from specbatch.errors import ConfigError
+from specbatch.models.config import ModelConfig
+from specbatch.models.sharded import local_config
+
+# Whether ranks may run on CUDA. No machine with two GPUs has run them yet. Set it to True when, on one,
+# `pytest -m gpu tests/parallel` passes, none of it skipped, and `scripts/check/check_tensor_parallel.py` ends with
+# "tensor parallel: ok".
+MEASURED_ON_CUDA = False
+
+
+def part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device) -> ModelConfig:
+    """The sizes of the target that the first rank holds, which has the most."""
+    if num_ranks == 1:
+        return config
+    if device.type == "cuda":
+        _check_cuda(num_ranks, device)
+    try:
+        part = local_config(config, 0, num_ranks)
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.tensor_parallel: {num_ranks} is too many for this model ({error})",
+            hint=f"use at most {config.num_heads}, and a number that divides the model's heads",
+        ) from error
+    return replace(part, vocab_size=-(-config.vocab_size // num_ranks))
+
+
+def _check_cuda(num_ranks: int, device: torch.device) -> None:
+    option = f"engine.tensor_parallel: {num_ranks}"
+    if not MEASURED_ON_CUDA:
+        raise ConfigError(
+            "engine.tensor_parallel does not run on CUDA yet: it was not measured there",
+            hint="leave it out; --workers N runs N engines on N GPUs",
+        )
+    if device.index is not None:
+        raise ConfigError(
+            f"{option} runs on the first {num_ranks} GPUs, and engine.device is {device}",
+            hint="set engine.device: cuda; CUDA_VISIBLE_DEVICES says which GPUs are the first",
+        )
+    if (count := torch.cuda.device_count()) < num_ranks:
+        raise ConfigError(
+            f"{option} needs {num_ranks} GPUs, and {count} can be used here",
+            hint="use fewer, or look at CUDA_VISIBLE_DEVICES",
+        )

@@ -1,0 +1,187 @@
+"""A group of processes of one host with a GPU each.
+
+Everything is launched on the caller's stream, so that a CUDA graph holds it together with what comes before and after.
+Memory that the others read is allocated, and made known to them, before the first graph is captured: a graph holds its
+address. Two passes at the same time (`models/stages.py`) have a buffer each: an operation signals by words that belong
+to its buffer.
+
+The kernels are those of torch (`torch.ops.symm_mem`) and of NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specbatch.parallel.algorithms import ALIGNMENT, Algorithm, algorithm_for, buffer_bytes
+from specbatch.parallel.group import Group
+from specbatch.parallel.multicast import disable_multicast
+
+_FIRST_CONTACT = timedelta(minutes=5)  # until all ranks have started
+_NUM_PASSES = 2  # at the same time
+
+
+class Collectives(Protocol):
+    """Operations of all ranks, launched on the current stream. `buffer`: uint8, one of `new_buffer`, which no other
+    operation uses at the same time."""
+
+    def new_buffer(self, num_bytes: int) -> Tensor:
+        """That the other ranks can read. All ranks call it in the same order."""
+        ...
+
+    def one_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None: ...
+
+    def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None: ...
+
+    def nccl(self, x: Tensor, out: Tensor) -> None: ...
+
+    def gather(self, x: Tensor, parts: Tensor) -> None:
+        """`parts`: (size, *x.shape)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class CudaGroup(Group):
+    """`fixed_order`: sums are added in the order of ranks whatever their size, for engine.deterministic."""
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, collectives: Collectives, *, fixed_order: bool
+    ) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._collectives, self._fixed_order = collectives, fixed_order
+        num_bytes = buffer_bytes(size)
+        self._buffers = [collectives.new_buffer(num_bytes) for _ in range(_NUM_PASSES)] if num_bytes else []
+        self._pass = 0
+
+    @contextlib.contextmanager
+    def _in_pass(self, number: int) -> Iterator[None]:
+        before, self._pass = self._pass, number
+        try:
+            yield
+        finally:
+            self._pass = before
+
+    def second_pass(self) -> AbstractContextManager[object]:
+        return self._in_pass(1)
+
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        parts = x.new_empty((self.size, *x.shape))
+        if x.numel():
+            self._collectives.gather(x.contiguous(), parts)
+        return lambda: parts
+
+    def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
+        algorithm = algorithm_for(x.nbytes, x.dtype, self.size, fixed_order=self._fixed_order)
+        total = self.added(x, algorithm) if x.numel() else x
+        return lambda: total
+
+    def added(self, x: Tensor, algorithm: Algorithm) -> Tensor:
+        """The sum by one of the algorithms, in memory of its own."""
+        if algorithm == "gather":
+            return super().start_sum(x)()
+        x, run = x.contiguous(), self._collectives
+        if x.storage_offset() * x.itemsize % ALIGNMENT:
+            x = x.clone()
+        out = torch.empty_like(x)
+        if algorithm == "nccl":
+            run.nccl(x, out)
+            return out
+        buffer, add = self._buffers[self._pass], run.one_shot if algorithm == "one_shot" else run.two_shot
+        for piece, part in zip(*(one.view(-1).split(len(buffer) // x.itemsize) for one in (x, out)), strict=True):
+            add(piece, part, buffer)
+        return out
+
+    def close(self) -> None:
+        self._collectives.close()
+
+
+class TorchCollectives:
+    """`meeting`: a file that does not exist yet, by which the processes find each other. Raises RuntimeError if one of
+    them does not come.
+
+    The process group is registered under a name, for torch's kernels look it up there, but it is not the default one of
+    `torch.distributed`: several engines of a process have one each."""
+
+    def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
+        disable_multicast()
+        torch.cuda.set_device(device)
+        self._device, self._name = device, f"specbatch {meeting}"
+        c10d: Any = torch._C._distributed_c10d
+        self._symmetric: Any = c10d._SymmetricMemory
+        store = dist.FileStore(meeting, size)
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = _FIRST_CONTACT
+        self._nccl: Any = c10d.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        self._processes = named_group(self._name, store, rank, size, device, self._nccl)
+        # The first operation connects the ranks, which a capture could not.
+        first = torch.ones(1, device=device)
+        self.nccl(first, first)
+        assert first.item() == size, "the ranks do not add up"
+
+    def new_buffer(self, num_bytes: int) -> Tensor:
+        # Not `symmetric_memory.empty`: buffers of its pool can share the words by which operations signal.
+        buffer: Tensor = self._symmetric.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device, self._name)
+        self._symmetric.rendezvous(buffer, self._name)
+        return buffer
+
+    def one_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(_as(x, buffer), x, "sum", self._name, out)
+
+    def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
+        torch.ops.symm_mem.two_shot_all_reduce_out(_as(x, buffer).copy_(x), "sum", self._name, out)
+
+    def nccl(self, x: Tensor, out: Tensor) -> None:
+        if out is not x:
+            out.copy_(x)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, False  # not async: on the current stream
+        _wait(self._nccl.allreduce([out], options))
+
+    def gather(self, x: Tensor, parts: Tensor) -> None:
+        options: Any = torch._C._distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
+        _wait(self._nccl._allgather_base(parts.view(-1), x.view(-1), options))
+
+    def close(self) -> None:
+        """Other ranks may have ended already, so that nothing waits for them."""
+        c10d: Any = torch._C._distributed_c10d
+        c10d._unregister_process_group(self._name)
+        self._nccl.abort()
+
+
+def named_group(
+    name: str, store: dist.Store, rank: int, size: int, device: torch.device, backend: Any
+) -> dist.ProcessGroup:
+    """A process group that torch's kernels find by `name`: they get the store from it by which ranks exchange the
+    handles of their buffers."""
+    c10d: Any = torch._C._distributed_c10d
+    store, kind = dist.PrefixStore("symmetric", store), dist.ProcessGroup.BackendType
+    group: Any = dist.ProcessGroup(store, rank, size)
+    backend_type = kind.NCCL if device.type == "cuda" else kind.GLOO
+    group._register_backend(device, backend_type, backend)
+    group._set_default_backend(backend_type)
+    group._set_group_name(name)
+    group._set_group_desc(name)
+    c10d._register_process_group(name, group)
+    c10d._SymmetricMemory.set_group_info(name, rank, size, store)  # what older versions look up
+    found: dist.ProcessGroup = group
+    return found
+
+
+def _as(x: Tensor, buffer: Tensor) -> Tensor:
+    """The beginning of the buffer, of the shape and dtype of x."""
+    return buffer[: x.nbytes].view(x.dtype).view(x.shape)
+
+
+def _wait(work: Any) -> None:
+    """What runs on the current stream gives nothing to wait for, or something that is waited for by the stream."""
+    if work is not None:
+        work.wait()

@@ -1,0 +1,257 @@
+"""The ranks of GPUs. On a CPU: threads in place of GPUs, and sums in torch in place of its kernels."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specbatch.config_load import load_config
+from specbatch.engine import resolve_ranks
+from specbatch.engine.ranks import OtherRanks
+from specbatch.engine.resolve_prefill import resolve_prompt_graphs
+from specbatch.errors import ConfigError, SpecbatchError
+from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes
+from specbatch.parallel.cuda import CudaGroup, named_group
+from specbatch.parallel.group import Group
+from specbatch.parallel.multicast import disable_multicast
+from specbatch.types import SamplingParams
+from tests.parallel.threads import on_ranks
+from tests.tiny_models import CPU, random_prompts, run, tiny_config, tiny_engine
+
+
+class FakeCollectives:
+    """Over ranks that are threads. `buffers`: the buffer of each sum that needs one."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.calls, self.buffers = group, list[str](), list[int]()
+
+    def new_buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def one_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
+        self._in_buffer("one_shot", x, out, buffer)
+
+    def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
+        self._in_buffer("two_shot", x, out, buffer)
+
+    def _in_buffer(self, name: str, x: Tensor, out: Tensor, buffer: Tensor) -> None:
+        assert x.nbytes <= len(buffer), "it does not fit"
+        self.calls.append(name)
+        self.buffers.append(buffer.data_ptr())
+        buffer[: x.nbytes].view(x.dtype).copy_(x)
+        out.copy_(self._group.sum(buffer[: x.nbytes].view(x.dtype).view(x.shape).clone()))
+
+    def nccl(self, x: Tensor, out: Tensor) -> None:
+        """In another order."""
+        self.calls.append("nccl")
+        out.copy_(self._group.gather(x).flip(0).sum(0))
+
+    def gather(self, x: Tensor, parts: Tensor) -> None:
+        self.calls.append("gather")
+        parts.copy_(self._group.gather(x))
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def cuda_group(group: Group, *, fixed_order: bool = False) -> tuple[CudaGroup, FakeCollectives]:
+    fake = FakeCollectives(group)
+    return CudaGroup(group.rank, group.size, CPU, fake, fixed_order=fixed_order), fake
+
+
+def test_the_algorithm_follows_the_size() -> None:
+    for size, limits in LIMITS.items():
+        assert limits.one_shot <= limits.two_shot == buffer_bytes(size)
+        sizes = (16, limits.one_shot, limits.one_shot + 16, limits.two_shot, limits.two_shot + 16)
+        for dtype in (torch.bfloat16, torch.float32):
+            found = [algorithm_for(n, dtype, size, fixed_order=False) for n in sizes]
+            assert found == ["one_shot", "one_shot", "two_shot", "two_shot", "nccl"]
+            assert {algorithm_for(n, dtype, size, fixed_order=True) for n in sizes} == {"one_shot"}
+    for what in ((64, torch.float16, 2), (64, torch.float64, 2), (64, torch.bfloat16, 3), (6, torch.bfloat16, 2)):
+        assert algorithm_for(*what, fixed_order=False) == "nccl"
+        assert algorithm_for(*what, fixed_order=True) == "gather"
+    assert buffer_bytes(3) == 0
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_of_all_sizes(size: int, fixed_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = Limits(one_shot=64, two_shot=256)
+    if size in LIMITS:
+        monkeypatch.setitem(LIMITS, size, limit)
+    counts = [1, 4, limit.one_shot // 4, limit.two_shot // 4 - 4, limit.two_shot // 4 + 8]
+
+    def work(group: Group) -> list[str]:
+        mine, fake = cuda_group(group, fixed_order=fixed_order)
+        for count in counts:
+            x = torch.randn(count, generator=torch.Generator().manual_seed(group.rank)).view(-1, 1)
+            before, total = x.clone(), mine.sum(x)
+            expected = group.sum(x)
+            assert torch.equal(x, before), "what is added stays as it is"
+            assert total.shape == x.shape
+            assert total.data_ptr() != x.data_ptr()
+            torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+            assert not fixed_order or torch.equal(total, expected)
+        assert mine.sum(torch.empty(0, 8)).shape == (0, 8)
+        assert torch.equal(mine.gather(x), group.gather(x))
+        assert mine.least(5 - group.rank) == 6 - size
+        assert mine.of_first([1.5 + group.rank]) == [1.5]
+        mine.close()
+        return fake.calls
+
+    (calls, *others) = on_ranks(size, work)
+    assert all(calls == other for other in others)
+    sums = calls[: calls.index("close") - 3]
+    if size == 3:
+        assert set(sums) == {"gather" if fixed_order else "nccl"}
+    elif fixed_order:
+        assert sums == ["gather"] + ["one_shot"] * 5, "the last is added in two pieces"
+    else:
+        assert sums == ["nccl", "one_shot", "one_shot", "two_shot", "nccl"]
+
+
+def test_a_second_pass_has_a_buffer_of_its_own() -> None:
+    def work(group: Group) -> list[int]:
+        mine, fake = cuda_group(group)
+        first = mine.start_sum(torch.ones(8))
+        with mine.second_pass():
+            second = mine.start_sum(torch.full((8,), 2.0))
+        mine.sum(torch.ones(4))
+        assert (first()[0], second()[0]) == (2, 4)
+        return fake.buffers
+
+    for one, other, third in on_ranks(2, work):
+        assert one == third != other
+
+
+def test_a_part_of_a_tensor_that_is_not_aligned_is_copied() -> None:
+    def work(group: Group) -> None:
+        mine, fake = cuda_group(group)
+        aligned = list[bool]()
+        one_shot = fake.one_shot
+        fake.one_shot = lambda x, *rest: (aligned.append(x.storage_offset() == 0), one_shot(x, *rest))  # type: ignore
+        assert torch.equal(mine.sum(torch.arange(9.0)[1:]), 2 * torch.arange(1.0, 9.0))
+        assert aligned == [True]
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("lanes", [None, 1])
+def test_an_engine_over_them(lanes: int | None) -> None:
+    prompts, params = random_prompts(4, shared=9, longest=12), SamplingParams(max_tokens=8)
+    expected = run(tiny_engine(num_pages=256), prompts, params)
+
+    def work(group: Group) -> tuple[list[Any], int]:
+        mine, fake = cuda_group(group)
+        engine = tiny_engine(num_pages=256, group=mine, min_lane=lanes, dtype=torch.float32)
+        return run(engine, prompts, params), len(set(fake.buffers))
+
+    for found, num_buffers in on_ranks(2, work):
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+        assert num_buffers == (1 if lanes is None else 2)
+
+
+def test_a_group_has_a_name_by_which_kernels_find_it(tmp_path: Path) -> None:
+    """What torch's kernels ask: the group's store, rank and size."""
+    store = dist.FileStore(str(tmp_path / "meeting"), 1)
+    gloo: Any = dist.ProcessGroupGloo(store, 0, 1)
+    c10d: Any = torch._C._distributed_c10d
+    group = named_group("test group", store, 0, 1, CPU, gloo)
+    found = c10d._resolve_process_group("test group")
+    assert (found.rank(), found.size(), found.group_name) == (0, 1, "test group")
+    assert found is not None
+    assert not dist.is_initialized(), "it is not the default group"
+    c10d._unregister_process_group("test group")
+    del group
+
+
+def test_torch_has_the_kernels_with_these_arguments() -> None:
+    names = {
+        "one_shot_all_reduce_copy_out": ["symm_buffer", "local_input", "reduce_op", "group_name", "out"],
+        "two_shot_all_reduce_out": ["input", "reduce_op", "group_name", "output"],
+    }
+    for name, arguments in names.items():
+        schema = getattr(torch.ops.symm_mem, name).default._schema
+        assert [argument.name for argument in schema.arguments] == arguments
+
+
+def test_multicast_stays_off() -> None:
+    environment = {"NCCL_NVLS_ENABLE": "1", "HOME": "/"}
+    disable_multicast(environment)
+    assert environment["NCCL_NVLS_ENABLE"] == "0"
+    assert environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert environment["HOME"] == "/"
+
+
+class FakeProcess:
+    def __init__(self, connection: Connection) -> None:
+        self.pid, self.was_killed = 1, False
+        self.code: int | None = None
+        self._connection = Connection(os.dup(connection.fileno()))
+        self._connection.send(("started",))
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None:
+        self.was_killed = True
+
+
+@pytest.mark.parametrize("notices", [False, True])
+def test_a_rank_that_ends_ends_the_process_that_waits_for_it_on_a_gpu(notices: bool) -> None:
+    started, ends = list[FakeProcess](), list[SpecbatchError]()
+
+    def start(connection: Connection) -> FakeProcess:
+        started.append(FakeProcess(connection))
+        return started[-1]
+
+    fake: Any = SimpleNamespace(on_cuda=True, config=load_config(None, ["engine.tensor_parallel=3"]))
+    others = OtherRanks(fake, start, ends.append, stuck_seconds=0.1)
+    folder = others.meeting.parent
+    started[1].code = -9
+    if notices:
+        error = others.failure()
+        assert error is not None
+    _until(lambda: bool(ends), 0.5 if notices else 5.0)
+    assert len(ends) == (0 if notices else 1)
+    if not notices:
+        assert ends[0].message == "rank 2 of engine.tensor_parallel ended by signal 9"
+        assert all(process.was_killed for process in started)
+        assert not folder.exists()
+    others.close()
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def test_cuda_is_refused_until_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(resolve_ranks, "MEASURED_ON_CUDA", False)
+    with pytest.raises(ConfigError, match="does not run on CUDA yet"):
+        resolve_ranks.part_of_a_rank(tiny_config(), 2, cuda)
+    monkeypatch.setattr(resolve_ranks, "MEASURED_ON_CUDA", True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    part = resolve_ranks.part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=2), 2, cuda)
+    assert (part.num_heads, part.num_kv_heads) == (2, 1)
+    with pytest.raises(ConfigError, match="is cuda:1"):
+        resolve_ranks.part_of_a_rank(tiny_config(), 2, torch.device("cuda:1"))
+    with pytest.raises(ConfigError, match="needs 3 GPUs, and 2"):
+        resolve_ranks.part_of_a_rank(tiny_config(), 3, cuda)
+    with pytest.raises(ConfigError, match="ranks would capture other sizes"):
+        resolve_prompt_graphs("both", "off", True, "triton", "round", 2)

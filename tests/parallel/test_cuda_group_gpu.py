@@ -1,0 +1,166 @@
+"""The ranks of GPUs, on one GPU and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specbatch.config_load import load_config
+from specbatch.draft.shape import DraftShape
+from specbatch.engine import resolve_ranks
+from specbatch.engine.build import build_engine
+from specbatch.engine.ranks import build_ranked
+from specbatch.engine.resolve import resolve
+from specbatch.parallel.algorithms import buffer_bytes
+from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+from specbatch.types import Request, RngKey, SamplingParams
+from tests.tiny_models import random_prompts, run, tiny_device_engine
+
+CHAIN = DraftShape(3, 1, 4)
+SYMMETRIC = ("one_shot", "two_shot")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def one_gpu(folder: Path) -> TorchCollectives:
+    return TorchCollectives(0, 1, str(folder / "meeting"), torch.device("cuda", 0))
+
+
+def graph_of(function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    graph = torch.cuda.CUDAGraph()
+    function()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = function()
+    return graph, out
+
+
+def replays_follow_the_input(function: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype, count: int) -> None:
+    """Of a sum of equal tensors: what is replayed reads what the input holds then."""
+    x = torch.zeros(count, dtype=dtype, device="cuda")
+    graph, out = graph_of(lambda: function(x))
+    for value in (1.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out.cpu(), torch.full((count,), value * size, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_nccl_alone_on_one_gpu(tmp_path: Path, dtype: torch.dtype) -> None:
+    run_ = one_gpu(tmp_path)
+    x = torch.randn(4096, 8, device="cuda").to(dtype)
+    out, parts = torch.empty_like(x), x.new_empty((1, *x.shape))
+    run_.nccl(x, out)
+    run_.gather(x, parts)
+    assert torch.equal(out, x)
+    assert torch.equal(parts[0], x)
+
+    def added(y: Tensor) -> Tensor:
+        total = torch.empty_like(y)
+        run_.nccl(y, total)
+        return total
+
+    replays_follow_the_input(added, 1, dtype, 1024)
+    run_.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", SYMMETRIC)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_memory_that_others_read_alone_on_one_gpu(tmp_path: Path, dtype: torch.dtype, algorithm: Any) -> None:
+    group = CudaGroup(0, 1, torch.device("cuda", 0), one_gpu(tmp_path), fixed_order=False)
+    for shape in ((8,), (3, 576), (1, 4096), (64, 2048)):
+        x = torch.randn(shape, device="cuda").to(dtype)
+        assert torch.equal(group.added(x, algorithm), x)
+    replays_follow_the_input(lambda x: group.added(x, algorithm), 1, dtype, 4096)
+    group.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lanes", [None, 1])
+def test_an_engine_of_one_rank_on_a_gpu(tmp_path: Path, lanes: int | None) -> None:
+    """Whole rounds as graphs, with the sums of a group in them."""
+    device = torch.device("cuda", 0)
+    options: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, "device": device}
+    prompts, params = random_prompts(12, shared=10), SamplingParams(max_tokens=12, temperature=0.8, seed=5)
+    expected = run(tiny_device_engine("ngram", CHAIN, graphs="round", **options), prompts, params)
+    group = CudaGroup(0, 1, device, one_gpu(tmp_path), fixed_order=False)
+    engine = tiny_device_engine("ngram", CHAIN, graphs="round", group=group, min_lane=lanes, **options)
+    assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
+    group.close()
+
+
+def _two_gpus(rank: int, meeting: str) -> None:
+    """A process of one of two GPUs."""
+    device = torch.device("cuda", rank)
+    group = CudaGroup(rank, 2, device, TorchCollectives(rank, 2, meeting, device), fixed_order=False)
+    for dtype in (torch.bfloat16, torch.float32):
+        for count in (8, 8 * 577, 1 << 18, (1 << 20) + 8):
+            both = [torch.randn(count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2)]
+            x, expected = both[rank].to(device), both[0] + both[1]
+            for algorithm in (*SYMMETRIC, "nccl", "gather"):
+                fits = x.nbytes <= buffer_bytes(2) or algorithm != "two_shot"
+                found = group.added(x, algorithm) if fits else expected  # type: ignore[arg-type]
+                assert torch.equal(found.cpu(), expected), (dtype, count, algorithm)
+        for algorithm in (*SYMMETRIC, "nccl", "gather"):
+            replays_follow_the_input(lambda x, a=algorithm: group.added(x, a), 2, dtype, 4096)  # type: ignore
+    _two_streams(group, device)
+    assert group.least(7 - rank) == 6
+    assert group.of_first([float(rank)]) == [0.0]
+    torch.cuda.synchronize()
+    group.close()
+
+
+def _two_streams(group: CudaGroup, device: torch.device) -> None:
+    """Sums of two passes in one graph, at the same time."""
+    side, xs = torch.cuda.Stream(device), [torch.zeros(8192, device=device) for _ in range(2)]
+
+    def both() -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        for _ in range(20):
+            first = group.sum(xs[0])
+            with torch.cuda.stream(side), group.second_pass():
+                second = group.sum(xs[1])
+        torch.cuda.current_stream().wait_stream(side)
+        return torch.stack((first, second))
+
+    graph, out = graph_of(both)
+    for value in (1.0, 2.0):
+        xs[0].fill_(value)
+        xs[1].fill_(10 * value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (out[0, 0].item(), out[1, -1].item()) == (2 * value, 20 * value)
+
+
+@pytest.mark.gpu
+@needs_two
+def test_two_gpus_add_and_gather(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_two_gpus, (str(tmp_path / "meeting"),), nprocs=2)
+
+
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.parametrize("sets", [[], ["engine.two_batch_overlap=on"], ["engine.cuda_graphs=none"]], ids=str)
+def test_two_gpus_answer_as_one(sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_ranks, "MEASURED_ON_CUDA", True)
+    prompts = random_prompts(40, shared=20, longest=90)
+    common = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", "engine.max_batch_size=32"]
+
+    def answers(*more: str) -> list[list[int]]:
+        resolved = resolve(load_config(None, [*common, "engine.kv_cache_tokens=65536", *more]))
+        engine = (build_ranked if resolved.config.engine.tensor_parallel > 1 else build_engine)(resolved)
+        for i, prompt in enumerate(prompts):
+            engine.submit(Request(i, prompt, SamplingParams(max_tokens=20), RngKey(0, i, 0)))
+        done: dict[int, list[int]] = {}
+        while len(done) < len(prompts):
+            done |= {c.request_id: c.token_ids for c in engine.step()}
+        return [done[i] for i in range(len(prompts))]
+
+    assert answers("engine.tensor_parallel=2", *sets) == answers(*sets)
