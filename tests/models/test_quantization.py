@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specbatch.config_load import load_config
@@ -22,6 +22,7 @@ from specbatch.engine.resolve_model import resolve_quantization, saved_bytes
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.quantised import E4M3_MAX
+from specbatch.kernels.torch.fp8 import quantise
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.fp8 import Fp8Linear, Fp8Weight, SiluGatedLinear, quantise_weight
 from specbatch.models.layers import RMSNorm
@@ -200,6 +201,26 @@ def test_odd_numbers() -> None:
     assert quantise_weight(torch.tensor([[1e-30, 5e4]])).values_OI.float().max() == E4M3_MAX
 
 
+def test_scales_of_inputs_are_above_0(tmp_path: Path) -> None:
+    model = fp8_checkpoint(tmp_path / "m", FORMATS["tensor, static"])
+    state = load_file(model / "model.safetensors")
+    for scale in (0.0, -0.5, torch.inf):
+        save_file({**state, "model.layers.1.mlp.up_proj.input_scale": torch.tensor(scale)}, model / "model.safetensors")
+        with pytest.raises(ModelError, match=r"1 tensors are no scales: .*input_scale has"):
+            open_checkpoint(model)
+
+
+def test_an_infinite_input_stays_visible() -> None:
+    """With each scheme; a large one becomes the largest number with a static scale."""
+    x = rows(3, 256)
+    x[0, 4], x[1, 4] = torch.inf, 1e38
+    for scheme in ((None, False), (None, True), (0.02, False)):
+        values_TI = quantise(x, *scheme).values_TI.float()
+        assert bool(values_TI[0].isnan().any())
+        assert float(values_TI[1].max()) == E4M3_MAX
+        assert not values_TI[1:].isnan().any()
+
+
 def texts(model: Path, *sets: str) -> list[list[int]]:
     options = [f"model.target={model}", "engine.device=cpu", "engine.kv_cache_tokens=1024", *sets]
     engine = build_engine(resolve(load_config(None, options)))
@@ -264,6 +285,9 @@ def test_bytes_that_are_saved() -> None:
         ({"model.layers.0.mlp.up_proj.weight": torch.ones(48, 32)}, "model.layers.0.mlp.up_proj.weight is float32"),
         ({"lm_head.weight": torch.ones(264, 32).to(torch.float8_e4m3fn)}, "lm_head.weight is float8_e4m3fn and has no"),
         ({"model.layers.0.mlp.up_proj.zero_point": torch.ones(48, 1)}, "unknown"),
+        ({"model.layers.0.mlp.up_proj.weight_scale": torch.zeros(48, 1)}, "no scales: model.layers.0.mlp.up_proj"),
+        ({"model.layers.0.mlp.up_proj.weight_scale": torch.eye(48)[:1].T - 0.1}, "has -0.1 to 0.9"),
+        ({"model.layers.0.mlp.up_proj.weight_scale": torch.eye(48)[:1].T * torch.inf}, "has nan to nan"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change: dict[str, Tensor | None], words: str, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def quantise(x_TI: Tensor, static: float | None = None, grouped: bool = False) -
     scale = scale_of(parts_TGI) if static is None else wide.new_full((num_tokens, 1, 1), static)
     # The clamp comes first: torch before 2.13 rounds to NaN what E4M3 cannot hold.
     scaled = (parts_TGI * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
+    if static is not None:  # else the scale of an infinite value is infinite, and their product NaN
+        scaled = scaled.masked_fill(parts_TGI.isinf(), torch.nan)
     values_TI = scaled.to(torch.float8_e4m3fn).flatten(1)[:, :width]
     return Quantised(values_TI.contiguous(), scale.squeeze(-1))
 

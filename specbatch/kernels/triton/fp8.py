@@ -37,7 +37,8 @@ def _store_quantised(
     if STATIC:
         scale = tl.full((1,), static, tl.float32)
         tl.store(scales + row + tl.arange(0, 1), scale)
-        y = y * tl.div_rn(tl.full((1,), 1.0, tl.float32), scale)
+        is_infinite = tl.abs(y) == float("inf")
+        y = tl.where(is_infinite, float("nan"), y * tl.div_rn(tl.full((1,), 1.0, tl.float32), scale))
     elif GROUP == 0:
         scale = _scale_of(tl.reshape(y, (1, BLOCK)), 1)
         tl.store(scales + row + tl.arange(0, 1), scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ def _check_tensors(
             if same_scale(needed[name], expected[name]):
                 needed[name] = expected[name]
     problems = tensor_problems(expected, needed) or _wrong_types(tensors, quantization)
+    if not problems and quantization is not None:
+        problems = _wrong_scales(tensors, quantization)
     if problems:
         tensors.close()
         raise ModelError(
@@ -140,6 +143,21 @@ def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> st
         if is_covered != (dtype == "float8_e4m3fn"):
             wrong.append(f"{name} is {dtype}{' and has no scale' if not is_covered else ''}")
     return f"{len(wrong)} tensors have the wrong type: {first_names(wrong)}" if wrong else ""
+
+
+def _wrong_scales(tensors: TensorSource, quantization: Quantization) -> str:
+    """Scales of inputs that are not above 0, and those of weights that are negative or all 0: texts would be wrong
+    without an error; empty where there are none. A weight's scales may have a 0, of an output that is always 0."""
+    wrong = []
+    for name in tensors.shapes():
+        layer, _, kind = name.rpartition(".")
+        if kind not in (quantization.scale, "input_scale") or not quantization.covers(layer):
+            continue
+        smallest, largest = map(float, tensors.load(name).float().aminmax())  # NaN if a value is
+        above_0 = smallest if kind == "input_scale" else largest
+        if not (smallest >= 0 and above_0 > 0 and largest < math.inf):
+            wrong.append(f"{name} has {smallest:g} to {largest:g}")
+    return f"{len(wrong)} tensors are no scales: {first_names(wrong)}" if wrong else ""
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
