@@ -143,8 +143,8 @@ class EngineSection:
     )
     max_batch_size: int | None = option(
         None,
-        "Most requests that run together. null: 16 on CPU; 256 on CUDA, up to 1024 if the KV cache is large enough, "
-        "fewer if memory is short.",
+        "Most requests that run together. null: 16 on CPU; 256 on CUDA, with `engine.attention: triton` up to 1024 "
+        "if the KV cache is large enough, fewer if memory is short.",
         AT_LEAST_1,
     )
     page_size: int | None = option(None, "Tokens in a page of the KV cache. null: 16 on CPU, 64 on CUDA.", AT_LEAST_1)
@@ -171,7 +171,8 @@ class EngineSection:
         "auto",
         "`on`: several requests share a cached beginning, and a round reads it once, not once for each of them. It "
         "needs `engine.attention: triton` and `engine.prefix_cache`, and runs neither with `engine.deterministic` nor "
-        "with `engine.two_batch_overlap`. `auto`: off, because its gain in whole files is not measured yet.",
+        "with `engine.two_batch_overlap`. Layers with a sliding window do not share. `auto`: off, because its "
+        "gain in whole files is not measured yet.",
         read=read_switch,
     )
     shared_tokens: int | None = option(

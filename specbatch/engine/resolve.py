@@ -170,7 +170,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     max_length = cache.capacity
     heads = target.config
     costs = CascadeCosts(heads.num_heads, heads.head_dim, 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize)
-    limits = resolve_cascade(config.engine, engine.attention, costs, num_nodes, engine.max_batch_size, notes)
+    limits = resolve_cascade(
+        config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
+    )
     engine = replace(engine, cascade=limits)
     if engine.attention == "flashinfer":
         for shape in shapes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.config import EngineSection
@@ -12,11 +14,17 @@ MEASURED_ON_CUDA = False  # whole files; a layer is. `auto` is off without it
 
 
 def resolve_cascade(
-    section: EngineSection, attention: str, costs: CascadeCosts, num_queries: int, max_batch_size: int, notes: list[str]
+    section: EngineSection,
+    attention: str,
+    costs: CascadeCosts,
+    windows: Sequence[int | None],
+    num_queries: int,
+    max_batch_size: int,
+    notes: list[str],
 ) -> GroupLimits | None:
     """The smallest groups; None: it is off. Raises ConfigError where it was asked for and cannot be. `attention`: as
-    resolved. `num_queries`: new tokens of a request in a round."""
-    problem = _problem(section, attention)
+    resolved. `windows`: of the target's layers. `num_queries`: new tokens of a request in a round."""
+    problem = _problem(section, attention, windows)
     if section.cascade_attention == "on":
         if problem is not None:
             raise problem
@@ -38,7 +46,7 @@ def resolve_cascade(
     return None
 
 
-def _problem(section: EngineSection, attention: str) -> ConfigError | None:
+def _problem(section: EngineSection, attention: str, windows: Sequence[int | None]) -> ConfigError | None:
     """Why it cannot be on."""
     option, leave_out = "engine.cascade_attention: on", "leave engine.cascade_attention out"
     if section.deterministic:
@@ -60,5 +68,9 @@ def _problem(section: EngineSection, attention: str) -> ConfigError | None:
         return ConfigError(
             f"{option} needs engine.prefix_cache: without it requests share nothing",
             hint=f"{leave_out}, or set engine.prefix_cache: true",
+        )
+    if None not in windows:
+        return ConfigError(
+            f"{option} needs a layer without a sliding window, and all layers of this model have one", hint=leave_out
         )
     return None

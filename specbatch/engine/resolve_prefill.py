@@ -45,7 +45,7 @@ def resolve_prompt_graphs(
         )
     if compile_ == "auto" and wanted not in ("piecewise", "both"):
         raise ConfigError(
-            f"engine.compile: auto compiles the pieces of prefill.graphs: piecewise or both, which is {wanted} here",
+            f"engine.compile: auto needs prefill.graphs: piecewise or both, whose pieces it compiles, not {wanted}",
             hint="leave engine.compile out" + (", or set prefill.graphs to piecewise" if on_cuda else ""),
         )
     return wanted

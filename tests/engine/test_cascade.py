@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +35,11 @@ SHAPES = {
 }
 
 
-def resolved(section: EngineSection) -> tuple[GroupLimits | None, list[str]]:
+def resolved(
+    section: EngineSection, windows: Sequence[int | None] = (None, 64)
+) -> tuple[GroupLimits | None, list[str]]:
     notes: list[str] = []
-    return resolve_cascade.resolve_cascade(section, "triton", COSTS, 1, 512, notes), notes
+    return resolve_cascade.resolve_cascade(section, "triton", COSTS, windows, 1, 512, notes), notes
 
 
 def requests(temperature: float = 0.0, copies: int = 1, longer: int = 0) -> list[Request]:
@@ -169,6 +172,12 @@ def test_options_that_it_does_not_go_with(options: dict[str, Any], words: str) -
     assert resolved(EngineSection(cascade_attention="on"))[0] is not None
     with pytest.raises(ConfigError, match=words):
         resolved(EngineSection(cascade_attention="on", **options))
+
+
+def test_layers_with_windows_do_not_share() -> None:
+    with pytest.raises(ConfigError, match="needs a layer without a sliding window"):
+        resolved(EngineSection(cascade_attention="on"), windows=(64, 64))
+    assert resolved(EngineSection(shared_tokens=4000), windows=(64, 64)) == (None, [])
 
 
 def test_auto_is_off_until_files_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ def test_pieces_of_several_ranks_must_be_asked_for() -> None:
         ("whole", "off", True, "triton", "none", "engine.cuda_graphs: round, not triton and none"),
         ("both", "off", True, "triton", "phases", "engine.cuda_graphs: round, not triton and phases"),
         ("piecewise", "off", False, "torch", "none", "prefill.graphs: piecewise needs a CUDA device"),
-        ("whole", "auto", True, "triton", "round", "which is whole here"),
-        ("off", "auto", True, "triton", "round", "which is off here"),
+        ("whole", "auto", True, "triton", "round", "engine.compile: auto needs .*, not whole"),
+        ("off", "auto", True, "triton", "round", "engine.compile: auto needs .*, not off"),
     ],
 )
 def test_what_cannot_be(wanted: Any, compile_: str, on_cuda: bool, attention: str, rounds: Any, message: str) -> None:
