@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
+
+_SECONDS = 5.0  # between two readings while rows run: NVML takes milliseconds, and rounds would wait for it
 
 
 class EnergyMeter:
@@ -25,10 +28,13 @@ class EnergyMeter:
                 self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
                 self._nvml = pynvml
         self._start = self._millijoules()
+        self._last, self._read_at = self._start, time.perf_counter()
 
-    def joules(self) -> float | None:
-        now = self._millijoules()
-        return None if now is None or self._start is None else (now - self._start) / 1000
+    def joules(self, *, fresh: bool = True) -> float | None:
+        """`fresh` False: as it was at most a few seconds ago."""
+        if fresh or time.perf_counter() - self._read_at > _SECONDS:
+            self._last, self._read_at = self._millijoules(), time.perf_counter()
+        return None if self._last is None or self._start is None else (self._last - self._start) / 1000
 
     def _millijoules(self) -> int | None:
         if self._nvml is None:

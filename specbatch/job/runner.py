@@ -193,7 +193,7 @@ class RowRunner:
         """Those of the engine, with the energy and the time in which it waited for rows."""
         stats = self.engine.stats
         stats.input_wait_seconds = self._queue.waited_seconds if self._queue is not None else 0.0
-        stats.joules = self._energy.joules() or 0.0
+        stats.joules = self._energy.joules(fresh=self.is_empty) or 0.0
         return stats
 
     def load(self) -> Load:

@@ -33,7 +33,9 @@ def test_joules_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = EnergyMeter("a")
     assert meter.joules() == 0
     nvml.millijoules["GPU-a"] += 2_500
+    assert meter.joules(fresh=False) == 0, "the counter was read a moment ago, and reading it takes long"
     assert meter.joules() == 2.5
+    assert meter.joules(fresh=False) == 2.5
     del nvml.millijoules["GPU-a"]
     assert meter.joules() is None
     assert EnergyMeter("GPU-b").joules() is None
