@@ -14,7 +14,7 @@ all of their `max_tokens`.
   128 to 896 tokens out.
 - samples: 128 prompts of 1,000 tokens, 8 completions each, 512 tokens out.
 
---shorter divides the tokens out. Modes that need no other engine share one, and its start is in no figure but
+--shorter divides the tokens out. The files of a mode share an engine, and its start is in no figure but
 `ready_seconds`. Prints a JSON line for each run: seconds of the run, of prefill and of rounds, and prompt tokens;
 `late_graph_seconds` of `wall_seconds` are of graphs that were captured during the run. A run that fails is a line, too,
 and so is one for which --time-limit leaves no time.
@@ -67,6 +67,7 @@ MODES = {
 }
 # Of an engine since its start, as its seconds.
 SUMS = ("prompt_tokens", "prefill_tokens", "output_tokens", "preemptions", "late_graphs", "late_graph_seconds")
+PARTS = {"prefill": "prefill_seconds", "decode": "round_seconds"}
 VOCABULARY = 49152
 DATA = Path(specbatch.__file__).parent / "evals/data"
 Rows = list[dict[str, Any]]
@@ -74,29 +75,39 @@ Encode = Callable[[str], list[int]]
 
 
 class Engines:
-    """Builds engines, and keeps the last one for jobs that want the same."""
+    """Builds engines, and keeps the last one for jobs that want the same. Memory is measured when a run is resolved, so
+    the last engine is gone before that."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Any, Any] | None = None
+        self._wanted: dict[str, Any] | None = None
+        self._run: Any = None
+        self._engine: Any = None
         self.ready_seconds = 0.0
         self.sums: dict[str, float] = {}  # of the kept engine, when the last job ended
 
     def runtime(self) -> Runtime:
-        return Runtime(resolve, self._build, model_paths)
+        return Runtime(self._resolve, self._build, model_paths)
+
+    def _resolve(self, config: Config) -> Any:
+        wanted = config_to_dict(config)
+        if config.engine.cascade_attention != "auto":  # which decides by this number
+            wanted["engine"] = wanted["engine"] | {"shared_tokens": None}
+        if self._wanted != wanted:
+            self.forget()
+            self._run = resolve(config)
+            self._wanted = wanted
+        return self._run
 
     def _build(self, run: Any, on_progress: Callable[[str], None]) -> Any:
-        wanted = config_to_dict(run.config) | {"data": None}
-        # With another number of shared tokens `auto` may decide otherwise: then `cascade_attention` differs.
-        wanted["engine"] = wanted["engine"] | {"shared_tokens": None}
-        if self._kept is None or self._kept[0] != wanted:
-            self.forget()
+        if self._engine is None:
             began = time.perf_counter()
-            self._kept = wanted, build_engine(run, on_progress)
+            self._engine = build_engine(run, on_progress)
             self.ready_seconds = time.perf_counter() - began
-        return self._kept[1]
+        return self._engine
 
     def forget(self) -> None:
-        self._kept, self.sums = None, {}
+        self._wanted = self._run = self._engine = None
+        self.sums = {}
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -153,14 +164,15 @@ def run(rows: Rows, config: Config, engines: Engines) -> dict[str, Any]:
     assert outcome.report is not None, outcome
     session, used = outcome.report["session"], outcome.report["config"]["engine"]
     seconds = session["seconds"]
-    now = {name: session[name] for name in SUMS} | {"prefill": seconds["prefill"], "decode": seconds["decode"]}
+    now = {PARTS[name]: seconds[name] for name in PARTS} | {name: session[name] for name in SUMS}
     since = {name: round(value - engines.sums.get(name, 0), 3) for name, value in now.items()}
     engines.sums = now
     return {
         "wall_seconds": round(seconds["total"] - seconds["load"], 2),
-        "prefill_seconds": since.pop("prefill"),
-        "round_seconds": since.pop("decode"),
         **since,
+        "input_wait_seconds": seconds["input_wait"],
+        "io_seconds": seconds["io"],
+        "joules": session["joules"],
         "failed": outcome.report["rows"]["failed"],
         "ready_seconds": round(engines.ready_seconds, 1) if engines.ready_seconds != ready else 0.0,
         **{name: used[name] for name in ("max_batch_size", "cascade_attention", "shared_tokens")},
