@@ -7,9 +7,9 @@ C candidates, M longest path (root counted), Z columns of the round output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum, IntFlag
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -186,9 +186,16 @@ class PagedBatch:
         )
         return part, index_T
 
-    def divided(self, num_seqs: int, num_tokens: int) -> tuple[PagedBatch, PagedBatch]:
-        """Its first `num_seqs` sequences, which have `num_tokens` new tokens, and the others."""
+    def divided(self, num_seqs: int, num_tokens: int, cut: int = 0) -> tuple[PagedBatch, PagedBatch]:
+        """Its first `num_seqs` sequences, and the others: the first part has `num_tokens` new tokens. `cut`: of the
+        next sequence, this number of tokens is in the first part, too. The second part then reads what the first
+        writes to the cache."""
         assert self.groups is None, "groups would be divided"
+        assert not cut or self.mask_TW is None, "nodes of a tree would be divided"
+        parts = (
+            (slice(num_tokens), slice(num_seqs + (cut > 0)), slice(num_seqs + (cut > 0) + 1)),
+            (slice(num_tokens, None), slice(num_seqs, None), slice(num_seqs, None)),
+        )
         first, second = (
             replace(
                 self,
@@ -201,14 +208,33 @@ class PagedBatch:
                 mask_starts_B=None if self.mask_starts_B is None else self.mask_starts_B[seqs],
                 host_query_starts=None if self.host_query_starts is None else self.host_query_starts[ends],
             )
-            for tokens, seqs, ends in (
-                (slice(num_tokens), slice(num_seqs), slice(num_seqs + 1)),
-                (slice(num_tokens, None), slice(num_seqs, None), slice(num_seqs, None)),
-            )
+            for tokens, seqs, ends in parts
         )
         starts, host_starts = second.query_starts - num_tokens, second.host_query_starts
         host_starts = None if host_starts is None else host_starts - num_tokens
-        return first, replace(second, query_starts=starts, host_query_starts=host_starts)
+        second = replace(second, query_starts=starts, host_query_starts=host_starts)
+        return (first, second) if not cut else (first._ending_at(num_tokens), second._beginning_after(cut))
+
+    def _ending_at(self, num_tokens: int) -> PagedBatch:
+        """Without what comes after this number of new tokens."""
+        host = self.host_query_starts
+        host = None if host is None else np.minimum(host, num_tokens)
+        return replace(self, query_starts=self.query_starts.clamp(max=num_tokens), host_query_starts=host)
+
+    def _beginning_after(self, cut: int) -> PagedBatch:
+        """Without the first new tokens of the first sequence: `query_starts` is -cut there."""
+        starts_B, host = self.starts_B.clone(), self.host_query_starts
+        starts_B[:1] += cut
+        host = None if host is None else np.maximum(host, 0)
+        return replace(self, starts_B=starts_B, query_starts=self.query_starts.clamp(min=0), host_query_starts=host)
+
+    def copied(self) -> PagedBatch:
+        """In memory of its own: kernels are compiled anew for addresses that are not multiples of 16 bytes, which those
+        of parts can be."""
+        tensors: dict[str, Any] = {
+            f.name: value.clone() for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +268,12 @@ class LogitsIndices:
             groups=groups,
         )
         return LogitsIndices(index_R, alone)
+
+    def divided(self, num_selected: int, num_tokens: int) -> tuple[LogitsIndices, LogitsIndices]:
+        """Of a batch that is divided after `num_tokens` tokens, of which the first `num_selected` are wanted."""
+        first, second = self.batch.divided(num_selected, num_selected)
+        later_R = self.index_R[num_selected:] - num_tokens
+        return LogitsIndices(self.index_R[:num_selected], first), LogitsIndices(later_R, second.copied())
 
 
 def slots_of(page_table_BP: Tensor, page_size: int, index_BQ: Tensor) -> Tensor:

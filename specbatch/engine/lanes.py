@@ -5,6 +5,8 @@ are balanced by their numbers of requests, which have equally many new tokens, a
 read. A request keeps its lane until the two no longer fit the size that equal lanes would have; then all are divided
 anew. A short batch is one lane.
 
+A prompt chunk is divided by tokens (`PackedPrompts.cut`), so that a sequence may be in both lanes.
+
 A request's tokens do not depend on its lane, but for rounding on CUDA, as with another batch size.
 """
 
@@ -15,10 +17,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from specbatch.engine.sequence import Sequence
 from specbatch.graphs.runner import ladder
 
 MIN_LANE = 8  # requests of a lane
+_PROMPT_TOKENS = {"cpu": 16, "cuda": 128}  # of a lane of prompts, for each request of a lane. Not measured
+
+
+def min_prompt_lane(min_lane: int, device: torch.device) -> int:
+    """Tokens of a lane of a prompt chunk. A lane should fill the GPU."""
+    return min_lane * _PROMPT_TOKENS[device.type]
 
 
 @dataclass(frozen=True, slots=True)

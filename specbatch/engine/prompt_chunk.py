@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
+
+
+class ChunkCut(NamedTuple):
+    """Where a chunk is divided into two lanes. The first has whole sequences and the first tokens of the next one."""
+
+    num_sequences: int  # whole ones
+    num_tokens: int
+    in_next: int  # tokens of the next sequence; 0: none is cut
+    num_selected: int  # prompts that end in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +35,4 @@ class PromptChunk:
     # Of prompt tokens whose log-probabilities are wanted: the packed token before each, and itself. None: of none.
     scored_K2: Tensor | None = None  # int64
     scored_num_top: int = 0  # as `num_top` of `Round`, of these
+    cut: ChunkCut | None = None  # None: the target computes it as one lane

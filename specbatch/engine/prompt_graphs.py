@@ -93,6 +93,8 @@ class PromptGraphs:
             scored = np.array([(one.row, one.seq.tokens[one.position]) for one in packed.scored], dtype=np.int64)
             scored_num_top = num_top_of(one.seq.request.params.prompt_logprobs for one in packed.scored) or 0
             chunk = replace(chunk, scored_K2=self._transfers.upload(scored), scored_num_top=scored_num_top)
+        if round_.two_lanes is not None:
+            chunk = replace(chunk, cut=packed.cut(round_.two_lanes.min_prompt_lane))
         return round_.prefill(chunk, sampled, num_top, edits, self._trunks)
 
     def shape_of(self, packed: PackedPrompts) -> ChunkShape | None:

@@ -5,6 +5,7 @@ Shape suffixes: B sequences, T packed tokens, R prompts that end in the chunk, S
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
-from specbatch.engine.prompt_chunk import PromptChunk
+from specbatch.engine.prompt_chunk import ChunkCut, PromptChunk
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 
@@ -126,6 +127,15 @@ class PackedPrompts:
     def all_end(self) -> bool:
         return len(self.ready) == len(self.req_idx)
 
+    def cut(self, min_lane: int) -> ChunkCut | None:
+        """In the middle of the target's tokens. None: a lane would have less than `min_lane` of them."""
+        num_tokens, starts = len(self.target.tokens) // 2, self.target.query_starts
+        if num_tokens < min_lane:
+            return None
+        whole = bisect_right(starts, num_tokens) - 1
+        num_selected = bisect_left(self.target.logits_indices, num_tokens)
+        return ChunkCut(whole, num_tokens, num_tokens - starts[whole], num_selected)
+
     def fields(self) -> ChunkFields[Ints]:
         target, draft = self.target.fields(), self.draft.fields()
         return ChunkFields(target, draft, self.req_idx, self.ready, self.ready_index, self.lengths, self.roots)
@@ -227,7 +237,7 @@ class PackedTokens:
         self._first_pages: list[int] = []  # index there of each sequence's page 0, which may be before the list's start
         self._starts: list[int] = []
         self.query_starts: list[int] = [0]
-        self._logits_indices: list[int] = []  # the last tokens of prompts that end here
+        self.logits_indices: list[int] = []  # the last tokens of prompts that end here
         self.max_queries = 1
 
     def add(self, seq: Sequence, start: int, end: int, tokens: list[int]) -> None:
@@ -241,7 +251,7 @@ class PackedTokens:
         self.max_queries = max(self.max_queries, end - start)
 
     def select_last(self) -> None:
-        self._logits_indices.append(len(self.tokens) - 1)
+        self.logits_indices.append(len(self.tokens) - 1)
 
     def fields(self) -> TokenFields[Ints]:
         ends = np.array(self.query_starts)
@@ -251,7 +261,7 @@ class PackedTokens:
         pages = np.array(self._pages, dtype=np.int64)
         page = pages[positions // self._page_size + np.repeat(np.array(self._first_pages, dtype=np.int64), counts)]
         slots = page * self._page_size + positions % self._page_size
-        return TokenFields(self.tokens, positions, slots, starts, ends, self._logits_indices)
+        return TokenFields(self.tokens, positions, slots, starts, ends, self.logits_indices)
 
 
 def _joined(arrays: Iterable[Ints], sizes: Seq[int], fills: Iterable[int]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -76,8 +77,9 @@ def run_rank(connection: Connection) -> None:
         connection.send(("failed", error.message, error.hint))
         raise SystemExit(2) from None
     except Exception as error:
-        traceback.print_exc()
-        connection.send(("failed", f"{type(error).__name__}: {error}", None))
+        with contextlib.suppress(BrokenPipeError):  # rank 0 has ended: that was the error
+            connection.send(("failed", f"{type(error).__name__}: {error}", None))
+            traceback.print_exc()
         raise SystemExit(3) from None
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, Edits, Field, LogitsIndices, PagedBatch
+from specbatch.batch import NO_TOKEN, Committed, Edits, Field, LogitsIndices
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
@@ -26,8 +26,8 @@ from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import Logprobs
 from specbatch.engine.prompt_chunk import PromptChunk
 from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
+from specbatch.engine.two_lanes import TwoLanes
 from specbatch.models.decoder import Decoder, Trunk
-from specbatch.models.stages import TwoPasses
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
@@ -60,8 +60,8 @@ class Verified:
 class Round:
     """`simulate`: tokens per round to commit on average, whatever the target says; None: the real acceptance.
     `fixed_shapes`: shapes follow the number of requests alone, nothing is read by the host, and a round may be a CUDA
-    graph; else only tokens that there are are computed. None: on all devices but a CPU. `two_passes`: for rounds in two
-    lanes; None: all rounds have one."""
+    graph; else only tokens that there are are computed. None: on all devices but a CPU. `two_lanes`: None: rounds
+    and prompt chunks have one."""
 
     def __init__(
         self,
@@ -74,15 +74,15 @@ class Round:
         ops: ModuleType,
         simulate: float | None = None,
         fixed_shapes: bool | None = None,
-        two_passes: TwoPasses | None = None,
+        two_lanes: TwoLanes | None = None,
     ) -> None:
+        self.two_lanes = two_lanes
         self.state = state
         self._target = target
         self._cache = cache
         self.page_size = page_size
         self._eos = torch.tensor(eos_token_ids or (-2,), device=target.device)
         self.ops = ops
-        self._two_passes = two_passes
         self.fixed_shapes = target.device.type != "cpu" if fixed_shapes is None else fixed_shapes
         self._acceptance = Acceptance(ops, not self.fixed_shapes, simulate)
         self._follow(method)
@@ -155,22 +155,11 @@ class Round:
             tokens_T = tokens_T[node_T]
         if lane:
             end = lane * num_nodes if self.fixed_shapes else int(layout.query_starts[lane])
-            hidden, aux_hidden_states = self._in_two_lanes(tokens_T, layout, lane, end)
+            assert self.two_lanes is not None, "the round was made for one lane"
+            hidden, aux_hidden_states = self.two_lanes.forward(tokens_T, layout, self._aux_layers, lane, end)
         else:
             hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
         return Forwarded(hidden, aux_hidden_states, self._target.raw_logits(hidden), index_T)
-
-    def _in_two_lanes(
-        self, tokens_T: Tensor, layout: PagedBatch, lane: int, num_tokens: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """As the target's `forward`. The first lane has `lane` requests with `num_tokens` tokens."""
-        assert self._two_passes is not None, "the round was made for one lane"
-        batches, tokens = layout.divided(lane, num_tokens), (tokens_T[:num_tokens], tokens_T[num_tokens:])
-        first, second = (
-            self._target.stages(tokens[i], batches[i], self._cache, self._aux_layers, is_second=i == 1) for i in (0, 1)
-        )
-        (hidden, aux), (other_hidden, other_aux) = self._two_passes.run(first, second)
-        return torch.cat((hidden, other_hidden)), [torch.cat(pair) for pair in zip(aux, other_aux, strict=True)]
 
     def accept(
         self,
@@ -288,9 +277,13 @@ class Round:
         """
         needs_all = self._reads_hidden or chunk.scored_K2 is not None
         logits_indices = None if needs_all else chunk.logits_indices
-        hidden, aux_hidden_states = self._target.forward(
-            chunk.tokens_T, chunk.layout, self._cache, self._aux_layers, logits_indices, trunks.target
-        )
+        if chunk.cut is not None:
+            assert self.two_lanes is not None, "the round was made for one lane"
+            hidden, aux_hidden_states = self.two_lanes.prefill(chunk, chunk.cut, self._aux_layers, logits_indices)
+        else:
+            hidden, aux_hidden_states = self._target.forward(
+                chunk.tokens_T, chunk.layout, self._cache, self._aux_layers, logits_indices, trunks.target
+            )
         scores = None if chunk.scored_K2 is None else self._scores(hidden, chunk.scored_K2, chunk.scored_num_top)
         if chunk.ready_R.shape[0] == 0:
             self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states, trunks.draft)

@@ -11,8 +11,9 @@ from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.cache.request_table import RequestTable
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.lanes import LaneSizes
+from specbatch.engine.lanes import LaneSizes, min_prompt_lane
 from specbatch.engine.round import Round
+from specbatch.engine.two_lanes import TwoLanes
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -80,16 +81,21 @@ class RoundParts:
             max(method.num_host_columns for method in methods),
             self.cascade,
         )
-        lanes = None if self.min_lane is None else LaneSizes.up_to(max_batch_size, self.min_lane)
-        two_passes = None if lanes is None else TwoPasses(self.device, self.group)
         ops, cache = ops_for(self.device, dtype), self.target.new_cache(num_slots, self.kv_dtype)
+        sizes = two_lanes = None
+        if self.min_lane is not None:
+            sizes, prompt_lane = (
+                LaneSizes.up_to(max_batch_size, self.min_lane),
+                min_prompt_lane(self.min_lane, self.device),
+            )
+            two_lanes = TwoLanes(self.target, cache, TwoPasses(self.device, self.group), prompt_lane)
         if net is not None:
             net.cache.resize(num_slots)
 
         def make(method: DraftMethod) -> Round:
             return Round(
                 self.target, cache, method, table, self.page_size, self.eos_token_ids, ops, self.simulate,
-                self.fixed_shapes, two_passes,
+                self.fixed_shapes, two_lanes,
             )  # fmt: skip
 
-        return Rounds(self.methods.map(make), [cache] if net is None else [cache, net.cache], lanes)
+        return Rounds(self.methods.map(make), [cache] if net is None else [cache, net.cache], sizes)

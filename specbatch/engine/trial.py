@@ -15,7 +15,7 @@ from specbatch.cache.request_table import RequestTable
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
-from specbatch.engine.prompt_chunk import PromptChunk
+from specbatch.engine.prompt_chunk import ChunkCut, PromptChunk
 from specbatch.engine.prompt_trunks import PromptPieces, piecewise_trunks, token_sizes
 from specbatch.engine.round import Round
 from specbatch.engine.round_parts import RoundParts, Rounds
@@ -179,8 +179,20 @@ def trial_prompt(round_: Round, state: RequestTable, num_tokens: int, page_size:
     zeros = torch.zeros_like(index)
     saved = state.ints_SF[state.padding].clone()
     logits_indices = LogitsIndices.of(layout, last, last, table.repeat(last.shape[0], 1))
+    cut, half = None, num_tokens // 2
+    if round_.two_lanes is not None and half >= round_.two_lanes.min_prompt_lane:
+        cut = ChunkCut(0, half, half, max(0, half - (num_tokens - len(last))))
     chunk = PromptChunk(
-        zeros, layout, slots, logits_indices, last + 1, torch.full_like(last, -1), zeros, layout, logits_indices
+        zeros,
+        layout,
+        slots,
+        logits_indices,
+        last + 1,
+        torch.full_like(last, -1),
+        zeros,
+        layout,
+        logits_indices,
+        cut=cut,
     )
     round_.prefill(chunk, sampled=True, num_top=MAX_TOP_LOGPROBS)
     state.ints_SF[state.padding] = saved

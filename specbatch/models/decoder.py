@@ -20,7 +20,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linear import traceable_parts
-from specbatch.models.stages import Stages, completed
+from specbatch.models.stages import FIRST, Stages, Turn, completed
 from specbatch.models.weight_loader import WeightLoader
 
 
@@ -28,11 +28,19 @@ class ForwardPass:
     """What all layers of one forward pass share.
 
     `in_graph`: layers are captured without their attention. There is no plan then, and nothing is computed from the
-    batch before the layers run."""
+    batch before the layers run. `turn`: of one of two passes at the same time."""
 
     def __init__(
-        self, batch: PagedBatch, backend: AttentionBackend, cache: KVCache, rotary: Rotary, *, in_graph: bool = False
+        self,
+        batch: PagedBatch,
+        backend: AttentionBackend,
+        cache: KVCache,
+        rotary: Rotary,
+        *,
+        in_graph: bool = False,
+        turn: Turn = FIRST,
     ):
+        self._turn = turn
         self.batch = batch
         self.backend = backend
         self.cache = cache
@@ -46,11 +54,14 @@ class ForwardPass:
 
     def write(self, attention: Attention, qkv_TZ: Tensor) -> Tensor:
         """Queries (T, H, D), rotated; keys and values go to the cache."""
-        return attention.rotate_and_write(qkv_TZ, self)
+        q_THD = attention.rotate_and_write(qkv_TZ, self)
+        self._turn.wrote(attention.layer)
+        return q_THD
 
     def attend(self, attention: Attention, q_THD: Tensor, plan: Any = None) -> Tensor:
         """(T, H, D). `plan`: of other queries than the batch's."""
         plan = self.plan if plan is None else plan
+        self._turn.will_read(attention.layer)
         return self.backend.attend(plan, q_THD, self.cache, attention.layer, attention.window)
 
 
@@ -292,10 +303,11 @@ class Decoder(PagedModel):
         aux_layers: Sequence[int] = (),
         logits_indices: LogitsIndices | None = None,
         *,
-        is_second: bool = False,
+        turn: Turn = FIRST,
     ) -> Stages[tuple[Tensor, list[Tensor]]]:
-        """`forward`, half a layer at a time. `is_second`: of two passes at the same time."""
-        step = ForwardPass(batch, self._second_backend if is_second else self._backend, cache, self._rotary)
+        """`forward`, half a layer at a time. `turn`: of one of two passes at the same time."""
+        backend = self._second_backend if turn.is_second else self._backend
+        step = ForwardPass(batch, backend, cache, self._rotary, turn=turn)
         x_TE = self.embed(tokens_T)
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self.layers):

@@ -28,6 +28,51 @@ def completed(stages: Stages[T]) -> T:
     return one.result
 
 
+class Turn:
+    """Which of two passes at the same time a pass is."""
+
+    is_second = False
+
+    def wrote(self, layer: int) -> None:
+        """Its keys and values of the layer are launched."""
+
+    def will_read(self, layer: int) -> None:
+        """Attention of the layer is launched next."""
+
+
+class _Second(Turn):
+    is_second = True
+
+
+FIRST, SECOND = Turn(), _Second()
+
+
+class _Writer(Turn):
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self.written: dict[int, torch.cuda.Event | None] = {}
+
+    def wrote(self, layer: int) -> None:
+        self.written[layer] = torch.cuda.current_stream().record_event() if self._is_cuda else None
+
+
+class _Reader(_Second):
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+
+    def will_read(self, layer: int) -> None:
+        event = self._writer.written[layer]
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+def turns_over_one_sequence(device: torch.device) -> tuple[Turn, Turn]:
+    """Of passes over a sequence's first and later tokens: the second reads what the first writes. The sum over ranks
+    that follows is not waited for."""
+    writer = _Writer(device)
+    return writer, _Reader(writer)
+
+
 class TwoPasses:
     """Runs two passes of one model. They need working memory of their own each."""
 

@@ -197,7 +197,7 @@ def test_vocabulary_is_checked() -> None:
 )
 def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) -> None:
     """What measures memory and compiles kernels before the cache has its size; fewer tokens than slots, too."""
-    engine = tiny_device_engine(method, shape, num_pages=64, max_batch_size=8)
+    engine = tiny_device_engine(method, shape, num_pages=64, max_batch_size=8, min_lane=1)
     state = round_of(engine).state
     before = state.ints_SF.clone()
     for num_tokens in (4, 32, 64):

@@ -1,0 +1,360 @@
+"""engine.tensor_parallel: N processes answer as one, stop together, and share the memory. For a machine with N GPUs.
+
+    python scripts/check/check_tensor_parallel.py -o tensor_parallel.jsonl                    # two GPUs
+    python scripts/check/check_tensor_parallel.py --device cpu --target random:tiny --rows 24  # over gloo
+
+Prints a line of JSON for each check. A check that fails or takes too long is a line with `error`, and the next one
+runs; each has processes of its own.
+
+- `tokens`: N ranks against one, in float32, with each draft method, small caches, two lanes and no graphs. Rows that
+  differ are listed with the margin of the first other token: sums in another order may only decide between two tokens
+  that are nearly as likely (`--margin`).
+- `deterministic`: the bytes of N ranks under two batch sizes.
+- `kill`: a file job whose rank 1, then whose rank 0 is killed, and that gets SIGINT; then it resumes. Its bytes, and
+  what was left of it.
+- `memory`: what is left for the KV cache, and how many GPUs each known geometry needs.
+- `sums` (CUDA): microseconds of each algorithm by bytes: `LIMITS` in specbatch/parallel/algorithms.py follows from it.
+
+`--only kill,sums` runs some of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import allow_unmeasured
+import psutil
+import torch
+
+from specbatch import LLM
+from specbatch.engine.memory import GIB
+from specbatch.models.config import expected_tensors
+from specbatch.models.random_weights import geometries
+from specbatch.models.sharded import local_config
+from specbatch.parallel.algorithms import LIMITS, buffer_bytes
+
+_IDS = 500  # token ids are below, so that each model has them
+_SUMS = [1 << n for n in range(13, 27)]
+Line = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="random:qwen2.5-1.5b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--margin", type=float, default=1e-4)
+    parser.add_argument("--only", default="sums,tokens,deterministic,kill,memory")
+    parser.add_argument("--time-limit", type=float, default=540.0, metavar="SECONDS", help="start nothing after that")
+    parser.add_argument("--case-limit", type=float, default=120.0, metavar="SECONDS", help="of one run of rows")
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # of a process of its own: a file of what to do
+    args = parser.parse_args()
+    if args.run is not None:
+        return run_rows(args.run)
+    checks: dict[str, Callable[[argparse.Namespace, Path], Iterator[Line]]] = {
+        "sums": check_sums,
+        "tokens": check_tokens,
+        "deterministic": check_deterministic,
+        "kill": check_kill,
+        "memory": check_memory,
+    }
+    failed, began = False, time.monotonic()
+    if args.output is not None:
+        args.output.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.only.split(","):
+            lines = checks[name](args, Path(folder))
+            while True:
+                line: Line = {"check": name}
+                if time.monotonic() - began > args.time_limit:
+                    line |= {"skipped": "time limit"}
+                    failed = True
+                else:
+                    try:
+                        line |= next(lines)
+                    except StopIteration:
+                        break
+                    except Exception as error:
+                        line |= {"error": f"{type(error).__name__}: {error}"[-1500:]}
+                failed |= not line.get("ok", "error" not in line)
+                say(args.output, line | {"seconds": round(time.monotonic() - began, 1)})
+                if "error" in line or "skipped" in line:
+                    break  # a generator that raised is at its end
+    print("tensor parallel: FAILED" if failed else "tensor parallel: ok")
+    return int(failed)
+
+
+def say(output: Path | None, line: Line) -> None:
+    print(json.dumps(line), flush=True)
+    if output is not None:
+        with output.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def make_rows(count: int) -> list[Line]:
+    """Greedy ones; half of them begin alike."""
+    rng = random.Random(0)
+    common = [rng.randrange(_IDS) for _ in range(64)]
+    rows = []
+    for i in range(count):
+        ids = common[: rng.choice((0, 64))] + [rng.randrange(_IDS) for _ in range(rng.randint(1, 200))]
+        rows.append({"id": f"row {i}", "prompt_token_ids": ids, "max_tokens": rng.randint(8, 64), "logprobs": 2})
+    return rows
+
+
+def run_rows(task: Path) -> int:
+    """In a process of its own."""
+    allow_unmeasured.allow()
+    given = json.loads(task.read_text())
+    with LLM(given["target"], certificate=True, **given["options"]) as llm:
+        results = list(llm.generate(make_rows(given["rows"])))
+        found = {"results": results, "notes": llm.notes, "preemptions": llm.stats.preemptions}
+    task.with_suffix(".results").write_text(json.dumps(found))
+    return 0
+
+
+def answers(args: argparse.Namespace, folder: Path, rows: int, **options: Any) -> Line:
+    """Results and notes of a run. Raises RuntimeError with the end of what it printed."""
+    task = folder / "task.json"
+    task.write_text(json.dumps({"target": args.target, "rows": rows, "options": {"device": args.device, **options}}))
+    task.with_suffix(".results").unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--run", str(task)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=args.case_limit)
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1200:]}")
+    found: Line = json.loads(task.with_suffix(".results").read_text())
+    return found
+
+
+def variants(args: argparse.Namespace) -> dict[str, Line]:
+    draft = {"draft": args.target, "num_steps": 3}  # whose drafts are often right: long paths
+    head = {"method": "eagle3", "draft": "random:eagle3"}
+    found: dict[str, Line] = {
+        "plain": {"method": "none"},
+        "ngram": {"method": "ngram"},
+        "draft model, chain": {"method": "draft_model", **draft},
+        "draft model, tree": {"method": "draft_model", **draft, "topk": 2, "num_draft_tokens": 7},
+        "head, tree": {**head, "num_steps": 3, "topk": 4, "num_draft_tokens": 8},
+        "plain, preempted": {"method": "none", "kv_cache_tokens": 2048, "page_size": 16},
+        "plain, two lanes": {"method": "none", "two_batch_overlap": "on"},
+        "draft model, two lanes": {"method": "draft_model", **draft, "two_batch_overlap": "on"},
+    }
+    if args.device != "cpu":
+        found["plain, no graphs"] = {"method": "none", "cuda_graphs": "none"}
+        found["plain, no graphs, two lanes"] = {"method": "none", "cuda_graphs": "none", "two_batch_overlap": "on"}
+    return found
+
+
+def check_tokens(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
+    common = {"dtype": "float32", "max_batch_size": 32}
+    one = answers(args, folder, args.rows, **common, method="none")["results"]
+    for name, options in variants(args).items():
+        try:
+            many = answers(args, folder, args.rows, **common, **options, tensor_parallel=args.ranks)
+        except Exception as error:
+            yield {"variant": name, "ok": False, "failure": f"{type(error).__name__}: {error}"[-1500:]}
+            continue
+        margins = [
+            m for a, b in zip(one, many["results"], strict=True) if (m := margin_of_difference(a, b)) is not None
+        ]
+        yield {
+            "variant": name,
+            "rows": len(one),
+            "equal": len(one) - len(margins),
+            "margins_of_others": sorted(margins, reverse=True),
+            "preemptions": many["preemptions"],
+            "ok": all(margin < args.margin for margin in margins),
+        }
+
+
+def margin_of_difference(one: Line, other: Line) -> float | None:
+    """None: the tokens are equal. Else by how much the first other token was preferred to the next best: if that is
+    much, no rounding explains the difference."""
+    if "error" in one or "error" in other:
+        return None if one.get("error") == other.get("error") else float("inf")
+    for a, b in zip(one["logprobs"], other["logprobs"], strict=False):
+        if a["token_id"] != b["token_id"]:
+            return min(float(t["top"][0]["logprob"] - t["top"][1]["logprob"]) for t in (a, b))
+    return None if len(one["logprobs"]) == len(other["logprobs"]) else float("inf")
+
+
+def check_deterministic(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
+    options = {"deterministic": True, "tensor_parallel": args.ranks}
+    runs = [
+        {"method": "none", "max_batch_size": 32},
+        {"method": "none", "max_batch_size": 5, "prefill_chunk_tokens": 100},
+        {"method": "ngram", "max_batch_size": 17},
+    ]
+    first = None
+    for run in runs:
+        found = [
+            without(result, "speculation") for result in answers(args, folder, args.rows, **options, **run)["results"]
+        ]
+        first = first or found
+        differ = sum(one != other for one, other in zip(first, found, strict=True))
+        yield {"run": run, "rows": len(found), "differ": differ, "ok": not differ}
+
+
+def without(result: Line, name: str) -> Line:
+    return {key: value for key, value in result.items() if key != name}
+
+
+def check_kill(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
+    source = folder / "rows.jsonl"
+    rows = [{"prompt_token_ids": [7, i % 100 + 5, 9], "max_tokens": 200, "ignore_eos": True} for i in range(args.rows)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = set(os.listdir("/dev/shm"))
+    start_job(args, folder, "whole.jsonl").wait(args.case_limit)
+    whole, output = (folder / "whole.jsonl").read_bytes(), folder / "killed.jsonl"
+    for victim in ("rank 1", "rank 0", "SIGINT"):
+        lines = kept(folder)
+        job = start_job(args, folder, output.name)
+        end = time.monotonic() + args.case_limit
+        while job.poll() is None and kept(folder) < lines + args.rows // 6 and time.monotonic() < end:
+            time.sleep(0.02)
+        others = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
+        began = time.monotonic()
+        if victim == "SIGINT":
+            job.send_signal(signal.SIGINT)
+        elif others:
+            (job if victim == "rank 0" else others[-1]).kill()
+        code = job.wait(args.case_limit)
+        left = psutil.wait_procs(others, timeout=10)[1]
+        yield {
+            "victim": victim,
+            "exit_code": code,
+            "ended_after_seconds": round(time.monotonic() - began, 1),
+            "rows_kept": kept(folder),
+            "processes_left": len(left),
+            "last_words": (folder / "stderr").read_text()[-300:],
+            "ok": bool(others) and not left and kept(folder) >= lines and not output.exists(),
+        }
+        for process in left:
+            process.kill()
+    code = start_job(args, folder, output.name).wait(args.case_limit)
+    is_equal = output.exists() and output.read_bytes() == whole
+    found = sorted(set(os.listdir("/dev/shm")) - shared)
+    yield {"resumed": code, "equal_bytes": is_equal, "shared_memory_left": found, "ok": is_equal and not found}
+
+
+def start_job(args: argparse.Namespace, folder: Path, output: str) -> subprocess.Popen[bytes]:
+    script = Path(__file__).with_name("allow_unmeasured.py")
+    command = [sys.executable, str(script), "-m", "specbatch", "generate", str(folder / "rows.jsonl")]
+    command += ["-o", str(folder / output)]
+    for option in (
+        f"model.target={args.target}",
+        f"engine.device={args.device}",
+        f"engine.tensor_parallel={args.ranks}",
+        "model.dtype=float32",
+        "speculation.method=none",
+        "engine.max_batch_size=8",
+    ):
+        command += ["--set", option]
+    with (folder / "stderr").open("w") as stderr:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+
+
+def kept(folder: Path) -> int:
+    """Finished rows of the killed job."""
+    file = folder / "killed.jsonl.partial"
+    return file.read_bytes().count(b'"row":{') if file.exists() else 0
+
+
+def check_memory(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
+    for ranks in (1, args.ranks):
+        found = answers(args, folder, 1, method="none", tensor_parallel=ranks, max_batch_size=256)
+        notes = [note for note in found["notes"] if note.startswith("engine.kv_cache_tokens")]
+        yield {"target": args.target, "ranks": ranks, "notes": notes}
+    free = 0 if args.device == "cpu" else torch.cuda.mem_get_info()[0]
+    for name, config in geometries().items():
+        gib: dict[str, float] = {}
+        for ranks in (1, 2, 4, 8):
+            try:
+                part = local_config(config, 0, ranks)
+            except ValueError:
+                continue
+            shapes = {name: torch.Size(shape).numel() for name, shape in expected_tensors(part).items()}
+            vocabulary = sum(count for name, count in shapes.items() if "embed_tokens" in name or "lm_head" in name)
+            gib[str(ranks)] = round(2 * (sum(shapes.values()) - vocabulary + vocabulary / ranks) / GIB, 2)
+        line: Line = {"model": name, "bf16_gib_of_first_rank": gib}
+        if free:  # the rest of a GPU is for the KV cache
+            fitting = [int(ranks) for ranks, size in gib.items() if size * GIB < 0.85 * free]
+            line["gpus_that_hold_it"] = min(fitting, default=None)
+        yield line
+
+
+def check_sums(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
+    if args.device == "cpu":
+        yield {"left_out": "of GPUs"}
+        return
+    output = folder / "sums.json"
+    torch.multiprocessing.spawn(time_sums, (args.ranks, str(folder / "meeting"), str(output)), nprocs=args.ranks)
+    yield from json.loads(output.read_text())
+
+
+def time_sums(rank: int, size: int, meeting: str, output: str) -> None:
+    """A process of each GPU."""
+    from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+
+    device = torch.device("cuda", rank)
+    group = CudaGroup(rank, size, device, TorchCollectives(rank, size, meeting, device), fixed_order=False)
+    lines = []
+    for num_bytes in _SUMS:
+        generators = [torch.Generator().manual_seed(i) for i in range(size)]
+        parts = [torch.randn(num_bytes // 2, generator=one).bfloat16() for one in generators]
+        x, expected = parts[rank].to(device), parts[0]
+        for part in parts[1:]:
+            expected = expected + part
+        times: dict[str, float] = {}
+        wrong = []
+        for name in ("one_shot", "two_shot", "nccl", "gather"):
+            if name == "two_shot" and (num_bytes > buffer_bytes(size) or size not in LIMITS):
+                continue
+            if name == "one_shot" and size not in LIMITS:
+                continue
+            total = group.added(x, name)  # type: ignore[arg-type]
+            if not torch.equal(total.cpu(), expected) and name != "nccl":
+                wrong.append(name)
+            times[name] = round(graph_micros(partial(group.added, x, name)), 2)
+        lines.append({"bytes": num_bytes, "ranks": size, "microseconds": times, "other_bits": wrong, "ok": not wrong})
+    if rank == 0:
+        Path(output).write_text(json.dumps(lines))
+    torch.cuda.synchronize()
+    group.close()
+
+
+def graph_micros(function: Callable[[], Any], calls: int = 20, repeats: int = 10) -> float:
+    """Of one call, in a graph of some."""
+    graph = torch.cuda.CUDAGraph()
+    function()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    times = []
+    for _ in range(repeats):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(1e3 * first.elapsed_time(last) / calls)
+    return min(times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
