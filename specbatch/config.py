@@ -193,9 +193,10 @@ class EngineSection:
     )
     two_batch_overlap: Literal["off", "on", "auto"] = option(
         "auto",
-        "`on`: a round of at least 16 requests is computed as two halves at the same time, so that one computes while "
-        "the other waits for memory or for another process. On CUDA it needs `engine.attention: triton`, and does not "
-        "run with `engine.deterministic`. `auto`: off, because its gain is not measured yet.",
+        "`on`: a round of at least 16 requests, or a prompt chunk of at least 256 tokens (2,048 on CUDA), is computed "
+        "as two halves at the same time, so that one computes while the other waits for memory or for another process. "
+        "On CUDA it needs `engine.attention: triton`, and does not run with `engine.deterministic`. `auto`: off, "
+        "because its gain is not measured yet.",
         read=read_switch,
     )
     deterministic: bool = option(
