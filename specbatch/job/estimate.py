@@ -18,16 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.errors import InputError, RowError
-from specbatch.job.rows import RowParser
+from specbatch.job.row_queue import RowPreparer
 from specbatch.job.runner import RowRunner
 from specbatch.job.sources import RawRow, Source
-from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import EngineLimits
 
 _DRAWS = 40  # simulations
 _QUANTILES = (0.05, 0.95)  # of these, for the range
 _SPEED_NOISE = 0.05  # of a machine, from one run to the next
 _MIN_LATER = 4  # requests that started after the first round, to take their time for that of others
+_SHOWN = "specbatch generate shows the error of each row"
 _MAX_SIMULATED = 8000  # requests; the middle of a longer file is like that of these
 
 Floats = NDArray[np.float64]
@@ -51,25 +51,21 @@ class FileTokens:
         return float(file / drawn) if file > 0 and drawn > 0 else 1.0
 
 
-def count_tokens(
-    source: Source, parser: RowParser, texts: TextProcessor, limits: EngineLimits, num_drawn: int, seed: int
-) -> FileTokens:
-    """Read and tokenize the whole source; draw rows evenly from it. Raises InputError if no row can run."""
+def count_tokens(source: Source, prepare: RowPreparer, limits: EngineLimits, num_drawn: int, seed: int) -> FileTokens:
+    """Read and prepare the whole source; draw rows evenly from it. Raises InputError if no row can run."""
     found, draw = FileTokens(), random.Random(seed)
     drawn: list[tuple[RawRow, list[int]]] = []
     common: Sequence[int] | None = None
     for raw in source.rows():
         found.num_rows += 1
-        _, prompt = parser.parse(raw)
-        try:
-            if isinstance(prompt, RowError):
-                raise prompt
-            tokens = texts.encode(prompt, limits)
-        except RowError:
+        [row] = prepare([raw])
+        prompt, tokens = row.prompt, row.token_ids
+        if isinstance(prompt, RowError):
             found.num_failed += 1
             continue
         common = tokens if common is None else _common(common, tokens)
-        limit = min(prompt.params.max_tokens, limits.max_prompt_tokens + 1 - len(tokens))
+        # A row that scores choices generates nothing.
+        limit = 0 if row.choices else min(prompt.params.max_tokens, limits.max_prompt_tokens + 1 - len(tokens))
         prompts = [len(tokens)] * prompt.num_requests
         found.prompts.extend(prompts)
         found.limits.extend([limit] * prompt.num_requests)
@@ -78,7 +74,7 @@ def count_tokens(
         elif (at := draw.randrange(found.num_rows - found.num_failed)) < num_drawn:
             drawn[at] = (raw, prompts)
     if not drawn:
-        raise InputError(f"{source.name} has no row that can run", "specbatch generate shows the error of each row")
+        raise InputError(f"{source.name} has no row that can run", _SHOWN)
     found.shared = len(common or ())
     found.drawn = [raw for raw, _ in sorted(drawn, key=lambda entry: entry[0].index)]
     found.drawn_prompts = [length for _, prompts in drawn for length in prompts]
@@ -150,7 +146,7 @@ def _by_size(rounds: Sequence[tuple[int, int, float]]) -> tuple[list[int], list[
 
 
 def run_trial(runner: RowRunner, rows: Sequence[RawRow], max_seconds: float) -> Trial:
-    """Run `rows` to their ends, or for `max_seconds`."""
+    """Run `rows` to their ends, or for `max_seconds`. Raises InputError if no row has a token then."""
     engine, trial = runner.engine, Trial()
     began, waiting = time.perf_counter(), list(reversed(rows))
     while time.perf_counter() - began < max_seconds:
@@ -177,6 +173,12 @@ def run_trial(runner: RowRunner, rows: Sequence[RawRow], max_seconds: float) -> 
     _take(runner, trial)
     trial.ended += [(tokens, False) for tokens in engine.tokens_so_far().values() if tokens]
     trial.tokens = engine.stats.generated_tokens + sum(engine.tokens_so_far().values())
+    if not trial.ended:
+        if trial.rows == len(rows):
+            raise InputError(f"each of the {len(rows)} rows of the trial failed while it ran", _SHOWN)
+        raise InputError(
+            f"no row of the trial had a token after {trial.seconds:.0f} s", "--trial-seconds N lets them run longer"
+        )
     trial.started = runner.load().num_admitted
     trial.acceptance_length = engine.stats.speculation.acceptance_length
     return trial

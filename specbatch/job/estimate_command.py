@@ -18,7 +18,7 @@ from specbatch.job.shard import part_of
 from specbatch.job.sources import open_source
 from specbatch.job.stats_types import SCHEMA_VERSION
 from specbatch.job.terminal import print_notes
-from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.job.worker import Runtime, Worker
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -60,8 +60,8 @@ def estimate_file(
     runner = worker.runner
     num_drawn = options.trial_rows or max(_TRIAL_BATCHES * batch, _MIN_TRIAL_ROWS)
     with doing("counting tokens"):
-        texts = TextProcessor(worker.run.tokenizer, what.config.data)
-        tokens = count_tokens(source, parser, texts, runner.engine.limits, num_drawn, what.config.engine.seed)
+        seed = what.config.engine.seed
+        tokens = count_tokens(source, runner.preparer(), runner.engine.limits, num_drawn, seed)
     with doing("running some rows"):
         trial = run_trial(runner, tokens.drawn, options.trial_seconds)
     found = estimate(tokens, trial, max_batch_size=batch)

@@ -133,10 +133,13 @@ class RowRunner:
     def add(self, raw: RawRow) -> None:
         """Queue a row. It is parsed and tokenized meanwhile."""
         if self._queue is None:
-            parser = RowParser(self._config.sampling, self._config.data)
-            preparer = RowPreparer(parser, self._texts, self.engine.limits, _without_grammars(self._config))
-            self._queue = RowQueue(preparer, self._texts.stop_late)
+            self._queue = RowQueue(self.preparer(), self._texts.stop_late)
         self._queue.add(raw)
+
+    def preparer(self) -> RowPreparer:
+        """What decides which rows can run."""
+        parser = RowParser(self._config.sampling, self._config.data)
+        return RowPreparer(parser, self._texts, self.engine.limits, _without_grammars(self._config))
 
     def drop(self, indices: Collection[int]) -> None:
         """Leave these rows out, if they have not been started."""

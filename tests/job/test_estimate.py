@@ -6,6 +6,7 @@ import io
 import json
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ import pytest
 from rich.console import Console
 
 from specbatch.errors import InputError
-from specbatch.job.estimate import FileTokens, Trial, draw_lengths, estimate
+from specbatch.job.estimate import FileTokens, Trial, count_tokens, draw_lengths, estimate
 from specbatch.job.estimate_command import EstimateOptions, estimate_file, estimate_table
+from specbatch.job.row_queue import RowPreparer
+from specbatch.job.rows import RowParser
+from specbatch.job.sources import open_source
 from specbatch.job.terminal import table_text
+from specbatch.job.tokenizer import TextProcessor
 from specbatch.job.worker import Runtime
-from specbatch.types import Completion
+from specbatch.types import Completion, EngineLimits, FinishReason
 from tests.job.test_generate import CONFIG, Run
-from tests.stub_engine import StubEngine, StubRun, resolve
+from tests.stub_engine import VOCAB, StubEngine, StubRun, StubTokenizer, resolve
 
 
 class Paced(StubEngine):
@@ -33,9 +38,9 @@ class Paced(StubEngine):
         return done
 
 
-def estimated(run: Run, **options: Any) -> dict[str, Any]:
+def estimated(run: Run, engine: type[StubEngine] = Paced, **options: Any) -> dict[str, Any]:
     def build(stub: StubRun, show: object) -> StubEngine:
-        return Paced(batch=stub.config.engine.max_batch_size or 16)
+        return engine(batch=stub.config.engine.max_batch_size or 16)
 
     runtime = Runtime(resolve, build, lambda config: {})
     console = Console(file=io.StringIO(), width=200)
@@ -76,6 +81,40 @@ def test_a_file_without_a_row_that_runs(run: Run) -> None:
     run.write([{"prompt": ""}, {"prompt": "a", "temperature": -1}])
     with pytest.raises(InputError, match="has no row that can run"):
         estimated(run)
+
+
+def test_rows_that_cannot_run_are_those_of_the_job(run: Run) -> None:
+    """Also those whose grammar or rules cannot be used: a trial of them alone ended in a traceback."""
+    wrong = [{"prompt": "a", "regex": "("}, {"prompt": "a", "allowed_token_ids": [10**6]}]
+    run.write([*wrong, {"prompt": "a", "max_tokens": 7}])
+    report = estimated(run)
+    assert (report["rows"], report["failed_rows"], report["requests"]) == (3, 2, 1)
+    run.write(wrong)
+    with pytest.raises(InputError, match="has no row that can run"):
+        estimated(run)
+
+
+def test_rows_that_score_choices_generate_nothing(run: Run) -> None:
+    run.write([{"prompt": "a", "score_choices": ["b", "c"]}, {"prompt": "a", "max_tokens": 7}])
+    texts, limits = TextProcessor(StubTokenizer(), CONFIG.data), EngineLimits(400, VOCAB)
+    prepare = RowPreparer(RowParser(CONFIG.sampling, CONFIG.data), texts, limits)
+    found = count_tokens(open_source(str(run.input), CONFIG.data), prepare, limits, 8, 0)
+    assert list(found.limits) == [0, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("share", "words"), [(1, "each of the 3 rows of the trial failed"), (0, "no row of the trial")]
+)
+def test_trials_without_tokens(run: Run, share: int, words: str) -> None:
+    """All rows fail while they run, or none ends in time."""
+
+    class Failing(StubEngine):
+        def step(self) -> list[Completion]:
+            return [replace(c, token_ids=[], finish_reason=FinishReason.ERROR) for c in super().step()] if share else []
+
+    run.write([{"prompt": "a"}] * 3)
+    with pytest.raises(InputError, match=words):
+        estimated(run, Failing, trial_seconds=0.2)
 
 
 def tokens(count: int, prompt: int, limit: int) -> FileTokens:
