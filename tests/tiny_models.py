@@ -156,6 +156,7 @@ def tiny_draft_net(
     layers = AUX_LAYERS if kind == "eagle3" else ()
     head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab, layers)  # type: ignore[arg-type]
     head = replace(head, **traits)
+    assert max(head.aux_layers, default=0) <= target.config.num_layers, "as files of heads are checked"
     tensors = RandomTensors(
         {n: s for n, s in expected_eagle_tensors(head).items() if n not in ("d2t", "t2d")},
         HEAD_SEED + draft_seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specbatch.engine.transfers import Transfers
 from specbatch.types import Completion
 
 # Beside views: a copy in place, which puts slots back, and what numpy asks of a report that is there.
@@ -18,7 +20,8 @@ _NO_MEMORY = (torch.ops.aten.copy_.default, torch.ops.aten.resolve_conj.default,
 
 class Shortage(TorchDispatchMode):
     """Operations on tensors within `step` are counted. The first one from each number in `at` on that may allocate
-    raises: between the launch of a chunk or a round and its end, most do."""
+    raises: between the launch of a chunk or a round and its end, most do. Copies to the host never raise: on CUDA
+    `Transfers.download` has another way for them."""
 
     def __init__(self, at: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         super().__init__()
@@ -28,11 +31,18 @@ class Shortage(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         due = {number for number in self._at if number <= self.count}
-        if due and not (func.is_view or func in _NO_MEMORY):
+        if due and not (func.is_view or func in _NO_MEMORY or _is_download()):
             self._at -= due
             self.raised += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return func(*args, **(kwargs or {}))
+
+
+def _is_download() -> bool:
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not Transfers.download.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def copy_into(target: Any, source: Any) -> None:

@@ -92,7 +92,7 @@ def test_kernels_give_the_tokens_of_the_cpu_in_float32(
 def test_other_traits_of_an_eagle3_head(traits: dict[str, Any], shape: DraftShape, graphs: GraphMode) -> None:
     """A sampled chain's text depends on what was drafted. Layer 4 of 4: the last one's output."""
     prompts = random_prompts(9, shared=10)
-    settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, **traits}
+    settings = {"num_pages": 512, "max_batch_size": 8, "num_layers": 4, "dtype": torch.float32, **traits}
     cpu = run(tiny_oracle("eagle3", shape, **settings), prompts, SAMPLED)
     gpu = run(tiny_device_engine("eagle3", shape, **settings, device=CUDA, graphs=graphs), prompts, SAMPLED)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
