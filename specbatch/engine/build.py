@@ -108,6 +108,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
                 clock.passed("pieces of prompts compiled")
         on_progress("compiling kernels, trial run")
         sized = _measured(run, rounds, pieces, available, group)
+        pieces = pieces if sized.in_pieces else None
         clock.passed("trial run, kernels compiled")
     else:
         sized = planned(rounds, run.cache, run.engine.max_batch_size, run.engine.prefill_chunk_tokens)

@@ -13,6 +13,7 @@ from specbatch.draft.network import DraftNet
 from specbatch.engine.gathering import ChunkCost
 from specbatch.graphs.piecewise import Pieces, PiecewiseTrunk, PlainPieces, Runner, token_ladder
 from specbatch.graphs.traced import CompiledPieces
+from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.catalog import cache_dir
 from specbatch.models.config import num_layer_weights
 from specbatch.models.decoder import Decoder, Trunk
@@ -71,16 +72,24 @@ def piecewise_trunks(
     *,
     on_progress: Callable[[str], None] = lambda progress: None,
 ) -> PromptTrunks:
-    """Captured where there is a `runner`. `cache`: of the target. `sizes`: numbers of tokens."""
+    """Captured where there is a `runner`; a model whose graphs do not fit into memory has no trunk then. `cache`: of
+    the target. `sizes`: numbers of tokens."""
 
-    def make(name: str, pieces: Pieces, cache: KVCache) -> PiecewiseTrunk:
-        trunk = PiecewiseTrunk(pieces, cache, sizes, runner, name)
-        if runner is not None:
-            trunk.capture(on_progress)
-        return trunk
+    def make(name: str, pieces: Pieces, cache: KVCache) -> PiecewiseTrunk | None:
+        try:
+            trunk = PiecewiseTrunk(pieces, cache, sizes, runner, name)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        if runner is None:
+            return trunk
+        trunk.capture(on_progress)
+        return trunk if trunk.has_graphs else None
 
     with torch.inference_mode():
         of_target = make("target", pieces.target, cache)
-        if pieces.draft is None or net is None:
-            return PromptTrunks(of_target)
-        return PromptTrunks(of_target, make("draft model", pieces.draft, net.cache))
+        of_draft = None
+        if pieces.draft is not None and net is not None:
+            of_draft = make("draft model", pieces.draft, net.cache)
+    return EAGER if of_target is None and of_draft is None else PromptTrunks(of_target, of_draft)

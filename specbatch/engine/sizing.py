@@ -6,6 +6,7 @@ prompts take, and the cache gets what is left.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ class Sized:
     max_batch_size: int
     prefill_chunk_tokens: int
     chunk_cost: ChunkCost | None = None  # None: short prompts are not held
+    in_pieces: bool = False  # prompts have room for graphs of their pieces
     graph_bytes: int = 0  # reserved
     bytes: dict[str, int] | None = None  # of the device: what was measured and reserved
 
@@ -74,6 +76,16 @@ class CardBudget:
             num_bytes = self.group.least(num_bytes)
         return plan_cache(num_bytes, replace(self.rows, max_batch_size=trial.max_batch_size), most=self.bound.capacity)
 
+    def best(self, trial: Trial, in_use: int) -> tuple[CachePlan, Trial]:
+        """The cache, and the trial as it is, or without pieces of prompts: these save a little time, so they are given
+        up where rows would be shorter with them, or where they do not fit next to a cache that the user has set."""
+        without = replace(trial, piece_bytes=None)
+        plan, larger = self.cache_beside(trial, in_use), self.cache_beside(without, in_use)
+        given = (self.kv_cache_tokens or 0) * self.rows.token_bytes
+        if larger.longest_row > plan.longest_row or in_use + given + trial.reserved > self.available:
+            return larger, without
+        return plan, trial
+
     @property
     def enough(self) -> int:
         """Tokens of a row, for which batches and chunks need not be smaller."""
@@ -82,10 +94,12 @@ class CardBudget:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A trial, and the bytes of the device that this run uses after it."""
+    """A trial, and the bytes of the device that are in use after it and were not before the weights were read; torch
+    has allocated `by_torch` of them here. Other programs may have taken some of the rest."""
 
     trial: Trial
     in_use: int
+    by_torch: int
 
 
 def measured(trials: Trials, budget: CardBudget, note: Callable[[str], None]) -> Sized:
@@ -100,11 +114,14 @@ def measured(trials: Trials, budget: CardBudget, note: Callable[[str], None]) ->
             if budget.group is not None or not is_out_of_memory(error):
                 raise
             trial = None
+        if trial is None:
+            gc.collect()  # rounds of what did not fit, with caches and graphs, may be in cycles
         torch.cuda.empty_cache()
         if trial is None:
             return None
         in_use = max(0, budget.available - torch.cuda.mem_get_info(trials.parts.device)[0])
-        return budget.cache_beside(trial, in_use), _Measured(trial, in_use)
+        plan, trial = budget.best(trial, in_use)
+        return plan, _Measured(trial, in_use, torch.cuda.memory_reserved(trials.parts.device))
 
     found = first_that_fits(budget.sizes, budget.enough, attempt)
     if found is None or found[0].longest_row < 2:
@@ -128,12 +145,17 @@ def measured(trials: Trials, budget: CardBudget, note: Callable[[str], None]) ->
     taken_bytes = {
         "available": budget.available,
         "weights": taken.in_use,
+        "by_torch": taken.by_torch,
         "cache": num_tokens * rows.token_bytes,
         "eager": trial.eager_bytes,
         "graphs_reserved": trial.graph_bytes,
         "rules_reserved": trial.rule_bytes,
+        "pieces_reserved": trial.piece_bytes or 0,
     }
-    return Sized(trial.rounds, plan, batch, chunk, trial.chunk_cost, trial.graph_bytes, taken_bytes)
+    in_pieces = trial.piece_bytes is not None
+    if trials.pieces is not None and not in_pieces:
+        note("prefill.graphs: no graphs of pieces, for lack of memory; these prompts are computed kernel by kernel")
+    return Sized(trial.rounds, plan, batch, chunk, trial.chunk_cost, in_pieces, trial.graph_bytes, taken_bytes)
 
 
 def _too_small(budget: CardBudget, found: tuple[CachePlan, _Measured] | None) -> ModelError:
@@ -145,7 +167,7 @@ def _too_small(budget: CardBudget, found: tuple[CachePlan, _Measured] | None) ->
     plan, taken = found
     return ModelError(
         f"the GPU's memory leaves a KV cache of {plan.num_pages * budget.rows.page_size} tokens {where}: "
-        f"{budget.available / GIB:.1f} GiB were free, {taken.in_use / GIB:.1f} GiB are in use, and rounds and prompts "
-        f"need {taken.trial.reserved / GIB:.1f} GiB",
+        f"{budget.available / GIB:.1f} GiB were free, {taken.in_use / GIB:.1f} GiB are in use (torch has allocated "
+        f"{taken.by_torch / GIB:.1f} here), and rounds and prompts need {taken.trial.reserved / GIB:.1f} GiB",
         hint=hint,
     )

@@ -30,7 +30,7 @@ _SMALLEST_CHUNK = 32  # of the trial, tokens
 class Trial:
     """What was made for batches and prompt chunks of these sizes, and the bytes that running them takes: `eager_bytes`
     at once and given back, `graph_bytes` kept by CUDA graphs, `rule_bytes` by the tables of rules, from the first row
-    with rules on."""
+    with rules on, `piece_bytes` by graphs of pieces of prompts; None: prompts are not computed in pieces."""
 
     max_batch_size: int
     prefill_chunk_tokens: int
@@ -39,17 +39,18 @@ class Trial:
     eager_bytes: int
     graph_bytes: int
     rule_bytes: int
+    piece_bytes: int | None = None
 
     @property
     def reserved(self) -> int:
-        return self.eager_bytes + self.graph_bytes + self.rule_bytes
+        return self.eager_bytes + self.graph_bytes + self.rule_bytes + (self.piece_bytes or 0)
 
 
 @dataclass(frozen=True)
 class Trials:
     """`max_length`: of the longest row that the cache may turn out to hold. `whole_prompts`: chunks of short prompts
     are graphs, where rounds are. `pieces`: of other chunks; None: these have no graphs. `shrinks`: a graph that does
-    not fit into memory is left out."""
+    not fit into memory is left out. `new_runner`: of the graphs of pieces."""
 
     parts: RoundParts
     max_length: int
@@ -57,6 +58,7 @@ class Trials:
     whole_prompts: bool
     pieces: PromptPieces | None = None
     shrinks: bool = True
+    new_runner: Callable[[torch.device], GraphRunner] = GraphRunner
 
     def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> Trial:
         """Leaves the caches empty. Raises where memory runs out."""
@@ -86,11 +88,12 @@ class Trials:
         for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest of each
             eager_bytes = max(eager_bytes, self._round_peak(rounds.items[i], padding[:rows]))
         graph_bytes = self._graph_bytes(made, max_batch_size, len(sizes), padded_bytes)
-        if self.pieces is not None:
-            graph_bytes += self._piece_bytes(self.pieces, made, prefill_chunk_tokens)
+        piece_bytes = None if self.pieces is None else self._piece_bytes(self.pieces, made, prefill_chunk_tokens)
         table.remove_rules()  # most jobs have none
         made.resize_caches(0)
-        return Trial(max_batch_size, prefill_chunk_tokens, made, chunk_cost, eager_bytes, graph_bytes, rule_bytes)
+        return Trial(
+            max_batch_size, prefill_chunk_tokens, made, chunk_cost, eager_bytes, graph_bytes, rule_bytes, piece_bytes
+        )
 
     def _graph_bytes(self, made: Rounds, max_batch_size: int, num_sizes: int, padded_bytes: int) -> int:
         """All graphs of rounds share one pool, which is as large as the largest needs: that one is captured here. What
@@ -117,17 +120,17 @@ class Trials:
         # before took, and none fits into what that left in their pool.
         return kept * 5 // 4 + 2 * padded_bytes
 
-    def _piece_bytes(self, pieces: PromptPieces, made: Rounds, prefill_chunk_tokens: int) -> int:
-        """Of the pieces of prompts. The largest are captured here; as for rounds, the driver keeps something for each
-        graph in addition to the pool."""
-        sizes, runner = token_sizes(self.parts.target, prefill_chunk_tokens), GraphRunner(self.parts.device)
-        piecewise_trunks(pieces, made.caches[0], made.items.items[0].method.net, sizes[-1:], runner)
-        if not runner:
-            raise torch.OutOfMemoryError("no CUDA graph of a prompt fits")
+    def _piece_bytes(self, pieces: PromptPieces, made: Rounds, prefill_chunk_tokens: int) -> int | None:
+        """Of the pieces of prompts; None: they do not fit. The largest are captured here; as for rounds, the driver
+        keeps something for each graph in addition to the pool."""
+        sizes, runner = token_sizes(self.parts.target, prefill_chunk_tokens), self.new_runner(self.parts.device)
+        net = made.items.items[0].method.net
+        trunks = piecewise_trunks(pieces, made.caches[0], net, sizes[-1:], runner)
+        fits = trunks.target is not None and (pieces.draft is None or trunks.draft is not None)
         kept = 2 * runner.pool_bytes + max(0, runner.bytes - runner.pool_bytes) * len(sizes)
-        del runner
+        del runner, trunks
         gc.collect()
-        return kept * 5 // 4
+        return kept * 5 // 4 if fits else None
 
     def _prompt_peak(self, round_: Round, num_tokens: int) -> int:
         device, size = self.parts.device, self.parts.page_size

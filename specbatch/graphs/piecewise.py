@@ -139,6 +139,10 @@ class PiecewiseTrunk:
         self._between = Between(*torch.zeros(shape, dtype=dtype, device=model.device))
         self.num_replays = 0  # of a chunk's pieces
 
+    @property
+    def has_graphs(self) -> bool:
+        return bool(self._captured)
+
     def capture(self, on_progress: Callable[[str], None] = lambda progress: None) -> None:
         """Capture the pieces of all sizes, the largest first: smaller ones fit into what they leave of the pool. No
         prompt is read or written."""
