@@ -46,15 +46,25 @@ def clean() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+def shrink_card(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Leave this process as many bytes, whatever other processes take meanwhile. What the driver keeps for graphs is
+    not counted: `scripts/check/check_cards.py` counts it, on a card that it has for itself."""
+    free, total = torch.cuda.mem_get_info()
+    if free < num_bytes:
+        pytest.skip("less memory is free")
+    torch.cuda.set_per_process_memory_fraction(num_bytes / total)
+    monkeypatch.setattr(
+        torch.cuda,
+        "mem_get_info",
+        lambda device=None: (max(0, num_bytes - torch.cuda.memory_reserved(device)), num_bytes),
+    )
+
+
 @pytest.mark.usefixtures("alone", "clean")
 @pytest.mark.parametrize("card_gib", [23.2, 38.6])
 @pytest.mark.parametrize("sets", [["speculation.method=none"], TREES], ids=["plain", "60 nodes"])
-def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str]) -> None:
-    """The rest of this card is taken by somebody else."""
-    free = torch.cuda.mem_get_info()[0]
-    if free < card_gib * GIB:
-        pytest.skip("less memory is free")
-    ballast = torch.empty(free - int(card_gib * GIB), dtype=torch.uint8, device="cuda")
+def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_card(monkeypatch, int(card_gib * GIB))
     options = ["model.target=random:llama-3-8b", "engine.device=cuda", *sets]
     engine: Any = build_engine(resolve(load_config(None, options)))
     assert engine.limits.max_prompt_tokens + 1 >= 4096
@@ -70,7 +80,6 @@ def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str]) -> 
     assert engine.stats.memory_shortages == 0
     used = engine.executor.runner.bytes
     assert used <= engine.start_bytes["graphs_reserved"], "graphs that were captured in mid-run counted in"
-    del engine, ballast
 
 
 @pytest.mark.usefixtures("clean")
