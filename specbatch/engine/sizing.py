@@ -114,8 +114,7 @@ def measured(trials: Trials, budget: CardBudget, note: Callable[[str], None]) ->
             if budget.group is not None or not is_out_of_memory(error):
                 raise
             trial = None
-        if trial is None:
-            gc.collect()  # rounds of what did not fit, with caches and graphs, may be in cycles
+        gc.collect()  # rounds of what did not fit, with caches and graphs, may be in cycles
         torch.cuda.empty_cache()
         if trial is None:
             return None

@@ -194,7 +194,7 @@ def test_pieces_of_prompts_are_given_up_first(
     assert plan.longest_row == budget.cache_beside(without, 100 * TOKEN_BYTES).longest_row
 
 
-def test_pieces_that_do_not_fit_beside_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_do_not_fit_while_a_trial_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, 1 << 30, lambda batch, chunk: None if batch > 16 else 1000, pieces=-1)
     _, sized = card.size()
     assert not sized.in_pieces
