@@ -79,8 +79,10 @@ class CardBudget:
     def best(self, trial: Trial, in_use: int) -> tuple[CachePlan, Trial]:
         """The cache, and the trial as it is, or without pieces of prompts: these save a little time, so they are given
         up where rows would be shorter with them, or where they do not fit next to a cache that the user has set."""
-        without = replace(trial, piece_bytes=None)
-        plan, larger = self.cache_beside(trial, in_use), self.cache_beside(without, in_use)
+        plan, without = self.cache_beside(trial, in_use), replace(trial, piece_bytes=None)
+        if trial.piece_bytes is None:
+            return plan, trial
+        larger = self.cache_beside(without, in_use)
         given = (self.kv_cache_tokens or 0) * self.rows.token_bytes
         if larger.longest_row > plan.longest_row or in_use + given + trial.reserved > self.available:
             return larger, without

@@ -94,7 +94,7 @@ class Card:
         rows = Rows(TOKEN_BYTES, 4, SHAPE.num_draft_tokens, MAX_LENGTH, 64, spare_pages=1)
         bound, sizes = plan_cache(free, rows), sizes_to_try(64, 1024, open_batch=True, open_chunk=True)
         pieces = None if self._pieces is None else PromptPieces.of_models(target, None, compiled=False)
-        trials = Measured(parts, bound.capacity, "none", False, pieces, new_runner)
+        trials = Measured(parts, bound.capacity, "none", False, pieces, new_runner=new_runner)
         return parts, measured(trials, CardBudget(free, bound, rows, kv_cache_tokens, 0.9, sizes), self.notes.append)
 
 
