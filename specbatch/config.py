@@ -133,7 +133,7 @@ class EngineSection:
     cuda_graphs: Literal["auto", "round", "phases", "none"] = option(
         "auto",
         "`round`: a round is one CUDA graph. `phases`: draft, verify and extend are one graph each. `none`: no graphs. "
-        "`auto`: `round` on CUDA. Prompts: `prefill.graphs`.",
+        "`auto`: `round` with `engine.attention` triton or flashinfer, else `none`. Prompts: `prefill.graphs`.",
     )
     compile: Literal["off", "auto"] = option(
         "off",

@@ -83,7 +83,11 @@ class Gathered:
     @staticmethod
     def of(limits: Limits, mean_rounds: float) -> Gathered:
         cost = limits.chunk_cost
-        return Gathered(1, 1) if cost is None else Gathered(cost.places(limits.max_running, mean_rounds), cost.tokens)
+        return (
+            Gathered(1, 1)
+            if cost is None
+            else Gathered(cost.min_free_requests(limits.max_running, mean_rounds), cost.tokens)
+        )
 
     def is_worth_a_chunk(self, waiting: deque[Request], free: int) -> bool:
         if free >= min(self.places, len(waiting)):

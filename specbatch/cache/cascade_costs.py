@@ -1,4 +1,4 @@
-"""What it gains to read what sequences share once for all of them, on a GPU.
+"""The time that a GPU saves if it reads what sequences share once for all of them.
 
 Fitted to `scripts/bench/bench_cascade.py` on an H200, 28 cases at the sizes of Llama-3-8B
 (docs/bench/2026-11-23-h200-cascade.json): the gain of a layer is off by 5% of the time without cascade on average, by
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_CACHED_BYTES_PER_US = 9.6e6  # at which keys and values are read again out of the second-level cache
-_UNCACHED_BYTES_PER_US = 4.7e6  # and where what all groups share does not fit it
+_CACHED_BYTES_PER_US = 9.6e6  # of keys and values that are read again, from the second-level cache
+_UNCACHED_BYTES_PER_US = 4.7e6  # where what all groups share does not fit into this cache
 _CACHE_BYTES = 40e6
 _FLOP_PER_US = 4.6e8  # of the shared part
-_ELEMENTS_PER_US = 1.9e5  # of sums that are stored and merged
+_ELEMENTS_PER_US = 1.9e5  # of sums, which are stored and merged
 _FIXED_US, _MARGIN_US = 12.6, 7.4
 
 

@@ -24,8 +24,8 @@ MAX_GROUPS = 256
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """The smallest group, and the smallest batch (padding included) whose rounds read groups at all. `costs`: only
-    groups that gain by them are taken; None: all."""
+    """The smallest group, and the smallest batch (padding included) whose rounds read groups at all. `costs`: groups
+    that gain nothing by this model are left out; None: all are taken."""
 
     min_sequences: int = 4
     min_tokens: int = 256  # that they share
@@ -57,7 +57,7 @@ class _Node:
         self.below = 0  # what the children's best groups save
         self.best = 0  # what the best groups of these sequences save
         self.is_group = False  # which is all of them as one group
-        self.group: Group | None = None  # as it was when it was last asked for
+        self.group: Group | None = None  # as `groups` has made it since the last change
 
 
 class GroupTree:
@@ -167,7 +167,7 @@ class GroupTable:
         return self._written
 
     def of_batch(self, size: int) -> PrefixGroups | None:
-        """What rounds of that many sequences read, padding included; None: no groups."""
+        """What rounds of `size` sequences read, padding included; None: they read no groups."""
         return self._groups.of_batch(size) if size >= self.limits.min_batch else None
 
     def write(self, groups: list[Group], upload: Callable[[np.ndarray], Tensor]) -> None:

@@ -9,7 +9,7 @@ from specbatch.engine.sequence import Sequence
 
 
 class BatchGroups:
-    """`table` None: there are no groups. Only requests that come or go are looked at."""
+    """`table` None: there are no groups. A change of the batch costs work for the requests that come or go only."""
 
     def __init__(self, table: GroupTable | None, page_size: int, num_slots: int) -> None:
         self._table, self._page_size = table, page_size
@@ -21,7 +21,7 @@ class BatchGroups:
         self._groups: list[Group] = []
 
     def forget(self, slot: int) -> None:
-        """A request was admitted here, perhaps again: its pages are new. (The others' only grow.)"""
+        """A request was admitted to this slot, perhaps again, with new pages. (Pages of other requests only grow.)"""
         if slot in self._slots:
             assert self._tree is not None
             self._tree.remove(slot)
@@ -52,7 +52,7 @@ class BatchGroups:
         if new := now - self._slots:
             for seq in batch:
                 if seq.req_idx in new:
-                    # What generated tokens fill is no other request's.
+                    # Pages that generated tokens fill are not shared.
                     self._tree.add(seq.req_idx, seq.pages[: seq.num_prefill_tokens // self._page_size])
         self._slots = now
         self._index_S[slots] = np.arange(len(slots), dtype=np.int32)

@@ -277,7 +277,9 @@ class Engine(EngineBase):
     def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
         self._rounds_of_rows.add(seq.counts.rounds)
         if self.chunk_cost is not None:
-            self._scheduler.min_free_requests = self.chunk_cost.places(self._max_batch_size, self._rounds_of_rows.mean)
+            self._scheduler.min_free_requests = self.chunk_cost.min_free_requests(
+                self._max_batch_size, self._rounds_of_rows.mean
+            )
         return super()._complete(seq, reason)
 
     def _start(self, seq: Sequence) -> None:

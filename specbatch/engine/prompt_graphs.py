@@ -1,10 +1,10 @@
 """Launches prompt chunks. A short chunk of whole prompts is padded to one of few shapes and replayed as a graph; other
 chunks are computed in pieces (`prompt_trunks`), or launched kernel by kernel.
 
-Launching a chunk takes the host 0.3 ms a layer, whatever is in it, and meanwhile no round runs. As many tokens as a GPU
-computes in that time (`ChunkCost.graph_tokens`) can be padding without a loss. A shape's graph is captured when the
-first chunk of it comes: a job has few shapes. Where chunks are computed in pieces meanwhile, it is captured later: it
-saves 1 to 3 ms of a chunk then (an H200), and a capture takes 60 to 80.
+Launching a chunk takes the host 0.3 ms a layer, whatever is in it, and meanwhile no round runs. So a chunk can have as
+much padding as a GPU computes in that time (`ChunkCost.graph_tokens`) without a loss. A job has few shapes. Without
+pieces, a shape's graph is captured when the first chunk of it comes. With pieces, it is captured after `CAPTURE_AFTER`
+chunks of the shape: on an H200 a capture takes 60 to 80 ms, and the graph saves 1 to 3 ms of a chunk.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels.out_of_memory import is_out_of_memory
 
-# Up to three quarters of the sequences can be padding: fewer shapes are worth more. Of a padded sequence only the last
-# layer and the head are computed.
+# Numbers of sequences are powers of this, so up to three quarters of them are padding: few shapes are worth more. Of a
+# sequence that is padding, only the last layer and the head are computed.
 _SEQUENCES_STEP = 4
 _MIN_TOKENS = 64
-_SHORT_QUERIES = 256  # attention has a program for every 64 (query, head) pairs of each sequence: most of them idle
-CAPTURE_AFTER = 24  # chunks of a shape in pieces
+# Attention has a program for every 64 (query, head) pairs that a sequence of the shape can have. If no prompt is longer
+# than this, the shape has no more, or most programs would idle.
+_SHORT_QUERIES = 256
+CAPTURE_AFTER = 24  # chunks of a shape that are computed in pieces
 
 
 class PromptGraphs:
@@ -81,7 +83,7 @@ class PromptGraphs:
             try:
                 return self._padded(round_, packed, shape, key)
             except Exception as error:
-                # The chunk takes less without padding.
+                # Without padding the chunk takes less memory.
                 known = self.runner is None or key in self.runner
                 if known or not self._shrinks or not is_out_of_memory(error):
                     raise

@@ -1,8 +1,8 @@
 """Who runs: admission, prompt chunks, pages for the next round, preemption. Pure Python over pages and token lists.
 
-Prompts are prefilled before rounds go on, as soon as there is room for requests enough: rounds of a fuller batch cost
-little more, and nobody waits for a first token. When pages run out, cached prefixes that nobody uses go first; then the
-youngest request gives all of its pages back and is recomputed later (its tokens are kept).
+Prompts are computed before the next round, as soon as there is room for enough requests: a round of a fuller batch
+costs little more. When pages run out, cached prefixes that no request uses are evicted first. Then the youngest request
+gives all of its pages back and is computed again later; its tokens are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.sequence import Sequence
 
-# Evicted at once, at least: the next few requests find room without asking.
+# The fewest pages that are evicted at once, so that there is room for the next few requests, too.
 EVICT_PAGES = 64
 
 
@@ -65,8 +65,8 @@ class Scheduler:
         assert 1 <= min_free_requests <= max_batch_size, f"{min_free_requests} request indices are never free"
         self.min_free_requests = min_free_requests
         self._min_prefill_tokens = min_prefill_tokens
-        # The last chunk passed requests over that can share its pages: the places gathered for them are not gathered
-        # again. Whom the next one passes over waits as everybody does.
+        # The last chunk passed requests over, because they can share its pages. The next chunk takes them without a
+        # look at `min_free_requests`, which was met already. Requests that this one passes over are held as others are.
         self._resume_deferred = False
 
     @property
@@ -95,8 +95,9 @@ class Scheduler:
         return plan
 
     def _take_waiting(self, plan: list[PrefillSpan], budget: int, computing: set[int]) -> bool:
-        """Admit the first waiting requests, as many as places are free, and plan their first pieces. Who could share a
-        page that is being computed is passed over: the next time it is a hit. Returns whether there are any."""
+        """Admit the first waiting requests, as many as request indices are free, and plan their first pieces. Requests
+        that could share a page which is being computed are passed over: the next chunk finds it in the cache. Returns
+        whether there are any."""
         has_passed = False
         for seq in list(islice(self.waiting, self._max_batch_size - len(self.running))):
             if not budget:
@@ -117,7 +118,7 @@ class Scheduler:
         return has_passed
 
     def _is_worth_a_chunk(self) -> bool:
-        """Whether to compute prompts now, or to go on until more rows have ended."""
+        """Whether to compute prompts now, or to run rounds until more requests have ended."""
         free = self._max_batch_size - len(self.running)
         if free >= min(self.min_free_requests, len(self.waiting)):
             return True
@@ -125,7 +126,8 @@ class Scheduler:
         return free > 0 and tokens >= self._min_prefill_tokens
 
     def _num_uncached(self, seq: Sequence) -> int:
-        """Tokens of a waiting request that a chunk would compute; looked up once, for it is asked in every round."""
+        """Tokens of a waiting request that a chunk would compute. It is looked up once and kept, because every round
+        reads it."""
         if seq.num_uncached is None:
             cached = self._prefix.num_cached(seq.tokens, seq.max_cached) if self._prefix is not None else 0
             seq.num_uncached = seq.num_prefill_tokens - cached
@@ -146,8 +148,8 @@ class Scheduler:
         return [hashes[n] for n in range(first, len(hashes)) if self._prefix.key(seq.tokens, n) is not None]
 
     def _page_hashes(self, tokens: list[int], num_pages: int) -> list[int]:
-        """Of each of the first pages, a hash over the tokens up to its end. If two collide, a request
-        waits for one step more."""
+        """Of each of the first pages, a hash over the tokens up to its end. If two collide, a request starts one chunk
+        later."""
         size, hashes, last = self._pool.page_size, [], 0
         for number in range(num_pages):
             last = hash((last, *tokens[number * size : (number + 1) * size]))
@@ -196,9 +198,9 @@ class Scheduler:
             self._prefix.insert(seq.tokens, seq.pages, seq.num_computed_tokens, seq.num_cached)
 
     def _missing_pages(self, seq: Sequence) -> int:
-        """Pages to add for the next round, the worst case of rounds under way counted in."""
+        """Pages to add for the next round, if each round under way commits as many tokens as it can."""
         committed = min(seq.num_computed_tokens + seq.num_in_flight + seq.num_forced_room, seq.max_length - 1)
-        # As `pages_for`, in fewer calls: this is asked of every request before every round.
+        # As `pages_for`, in fewer calls: this runs for every request before every round.
         return -(-(committed + self.num_lookahead) // self._pool.page_size) - len(seq.pages)
 
     def would_preempt(self) -> bool:
@@ -208,7 +210,7 @@ class Scheduler:
 
     def plan_round(self) -> list[Sequence]:
         """Sequences of the next round, each with pages for its tree and its drafts."""
-        # Preemption shortens the list from its end: who has gone does not come up any more.
+        # Preemption removes requests from the end of this list, so the loop does not reach them.
         for seq in self.running:
             wanted = self._missing_pages(seq)
             if wanted <= 0:

@@ -5,10 +5,11 @@ attentions is a *piece*: it depends on the number of tokens alone. Attention dep
 backends plan on the host. So pieces are captured for a ladder of token counts, and attention is launched between them.
 Tokens are padded to the next size; padding has slot -1, which is written nowhere, and attention leaves it out.
 
-All graphs of a runner share one memory pool: a later capture may use what earlier ones have given back, so a tensor in
-the pool is safe for as long as Python holds it while others are captured. The input of a piece is held until this piece
-is captured, what a trunk returns for ever. Queries and the output of attention, which no piece holds, lie outside the
-pool. Replays follow the order of the captures, on one stream, and what a trunk returns is read before another one runs.
+All graphs of a runner share one memory pool. A later capture may use memory that an earlier one has given back. So a
+tensor in the pool must be held by Python until no later graph may write over it: the input of a piece until this piece
+is captured, and what a trunk returns as long as the trunk exists. Queries and the output of attention, which no piece
+holds, are outside of the pool. Replays follow the order of the captures, on one stream, and what a trunk returns is
+read before another trunk runs.
 
 Only prompts are given such a trunk. Rounds call the same model without one, so none of them replays a piece, whatever
 its number of tokens.
@@ -121,9 +122,9 @@ class PlainPieces:
 
 
 class PiecewiseTrunk:
-    """A `Trunk` for the chunks of prompts of one model, padded to `sizes`. Others run as ever, and so do all where
-    nothing is captured yet. `runner` None: pieces are padded and launched. `name`: of its graphs, where models share a
-    runner."""
+    """A `Trunk` for the chunks of prompts of one model, padded to `sizes`. It does not fit chunks that are longer, nor
+    those of a size that is not captured. `runner` None: pieces are padded and launched. `name`: of its graphs, where
+    models share a runner."""
 
     def __init__(
         self, pieces: Pieces, cache: KVCache, sizes: Sequence[int], runner: Runner | None, name: str = "trunk"
@@ -134,7 +135,7 @@ class PiecewiseTrunk:
         self._captured: dict[int, TrunkOutput] = {}
         self._tokens, self._positions, self._slots = torch.zeros(3, largest, dtype=torch.int64, device=model.device)
         attention, dtype = model.layers[0].attention, model.embedding_VE.dtype
-        # Not empty: what is computed of padding should be finite.
+        # Zeros, so that what is computed of padding is finite.
         shape = (2, largest, attention.num_heads, attention.head_dim)
         self._between = Between(*torch.zeros(shape, dtype=dtype, device=model.device))
         self.num_replays = 0  # of a chunk's pieces

@@ -36,7 +36,7 @@ class Scope:
     layers: Sequence[DecoderLayer]
     step: ForwardPass
     queries_SHD: Tensor  # where attention reads them
-    piece: int = 0  # that runs: it finishes the layer of this number less 1, and computes the queries of this layer
+    piece: int = 0  # the one that runs: it finishes layer `piece - 1`, and computes the queries of layer `piece`
 
     def kept(self, queries_SHD: Tensor) -> Tensor:
         self.queries_SHD.copy_(queries_SHD)
@@ -178,7 +178,7 @@ class CompiledPieces:
             split = split_at_attention(graph)
             self.num_compiled = compile_pieces(split)
             (output,) = (node for node in graph.graph.nodes if node.op == "output")
-            # What is traced is run once, by other means: this output says only which tensor is where.
+            # This call returns marks in place of tensors, which show the order of the outputs.
             marks = [torch.empty(0, device=tokens.device) for _ in output.args[0]]
 
             def note(*arguments: Any) -> list[Tensor]:
@@ -187,8 +187,8 @@ class CompiledPieces:
 
             return note
 
-        # Torch keeps what it traced, by code, with all weights, and allows few versions of a code. What others in this
-        # process have compiled is compiled again when it is called.
+        # Torch keeps what it has traced, with all weights, and allows few versions of one function. What else this
+        # process has compiled is compiled again at its next call.
         torch._dynamo.reset()
         with torch.inference_mode():
             q, x, aux = torch.compile(trunk, backend=backend, fullgraph=True)(tokens)

@@ -31,8 +31,8 @@ def _is_plain(decoder: dict[str, Any]) -> bool:
 
 
 class TokenTexts(dict[int, str | None]):
-    """Token id -> its text when it is decoded alone; None: a special token, which no text shows. Found out when it is
-    asked for."""
+    """Token id -> its text when it is decoded alone; None: a special token, which no text shows. A text is decoded at
+    its first use."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], show: Callable[[int], str]) -> None:
         """`decode` leaves special tokens out, and `show` does not."""
@@ -46,8 +46,8 @@ class TokenTexts(dict[int, str | None]):
 
 
 class StopTokens(dict[int, bool]):
-    """Token id -> whether it can complete a stop string that ends with one of `last_chars`. It is found out when it is
-    asked for. `plain`: see `adds_its_own_text`; of other tokenizers each token can."""
+    """Token id -> whether it can complete a stop string that ends with one of `last_chars`. It is decided at its first
+    use. `plain`: see `adds_its_own_text`; of other tokenizers each token can."""
 
     def __init__(self, texts: TokenTexts, last_chars: frozenset[str], *, plain: bool) -> None:
         super().__init__()

@@ -241,7 +241,9 @@ class Simulation:
             self._rounds_of_rows.add(int(self._rounds_N[seq.request.request_id]))
         if self._limits.chunk_cost is not None:
             mean = self._rounds_of_rows.mean
-            self._scheduler.min_free_requests = self._limits.chunk_cost.places(self._limits.max_running, mean)
+            self._scheduler.min_free_requests = self._limits.chunk_cost.min_free_requests(
+                self._limits.max_running, mean
+            )
         self._running_B = req_idx_B[~ended_B]
 
     def _ms(self, batch: int) -> float:

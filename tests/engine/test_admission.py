@@ -161,7 +161,7 @@ def test_the_device_engine_gathers_by_how_long_its_rows_run() -> None:
     assert sum(count for _, count, _ in chunks) == 180
     mean = sum(1 + i % 64 for i in range(180)) / 180  # the first token comes with the prompt
     assert engine._rounds_of_rows.mean == pytest.approx(mean)
-    assert gathered[-1] == engine.chunk_cost.places(64, mean) == 16
+    assert gathered[-1] == engine.chunk_cost.min_free_requests(64, mean) == 16
 
 
 def test_the_mean_follows_what_ended_last() -> None:
@@ -183,15 +183,23 @@ def test_the_rule_is_near_the_best(cost: float, rounds: float) -> None:
     def time_of_a_row(gathered: int) -> float:
         return rounds / (128 - gathered / 2) + cost / gathered
 
-    chosen = ChunkCost(cost, 0).places(128, rounds)
+    chosen = ChunkCost(cost, 0).min_free_requests(128, rounds)
     assert time_of_a_row(chosen) <= 1.02 * min(time_of_a_row(g) for g in range(1, 33))
 
 
 def test_bounds_of_what_is_gathered() -> None:
     """A place at least and a quarter of all at most; rows of no round (their first token is the last) as of one."""
     cost = ChunkCost(0.02, 0)
-    assert [cost.places(100, mean) for mean in (0.0, 0.5, 1.0, 4.0, 400.0, 1e9)] == [20, 20, 20, 10, 1, 1]
-    assert [ChunkCost(8.0, 0).places(size, 1.0) for size in (1, 2, 3, 4, 7, 8, 100)] == [1, 1, 1, 1, 1, 2, 25]
+    assert [cost.min_free_requests(100, mean) for mean in (0.0, 0.5, 1.0, 4.0, 400.0, 1e9)] == [20, 20, 20, 10, 1, 1]
+    assert [ChunkCost(8.0, 0).min_free_requests(size, 1.0) for size in (1, 2, 3, 4, 7, 8, 100)] == [
+        1,
+        1,
+        1,
+        1,
+        1,
+        2,
+        25,
+    ]
 
 
 @pytest.mark.parametrize(("num_written", "planned"), [(13, 0), (14, 1)])
@@ -310,8 +318,8 @@ def test_small_models_gather_more() -> None:
     assert (small.graph_tokens, middle.graph_tokens, large.graph_tokens) == (0, 0, 0)
     assert (small.tokens, middle.tokens, large.tokens) == (8192, 2052, 2048)
     assert small.rounds > 7 > 6 > middle.rounds > 3 > 2 > large.rounds > 1
-    assert [cost.places(1, 50) for cost in (small, middle, large)] == [1, 1, 1]
-    assert [cost.places(256, 512) for cost in (small, middle, large)] == [50, 36, 21]
+    assert [cost.min_free_requests(1, 50) for cost in (small, middle, large)] == [1, 1, 1]
+    assert [cost.min_free_requests(256, 512) for cost in (small, middle, large)] == [50, 36, 21]
 
 
 @pytest.mark.parametrize("shared", [0, 12])

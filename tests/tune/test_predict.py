@@ -100,7 +100,7 @@ def round_by_round(
                 scheduler.finish(seq)
                 rounds_of_rows.add(own_rounds[row])
                 if cost is not None:
-                    scheduler.min_free_requests = cost.places(limits.max_running, rounds_of_rows.mean)
+                    scheduler.min_free_requests = cost.min_free_requests(limits.max_running, rounds_of_rows.mean)
 
     while scheduler.waiting or scheduler.running:
         if spans := scheduler.plan_prefill():
@@ -163,7 +163,7 @@ def test_events_equal_round_by_round(limits: Limits, schedule: Schedule) -> None
     assert found.num_simulated == found.num_rows == 70
     if limits.kv_tokens == 320:
         assert preemptions > 0, "nothing was ever preempted"
-    if limits.chunk_cost is not None and limits.kv_tokens > 320:  # where the cache is full, places are free
+    if limits.chunk_cost is not None and limits.kv_tokens > 320:  # where the cache is full, request indices are free
         assert rounds != predict(profile, replace(limits, chunk_cost=None), costs(), replays, schedule).rounds
 
 
@@ -260,7 +260,7 @@ def test_rounds_of_a_real_run(on_device: bool) -> None:
     ("cost", "longest", "pages"),
     [
         (ChunkCost(1.0, 400), 40, 1024),
-        (ChunkCost(0.2, 400), 40, 1024),  # fewer than a quarter of the places
+        (ChunkCost(0.2, 400), 40, 1024),  # fewer than a quarter of the request indices
         (ChunkCost(4.0, 15), 40, 1024),  # the prompts' tokens decide
         (ChunkCost(4.0, 400), 8, 1024),
         (ChunkCost(1.0, 400), 40, 160),  # rows are preempted
@@ -312,8 +312,8 @@ def test_gathering_follows_the_rounds_of_full_batches() -> None:
         return many / predict(profile, limits, COUNTS_CHUNKS, replays, schedule).prefill_seconds
 
     # A row or two end in a round.
-    assert ChunkCost(0.1, 0).places(64, 50) == 4 <= gathered(ByBatch((4, 64), (CHAIN, None))) < 5.5
-    assert ChunkCost(0.1, 0).places(64, 25) == 6 <= gathered(ByBatch.always(CHAIN)) < 8.5
+    assert ChunkCost(0.1, 0).min_free_requests(64, 50) == 4 <= gathered(ByBatch((4, 64), (CHAIN, None))) < 5.5
+    assert ChunkCost(0.1, 0).min_free_requests(64, 25) == 6 <= gathered(ByBatch.always(CHAIN)) < 8.5
 
 
 @pytest.mark.parametrize("shape", [None, NGRAM], ids=["plain", "ngram"])

@@ -5,8 +5,8 @@ The queries of all sequences of a group are rows of the same tiles, as many as t
 the shared keys and values once. Nothing there is masked: all of it comes before all new tokens. `attention.py` then
 computes each sequence's own part and merges the sums (as FlashInfer's cascade and Hydragen, Juravsky et al. 2024, do).
 
-Groups are read on the device. A fixed number of programs takes the tiles in turn, so that a launch without groups is
-over at once.
+Groups are read on the device. A fixed number of programs takes the tiles in turn, so a launch without groups ends at
+once.
 
 Shape suffixes as in `kernels/torch/model.py`; rows of a tile are (sequence, new token, query head) triples; P parts of
 the shared keys.
