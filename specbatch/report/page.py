@@ -12,11 +12,12 @@ import specbatch
 from specbatch.job.progress import duration
 from specbatch.report import charts, samples
 from specbatch.report.collect import Summary
-from specbatch.report.html import facts, figure, figures, paragraph, section, table, text, tiles
+from specbatch.report.html import clipped, facts, figure, figures, paragraph, section, table, text, tiles
 from specbatch.report.rows import Results
 
 MARK = '<meta name="generator" content="specbatch report">'
 # Nothing is loaded from anywhere, and no script runs.
+_MAX_MESSAGE = 500  # characters
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -201,9 +202,9 @@ def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> st
         groups = sorted(summary.errors.items(), key=lambda item: -item[1].rows)
         cells = [
             [
-                f'<span class="bad">{text(kind)}</span>',
+                f'<span class="bad">{text(clipped(kind, _MAX_MESSAGE))}</span>',
                 f"{group.rows:,}",
-                "<br>".join(map(text, group.messages)),
+                "<br>".join(text(clipped(message, _MAX_MESSAGE)) for message in group.messages),
                 text(", ".join(f"{index:,}" for index in group.indices) + ", …" * (group.rows > len(group.indices))),
             ]
             for kind, group in groups

@@ -15,6 +15,8 @@ from specbatch.job.paths import is_partial, partial_path, read_stats, stats_path
 from specbatch.job.result_files import open_results
 from specbatch.job.results_format import index_of
 
+_MAX_NUMBER = 1 << 40  # tokens and rounds of a row
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -46,21 +48,42 @@ def read_row(line: Mapping[str, Any]) -> Row:
     body = line if is_native else line["response"]["body"]
     choice = line if is_native else body["choices"][0]
     message = choice.get("message", choice)
-    text = message.get("text") if "text" in message else message.get("content")
+    usage, counts = body["usage"], body["speculation"]
+    numbers = usage["prompt_tokens"], usage["completion_tokens"], counts["rounds"]
+    length = counts["acceptance_length"]
+    _check_numbers(*numbers, counts["drafted"], counts["accepted"], *counts["accept_histogram"])
+    if length is not None and not 0 <= length <= _MAX_NUMBER:  # nor NaN
+        raise ValueError(length)
     return Row(
         index,
         row_id,
         line,
-        text or "",
-        message.get("reasoning_content") or "",
-        message.get("tool_calls") or (),
+        _text(message.get("text") if "text" in message else message.get("content")),
+        _text(message.get("reasoning_content")),
+        _calls(message.get("tool_calls")),
         str(choice["finish_reason"]),
-        int(body["usage"]["prompt_tokens"]),
-        int(body["usage"]["completion_tokens"]),
-        int(body["speculation"]["rounds"]),
-        body["speculation"]["acceptance_length"],
+        *numbers,
+        length,
         metadata,
     )
+
+
+def _check_numbers(*values: Any) -> None:
+    for value in values:
+        if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
+            raise TypeError(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str | None):
+        raise TypeError(value)
+    return value or ""
+
+
+def _calls(value: Any) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(value, list | None):
+        raise TypeError(value)
+    return value or ()
 
 
 @dataclass

@@ -199,6 +199,28 @@ def test_files_with_little_in_them(tmp_path: Path, lines: list[dict[str, Any]]) 
     assert "No drafts were made" in Tags(page_of(write_results(tmp_path / "d.jsonl", lines))).words
 
 
+def test_lines_that_are_no_results_are_counted(tmp_path: Path) -> None:
+    """Of types and sizes that specbatch does not write."""
+    counts = native(0)["speculation"]
+    wrong: list[dict[str, Any]] = [
+        {"text": 5},
+        {"reasoning_content": {}},
+        {"tool_calls": "abc"},
+        {"usage": {"prompt_tokens": "7", "completion_tokens": 1}},
+        {"usage": {"prompt_tokens": 10**400, "completion_tokens": -1}},
+        *({"speculation": {**counts, "acceptance_length": length}} for length in ("2", 1e300, float("nan"), -1)),
+        *({"speculation": {**counts, "accept_histogram": counted}} for counted in ("abc", [None], [-1], 3)),
+        {"speculation": {**counts, "rounds": True}},
+        {"error": "text"},
+    ]
+    lines = [native(0), *({**native(i), **fields} for i, fields in enumerate(wrong, 1)), failed(99, "m" * 10**6)]
+    path = tmp_path / "d.results.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = page_of(path)
+    assert f"not counted here: {len(wrong)}." in Tags(page).words
+    assert len(page) < 10**5
+
+
 def test_memory_does_not_grow_with_the_rows() -> None:
     windows, sample, summary = Windows(), Sample[int](50), Summary()
     for i in range(100_000):
