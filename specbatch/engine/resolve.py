@@ -325,9 +325,7 @@ def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, no
         section.page_size or page,
         section.prefill_chunk_tokens or chunk,
         section.memory_fraction or MEMORY_FRACTION[device.type],
-        resolve_prompt_graphs(
-            config.prefill.graphs, section.compile, on_cuda, attention, graph_mode, section.tensor_parallel
-        ),
+        resolve_prompt_graphs(config.prefill.graphs, section, on_cuda, attention, graph_mode),
         section.compile == "auto",
         resolve_two_lanes(section, device, attention, notes),
         left_open=frozenset(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from specbatch.config import EngineSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.prompt_trunks import PromptGraphMode
 from specbatch.errors import ConfigError
@@ -18,16 +19,15 @@ _AUTO: PromptGraphMode = "both"
 
 def resolve_prompt_graphs(
     wanted: PromptGraphMode | Literal["auto"],
-    compile_: str,
+    section: EngineSection,
     on_cuda: bool,
     attention: str,
     rounds: GraphMode,
-    num_ranks: int = 1,
 ) -> PromptGraphMode:
-    """`compile_`: the option. `rounds`: their graphs. `num_ranks`: that share the target. Raises ConfigError."""
+    """`attention`, and `rounds`, the graphs of rounds: as resolved. Raises ConfigError."""
     can_be_whole = on_cuda and attention == "triton" and rounds == "round"
     if wanted == "auto":
-        of_some = _AUTO if num_ranks == 1 else "whole"  # pieces that hold a sum over ranks were not measured
+        of_some = _AUTO if section.tensor_parallel == 1 else "whole"
         wanted = of_some if can_be_whole else "off"
     if wanted in ("whole", "both") and not can_be_whole:
         found = f"{attention} and {rounds}" if on_cuda else "a CPU"
@@ -38,14 +38,19 @@ def resolve_prompt_graphs(
         )
     if wanted == "piecewise" and not on_cuda:
         raise ConfigError("prefill.graphs: piecewise needs a CUDA device", hint="leave prefill.graphs out")
-    if wanted in ("piecewise", "both") and num_ranks > 1:
+    if wanted in ("piecewise", "both") and section.tensor_parallel > 1:
         raise ConfigError(
             f"prefill.graphs: {wanted} does not run with engine.tensor_parallel: ranks would capture other sizes",
             hint="leave prefill.graphs out, or set it to whole",
         )
-    if compile_ == "auto" and wanted not in ("piecewise", "both"):
+    if section.compile == "auto" and wanted not in ("piecewise", "both"):
         raise ConfigError(
             f"engine.compile: auto needs prefill.graphs: piecewise or both, whose pieces it compiles, not {wanted}",
             hint="leave engine.compile out" + (", or set prefill.graphs to piecewise" if on_cuda else ""),
+        )
+    if section.compile == "auto" and section.deterministic:
+        raise ConfigError(
+            "engine.compile: auto cannot be combined with engine.deterministic, whose layers are not compiled",
+            hint="leave one of them out",
         )
     return wanted

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from specbatch.config import EngineSection
 from specbatch.config_load import load_config
 from specbatch.engine.resolve_prefill import resolve_prompt_graphs
 from specbatch.errors import ConfigError
@@ -25,12 +26,19 @@ from specbatch.errors import ConfigError
     ],
 )
 def test_graphs_of_prompts(wanted: Any, on_cuda: bool, attention: str, rounds: Any, expected: str) -> None:
-    assert resolve_prompt_graphs(wanted, "off", on_cuda, attention, rounds) == expected
+    assert resolve_prompt_graphs(wanted, EngineSection(), on_cuda, attention, rounds) == expected
 
 
-def test_pieces_of_several_ranks_must_be_asked_for() -> None:
-    assert resolve_prompt_graphs("auto", "off", True, "triton", "round", 2) == "whole"
-    assert resolve_prompt_graphs("both", "off", True, "triton", "round", 2) == "both"
+def test_several_ranks_have_no_pieces() -> None:
+    section = EngineSection(tensor_parallel=2)
+    assert resolve_prompt_graphs("auto", section, True, "triton", "round") == "whole"
+    with pytest.raises(ConfigError, match=r"does not run with engine\.tensor_parallel"):
+        resolve_prompt_graphs("both", section, True, "triton", "round")
+
+
+def test_deterministic_layers_are_not_compiled() -> None:
+    with pytest.raises(ConfigError, match="cannot be combined with"):
+        resolve_prompt_graphs("both", EngineSection(compile="auto", deterministic=True), True, "triton", "round")
 
 
 @pytest.mark.parametrize(
@@ -46,9 +54,9 @@ def test_pieces_of_several_ranks_must_be_asked_for() -> None:
         ("off", "auto", True, "triton", "round", "engine.compile: auto needs .*, not off"),
     ],
 )
-def test_what_cannot_be(wanted: Any, compile_: str, on_cuda: bool, attention: str, rounds: Any, message: str) -> None:
+def test_what_cannot_be(wanted: Any, compile_: Any, on_cuda: bool, attention: str, rounds: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_prompt_graphs(wanted, compile_, on_cuda, attention, rounds)
+        resolve_prompt_graphs(wanted, EngineSection(compile=compile_), on_cuda, attention, rounds)
 
 
 def test_off_needs_no_quotes() -> None:
