@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
@@ -20,6 +19,7 @@ from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
+from specbatch.engine.lane_times import with_lanes_that_gain
 from specbatch.engine.lanes import MIN_LANE
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
@@ -27,6 +27,7 @@ from specbatch.engine.prompt_trunks import EAGER, PromptPieces, PromptTrunks, pi
 from specbatch.engine.resolve import AttentionName, ResolvedRun
 from specbatch.engine.round_parts import RoundParts
 from specbatch.engine.sizing import CardBudget, Sized, measured, planned
+from specbatch.engine.start_clock import StartClock
 from specbatch.engine.trial import Trials
 from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
@@ -88,7 +89,7 @@ def build(
 
 
 def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | None) -> Built:
-    on_cuda, clock = run.device.type == "cuda", _Clock()
+    on_cuda, clock = run.device.type == "cuda", StartClock()
     threads = None if on_cuda else _prepare_cpu(run, group)
     if on_cuda:
         if run.device.index is not None:
@@ -112,6 +113,33 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         clock.passed("trial run, kernels compiled")
     else:
         sized = planned(rounds, run.cache, run.engine.max_batch_size, run.engine.prefill_chunk_tokens)
+
+    def engine_of(executor: RoundExecutor, trunks: PromptTrunks = EAGER, *, prefix_cache: bool = False) -> Engine:
+        return Engine(
+            executor,
+            PagePool(sized.plan.num_pages, run.engine.page_size),
+            run.device,
+            vocab_size=run.target.config.vocab_size,
+            max_length=sized.plan.capacity,
+            longest_row=sized.plan.longest_row,
+            max_batch_size=sized.max_batch_size,
+            prefill_chunk_tokens=sized.prefill_chunk_tokens,
+            prefix_cache=prefix_cache,
+            eos_token_ids=rounds.eos_token_ids,
+            chunk_cost=sized.chunk_cost,
+            threads=threads,
+            shrinks=group is None,
+            trunks=trunks,
+        )
+
+    if run.engine.measures_lanes:
+        on_progress("measuring two lanes")
+        made, batch = sized.rounds, sized.max_batch_size
+        probe = engine_of(RoundExecutor(made.items, batch, run.device, "none", made.lanes, shrinks=False))
+        sized, notes = with_lanes_that_gain(sized, probe, group)
+        run.notes.extend(notes)
+        del probe
+        clock.passed("lanes measured")
     executor = _executor(run, sized, on_progress, shrinks=group is None)
     if executor.runner is not None:
         clock.passed("graphs captured")
@@ -119,22 +147,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     trunks = EAGER
     if pieces is not None and piece_runner is not None:
         trunks = _trunks(run, sized, pieces, piece_runner, on_progress)
-    engine = Engine(
-        executor,
-        PagePool(sized.plan.num_pages, run.engine.page_size),
-        run.device,
-        vocab_size=run.target.config.vocab_size,
-        max_length=sized.plan.capacity,
-        longest_row=sized.plan.longest_row,
-        max_batch_size=sized.max_batch_size,
-        prefill_chunk_tokens=sized.prefill_chunk_tokens,
-        prefix_cache=run.config.engine.prefix_cache,
-        eos_token_ids=rounds.eos_token_ids,
-        chunk_cost=sized.chunk_cost,
-        threads=threads,
-        shrinks=group is None,
-        trunks=trunks,
-    )
+    engine = engine_of(executor, trunks, prefix_cache=run.config.engine.prefix_cache)
     engine.start_bytes = sized.bytes or {}
     if executor.runner is not None:
         engine.start_bytes["graphs"] = executor.runner.bytes
@@ -146,18 +159,6 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         times = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
         run.notes.append(f"engine: ready in {sum(clock.seconds.values()):.1f} s ({times})")
     return Built(engine, run.config.speculation.method, parts)
-
-
-class _Clock:
-    """Seconds of each part of a start."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def passed(self, part: str) -> None:
-        now = time.perf_counter()
-        self.seconds[part], self._last = now - self._last, now
 
 
 def _prepare_cpu(run: ResolvedRun, group: Group | None) -> ThreadGovernor | None:

@@ -64,6 +64,7 @@ class EngineSettings:
     prompt_graphs: PromptGraphMode
     compiles: bool  # pieces of prompts
     two_lanes: bool = False  # see `lanes.py`
+    measures_lanes: bool = False  # at the start: where they do not gain, there is one
     cascade: GroupLimits | None = None  # None: what requests share is read by each
     left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
 
@@ -170,10 +171,11 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     max_length = cache.capacity
     heads = target.config
     costs = CascadeCosts(heads.num_heads, heads.head_dim, 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize)
-    limits = resolve_cascade(
-        config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
-    )
-    engine = replace(engine, cascade=limits)
+    if not engine.measures_lanes:  # lanes would divide groups
+        limits = resolve_cascade(
+            config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
+        )
+        engine = replace(engine, cascade=limits)
     if engine.attention == "flashinfer":
         for shape in shapes:
             check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
@@ -198,7 +200,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             memory_fraction=engine.memory_fraction,
             cascade_attention="off" if engine.cascade is None else "on",
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
-            two_batch_overlap="on" if engine.two_lanes else "off",
+            two_batch_overlap="auto" if engine.measures_lanes else "on" if engine.two_lanes else "off",
         ),
         prefill=replace(config.prefill, graphs=engine.prompt_graphs),
         data=replace(config.data, prompts_as_chat=as_chat),
@@ -327,7 +329,7 @@ def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, no
         section.memory_fraction or MEMORY_FRACTION[device.type],
         resolve_prompt_graphs(config.prefill.graphs, section, on_cuda, attention, graph_mode),
         section.compile == "auto",
-        resolve_two_lanes(section, device, attention, notes),
+        *resolve_two_lanes(section, device, attention, notes),
         left_open=frozenset(
             name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None
         ),

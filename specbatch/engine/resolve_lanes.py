@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from specbatch.config import EngineSection
 from specbatch.errors import ConfigError
 
-MEASURED_ON_CUDA = False  # `auto` is off without it
+# Whether `auto` may measure on CUDA. Set it to True when, on a GPU, `scripts/bench/bench_lanes.py` shows a gain of more
+# than 2% anywhere, and `auto` never loses more than 1%.
+MEASURED_ON_CUDA = False
 
 
-def resolve_two_lanes(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> bool:
+class Decided(NamedTuple):
+    two_lanes: bool
+    measures: bool = False  # at the start: for each size of a batch
+
+
+def resolve_two_lanes(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> Decided:
     """Raises ConfigError where two passes at the same time would share working memory."""
     if section.two_batch_overlap == "auto":
-        if device.type == "cuda" or section.tensor_parallel > 1:
-            notes.append("engine.two_batch_overlap: off (what it gains was not measured)")
-        return False
+        if device.type == "cpu" and section.tensor_parallel == 1:
+            return Decided(False)  # one process computes one lane after the other
+        if (reason := _reason_against(section, device, attention)) is not None:
+            notes.append(f"engine.two_batch_overlap: off ({reason})")
+            return Decided(False)
+        return Decided(True, measures=True)
     if section.two_batch_overlap == "off" or device.type != "cuda":
-        return section.two_batch_overlap == "on"
+        return Decided(section.two_batch_overlap == "on")
     if attention != "triton":
         raise ConfigError(
             f"engine.two_batch_overlap needs engine.attention triton on CUDA, not {attention}",
@@ -27,4 +39,17 @@ def resolve_two_lanes(section: EngineSection, device: torch.device, attention: s
         raise ConfigError(
             "engine.two_batch_overlap does not run with engine.deterministic on CUDA", hint="leave one of them out"
         )
-    return True
+    return Decided(True)
+
+
+def _reason_against(section: EngineSection, device: torch.device, attention: str) -> str | None:
+    """Why `auto` does not measure."""
+    if section.cascade_attention == "on":
+        return "engine.cascade_attention is on"
+    if device.type != "cuda":
+        return None
+    if not MEASURED_ON_CUDA:
+        return "what it gains was not measured"
+    if attention != "triton":
+        return f"engine.attention is {attention}"
+    return "engine.deterministic is on" if section.deterministic else None

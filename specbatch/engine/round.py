@@ -93,6 +93,11 @@ class Round:
         other._follow(method)
         return other
 
+    def with_two_lanes(self, two_lanes: TwoLanes | None) -> Round:
+        other = copy(self)
+        other.two_lanes = two_lanes
+        return other
+
     def _follow(self, method: DraftMethod) -> None:
         self.method = method
         self._aux_layers = method.net.aux_layers if method.net is not None else ()

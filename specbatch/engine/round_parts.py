@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,9 @@ class Rounds:
     items: ByBatch[Round]
     caches: list[KVCache]  # of the target and the draft network
     lanes: LaneSizes | None = None  # None: rounds have one lane
+
+    def with_two_lanes(self, two_lanes: TwoLanes | None) -> Rounds:
+        return replace(self, items=self.items.map(lambda round_: round_.with_two_lanes(two_lanes)))
 
     def resize_caches(self, num_slots: int) -> None:
         for cache in self.caches:

@@ -11,7 +11,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,15 +22,14 @@ from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.base import check_finite
+from specbatch.engine.dummies import dummy_batch, dummy_requests, fits
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import PHASES
 from specbatch.engine.round import Round, Verified
 from specbatch.graphs.runner import GraphRunner
 from specbatch.tune.costs import Measurement
 from specbatch.tune.session import Session
-from specbatch.types import Request, RngKey, SamplingParams
 
-TIMED_TOKENS = 128  # that a timed request may still write
 _WARM_SECONDS = 0.05  # a GPU that was idle while the host compiled takes a while to run at full speed
 _CUDA_REPEATS, _CPU_REPEATS = 20, 3
 _WARM_STEPS = 3
@@ -40,34 +38,6 @@ _CUDA_STEPS, _CPU_STEPS = 40, 3
 _SHORT_SECONDS = 0.5  # of a prompt; what takes longer is timed twice
 _PROMPT_REPEATS = 4
 _NGRAM_NODES = (2, 3, 5, 9, 17, 33)
-
-
-def dummy_requests(vocab_size: int, count: int, tokens: int, max_tokens: int) -> list[Request]:
-    """Greedy requests of `tokens` prompt tokens that end after `max_tokens` more."""
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    prompts = ([(i * 7919 + j * 104729) % vocab_size for j in range(tokens)] for i in range(count))
-    return [Request(-1 - i, prompt, params, RngKey(0, i, 0)) for i, prompt in enumerate(prompts)]
-
-
-@contextmanager
-def dummy_batch(engine: Engine, batch_size: int, context: int) -> Iterator[None]:
-    """`batch_size` requests of `context` tokens, or as long as they may be, run: their prompts are computed."""
-    assert not engine.num_running, "requests are running"
-    assert not engine.num_waiting, "requests are waiting"
-    tokens = _dummy_context(engine, context)
-    for request in dummy_requests(engine.limits.vocab_size, batch_size, tokens, TIMED_TOKENS):
-        engine.submit(request)
-    while engine.num_waiting or not engine.is_prefilled:
-        check_finite(engine.step())
-    check_finite(engine.drain())
-    assert engine.num_running == batch_size, "the cache does not hold that many requests"
-    yield
-    engine.abort_all()
-
-
-def _dummy_context(engine: Engine, context: int) -> int:
-    """At most `context`: prompt tokens of a request that may still write TIMED_TOKENS."""
-    return max(1, min(context, engine.limits.max_prompt_tokens - TIMED_TOKENS))
 
 
 def time_phases(engine: Engine, batch_size: int, context: int = 1000) -> dict[str, float]:
@@ -177,7 +147,7 @@ def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
     """On CUDA: plain rounds of `batch` requests of `context` tokens, and what the host and the copies take of any
     round; empty where the cache does not hold that many requests."""
     engine, net = session.engine, session.parts.net
-    if not _fits(engine, batch, context):
+    if not fits(engine, batch, context):
         return []
     session.use(ByBatch.always(None))
     with dummy_batch(engine, batch, context):
@@ -199,7 +169,7 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
     else:
         shapes = probes(depth, topk, every=session.on_cuda)
     fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= max_nodes]
-    if not fitting or not _fits(session.engine, batch, context):
+    if not fitting or not fits(session.engine, batch, context):
         return []
     methods = [_FixedDraft(shape) if session.parts.net is None else session.make(shape) for shape in fitting]
     if session.on_cuda:
@@ -214,12 +184,6 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
     rest = max(0.0, whole - (plain["round"] - plain["extend"]))  # of any round, beyond its parts
     found = [("plain", whole), (alone, plain[alone]), ("overhead", rest)]
     return [Measurement(kind, batch, 1, ms) for kind, ms in found] + list(_parts(session, batch, fitting, times))
-
-
-def _fits(engine: Engine, batch: int, context: int) -> bool:
-    """Whether the cache holds that many requests of `dummy_batch`."""
-    pages = -(-(_dummy_context(engine, context) + TIMED_TOKENS + engine.num_lookahead) // engine.page_size) + 1
-    return batch * pages <= engine.num_pages
 
 
 def _parts(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +15,22 @@ from hypothesis import strategies as st
 from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
+from specbatch.engine import resolve_lanes
+from specbatch.engine.dummies import dummy_batch
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, PaddedSize, padded_sizes
-from specbatch.engine.lane_times import LaneTimes, chosen, time_lanes
+from specbatch.engine.lane_times import LaneTimes, chosen, time_lanes, with_lanes_that_gain
 from specbatch.engine.lanes import MIN_LANE, Lanes, LaneSizes
+from specbatch.engine.memory import CachePlan
 from specbatch.engine.resolve import resolve
+from specbatch.engine.resolve_lanes import resolve_two_lanes
+from specbatch.engine.round_parts import Rounds
 from specbatch.engine.sequence import Sequence
+from specbatch.engine.sizing import Sized
+from specbatch.engine.two_lanes import NEVER
 from specbatch.errors import ConfigError
 from specbatch.models.stages import TwoPasses, completed
 from specbatch.parallel.group import Group
-from specbatch.tune.timing import dummy_batch
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.parallel.threads import on_ranks
 from tests.tiny_models import CPU, random_prompts, round_of, run, tiny_device_engine, tiny_engine
@@ -239,7 +247,7 @@ def test_timing_both_leaves_the_requests_as_they_were() -> None:
         with dummy_batch(engine, 6, 20):
             table = round_of(engine).state
             before = table.ints_SF.clone()
-            times = time_lanes(round_of(engine), engine.prepare_round(), 6, 3, repeats=2)
+            times = time_lanes(round_of(engine), engine.prepare_round(), 6, 3)
             assert torch.equal(table.ints_SF, before)
         assert min(times) > 0
 
@@ -250,3 +258,67 @@ def test_lanes_are_chosen_where_they_gain() -> None:
     assert [sizes.of(2 * size) for size in made_up] == [0, 16, 0, 32]
     assert notes[1] == "engine.two_batch_overlap: 32 rows: two lanes (a round takes 100 us in one lane, 90 us in two)"
     assert "16 rows: one lane" in notes[0]
+
+
+def test_auto_keeps_two_lanes_where_they_gain() -> None:
+    """Ranks run the same, and decide by the times of the first. Times are made up."""
+
+    def on_rank(group: Group) -> tuple[Sized, list[str]]:
+        two_us = itertools.cycle([90.0, 120.0, 99.0])
+
+        def made_up(runs: Any, device: torch.device, restore: Any) -> LaneTimes:
+            for run_ in runs:
+                run_()
+                restore()
+            return LaneTimes(100, next(two_us) + 50 * group.rank)
+
+        options: dict[str, Any] = {"num_pages": 800, "max_batch_size": 16, "prefill_chunk_tokens": 128, "min_lane": 4}
+        engine = tiny_engine("none", group=group, prefix_cache=False, **options)
+        rounds = Rounds(engine.executor.rounds, [], engine.executor.lanes)
+        sized = Sized(rounds, CachePlan(800, 160, 160), 16, 128)
+        return with_lanes_that_gain(sized, engine, group, made_up)
+
+    for sized, notes in on_ranks(2, on_rank):
+        lanes, two_lanes = sized.rounds.lanes, sized.rounds.items.items[0].two_lanes
+        assert lanes == LaneSizes((4, 8), frozenset([8]))
+        assert two_lanes is not None
+        assert two_lanes.min_prompt_lane == NEVER
+        assert [note.removeprefix("engine.two_batch_overlap: ") for note in notes] == [
+            "8 rows: two lanes (a round takes 100 us in one lane, 90 us in two)",
+            "16 rows: one lane (a round takes 100 us in one lane, 120 us in two)",
+            "prompts: one lane (a chunk of 128 tokens takes 100 us in one lane, 99 us in two)",
+        ]
+
+
+def test_auto_has_one_lane_for_what_the_cache_does_not_hold() -> None:
+    engine = tiny_engine("none", num_pages=400, max_batch_size=16, min_lane=4)
+    sized = Sized(Rounds(engine.executor.rounds, [], engine.executor.lanes), CachePlan(400, 160, 160), 16, 64)
+    found, notes = with_lanes_that_gain(sized, engine, None, lambda *_: LaneTimes(100, 50))
+    assert found.rounds.lanes == LaneSizes((4, 8), frozenset([8]))
+    assert "16 rows and more: one lane (the cache does not hold" in notes[1]
+    assert "prompts: one lane (one process has them as graphs)" in notes[2]
+
+
+@pytest.mark.parametrize(
+    ("sets", "device", "decided", "reason"),
+    [
+        ([], "cpu", (False, False), None),
+        (["engine.tensor_parallel=2"], "cpu", (True, True), None),
+        ([], "cuda", (False, False), "what it gains was not measured"),
+        (["engine.cascade_attention=on"], "cuda", (False, False), "engine.cascade_attention is on"),
+    ],
+)
+def test_what_auto_decides(sets: list[str], device: str, decided: tuple[bool, bool], reason: str | None) -> None:
+    notes: list[str] = []
+    assert resolve_two_lanes(load_config(None, sets).engine, torch.device(device), "triton", notes) == decided
+    assert notes == ([] if reason is None else [f"engine.two_batch_overlap: off ({reason})"])
+
+
+def test_auto_measures_on_cuda_once_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_lanes, "MEASURED_ON_CUDA", True)
+    cuda, notes = torch.device("cuda"), list[str]()
+    section = load_config(None).engine
+    assert resolve_two_lanes(section, cuda, "triton", notes) == (True, True)
+    assert resolve_two_lanes(replace(section, deterministic=True), cuda, "triton", notes) == (False, False)
+    assert resolve_two_lanes(section, cuda, "flashinfer", notes) == (False, False)
+    assert [note.split("(")[1] for note in notes] == ["engine.deterministic is on)", "engine.attention is flashinfer)"]

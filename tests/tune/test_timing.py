@@ -11,12 +11,13 @@ from specbatch.counts import SpeculationCounts
 from specbatch.draft import DraftMethod, DraftParts, NoDraft, make_method
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.dummies import dummy_batch
 from specbatch.errors import ModelError
 from specbatch.tune import timing
 from specbatch.tune.costs import CostModel, Measurement
 from specbatch.tune.replay import Replayer
 from specbatch.tune.session import Finished, Session
-from specbatch.tune.timing import dummy_batch, probes, time_batch, time_methods, time_plain, time_prompts, time_steps
+from specbatch.tune.timing import probes, time_batch, time_methods, time_plain, time_prompts, time_steps
 from specbatch.types import Request
 from tests.engine.test_nonfinite import all_nan
 from tests.tiny_models import CPU, tiny_device_engine, tiny_engine

@@ -1,0 +1,46 @@
+"""Requests that nobody asked for, to time rounds with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specbatch.engine.base import check_finite
+from specbatch.engine.engine import Engine
+from specbatch.types import Request, RngKey, SamplingParams
+
+TIMED_TOKENS = 128  # that a timed request may still write
+
+
+def dummy_requests(vocab_size: int, count: int, tokens: int, max_tokens: int) -> list[Request]:
+    """Greedy requests of `tokens` prompt tokens that end after `max_tokens` more."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompts = ([(i * 7919 + j * 104729) % vocab_size for j in range(tokens)] for i in range(count))
+    return [Request(-1 - i, prompt, params, RngKey(0, i, 0)) for i, prompt in enumerate(prompts)]
+
+
+@contextmanager
+def dummy_batch(engine: Engine, batch_size: int, context: int) -> Iterator[None]:
+    """`batch_size` requests of `context` tokens, or as long as they may be, run: their prompts are computed."""
+    assert not engine.num_running, "requests are running"
+    assert not engine.num_waiting, "requests are waiting"
+    tokens = _dummy_context(engine, context)
+    for request in dummy_requests(engine.limits.vocab_size, batch_size, tokens, TIMED_TOKENS):
+        engine.submit(request)
+    while engine.num_waiting or not engine.is_prefilled:
+        check_finite(engine.step())
+    check_finite(engine.drain())
+    assert engine.num_running == batch_size, "the cache does not hold that many requests"
+    yield
+    engine.abort_all()
+
+
+def fits(engine: Engine, batch_size: int, context: int) -> bool:
+    """Whether the cache holds that many requests of `dummy_batch`."""
+    pages = -(-(_dummy_context(engine, context) + TIMED_TOKENS + engine.num_lookahead) // engine.page_size) + 1
+    return batch_size * pages <= engine.num_pages
+
+
+def _dummy_context(engine: Engine, context: int) -> int:
+    """At most `context`: prompt tokens of a request that may still write TIMED_TOKENS."""
+    return max(1, min(context, engine.limits.max_prompt_tokens - TIMED_TOKENS))
