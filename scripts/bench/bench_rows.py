@@ -3,8 +3,9 @@
     python scripts/bench/bench_rows.py --rows 20000 --batch 128 --step-ms 2
 
 The rows are chats of about `--words` words, tokenized with the built-in model's tokenizer and chat template. The engine
-only sleeps, as a host does that waits for a GPU: each request takes `--rounds` steps. "The engine waits" is the share
-of the time between its first and its last step in which it is not in a step. `--write` keeps the file of rows.
+only sleeps, as a host does that waits for a GPU: each request takes `--rounds` steps. Printed are the share of the time
+between the first and the last step in which no step runs, and the share that is `input_wait`: rows that are not
+tokenized yet. The rest (results, new requests) overlaps a round that a real GPU computes. `--write` keeps the rows.
 """
 
 from __future__ import annotations
@@ -115,7 +116,10 @@ def run(path: Path, args: argparse.Namespace) -> None:
     assert finished == args.rows, finished
     assert engine.first is not None
     seconds = engine.last - engine.first
-    print(f"{args.rows / seconds:,.0f} rows/s, the engine waits {1 - engine.busy / seconds:.1%} of {seconds:.1f} s")
+    print(
+        f"{args.rows / seconds:,.0f} rows/s, no step runs in {1 - engine.busy / seconds:.1%} of {seconds:.1f} s; "
+        f"{pool.stats.input_wait_seconds / seconds:.2%} of the time waits for rows that are not tokenized yet"
+    )
 
 
 def main() -> None:
