@@ -32,7 +32,7 @@ def _message(path: str, message: Any) -> dict[str, Any]:
     for name in ("tool_call_id", "name", "reasoning_content"):
         if not isinstance(given.get(name, ""), str):
             raise RowError("invalid_type", f"{path}.{name} must be text, not {json_type(given[name])}")
-    if calls := given.pop("tool_calls", None):
+    if (calls := given.pop("tool_calls", [])) != []:
         if role != "assistant":
             raise RowError("invalid_value", f"{path}.tool_calls: only messages of the assistant have tool calls")
         given["tool_calls"] = _tool_calls(f"{path}.tool_calls", calls)

@@ -391,6 +391,7 @@ ERRORS: list[tuple[str, dict[str, Any], str, str]] = [
     (QWEN3, {"messages": [{**USER, "tool_calls": [{}]}]}, "invalid_value", "only messages of the assistant have"),
     (QWEN3, {"messages": [{"role": "assistant", "tool_calls": [3]}]}, "invalid_type", "messages[0].tool_calls[0] must"),
     (QWEN3, {"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "invalid_type", "tool_calls must be a list"),
+    (QWEN3, {"messages": [{"role": "assistant", "content": "a", "tool_calls": 0}]}, "invalid_type", "must be a list"),
     (QWEN3, {"messages": [{"role": "tool", "content": "a", "tool_call_id": 3}]}, "invalid_type", "tool_call_id must"),
     (QWEN3, {"messages": [{"role": "user", "content": None}]}, "invalid_type", "content must be text, but is missing"),
     (QWEN3, {"messages": [{"role": "assistant"}]}, "invalid_type", "content must be text, but is missing"),
