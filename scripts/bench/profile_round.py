@@ -5,7 +5,9 @@
 Prints for each batch size the phases (of a round that is one graph), then the kernels of whole rounds: how often, how
 many microseconds in a round, and what share; how much of the span the GPU was idle, and in how much of it at least two
 kernels ran (two lanes, or a kernel that starts while the one before it ends). `--trace FILE.json`: the rounds of the
-largest batch as a Chrome trace, for https://ui.perfetto.dev; kernels of each stream are a line.
+largest batch as a Chrome trace, for https://ui.perfetto.dev; kernels of each stream are a line, and phases and lanes of
+rounds that are no graphs (`engine.cuda_graphs=none`) have names. scripts/bench/trace_timeline.py draws it. On a CPU,
+and with `engine.tensor_parallel` (of rank 0), there is the trace only.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from torch.profiler import ProfilerActivity, profile
 from specbatch.config_load import load_config
 from specbatch.engine.build import build_engine
 from specbatch.engine.engine import Engine
+from specbatch.engine.ranks import build_ranked
 from specbatch.engine.resolve import resolve
 from specbatch.tune.timing import time_phases
-from specbatch.types import Request, RngKey, SamplingParams
+from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 
 CONTEXT = 1000
 
@@ -35,6 +38,7 @@ def main() -> None:
     parser.add_argument("--target", default="random:llama-3-8b")
     parser.add_argument("--method", type=parse_method, default="none")
     parser.add_argument("--batch", default="1,16,64,256")
+    parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--top", type=int, default=14)
     parser.add_argument("--set", action="append", default=[])
@@ -45,6 +49,10 @@ def main() -> None:
     method = parse_method(args.method) if isinstance(args.method, str) else args.method
     sets = [f"model.target={args.target}", *method.sets(), f"engine.max_batch_size={max(batches)}", *args.set]
     run = resolve(load_config(None, ["engine.prefix_cache=false", *sets]))
+    if run.config.engine.tensor_parallel > 1 or not run.on_cuda:
+        ranked = build_ranked(run) if run.config.engine.tensor_parallel > 1 else build_engine(run)
+        profile_rounds(ranked, max(batches), args.rounds, args.trace, args.context)
+        return
     engine = build_engine(run)
     assert isinstance(engine, Engine), "only the device engine is profiled"
     print("ready", {k: round(v, 1) for k, v in engine.start_seconds.items()}, flush=True)
@@ -52,9 +60,11 @@ def main() -> None:
         print(" ", note)
     report: dict[str, Any] = {"method": method.text, "target": args.target, "batches": {}}
     for batch in batches:
-        phases = time_phases(engine, batch, CONTEXT)
+        phases = time_phases(engine, batch, args.context)
         print(f"\n== batch {batch}:", {k: round(v, 3) for k, v in phases.items()}, "ms", flush=True)
-        kernels = profile_rounds(engine, batch, args.rounds, args.trace if batch == max(batches) else None)
+        trace = args.trace if batch == max(batches) else None
+        prompts, rounds = profile_rounds(engine, batch, args.rounds, trace, args.context)
+        kernels = {"prompts": summed(prompts, 1), "round": summed(rounds, args.rounds)}
         report["batches"][batch] = {"phases": phases, **kernels}
         show(kernels["round"], f"round of {batch}", args.top)
         if batch == max(batches):
@@ -63,27 +73,35 @@ def main() -> None:
             args.output.write_text(json.dumps(report, indent=1))
 
 
-def profile_rounds(engine: Engine, batch: int, rounds: int, trace: Path | None = None) -> dict[str, Any]:
-    """Kernels of the prefill of `batch` prompts (all steps), and of N rounds after it. `trace`: a file for these."""
+def profile_rounds(
+    engine: BatchEngine, batch: int, rounds: int, trace: Path | None, context: int
+) -> tuple[profile, profile]:
+    """The prefill of `batch` prompts (all steps), and N rounds after it. `trace`: a file for these."""
+    on_cuda = torch.cuda.is_available()
+    activities = [ProfilerActivity.CUDA] if on_cuda and trace is None else [ProfilerActivity.CPU]
+    if on_cuda and trace is not None:
+        activities.append(ProfilerActivity.CUDA)
     params = SamplingParams(max_tokens=(rounds + 8) * 8, ignore_eos=True)
     for i in range(batch):
-        prompt = [(i * 7919 + j * 104729) % engine.limits.vocab_size for j in range(CONTEXT)]
+        prompt = [(i * 7919 + j * 104729) % engine.limits.vocab_size for j in range(context)]
         engine.submit(Request(-1 - i, prompt, params, RngKey(0, i, 0)))
-    with profile(activities=[ProfilerActivity.CUDA]) as prompts:
+    with profile(activities=activities) as prompts:
         while engine.num_waiting:
             engine.step()
-        torch.cuda.synchronize()
+        if on_cuda:
+            torch.cuda.synchronize()
     for _ in range(3):
         engine.step()
-    with profile(activities=[ProfilerActivity.CUDA]) as decode:
+    with profile(activities=activities) as decode:
         for _ in range(rounds):
             engine.step()
-        torch.cuda.synchronize()
+        if on_cuda:
+            torch.cuda.synchronize()
     if trace is not None:
         decode.export_chrome_trace(str(trace))
     while engine.num_running:
         engine.step()
-    return {"prompts": summed(prompts, 1), "round": summed(decode, rounds)}
+    return prompts, decode
 
 
 def summed(trace: profile, repeats: int) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
 from specbatch.kernels.out_of_memory import is_out_of_memory
+from specbatch.marks import marked
 from specbatch.types import Completion, FinishReason
 
 # What cannot be made smaller is tried so often: other programs may take memory for a moment.
@@ -226,9 +227,10 @@ class Engine(EngineBase):
         params = [seq.request.params for seq in ready]
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         self._grammars.write_first_masks(ready)
-        tokens, logprobs, scores = self._prompts.run(
-            self._round, packed, sampled, num_top, self.executor.mode, self._edits(ready)
-        )
+        with marked("prompts"):
+            tokens, logprobs, scores = self._prompts.run(
+                self._round, packed, sampled, num_top, self.executor.mode, self._edits(ready)
+            )
         chosen, downloads = self._transfers.download(tokens), LogprobDownload.start(logprobs, self._transfers)
         for s in spans:
             self._count_prefill(s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -106,7 +107,8 @@ class OtherRanks:
             self._ranks.append(_Rank(number, start(theirs), mine))
             theirs.close()
             with contextlib.suppress(BrokenPipeError):  # it has ended: that is found next
-                mine.send(RankStart(run, number, str(self.meeting), os.getpid()))
+                # Not by `send`, which shares memory of tensors with processes that have this one's key.
+                mine.send_bytes(pickle.dumps(RankStart(run, number, str(self.meeting), os.getpid())))
         for rank in self._ranks:
             self._expect(rank, "started")
 

@@ -27,6 +27,7 @@ from specbatch.engine.logprobs import Logprobs
 from specbatch.engine.prompt_chunk import PromptChunk
 from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
 from specbatch.engine.two_lanes import TwoLanes
+from specbatch.marks import marked
 from specbatch.models.decoder import Decoder, Trunk
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
@@ -121,14 +122,18 @@ class Round:
         without. `edits`: what the requests' rules change in logits. `grammar`: of requests that have one; the host then
         takes part in the round. `lane`: requests of the first of two lanes, which the target computes at the same time;
         0: there is one lane."""
-        view, trees = self.draft(req_idx_B, sampled)
+        with marked("draft"):
+            view, trees = self.draft(req_idx_B, sampled)
         if grammar is not None:
             trees = grammar.reshape(trees)
-        forwarded = self.forward(view, trees, lane)
+        with marked("target"):
+            forwarded = self.forward(view, trees, lane)
         if grammar is not None:
             grammar.write_masks()  # the device computes meanwhile
-        verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
-        self.extend(verified)
+        with marked("accept"):
+            verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
+        with marked("extend"):
+            self.extend(verified)
         return verified
 
     def draft(self, req_idx_B: Tensor, sampled: bool) -> tuple[BatchView, DraftTrees]:

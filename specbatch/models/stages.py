@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from specbatch.marks import marked
 from specbatch.parallel.group import Group
 
 T = TypeVar("T")
@@ -85,14 +86,16 @@ class TwoPasses:
         """What both return. The caller keeps what they read until then: memory that it frees earlier may be given to
         others while the second pass still runs."""
         one, other = _Pass(first), _Pass(second)
-        one.go_on()
+        with marked("lane 1"):
+            one.go_on()
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream())
         try:
             while not (one.is_done and other.is_done):
-                with self._on_side():
+                with self._on_side(), marked("lane 2"):
                     other.go_on()
-                one.go_on()
+                with marked("lane 1"):
+                    one.go_on()
         finally:
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specbatch.marks import marked
 from specbatch.parallel.algorithms import ALIGNMENT, Algorithm, algorithm_for, buffer_bytes
 from specbatch.parallel.group import Group
 from specbatch.parallel.multicast import disable_multicast
@@ -75,12 +76,14 @@ class CudaGroup(Group):
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         parts = x.new_empty((self.size, *x.shape))
         if x.numel():
-            self._collectives.gather(x.contiguous(), parts)
+            with marked("communication"):
+                self._collectives.gather(x.contiguous(), parts)
         return lambda: parts
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         algorithm = algorithm_for(x.nbytes, x.dtype, self.size, fixed_order=self._fixed_order)
-        total = self.added(x, algorithm) if x.numel() else x
+        with marked("communication"):
+            total = self.added(x, algorithm) if x.numel() else x
         return lambda: total
 
     def added(self, x: Tensor, algorithm: Algorithm) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specbatch.marks import marked
 from specbatch.parallel.group import Group
 
 _FIRST_CONTACT = timedelta(minutes=5)  # until all ranks have started
@@ -37,7 +38,8 @@ class GlooGroup(Group):
 
         def gathered() -> Tensor:
             if under_way is not None:
-                under_way.wait()
+                with marked("wait for ranks"):  # of the communication, what was not under compute
+                    under_way.wait()
             return parts
 
         return gathered

@@ -114,7 +114,7 @@ def outputs(completions: list[Completion]) -> list[Any]:
     st.integers(32, 90),
     st.booleans(),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_no_bit_depends_on_lanes(
     lengths: list[int], method: tuple[str, DraftShape | None], chunk: int, scored: bool
 ) -> None:
@@ -130,7 +130,7 @@ def test_no_bit_depends_on_lanes(
     assert answers(1) == answers(None)
 
 
-@pytest.mark.parametrize("kind", [tiny_engine, tiny_device_engine])
+@pytest.mark.parametrize("kind", [tiny_engine, pytest.param(tiny_device_engine, marks=pytest.mark.slow)])
 def test_lanes_run_and_cut_a_prompt(kind: Any) -> None:
     options: dict[str, Any] = {"num_pages": 256, "prefill_chunk_tokens": 64}
     prompts = [list(range(1, 60)), list(range(5, 30)), [3, 4]]

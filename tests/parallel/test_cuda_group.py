@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -197,8 +198,8 @@ class FakeProcess:
     def __init__(self, connection: Connection) -> None:
         self.pid, self.was_killed = 1, False
         self.code: int | None = None
-        self._connection = Connection(os.dup(connection.fileno()))
-        self._connection.send(("started",))
+        self.connection = Connection(os.dup(connection.fileno()))
+        self.connection.send(("started",))
 
     def poll(self) -> int | None:
         return self.code
@@ -234,6 +235,23 @@ def test_a_rank_that_ends_ends_the_process_that_waits_for_it_on_a_gpu(notices: b
     others.close()
 
 
+def test_a_rank_gets_copies_of_tensors() -> None:
+    """A process with another key could not read what is shared."""
+    started = list[FakeProcess]()
+
+    def start(connection: Connection) -> FakeProcess:
+        started.append(FakeProcess(connection))
+        return started[-1]
+
+    config = load_config(None, ["engine.tensor_parallel=2"])
+    fake: Any = SimpleNamespace(on_cuda=False, config=config, vocab_map=torch.arange(3))
+    others = OtherRanks(fake, start)
+    sent = started[0].connection.recv_bytes()
+    others.close()
+    assert b"storage_fd" not in sent
+    assert pickle.loads(sent).run.vocab_map.tolist() == [0, 1, 2]
+
+
 def _until(condition: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -253,5 +271,6 @@ def test_cuda_is_refused_until_it_is_measured(monkeypatch: pytest.MonkeyPatch) -
         resolve_ranks.part_of_a_rank(tiny_config(), 2, torch.device("cuda:1"))
     with pytest.raises(ConfigError, match="needs 3 GPUs, and 2"):
         resolve_ranks.part_of_a_rank(tiny_config(), 3, cuda)
+    section = load_config(None, ["engine.tensor_parallel=2"]).engine
     with pytest.raises(ConfigError, match="ranks would capture other sizes"):
-        resolve_prompt_graphs("both", "off", True, "triton", "round", 2)
+        resolve_prompt_graphs("both", section, True, "triton", "round")

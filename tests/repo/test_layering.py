@@ -29,6 +29,7 @@ LAYERS = [
     ["attention"],
     ["cache"],
     ["kernels", "parallel"],
+    ["marks"],
     ["batch"],
     ["strict"],
     ["strict_yaml", "retired"],

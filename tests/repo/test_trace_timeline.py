@@ -1,0 +1,101 @@
+"""scripts/bench/trace_timeline.py: what a picture of a trace says, for a made-up trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("scripts")
+
+
+def event(category: str, name: str, start: float, duration: float, stream: int = 7) -> dict[str, Any]:
+    where = {"stream": stream} if category == "kernel" else {}
+    return {"ph": "X", "cat": category, "name": name, "ts": 1e6 + start, "dur": duration, "tid": 1, "args": where}
+
+
+def written(tmp_path: Path, *events: dict[str, Any]) -> Path:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": [{"ph": "M", "name": "x"}, *events]}).encode()))
+    return path
+
+
+def test_two_streams_of_a_gpu(tmp_path: Path) -> None:
+    """Of 40 us of communication, 30 are under the other stream's GEMM."""
+    from trace_timeline import between, describe, draw, line_times, read_trace
+
+    trace = written(
+        tmp_path,
+        event("kernel", "nvjet_tst_128x8", 0, 50),
+        event("kernel", "one_shot_all_reduce_kernel<bf16>", 50, 40),
+        event("kernel", "sm90_xmma_gemm", 60, 30, stream=20),
+        event("kernel", "paged_attend_kernel", 90, 10, stream=20),
+        event("user_annotation", "specbatch lane 1", 0, 5),
+        event("cpu_op", "aten::mm", 0, 5),
+        event("gpu_user_annotation", "specbatch target", 0, 100),
+    )
+    spans = read_trace(trace)
+    assert [(s.line, s.kind, s.start, s.end) for s in spans if s.line.startswith("stream")] == [
+        ("stream 7", "GEMM", 0, 50),
+        ("stream 7", "communication", 50, 90),
+        ("stream 20", "GEMM", 60, 90),
+        ("stream 20", "attention", 90, 100),
+    ]
+    times = line_times(between(spans, 0, None))
+    assert list(times) == ["phases", "stream 20", "stream 7"], "what is launched on the host is left out"
+    assert vars_of(times["stream 7"]) == (90, 10, 40, 30)
+    assert describe("stream 7", times["stream 7"]) == (
+        "stream 7: busy 0.09 ms, idle 10%, communication 0.04 ms, 75% of it hidden"
+    )
+    pytest.importorskip("matplotlib")
+    draw(spans, times, tmp_path / "rounds.png", "made up")
+    assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
+
+
+def vars_of(times: Any) -> tuple[float, ...]:
+    return (times.busy, times.idle, times.communication, times.hidden)
+
+
+def test_lanes_of_a_cpu(tmp_path: Path) -> None:
+    from trace_timeline import between, line_times, read_trace
+
+    trace = written(
+        tmp_path,
+        event("user_annotation", "specbatch target", 0, 4000),
+        event("user_annotation", "specbatch lane 1", 0, 1000),
+        event("user_annotation", "specbatch lane 2", 1000, 3000),
+        event("user_annotation", "specbatch wait for ranks", 1500, 500),
+        event("user_annotation", "ProfilerStep#1", 0, 9000),
+    )
+    spans = between(read_trace(trace), 0.5, 2.5)
+    assert {(s.line, s.kind, s.start, s.end) for s in spans} == {
+        ("phases", "target", 500, 3000),
+        ("lane 1", "compute", 500, 1000),
+        ("lane 2", "compute", 1000, 3000),
+        ("lane 2", "wait for ranks", 1500, 2000),
+    }
+    assert vars_of(line_times(spans)["lane 1"]) == (500, 2000, 0, 0)
+    assert line_times(spans)["lane 2"].waits == 500
+
+
+def test_a_trace_without_names_is_an_error(tmp_path: Path) -> None:
+    from trace_timeline import read_trace
+
+    with pytest.raises(SystemExit, match="neither kernels nor parts"):
+        read_trace(written(tmp_path, event("cpu_op", "aten::mm", 0, 5)))
+
+
+@pytest.mark.slow
+def test_names_are_in_traces_of_the_profiler_alone() -> None:
+    import torch
+
+    from specbatch.marks import marked
+
+    with marked("target"):
+        torch.ones(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace, marked("target"):
+        torch.ones(1)
+    assert "specbatch target" in {one.name for one in trace.events()}
