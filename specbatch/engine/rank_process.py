@@ -67,12 +67,10 @@ def run_rank(connection: Connection) -> None:
         run, group = open_group(start.run, start.rank, start.meeting)
         engine = build(run, group=group).engine
         connection.send(("ready",))
-        try:
-            _repeat(engine, connection)
-        finally:
-            group.close()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # rank 0 has ended
+        _repeat(engine, connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # rank 0 has ended
+        if torch.cuda.is_initialized():
+            os._exit(0)  # NCCL, and a GPU in the middle of a sum, would wait for it
     except SpecbatchError as error:
         connection.send(("failed", error.message, error.hint))
         raise SystemExit(2) from None

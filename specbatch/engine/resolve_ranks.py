@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import torch
 
@@ -49,3 +50,9 @@ def _check_cuda(num_ranks: int, device: torch.device) -> None:
             f"{option} needs {num_ranks} GPUs, and {count} can be used here",
             hint="use fewer, or look at CUDA_VISIBLE_DEVICES",
         )
+    for one, other in permutations(range(num_ranks), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            raise ConfigError(
+                f"{option} needs GPUs that read each other's memory, and GPU {one} cannot read that of GPU {other}",
+                hint="use GPUs that NVLink connects; --workers N runs N engines on N GPUs",
+            )

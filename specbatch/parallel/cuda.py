@@ -103,6 +103,7 @@ class CudaGroup(Group):
         return out
 
     def close(self) -> None:
+        """No graph may hold an operation any more: NCCL would wait for its end."""
         self._collectives.close()
 
 

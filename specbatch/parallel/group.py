@@ -59,7 +59,3 @@ class Group(Protocol):
     def second_pass(self) -> AbstractContextManager[object]:
         """What is launched in it belongs to the second of two passes at the same time."""
         return contextlib.nullcontext()
-
-    def close(self) -> None:
-        """No operation follows."""
-        return

@@ -265,6 +265,10 @@ def test_cuda_is_refused_until_it_is_measured(monkeypatch: pytest.MonkeyPatch) -
         resolve_ranks.part_of_a_rank(tiny_config(), 2, cuda)
     monkeypatch.setattr(resolve_ranks, "MEASURED_ON_CUDA", True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (1, 0))
+    with pytest.raises(ConfigError, match="GPU 1 cannot read that of GPU 0"):
+        resolve_ranks.part_of_a_rank(tiny_config(), 2, cuda)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     part = resolve_ranks.part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=2), 2, cuda)
     assert (part.num_heads, part.num_kv_heads) == (2, 1)
     with pytest.raises(ConfigError, match="is cuda:1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,8 @@ def test_an_engine_of_one_rank_on_a_gpu(tmp_path: Path, lanes: int | None) -> No
     group = CudaGroup(0, 1, device, one_gpu(tmp_path), fixed_order=False)
     engine = tiny_device_engine("ngram", CHAIN, graphs="round", group=group, min_lane=lanes, **options)
     assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
+    del engine
+    gc.collect()  # its graphs
     group.close()
 
 
