@@ -68,17 +68,24 @@ def run_rank(connection: Connection) -> None:
         engine = build(run, group=group).engine
         connection.send(("ready",))
         _repeat(engine, connection)
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # rank 0 has ended
-        if torch.cuda.is_initialized():
-            os._exit(0)  # NCCL, and a GPU in the middle of a sum, would wait for it
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        _leave(0)  # rank 0 has ended
     except SpecbatchError as error:
         connection.send(("failed", error.message, error.hint))
-        raise SystemExit(2) from None
+        _leave(2)
     except Exception as error:
         with contextlib.suppress(BrokenPipeError):  # rank 0 has ended: that was the error
             connection.send(("failed", f"{type(error).__name__}: {error}", None))
             traceback.print_exc()
-        raise SystemExit(3) from None
+        _leave(3)
+
+
+def _leave(code: int) -> None:
+    """With a GPU at once: NCCL, and a GPU in the middle of a sum, would wait for the other ranks."""
+    if torch.cuda.is_initialized():
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _repeat(engine: Engine, connection: Connection) -> None:
