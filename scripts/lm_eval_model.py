@@ -6,7 +6,7 @@
 
 The command line is that of `lm-eval`. `--model_args` takes `target`, `draft`, `config` and every option of
 docs/options.md, as `specbatch.LLM` does. Without `--apply_chat_template`, prompts are texts to continue. Tasks that
-compare log-probabilities of given answers (multiple choice) are refused: specbatch has no log-probabilities of prompts.
+compare log-probabilities of given answers (multiple choice) are refused. `specbatch eval` has some of these tasks.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class SpecbatchModel(LM):
 
 def _refuse() -> NoReturn:
     raise ConfigError(
-        "this task compares log-probabilities of given answers, and specbatch has none of prompts",
-        "choose a task that generates, such as gsm8k, ifeval, humaneval or minerva_math",
+        "this task compares log-probabilities of given answers, which this model class does not compute",
+        "choose a task that generates, such as gsm8k or ifeval; `specbatch eval` has mmlu, hellaswag and arc",
     )
 
 

@@ -25,8 +25,15 @@ def load_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader subclass: it builds plain data only
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as exc:
-        message = " ".join(str(exc).replace('in "<unicode string>", ', "in ").split())
+        message = " ".join(_located(exc).split())
         raise YamlProblem(message if len(message) <= _MAX_MESSAGE else f"{message[: _MAX_MESSAGE - 3]}...") from exc
+
+
+def _located(exc: Exception) -> str:
+    """The problem and its position. Without the line of the text, which can be long."""
+    if isinstance(exc, yaml.MarkedYAMLError) and exc.problem and (mark := exc.problem_mark or exc.context_mark):
+        return f"{exc.problem} (line {mark.line + 1}, column {mark.column + 1})"
+    return str(exc)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -95,9 +102,7 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 def _problem(what: str, where: Any) -> yaml.MarkedYAMLError:
-    # Without the line, which can be long: its number is enough.
-    mark = where.start_mark
-    return yaml.MarkedYAMLError(problem=f"{what} (line {mark.line + 1}, column {mark.column + 1})")
+    return yaml.MarkedYAMLError(problem=what, problem_mark=where.start_mark)
 
 
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)

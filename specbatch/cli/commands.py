@@ -21,6 +21,7 @@ from specbatch.cli.options import (
     OverwriteOption,
     QuarantineOption,
     TaskNames,
+    flag,
     path_argument,
     path_option,
     with_config_options,
@@ -70,9 +71,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, flag("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     pass
 
@@ -112,23 +111,24 @@ def generate(
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Run part I of N, counted from 0: every N-th row, from row I on. Default output for 3/16: "
+            help="Run part I of N: row I and every N-th row after it. I is 0 to N - 1. Default output for 3/16: "
             "data.results.03-of-16.jsonl. `specbatch merge` joins the results.",
         ),
     ] = None,
     overwrite: OverwriteOption = False,
     quarantine: QuarantineOption = False,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Of a finished output, run again the rows that failed.")
+        bool, flag("--retry-errors", help="Of a finished output, run only the rows that failed.")
     ] = False,
     max_failed: Annotated[
         str | None,
         typer.Option(
-            metavar="N|P%", help="End the job with exit code 4 if more rows fail: 50, or 0.1% of all. They are kept."
+            metavar="N|P%",
+            help="End the job with exit code 4 if more rows fail: 50, or 0.1% of all. Finished rows are kept.",
         ),
     ] = None,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Run on if each of the first 100 rows fails.")
+        bool, flag("--keep-going", help="Continue even if each of the first 100 rows fails.")
     ] = False,
 ) -> None:
     """Run every row of INPUT through the model. The same command again resumes an unfinished job."""
@@ -165,7 +165,7 @@ def generate(
 def merge(
     shards: Annotated[
         list[Path],
-        path_argument(metavar="SHARD...", help="The results of all shards, with their statistics in the same folder."),
+        path_argument(metavar="SHARD", help="The results of all shards, with their statistics in the same folder."),
     ],
     output: Annotated[
         Path | None,
@@ -176,7 +176,7 @@ def merge(
             help="The merged results. Default for data.results.03-of-16.jsonl: data.results.jsonl.",
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier merged file.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", help="Replace an earlier merged file.")] = False,
 ) -> None:
     """Join the results of `generate --shard` to the file that one process would have written."""
     with user_errors() as console:
@@ -204,13 +204,14 @@ def evaluate(
         Path | None, path_option("--output", "-o", metavar="DIR", help="The results. Default: ./eval-TASK.")
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(metavar="none", help="none: also run without speculation, and report the differences.")
+        str | None, typer.Option(metavar="none", help="Also run without speculation, and report the differences.")
     ] = None,
     task: Annotated[
-        list[Path] | None, path_option("--task", metavar="FILE", help="Your own task, a YAML file. Can be repeated.")
+        list[Path] | None,
+        path_option("--task", metavar="FILE", help="Your own task, a YAML file. Can be given several times."),
     ] = None,
     allow_code_execution: Annotated[
-        bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval).")
+        bool, flag("--allow-code-execution", help="Run programs that the model writes (humaneval).")
     ] = False,
     overwrite: OverwriteOption = False,
     quarantine: QuarantineOption = False,
@@ -300,7 +301,7 @@ def _note_one_engine(config: Config, console: Console) -> None:
 def show_config(
     given: ConfigOptions,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print JSON Schemas of configurations, result lines and stats.json.")
+        bool, flag("--schema", help="Print JSON Schemas of configurations, result lines and stats.json.")
     ] = False,
 ) -> None:
     """Print the configuration with every `auto` decided. The reasons go to stderr."""

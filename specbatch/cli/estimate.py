@@ -11,7 +11,7 @@ import typer
 from specbatch import startup
 from specbatch.cli.commands import app, examples
 from specbatch.cli.endings import user_errors
-from specbatch.cli.options import ConfigOptions, with_config_options
+from specbatch.cli.options import ConfigOptions, flag, with_config_options
 from specbatch.cli.streams import print_data
 from specbatch.startup import prepare_libraries
 
@@ -23,12 +23,12 @@ def estimate(
     input: Annotated[str, typer.Argument(metavar="INPUT", help="As for generate.")],
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N rows.")] = None,
     trial_rows: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Rows to run. Default: two batches.")
+        int | None, typer.Option(min=1, metavar="N", help="Rows of the trial. Default: two batches.")
     ] = None,
-    trial_seconds: Annotated[float, typer.Option(min=1, metavar="S", help="The longest time to run them.")] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trial_seconds: Annotated[float, typer.Option(min=1, metavar="S", help="The longest time of the trial.")] = 60.0,
+    as_json: Annotated[bool, flag("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say how long INPUT would take, its tokens and the memory, from a short trial. Writes no file."""
+    """Estimate the time, the tokens and the memory of a job, from a short trial run. Writes no file."""
     began = time.perf_counter()
     with user_errors() as console:
         from specbatch.job.estimate_command import EstimateOptions, estimate_file, estimate_table

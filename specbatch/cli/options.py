@@ -36,6 +36,8 @@ def named_path(text: str | Path) -> Path:
     return Path(text)
 
 
+# An option without a value. Without the empty metavar, the help shows it as `<bool>`.
+flag = functools.partial(typer.Option, metavar="")
 # An option or an argument that names a file or a folder.
 path_option = functools.partial(typer.Option, parser=named_path)
 path_argument = functools.partial(typer.Argument, parser=named_path)
@@ -101,7 +103,11 @@ class ConfigOptions:
     temperature: Annotated[float | None, _option(metavar="T", help="sampling.temperature: 0 is greedy.")] = None
     certificate: Annotated[
         bool | None,
-        _option("--certificate", help="output.certificate: results have the row's smallest logit margin."),
+        _option(
+            "--certificate",
+            metavar="",
+            help="output.certificate: results have the row's smallest logit margin.",
+        ),
     ] = None
     workers: Annotated[
         int | None, _option(metavar="N", help="cluster.workers, for generate: N engines share the file, on Ray.")
@@ -157,18 +163,22 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Delete earlier results and start again.")]
+OverwriteOption = Annotated[bool, flag("--overwrite", help="Delete earlier results and start again.")]
 QuarantineOption = Annotated[
-    bool, typer.Option("--quarantine", help="Make error rows of rows that end the process each time that they run.")
+    bool,
+    flag("--quarantine", help="If a row ends the process each time that it runs, write an error for it and go on."),
 ]
 TaskNames = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="TASK...",
+        metavar="TASK",
         help=f"{', '.join(_tasks())}.",
         autocompletion=_starting(_tasks),
     ),
 ]
 BuiltinModel = Annotated[
-    str, typer.Argument(metavar="NAME", help="A name of `specbatch models list`.", autocompletion=_starting(_models))
+    str,
+    typer.Argument(
+        metavar="NAME", help="A name that `specbatch models list` prints.", autocompletion=_starting(_models)
+    ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -41,6 +42,8 @@ def test_every_help_ends_with_examples_that_parse(path: tuple[str, ...]) -> None
     assert CliRunner().invoke(app, [*path, "--help"], env=WIDE).stdout == short.stdout
     _, title, examples = short.stdout.rpartition("Example")
     assert title, short.stdout
+    flags = [line for line in short.stdout.splitlines() if "<bool>" in line]  # these three are typer's own
+    assert all(re.search("--(help|install-completion|show-completion) ", line) for line in flags), flags
     lines = [line.strip() for line in examples.splitlines()[1:] if line.strip()]
     assert lines[0].startswith(" ".join(("specbatch", *path))), lines
     for line in lines:

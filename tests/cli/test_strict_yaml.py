@@ -33,7 +33,8 @@ PROBLEMS = {
     "merge twice": ("a: &a {x: 1}\nb: {<<: *a, <<: *a}", "the key '<<' is given twice (line 2, column 13)"),
     "merge of a number": ("sampling: {<<: 3}", "expected a mapping or list of mappings for merging"),
     "list as a key": ("sampling: {? [n] : 1}", "['n'] cannot be a key (line 1, column 14)"),
-    "not closed": ("sampling: {n: [1", "not valid YAML"),
+    "not closed": ("sampling: {n: [1", "but got '<stream end>' (line 1, column 17)"),
+    "tab": ("a:\n\tb: 1", "found character '\\t' that cannot start any token (line 2, column 1)"),
     "long tag": (f"sampling: !{'t' * 5000} 1", "could not determine a constructor"),
     "control character": ("sampling: {stop: \x01}", "special characters are not allowed"),
 }
