@@ -182,7 +182,7 @@ class StubRun:
     row_tokens: int | None = None
     description: dict[str, str] = field(default_factory=lambda: {"target": "stub"})
     low_acceptance: str | None = None
-    bits_depend_on: list[str] = field(default_factory=list)
+    bits_depend_on: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 

@@ -96,7 +96,7 @@ def run(path: Path, args: argparse.Namespace) -> None:
     def resolve(config: Any) -> Any:
         return SimpleNamespace(
             config=config, tokenizer=tokenizer, row_tokens=None, description={}, low_acceptance=None, notes=[],
-            bits_depend_on=[],
+            bits_depend_on={},
         )  # fmt: skip
 
     pool = LocalPool(Worker(Runtime(resolve, lambda run, log: engine, lambda config: {})))

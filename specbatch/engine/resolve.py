@@ -90,7 +90,7 @@ class ResolvedRun:
     row_tokens: int | None  # longest row, where the user's engine.kv_cache_tokens, and not the model, limits it
     description: dict[str, str]  # what the models are, for the statistics
     low_acceptance: str | None  # what is likely wrong where drafts are hardly ever right; None: not worth a word
-    bits_depend_on: list[str]  # in addition to what identifies the job anyway; of a deterministic run
+    bits_depend_on: dict[str, str]  # in addition to what identifies the job anyway; of a deterministic run
     notes: list[str] = field(default_factory=list)  # how each `auto` was decided
 
     @property
@@ -226,7 +226,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation.section, draft),
-        bits_depend_on(device) if config.engine.deterministic else [],
+        bits_depend_on(device) if config.engine.deterministic else {},
         notes,
     )
 

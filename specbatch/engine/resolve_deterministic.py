@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+from collections.abc import Mapping
 
 import torch
 
 from specbatch.engine.cpu_threads import limit_threads
 from specbatch.engine.resolve_device import DTYPE_NAMES
 from specbatch.errors import ConfigError
+from specbatch.kernels.cublaslt import library_version
 from specbatch.models.packed import is_packable
+
+# Each changes which instructions oneDNN or MKL uses, or their precision.
+_CPU_VARIABLES = (
+    *(f"{prefix}_{name}" for prefix in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "DEFAULT_FPMATH_MODE")),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
+)
 
 
 def check_deterministic(device: torch.device, dtype: torch.dtype, attention: str) -> None:
@@ -51,10 +60,23 @@ def check_kv_dtype(device: torch.device, kv_dtype: torch.dtype) -> None:
         )
 
 
-def bits_depend_on(device: torch.device) -> list[str]:
-    """What the bits of a deterministic run depend on, in addition to its configuration, model files and device."""
-    found = [f"torch {torch.__version__}"]
+def bits_depend_on(device: torch.device, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What the bits of a deterministic run depend on, in addition to its configuration, model files and device. Raises
+    ConfigError where cuBLASLt is missing."""
+    found = {"torch": str(torch.__version__)}
     if device.type == "cuda":
-        return [*found, f"triton {importlib.metadata.version('triton')}"]
+        return found | {"triton": importlib.metadata.version("triton"), "cuBLASLt": str(_cublaslt_version())}
     limit_threads()  # as the engine will, when it is built
-    return [*found, f"{torch.get_num_threads()} threads"]
+    # Processors of one name can differ in these: a virtual machine can hide some.
+    found |= {"threads": str(torch.get_num_threads()), "instructions": torch.backends.cpu.get_cpu_capability()}
+    return found | {name: environment[name] for name in _CPU_VARIABLES if environment.get(name)}
+
+
+def _cublaslt_version() -> int:
+    try:
+        return library_version()
+    except OSError as error:
+        raise ConfigError(
+            f"engine.deterministic needs cuBLASLt on CUDA, and this torch has none: {error}",
+            hint="install torch from PyPI, or leave engine.deterministic out",
+        ) from error

@@ -44,7 +44,7 @@ class Description:
     node: str
     made_by: Mapping[str, Any]  # versions, commit, device
     weights: Mapping[str, Any]  # ModelFiles.record()
-    bits_depend_on: Sequence[str] = ()  # of a deterministic run, in addition to the above
+    bits_depend_on: Mapping[str, str] = field(default_factory=dict)  # of a deterministic run, in addition to the above
 
     def fingerprint(
         self, source: Mapping[str, Any], limit: int | None, shard: Shard | None = None, *, has_grammars: bool = False
@@ -52,7 +52,8 @@ class Description:
         """The job's identity. `source`: of the input."""
         job = job_fingerprint(self.config, source, limit, shard=shard, row_tokens=self.row_tokens, models=self.digests)
         if self.config.engine.deterministic:
-            job["device and versions (engine.deterministic)"] = [self.made_by["device"], *self.bits_depend_on]
+            bits = {"device": self.made_by["device"], **self.bits_depend_on}
+            job.update({f"{name} (engine.deterministic)": value for name, value in bits.items()})
         if has_grammars:
             job["llguidance (grammars)"] = self.made_by["versions"].get("llguidance")
         return job
@@ -104,7 +105,7 @@ class Worker:
             platform.node(),
             {"versions": versions(), "commit": commit(), "device": device_name(run.config.engine.device)},
             self.models.record(),
-            list(run.bits_depend_on),
+            dict(run.bits_depend_on),
         )
 
     @property

@@ -48,7 +48,6 @@ class CublasLt:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, unsplit: bool = False) -> None:
         self._lib = _load()
-        self.version = int(self._lib.cublasLtGetVersion())
         self.device = device
         self.dtype = dtype
         self._known_layouts: dict[tuple[int, int, int], tuple[c_void_p, c_void_p, c_void_p]] = {}
@@ -140,6 +139,11 @@ class CublasLt:
 
 
 _ONE, _ZERO = c_float(1.0), c_float(0.0)
+
+
+def library_version() -> int:
+    """Of the library that torch has loaded. Raises OSError where it is missing."""
+    return int(_load().cublasLtGetVersion())
 
 
 def _load() -> ctypes.CDLL:

@@ -9,6 +9,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.resolve import resolve
 from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic, check_kv_dtype
 from specbatch.errors import ConfigError
+from specbatch.job.fingerprint import differences
 from tests.scaleout.simulation import description
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -50,13 +51,34 @@ def test_a_torch_without_onednn_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_threads_and_versions_are_part_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["engine.device=cpu", "model.target=random:tiny"]
     plain = resolve(load_config(None, options))
-    assert plain.bits_depend_on == []
+    assert plain.bits_depend_on == {}
     run = resolve(load_config(None, [*options, "engine.deterministic=true"]))
     jobs = []
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        jobs.append(description(config=run.config, bits_depend_on=bits_depend_on(CPU)).fingerprint({}, None))
-    [name] = [name for name in jobs[0] if jobs[0][name] != jobs[1][name]]
-    assert jobs[0][name] == ["cpu (A)", f"torch {torch.__version__}", "1 threads"]
-    assert run.bits_depend_on[0] == f"torch {torch.__version__}"
-    assert name not in description(config=plain.config).fingerprint({}, None)
+        jobs.append(description(config=run.config, bits_depend_on=bits_depend_on(CPU, {})).fingerprint({}, None))
+    assert differences(*jobs) == ["threads (engine.deterministic): 1 -> 3"]
+    added = {name: value for name, value in jobs[0].items() if name.endswith(" (engine.deterministic)")}
+    assert list(added.values()) == ["cpu (A)", torch.__version__, "1", torch.backends.cpu.get_cpu_capability()]
+    assert run.bits_depend_on["torch"] == torch.__version__
+    assert not added.keys() & description(config=plain.config).fingerprint({}, None).keys()
+
+
+def test_instructions_are_part_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = bits_depend_on(CPU, {})
+    variables = {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "", "HOME": "/"}
+    assert bits_depend_on(CPU, variables) == before | {"MKL_CBWR": "AVX2"}
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
+    assert bits_depend_on(CPU, {}) == before | {"instructions": "OTHER"}
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch brings the library along")
+def test_a_torch_without_cublaslt_is_refused() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(ConfigError, match="needs cuBLASLt on CUDA"):
+        bits_depend_on(CUDA)
+
+
+@pytest.mark.gpu
+def test_the_library_of_gemms_is_part_of_the_job() -> None:
+    assert int(bits_depend_on(CUDA)["cuBLASLt"]) > 120000
