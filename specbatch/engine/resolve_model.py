@@ -14,6 +14,7 @@ from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.gguf import GgufSource
+from specbatch.models.layer_names import chosen_layers
 from specbatch.models.quantization import Quantization, chosen
 
 # Whether FP8 may run on CUDA. Its kernels (kernels/triton/fp8.py) were measured alone. Set it to True when, on an H200,
@@ -44,8 +45,9 @@ def resolve_quantization(
             raise ConfigError(f"{what} does not run with engine.tensor_parallel yet", hint="leave one of them out")
     matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
     linear = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
-    covered = sum(map(found.covers, linear))
-    note = f"model.quantization: {found.describe()}; {covered} of {len(linear)} linear layers"
+    covered = [name for name in linear if found.covers(name)]
+    which = f"{len(covered)} of {len(linear)} linear layers: {chosen_layers(covered, linear)}"
+    note = f"model.quantization: {found.describe()}; {which}"
     saved = saved_bytes(found, target.config, device, dtype)
     notes.append(f"{note}; {saved / GIB:.1f} GiB less than {DTYPE_NAMES[dtype]}" if saved else note)
     return found
