@@ -123,6 +123,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
+    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device)
     quantization = resolve_quantization(config, target, device, dtype, notes)
     draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
@@ -148,7 +149,6 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             check_device_shape(shape)
     lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
-    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device)
     models = _cached_models(held, draft, is_packed=device.type == "cpu" and dtype == torch.float32)
     rows = Rows(
         sum(model.bytes_per_token(kv_dtype) for model in models),

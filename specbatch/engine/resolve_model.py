@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.layer_names import chosen_layers
 from specbatch.models.quantization import Quantization, chosen
+from specbatch.models.sharded import check_group_borders
 
 # Whether FP8 may run on CUDA. Its kernels (kernels/triton/fp8.py) were measured alone. Set it to True when, on an H200,
 # `pytest -m gpu tests/kernels/test_fp8.py tests/models/test_fp8_gpu.py` passes, and
@@ -41,11 +43,11 @@ def resolve_quantization(
         what = "model.quantization: fp8" if target.quantization is None else "a checkpoint in FP8"
         if device.type == "cuda":
             _check_cuda(what, device)
-        if config.engine.tensor_parallel > 1:
-            raise ConfigError(f"{what} does not run with engine.tensor_parallel yet", hint="leave one of them out")
     matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
     linear = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
     covered = [name for name in linear if found.covers(name)]
+    if found.inputs != "none" and "block" in (found.weights, found.inputs):
+        _check_groups(covered, target.config, config.engine.tensor_parallel)
     which = f"{len(covered)} of {len(linear)} linear layers: {chosen_layers(covered, linear)}"
     note = f"model.quantization: {found.describe()}; {which}"
     saved = saved_bytes(found, target.config, device, dtype)
@@ -72,6 +74,16 @@ def saved_bytes(
     if quantization is None or quantization.inputs == "none" or device.type != "cuda":
         return 0
     return quantization.num_values(expected_tensors(config)) * (dtype.itemsize - 1)
+
+
+def _check_groups(layers: Sequence[str], config: ModelConfig, num_ranks: int) -> None:
+    try:
+        check_group_borders(layers, config, num_ranks)
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.tensor_parallel: {num_ranks} divides a group of inputs that has one scale ({error})",
+            hint="use fewer ranks, or set model.quantization: none",
+        ) from error
 
 
 def _check_cuda(what: str, device: torch.device) -> None:

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels.quantised import E4M3_MAX, GROUP
-from specbatch.kernels.torch.fp8 import quantise, scale_of
+from specbatch.kernels.torch.fp8 import quantise, quantise_part, scale_of
 from specbatch.models.linear import GatedLinear, Linear
 from specbatch.models.quantization import InputScales
+from specbatch.parallel.group import Group
 
 # torch computes elements in vectors, and those at the end of a thread's share one by one, by another formula. A part of
 # this size is one share, and of whole vectors.
@@ -73,17 +74,28 @@ def _kind(weight: Fp8Weight) -> tuple[InputScales, float | None, int]:
 
 
 class Fp8Linear(Linear):
-    """`make_linear`: makes the GEMM, from a float32 weight."""
+    """`make_linear`: makes the GEMM, from a float32 weight. `input_ranks`: have the features of the inputs that this
+    process has not."""
 
-    def __init__(self, weight: Fp8Weight, bias_O: Tensor | None, make_linear: Callable[[Tensor], Linear]) -> None:
+    def __init__(
+        self,
+        weight: Fp8Weight,
+        bias_O: Tensor | None,
+        make_linear: Callable[[Tensor], Linear],
+        input_ranks: Group | None = None,
+    ) -> None:
         assert weight.inputs != "none", "a layer whose inputs are not quantised is an ordinary one"
+        self._input_ranks = input_ranks
         self._inputs, self._input_scale, self._bias = weight.inputs, weight.input_scale, bias_O
         # Scales of blocks are a part of the weight.
         self._scale_O = weight.scale[:, 0] if weight.scale.shape[1] == 1 else None
         self._gemm = make_linear(weight.dequantised() if self._scale_O is None else weight.values_OI.float())
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        values_TI, scale_TG = quantise(x_TI, self._input_scale, grouped=self._inputs == "block")
+        if self._inputs == "token" and self._input_ranks is not None:
+            values_TI, scale_TG = quantise_part(x_TI, self._input_ranks.largest)
+        else:
+            values_TI, scale_TG = quantise(x_TI, self._input_scale, grouped=self._inputs == "block")
         if self._inputs == "block":  # scales of groups are a part of the inputs
             spread_TI = scale_TG.repeat_interleave(GROUP, 1)[:, : values_TI.shape[1]]
             y_TO = self._gemm(values_TI.float() * spread_TI)

@@ -9,12 +9,13 @@ Shape suffixes: T packed tokens, I input features, O output features, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specbatch.kernels.quantised import GROUP
 from specbatch.models.config import ModelConfig
 from specbatch.models.linear import Linear
 from specbatch.parallel.group import Group
@@ -55,13 +56,45 @@ def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
     over ranks is the first rank's; it is zero on the others."""
     parts = name.split(".")
     layer, kind = (parts[-2], parts[-1]) if len(parts) > 1 else (name, "")
-    head_dim = shard.config.head_dim
-    if layer in ("o_proj", "down_proj"):
+    if (inputs := _inputs_of_part(layer, shard)) is not None:
         if kind == "bias":
             return tensor.clone() if shard.group.rank == 0 else torch.zeros_like(tensor)
-        inputs = shard.inner if layer == "down_proj" else _features(shard.heads.query, head_dim)
         return tensor[:, inputs.start : inputs.stop].clone()
-    outputs = {
+    outputs = _outputs_of_part(layer, shard)
+    return tensor if outputs is None else tensor[outputs.start : outputs.stop].clone()
+
+
+def scale_part_of(layer: str, scale_OG: Tensor, shard: ModelShard) -> Tensor:
+    """The rank's part of a weight's scales: (O, 1), or (O, G) for groups of inputs, which `check_group_borders` has
+    found to be on one rank each."""
+    kind = layer.rpartition(".")[2]
+    inputs = _inputs_of_part(kind, shard)
+    if inputs is not None and scale_OG.shape[1] > 1:
+        return scale_OG[:, inputs.start // GROUP : -(-inputs.stop // GROUP)].clone()
+    outputs = _outputs_of_part(kind, shard)
+    return scale_OG if outputs is None else scale_OG[outputs.start : outputs.stop].clone()
+
+
+def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int) -> None:
+    """Layers with a scale for each GROUP of inputs. Raises ValueError if a group would be on two ranks."""
+    heads = [part.query.stop * config.head_dim for part in head_shares(config.num_heads, config.num_kv_heads, size)]
+    inner = [part.stop for part in even_shares(config.intermediate_size, size)]
+    for layer, ends in (("o_proj", heads), ("down_proj", inner)):
+        if any(name.endswith(f".{layer}") for name in layers) and any(end % GROUP for end in ends[:-1]):
+            raise ValueError(f"{layer} has {ends[-1]} inputs, and {ends[0]} of them is no multiple of {GROUP}")
+
+
+def _inputs_of_part(layer: str, shard: ModelShard) -> range | None:
+    """Of a layer whose inputs are divided."""
+    if layer == "down_proj":
+        return shard.inner
+    return _features(shard.heads.query, shard.config.head_dim) if layer == "o_proj" else None
+
+
+def _outputs_of_part(layer: str, shard: ModelShard) -> range | None:
+    """Of a layer whose outputs are divided."""
+    head_dim = shard.config.head_dim
+    return {
         "q_proj": _features(shard.heads.query, head_dim),
         "k_proj": _features(shard.heads.kv, head_dim),
         "v_proj": _features(shard.heads.kv, head_dim),
@@ -70,7 +103,6 @@ def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
         "embed_tokens": shard.vocab,
         "lm_head": shard.vocab,
     }.get(layer)
-    return tensor if outputs is None else tensor[outputs.start : outputs.stop].clone()
 
 
 def _features(heads: range, head_dim: int) -> range:

@@ -5,6 +5,7 @@ Shape suffixes: I input features, O output features.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -27,7 +28,8 @@ from specbatch.models.linear import DenseGatedLinear, DenseLinear, GatedLinear, 
 from specbatch.models.packed import PackedGatedLinear, PackedLinear, is_packable
 from specbatch.models.quantization import ON_LOAD, Quantization
 from specbatch.models.scaled import ScaledGatedLinear, ScaledLinear
-from specbatch.models.sharded import Embedding, GatheredLinear, ModelShard, SummedLinear, part_of
+from specbatch.models.sharded import Embedding, GatheredLinear, ModelShard, SummedLinear, part_of, scale_part_of
+from specbatch.parallel.group import Group
 
 
 class TensorReader(Protocol):
@@ -87,8 +89,11 @@ class WeightLoader:
 
     def summed_linear(self, name: str, has_bias: bool = False) -> Linear:
         """A layer that reads the heads, or the inner features of an MLP, which may be divided among ranks."""
-        linear = self.linear(name, has_bias=has_bias)
-        return linear if self._shard is None else SummedLinear(linear, self._shard.group)
+        if self._shard is None:
+            return self.linear(name, has_bias=has_bias)
+        group, is_quantised = self._shard.group, self._is_quantised(name)
+        part = self._quantised((name,), has_bias, group) if is_quantised else self.linear(name, has_bias=has_bias)
+        return SummedLinear(part, group)
 
     def lm_head(self, embedding_VE: Tensor | None, vocab_size: int) -> Linear:
         """`embedding_VE`: of a model that has one matrix for both."""
@@ -113,26 +118,36 @@ class WeightLoader:
         """Whether the inputs of one of these layers are quantised, too: else it is an ordinary layer."""
         return self._quantization is not None and self._quantization.inputs != "none" and any(map(self._covers, names))
 
-    def _quantised(self, names: tuple[str, ...], has_bias: bool) -> Linear:
-        """Layers of which some are quantised."""
+    def _quantised(self, names: tuple[str, ...], has_bias: bool, input_ranks: Group | None = None) -> Linear:
+        """Layers of which some are quantised. `input_ranks`: have the features of the inputs that this process has
+        not."""
         biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
-        weights = [self._fp8_weight(name) for name in names if self._covers(name)]
+        weights = [self._own_fp8_weight(name) for name in names if self._covers(name)]
         joined = joined_weights(weights) if len(weights) == len(names) else None
         if joined is None and len(names) > 1:
             return JoinedLinear([self.linear(name, has_bias=has_bias) for name in names])
         assert joined is not None
         bias = _joined(biases) if has_bias else None
         if self.device.type == "cuda":
-            scaled = ScaledLinear(joined, bias, self._ops, self.dtype, invariant=self._gemm is not None)
-            if self._gemm is not None:
-                self._gemm.check(joined.values_OI, scaled)
-            return scaled
-        return Fp8Linear(joined, bias, self._wide_linear)
+            is_invariant = self._gemm is not None
+            if self._gemm is not None:  # without the ranks, which may have parts of other sizes to check
+                alone = ScaledLinear(joined, bias, self._ops, self.dtype, invariant=is_invariant)
+                self._gemm.check(joined.values_OI, alone)
+            return ScaledLinear(joined, bias, self._ops, self.dtype, invariant=is_invariant, input_ranks=input_ranks)
+        return Fp8Linear(joined, bias, self._wide_linear, input_ranks)
+
+    def _own_fp8_weight(self, layer: str) -> Fp8Weight:
+        """This process's part. What is quantised while it is loaded has the scales of the whole weight."""
+        whole, shard = self._fp8_weight(layer), self._shard
+        if shard is None:
+            return whole
+        values, scale = part_of(f"{layer}.weight", whole.values_OI, shard), scale_part_of(layer, whole.scale, shard)
+        return replace(whole, values_OI=values, scale=scale)
 
     def _fp8_weight(self, name: str) -> Fp8Weight:
         weight, quantization = self.stored(f"{name}.weight").to(self.device), self._quantization
         assert quantization is not None
-        if quantization is ON_LOAD:
+        if quantization == ON_LOAD:
             return quantise_weight(weight)
         scale = self.stored(f"{name}.{quantization.scale}").to(self.device)
         outputs = None if quantization.block is None else quantization.block[0]

@@ -47,6 +47,10 @@ class Group(Protocol):
         where it lies in x, which a ring's would."""
         return self.start_sum(x)()
 
+    def largest(self, x: Tensor) -> Tensor:
+        """Of each element, the largest over ranks; NaN if one of them is."""
+        return self.gather(x).amax(dim=0)
+
     def least(self, value: int) -> int:
         """Of the values of all ranks. The host waits for it."""
         return int(self.gather(torch.tensor(value, device=self.device)).min())

@@ -303,8 +303,11 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Tensor | None], w
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     fp8 = fp8_checkpoint(tmp_path / "fp8", compressed())
-    with pytest.raises(ConfigError, match="tensor_parallel"):
-        resolve(load_config(None, [f"model.target={fp8}", "engine.device=cpu", "engine.tensor_parallel=2"]))
+    options = ["engine.device=cpu", "engine.tensor_parallel=2"]
+    blocks = fp8_checkpoint(tmp_path / "blocks", BLOCKS, hidden_size=256, intermediate_size=384)
+    with pytest.raises(ConfigError, match="down_proj has 384 inputs, and 192 of them is no multiple of 128"):
+        resolve(load_config(None, [f"model.target={blocks}", *options]))
+    resolve(load_config(None, [f"model.target={blocks}", *options, "model.quantization=none"]))
     with pytest.raises(ConfigError, match="a checkpoint in FP8 does not run on CUDA yet"):
         resolve_quantization(
             load_config(None, [f"model.target={fp8}"]), open_checkpoint(fp8), torch.device("cuda"), torch.bfloat16, []

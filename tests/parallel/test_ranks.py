@@ -99,6 +99,17 @@ def test_two_processes_answer_as_one(ranked: RankedEngine, tiny_model: Path) -> 
     assert ranked.stats.speculation == alone.stats.speculation
 
 
+def test_two_processes_in_fp8_answer_as_one(tiny_model: Path) -> None:
+    """The other process gets a copy of what is to be quantised while loading."""
+    options = ["model.quantization=fp8", "speculation.method=none"]
+    alone = answers(build_engine(resolved(tiny_model, *options)))
+    engine = build_ranked(resolved(tiny_model, "engine.tensor_parallel=2", *options), start=Forked)
+    try:
+        assert [c.token_ids for c in answers(engine)] == [c.token_ids for c in alone]
+    finally:
+        engine._others.close()
+
+
 def test_a_rank_that_is_killed_is_an_error(ranked: RankedEngine) -> None:
     (rank,) = ranked._others._ranks
     answers(ranked)

@@ -9,6 +9,8 @@ Shape suffixes: T packed tokens, E hidden size, I input features, O output featu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +21,10 @@ from specbatch.kernels.torch.model import rms_norm, silu_mul
 
 def scale_of(wide: Tensor) -> Tensor:
     """Of float32 numbers: makes the largest of the last dimension 448; one value there."""
-    largest = wide.abs().amax(dim=-1, keepdim=True)
+    return _scale_for(wide.abs().amax(dim=-1, keepdim=True))
+
+
+def _scale_for(largest: Tensor) -> Tensor:
     # Of a number as the divisor, CUDA takes the reciprocal: a last bit may differ from a CPU's.
     return (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 
@@ -37,6 +42,14 @@ def quantise(x_TI: Tensor, static: float | None = None, grouped: bool = False) -
         scaled = scaled.masked_fill(parts_TGI.isinf(), torch.nan)
     values_TI = scaled.to(torch.float8_e4m3fn).flatten(1)[:, :width]
     return Quantised(values_TI.contiguous(), scale.squeeze(-1))
+
+
+def quantise_part(x_TI: Tensor, largest_over_ranks: Callable[[Tensor], Tensor]) -> Quantised:
+    """As `quantise`, of tokens of which each rank has some features: the scale is that of the whole token.
+    `largest_over_ranks`: of the largest magnitudes (T, 1) that each rank has."""
+    wide = x_TI.float()
+    scale = _scale_for(largest_over_ranks(wide.abs().amax(dim=1, keepdim=True)))
+    return Quantised((wide * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale)
 
 
 def rms_norm_quantised(
