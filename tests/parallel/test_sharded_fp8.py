@@ -82,8 +82,8 @@ def test_each_layer_is_that_of_the_whole_model(section: dict[str, Any] | None, t
 
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
 def test_logits_are_those_of_the_whole_model(section: dict[str, Any] | None, tmp_path: Path) -> None:
-    """A last bit before an input is rounded may make it the next number of FP8. So the bound is that of few such; with a
-    scale for each rank's part of a token, it is 0.2."""
+    """A last bit before an input is rounded may make it the next number of FP8. So the bound is that of few such.
+    With a scale for each rank's part of a token, the difference is 0.2."""
     model = checkpoint(tmp_path / "m", section)
     expected = logits_of(model, None)
     first, second = on_ranks(2, lambda group: logits_of(model, group))
