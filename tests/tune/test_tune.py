@@ -154,6 +154,18 @@ def test_measurements_of_other_rows_are_not_used(rows: Path, tmp_path: Path, tin
 
 
 @pytest.mark.usefixtures("trace_only")
+def test_measurements_in_other_numbers_are_not_used(rows: Path, tmp_path: Path, tiny_model: Path) -> None:
+    """FP8 changes what rounds cost, and which tokens are accepted."""
+    output = tmp_path / "t.yaml"
+    fp8 = ["model.quantization=fp8", "engine.kv_dtype=fp8_e4m3"]
+    for sets in ([], fp8[:1], fp8):
+        found = tune(rows, "-o", output, "--rows", "4", target=tiny_model, sets=sets).output
+        assert "traced 4 rows" in found
+        assert ("of another job: measured again" in found) == bool(sets)
+    assert BEFORE in tune(rows, "-o", output, "--rows", "4", target=tiny_model, sets=fp8).output
+
+
+@pytest.mark.usefixtures("trace_only")
 def test_one_sampled_row_among_those_that_run_live(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
