@@ -133,12 +133,12 @@ def with_lanes_that_gain(
                 )
                 times[size] = _of_first(of_size, group)
     sizes, notes = chosen(replace(rounds.lanes, sizes=tuple(known)), times.__getitem__)
-    single = sizes.single | (batches.keys() - known.keys())
-    if batches.keys() - known.keys():
-        least = min(batches.keys() - known.keys())
+    too_large = batches.keys() - known.keys()
+    single = sizes.single | too_large
+    if too_large:
         notes.append(
-            f"engine.two_batch_overlap: {2 * least} rows and more: one lane (the cache does not hold as many requests "
-            f"of {context} tokens)"
+            f"engine.two_batch_overlap: {2 * min(too_large)} rows and more: one lane (the cache does not hold as many "
+            f"requests of {context} tokens)"
         )
     prompts, note = _with_prompts_that_gain(sized, engine, group, measure)
     found = replace(prompts, lanes=replace(rounds.lanes, single=frozenset(single)))

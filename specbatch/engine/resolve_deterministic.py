@@ -16,8 +16,12 @@ from specbatch.models.packed import is_packable
 
 # Each changes which instructions oneDNN or MKL uses, or their precision.
 _CPU_VARIABLES = (
-    *(f"{prefix}_{name}" for prefix in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "DEFAULT_FPMATH_MODE")),
-    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
+    "ONEDNN_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
 )
 
 

@@ -158,11 +158,9 @@ class FileJob:
             self._keep(finished)
             ended = self._exhausted and pool.is_idle
             self._too_many_failed = self.failures.verdict(self.results.totals, self.source.total, ended=ended)
-            if finished.rows and self.low_acceptance is not None:
-                warning = low_acceptance_warning(pool.stats.speculation, self.low_acceptance)
-                if warning is not None:
-                    self.warn(warning)
-                    self.low_acceptance = None  # once is enough
+            if finished.rows and (warning := low_acceptance_warning(pool.stats.speculation, self.low_acceptance)):
+                self.warn(warning)
+                self.low_acceptance = None  # once is enough
             self._show_progress()
             self.session.io_seconds += time.perf_counter() - began
         if self._ends_early:
