@@ -66,11 +66,12 @@ def start(args: argparse.Namespace, folder: Path, number: int) -> dict[str, Any]
     command = [sys.executable, "-m", "specbatch", "generate", str(data), "-o", str(output)]
     command += [part for one in sets for part in ("--set", one)]
     caches = {name: str(folder / name) for name in _CACHES}
+    search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     began, first = time.perf_counter(), None
     with log.open("w") as stream:
         process = subprocess.Popen(
             command, stdout=stream, stderr=stream, cwd=folder,
-            env=os.environ | caches | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+            env=os.environ | caches | {"PYTHONPATH": search, "NO_COLOR": "1"},
         )  # fmt: skip
         while process.poll() is None:
             if first is None and output.is_file() and output.stat().st_size:

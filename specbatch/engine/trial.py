@@ -23,7 +23,7 @@ from specbatch.graphs.runner import GraphRunner
 from specbatch.models.config import num_layer_weights
 
 _PROMPT_GRAPHS = 16  # of a job, roughly
-_SMALLEST_CHUNK = 32  # of the trial, tokens
+_SHORT_PROMPT = 32  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,12 @@ class Trials:
         prompt = rounds.items[0]  # for prompts, which no draft method changes
         prompt_bytes = self._prompt_peak(prompt, prefill_chunk_tokens)
         padded_bytes = self._prompt_peak(prompt, chunk_cost.graph_tokens) if chunk_cost.graph_tokens else 0
-        num_tokens = _SMALLEST_CHUNK
-        while num_tokens < prefill_chunk_tokens:  # compiles what chunks of other sizes need
+        num_prompts = 1
+        while num_prompts * _SHORT_PROMPT < prefill_chunk_tokens:  # compiles what other chunks need
+            num_tokens = num_prompts * _SHORT_PROMPT
             trial_prompt(prompt, table, num_tokens, size, device)
-            num_tokens *= 2
+            trial_prompt(prompt, table, num_tokens, size, device, num_prompts)
+            num_prompts *= 2
         padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=device)
         table.add_rules(target.config.vocab_size).add_node_masks(self.parts.num_lookahead)
         rule_bytes = table.rule_bytes
@@ -160,37 +162,40 @@ def trial_round(round_: Round, padding: torch.Tensor, num_top: int | None) -> No
 
 
 @torch.inference_mode()
-def trial_prompt(round_: Round, state: RequestTable, num_tokens: int, page_size: int, device: torch.device) -> None:
-    """A chunk filled by one prompt. As many of its tokens as slots are chosen after it, as if short prompts ended
-    there; all in padding's slot, which stays done."""
+def trial_prompt(
+    round_: Round, state: RequestTable, num_tokens: int, page_size: int, device: torch.device, num_prompts: int = 1
+) -> None:
+    """A chunk of prompts of equal length, which end there. If it is one prompt, as many of its tokens as slots are
+    chosen after it, as if short prompts ended there. All is in padding's slot, which stays done."""
     pages = -(-num_tokens // page_size)
     table = torch.arange(max(pages + 1, state.page_table_SP.shape[1]), dtype=torch.int32, device=device)[None]
     index = torch.arange(num_tokens, device=device)
-    ends = np.array([0, num_tokens], dtype=np.int32)
+    length = num_tokens // num_prompts
+    ends = np.arange(0, num_tokens + 1, length, dtype=np.int32)
     layout = PagedBatch(
         index,
-        index % round_.num_positions,
-        table,
+        index % length % round_.num_positions,
+        table.repeat(num_prompts, 1),
         page_size,
-        torch.zeros(1, dtype=torch.int32, device=device),
+        torch.zeros(num_prompts, dtype=torch.int32, device=device),
         torch.from_numpy(ends).to(device),
-        num_tokens,
+        length,
         host_query_starts=ends,
     )
-    last = index[-state.padding :]
+    last = index[-state.padding :] if num_prompts == 1 else index[length - 1 :: length]
     slots = torch.full_like(last, state.padding)
     zeros = torch.zeros_like(index)
     saved = state.ints_SF[state.padding].clone()
-    logits_indices = LogitsIndices.of(layout, last, last, table.repeat(last.shape[0], 1))
+    logits_indices = LogitsIndices.of(layout, last, last % length, table.repeat(last.shape[0], 1))
     cut, half = None, num_tokens // 2
-    if round_.two_lanes is not None and half >= round_.two_lanes.min_prompt_lane:
+    if num_prompts == 1 and round_.two_lanes is not None and half >= round_.two_lanes.min_prompt_lane:
         cut = ChunkCut(0, half, half, max(0, half - (num_tokens - len(last))))
     chunk = PromptChunk(
         zeros,
         layout,
         slots,
         logits_indices,
-        last + 1,
+        last % length + 1,
         torch.full_like(last, -1),
         zeros,
         layout,

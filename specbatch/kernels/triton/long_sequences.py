@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _long_sequences(
     starts_ptr, query_starts_ptr, index_ptr, listed_ptr, num_seqs, min_tokens, count,
     SEQS: tl.constexpr, COUNT: tl.constexpr,
