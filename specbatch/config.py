@@ -171,14 +171,14 @@ class EngineSection:
         "auto",
         "`on`: several requests share a cached beginning, and a round reads it once, not once for each of them. It "
         "needs `engine.attention: triton` and `engine.prefix_cache`, and runs neither with `engine.deterministic` nor "
-        "with `engine.two_batch_overlap`. Layers with a sliding window do not share. `auto`: off, because its "
-        "gain in whole files is not measured yet.",
+        "with `engine.two_batch_overlap`. Layers with a sliding window do not share. `auto`: on where "
+        "prompts begin alike (`shared_tokens`) and a model of costs says that reading once is faster; off on a CPU.",
         read=read_switch,
     )
     shared_tokens: int | None = option(
         None,
         "Number of tokens with which most prompts begin alike. null: counted in the first rows of a file. Only "
-        "`cascade_attention: auto` reads it, so it has no effect while that is off.",
+        "`cascade_attention: auto` reads it.",
         AT_LEAST_0,
     )
     prefill_chunk_tokens: int | None = option(

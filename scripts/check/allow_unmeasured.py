@@ -1,5 +1,5 @@
 """Runs a script or a module with what `resolve` refuses on CUDA until it is measured: FP8, engine.tensor_parallel,
-and the `auto` of engine.cascade_attention and engine.two_batch_overlap. It can also be imported.
+and the `auto` of engine.two_batch_overlap. It can also be imported.
 
 python scripts/check/allow_unmeasured.py scripts/bench/bench.py --set model.quantization=fp8 ...
 python scripts/check/allow_unmeasured.py -m specbatch generate ... --set model.quantization=fp8
@@ -11,11 +11,11 @@ import runpy
 import sys
 from pathlib import Path
 
-from specbatch.engine import resolve_cascade, resolve_lanes, resolve_model, resolve_ranks
+from specbatch.engine import resolve_lanes, resolve_model, resolve_ranks
 
 
 def allow() -> None:
-    for module in (resolve_cascade, resolve_lanes, resolve_model, resolve_ranks):
+    for module in (resolve_lanes, resolve_model, resolve_ranks):
         module.MEASURED_ON_CUDA = True
 
 

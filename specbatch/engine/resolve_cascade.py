@@ -10,8 +10,6 @@ from specbatch.config import EngineSection
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 
-MEASURED_ON_CUDA = False  # whole files; a layer is. `auto` is off without it
-
 
 def resolve_cascade(
     section: EngineSection,
@@ -33,17 +31,14 @@ def resolve_cascade(
         return None
     shared = section.shared_tokens or 0
     least = costs.min_batch(shared, num_queries, ladder(max_batch_size))
-    if not MEASURED_ON_CUDA:
-        why = "what it gains in whole files is not measured yet"
-    elif least is None:
+    if least is None:
         why = f"prompts that begin alike share {shared} tokens: too few to gain" if shared else "no prompts begin alike"
-    else:
-        notes.append(
-            f"engine.cascade_attention: on for {least} requests and more (prompts begin with {shared} equal tokens)"
-        )
-        return GroupLimits(min_batch=least, costs=costs)
-    notes.append(f"engine.cascade_attention: off ({why})")
-    return None
+        notes.append(f"engine.cascade_attention: off ({why})")
+        return None
+    notes.append(
+        f"engine.cascade_attention: on for {least} requests and more (prompts begin with {shared} equal tokens)"
+    )
+    return GroupLimits(min_batch=least, costs=costs)
 
 
 def _problem(section: EngineSection, attention: str, windows: Sequence[int | None]) -> ConfigError | None:

@@ -180,15 +180,7 @@ def test_layers_with_windows_do_not_share() -> None:
     assert resolved(EngineSection(shared_tokens=4000), windows=(64, 64)) == (None, [])
 
 
-def test_auto_is_off_until_files_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve_cascade, "MEASURED_ON_CUDA", False)
-    found, notes = resolved(EngineSection(shared_tokens=1000))
-    assert found is None
-    assert notes == ["engine.cascade_attention: off (what it gains in whole files is not measured yet)"]
-
-
-def test_auto_follows_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve_cascade, "MEASURED_ON_CUDA", True)
+def test_auto_follows_the_costs() -> None:
     least = {}
     for shared in (0, 256, 1000, 4000):
         found, notes = resolved(EngineSection(shared_tokens=shared))
