@@ -4,8 +4,8 @@
 
 Runs `specbatch generate` over a few short rows, each time in a process of its own. The first run finds no compiled
 kernels: the caches of Triton, Inductor and CUDA are an empty folder. The next ones find what it left. Prints a JSON
-line for each run: `first_row_s`, to the first line of the output; `seconds`, to the end of the process; `parts`, which
-the tool says of its start. Weights are made at random, so reading them from a disk is not in it. A run that fails is a
+line for each run: `first_row_s`, to the first line of the output; `seconds`, to the end of the process; `session`, the job's
+own seconds (`load` begins with the command); `parts`, which the tool says of its start. Weights are made at random, so reading them from a disk is not in it. A run that fails is a
 line with its error.
 """
 
@@ -82,10 +82,10 @@ def start(args: argparse.Namespace, folder: Path, number: int) -> dict[str, Any]
     seconds, text = time.perf_counter() - began, log.read_text(errors="replace")
     if process.returncode:
         raise RuntimeError(f"exit code {process.returncode}: {text[-1200:]}")
-    notes = json.loads(output.with_suffix(".stats.json").read_text())["notes"]
+    stats = json.loads(output.with_suffix(".stats.json").read_text())
     return {
         "first_row_s": round(seconds if first is None else first, 2), "seconds": round(seconds, 2),
-        "parts": [note for note in notes if _SHOWN.match(note)],
+        "session": stats["session"]["seconds"], "parts": [note for note in stats["notes"] if _SHOWN.match(note)],
     }  # fmt: skip
 
 

@@ -105,6 +105,11 @@ def _run(
     """`named`: the local file that the job writes; `store`: where it goes then."""
     output = _checked_output(named, options, config, console)
     shown = str(output) if store is None else store.url
+    if options.retry_errors and not (options.overwrite or output.exists() or partial_path(output).exists()):
+        raise InputError(
+            f"{shown} does not exist, so it has no rows that failed",
+            "-o names the output of the job; without --retry-errors, all rows run",
+        )
     config = with_chat_template_text(config)
     config = with_first_day(config, options.today(), None if options.overwrite else output)
     parser = RowParser(config.sampling, config.data)

@@ -97,6 +97,14 @@ def test_a_retry_is_of_the_same_job(run: Run) -> None:
     assert not partial_path(run.output).exists()
 
 
+def test_a_retry_of_nothing_is_an_error(run: Run) -> None:
+    """A typing error in the name of the output would run the whole file."""
+    run.write(rows(20, 2))
+    with pytest.raises(InputError, match="does not exist, so it has no rows that failed"):
+        run(retry_errors=True)
+    assert not partial_path(run.output).exists()
+
+
 def test_a_retry_of_a_shard(run: Run) -> None:
     run.write(rows(40, 2))
     run(shard=Shard(0, 2), engine=Broken())
