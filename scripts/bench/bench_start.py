@@ -4,9 +4,9 @@
 
 Runs `specbatch generate` over a few short rows, each time in a process of its own. The first run finds no compiled
 kernels: the caches of Triton, Inductor and CUDA are an empty folder. The next ones find what it left. Prints a JSON
-line for each run: `first_row_s`, to the first line of the output; `seconds`, to the end of the process; `session`, the job's
-own seconds (`load` begins with the command); `parts`, which the tool says of its start. Weights are made at random, so reading them from a disk is not in it. A run that fails is a
-line with its error.
+line for each run: `first_row_s`, to the first line of the output; `seconds`, to the end of the process; `session`, the
+job's own seconds (`load` begins with the command); `parts`, which the tool says of its start. Weights are made at
+random, so reading them from a disk is not in it. A run that fails is a line with its error.
 """
 
 from __future__ import annotations
