@@ -80,8 +80,9 @@ def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int) -
     heads = [part.query.stop * config.head_dim for part in head_shares(config.num_heads, config.num_kv_heads, size)]
     inner = [part.stop for part in even_shares(config.intermediate_size, size)]
     for layer, ends in (("o_proj", heads), ("down_proj", inner)):
-        if any(name.endswith(f".{layer}") for name in layers) and any(end % GROUP for end in ends[:-1]):
-            raise ValueError(f"{layer} has {ends[-1]} inputs, and {ends[0]} of them is no multiple of {GROUP}")
+        cut = next((end for end in ends[:-1] if end % GROUP), None)
+        if cut is not None and any(name.endswith(f".{layer}") for name in layers):
+            raise ValueError(f"{layer} has {ends[-1]} inputs, and {cut} of them is no multiple of {GROUP}")
 
 
 def _inputs_of_part(layer: str, shard: ModelShard) -> range | None:

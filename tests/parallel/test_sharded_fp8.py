@@ -16,14 +16,14 @@ from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.fp8 import quantise_weight
 from specbatch.models.quantization import ON_LOAD
 from specbatch.models.scaled import ScaledLinear
-from specbatch.models.sharded import ModelShard
+from specbatch.models.sharded import ModelShard, check_group_borders
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from tests.coins import plain_logits
 from tests.fp8_checkpoints import FORMATS, fp8_checkpoint
 from tests.parallel.threads import on_ranks
 from tests.tiny_checkpoint import write_checkpoint
-from tests.tiny_models import CPU, attention_of
+from tests.tiny_models import CPU, attention_of, tiny_config
 
 TOKENS = list(range(1, 40))
 SIZES = {"hidden_size": 512, "intermediate_size": 256, "num_attention_heads": 4}
@@ -118,3 +118,11 @@ def test_a_layer_of_a_gpu_takes_the_scale_of_the_whole_token() -> None:
     for found in on_ranks(2, work):
         expected = ScaledLinear(weight, None, ops, torch.float32).with_residual(x, residual)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_border_in_a_group_is_named() -> None:
+    """Parts of 128, 127 and 127 inputs: the first ends with a group, the second does not."""
+    config = tiny_config(num_heads=6, num_kv_heads=3, intermediate_size=382)
+    with pytest.raises(ValueError, match="down_proj has 382 inputs, and 255 of them is no multiple of 128"):
+        check_group_borders(["model.layers.0.mlp.down_proj"], config, 3)
+    check_group_borders(["model.layers.0.mlp.up_proj"], config, 3)
