@@ -71,10 +71,11 @@ def run_rank(connection: Connection) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _leave(0)  # rank 0 has ended
     except SpecbatchError as error:
-        connection.send(("failed", error.message, error.hint))
+        with contextlib.suppress(OSError):  # rank 0 has ended, too
+            connection.send(("failed", error.message, error.hint))
         _leave(2)
     except Exception as error:
-        with contextlib.suppress(BrokenPipeError):  # rank 0 has ended: that was the error
+        with contextlib.suppress(OSError):  # rank 0 has ended: that was the error
             connection.send(("failed", f"{type(error).__name__}: {error}", None))
             traceback.print_exc()
         _leave(3)

@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -123,6 +124,26 @@ def test_a_rank_that_runs_other_calls_is_an_error(ranked: RankedEngine) -> None:
     ranked._others.send("step", 123)
     with pytest.raises(ModelError, match="rank 0 has 123 tokens"):
         answers(ranked)
+
+
+@pytest.mark.parametrize("error", [ModelError("no such file", "look for it"), ValueError("wrong")], ids=repr)
+def test_a_rank_with_an_error_ends_as_usual_where_nobody_reads_it(error: Exception) -> None:
+    """Rank 0 has ended. Reading the run raises, as it does where a file of the model is gone."""
+
+    class Raises:
+        def __reduce__(self) -> Any:
+            return _raise, (error,)
+
+    mine, theirs = multiprocessing.Pipe()
+    mine.send_bytes(pickle.dumps(Raises()))
+    mine.close()
+    rank = Forked(theirs)
+    theirs.close()
+    assert rank.wait(30) == (2 if isinstance(error, ModelError) else 3)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_ranks_end_with_the_engine(tiny_model: Path) -> None:
