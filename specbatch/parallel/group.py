@@ -43,8 +43,11 @@ class Group(Protocol):
         return total
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in their order. So all ranks get the same bits, and an element's bits do not depend on
-        where it lies in x, which a ring's would."""
+        """The sum over ranks. All ranks get the same bits.
+
+        `GlooGroup`, and `CudaGroup` with `fixed_order`, add in the order of ranks: an element's bits do not depend on
+        where it lies in x. `CudaGroup` without it adds some tensors by NCCL, in an order that can depend on their size
+        and on the element's place (`algorithms.py`)."""
         return self.start_sum(x)()
 
     def largest(self, x: Tensor) -> Tensor:
