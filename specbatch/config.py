@@ -177,8 +177,8 @@ class EngineSection:
     )
     shared_tokens: int | None = option(
         None,
-        "Number of tokens with which most prompts begin alike. null: counted in the first rows of a file. Only "
-        "`cascade_attention: auto` reads it.",
+        "Number of tokens with which prompts begin alike, on average. null: counted in the first rows, where the input "
+        "can be read twice. Only `cascade_attention: auto` reads it.",
         AT_LEAST_0,
     )
     prefill_chunk_tokens: int | None = option(

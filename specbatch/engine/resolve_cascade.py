@@ -29,7 +29,13 @@ def resolve_cascade(
         return GroupLimits()
     if section.cascade_attention == "off" or problem is not None:
         return None
-    shared = section.shared_tokens or 0
+    if section.shared_tokens is None:
+        notes.append(
+            "engine.cascade_attention: off (it is not known whether prompts begin alike: engine.shared_tokens was not "
+            "given, and could not be counted)"
+        )
+        return None
+    shared = section.shared_tokens
     least = costs.min_batch(shared, num_queries, ladder(max_batch_size))
     if least is None:
         why = f"prompts that begin alike share {shared} tokens: too few to gain" if shared else "no prompts begin alike"

@@ -81,7 +81,8 @@ class Trials:
         while num_prompts * _SHORT_PROMPT < prefill_chunk_tokens:  # compiles what other chunks need
             num_tokens = num_prompts * _SHORT_PROMPT
             trial_prompt(prompt, table, num_tokens, size, device)
-            trial_prompt(prompt, table, num_tokens, size, device, num_prompts)
+            if 1 < num_prompts <= max_batch_size:
+                trial_prompt(prompt, table, num_tokens, size, device, num_prompts)
             num_prompts *= 2
         padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=device)
         table.add_rules(target.config.vocab_size).add_node_masks(self.parts.num_lookahead)

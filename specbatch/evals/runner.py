@@ -26,7 +26,10 @@ from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.files import disk_errors, write_whole
 from specbatch.job.paths import stats_path_of
+from specbatch.job.plan import with_shared_tokens
 from specbatch.job.pool import LocalPool
+from specbatch.job.rows import RowParser
+from specbatch.job.sources import source_of_lines
 from specbatch.job.terminal import print_notes
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.job.worker import Runtime, Worker
@@ -65,7 +68,7 @@ class Runner:
             self._shared.release()
         # A task says which prompts are chats; its other prompts run as text.
         as_text = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts_as_chat=False))
-        self._shared = SharedRuntime(self._runtime, as_text)
+        self._shared = SharedRuntime(self._runtime, with_shared_tokens_of(as_text, plans))
         tokenizer = self._shared.resolved.tokenizer
         for plan in plans:
             if plan.task.prompt.kind == "chat":
@@ -121,6 +124,17 @@ class Runner:
         outcome = run_file_job(options, config, pool, self._console, began=began, summary=False)
         if outcome.exit_code == INTERRUPTED:
             raise Interrupted
+
+
+def with_shared_tokens_of(config: Config, plans: Sequence[Plan]) -> Config:
+    """One engine runs all tasks: what prompts of the task share whose prompts share the most."""
+    counted = [config]
+    for plan in plans:
+        own = plan_config(config, plan, ())
+        source = source_of_lines(plan.task.name, plan.lines())
+        found = with_shared_tokens(config, source, RowParser(own.sampling, own.data))
+        counted.append(found)
+    return max(counted, key=lambda one: -1 if one.engine.shared_tokens is None else one.engine.shared_tokens)
 
 
 def _check_chat_template(template: ChatTemplate, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from specbatch.config import Config
 from specbatch.job.estimate import Estimate, FileTokens, Trial, count_tokens, estimate, run_trial
+from specbatch.job.plan import with_shared_tokens
 from specbatch.job.progress import duration
 from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.shard import part_of
@@ -45,7 +46,7 @@ def estimate_file(
     source = with_checked_fields(open_source(options.input, config.data), parser)
     source = part_of(source, options.limit, None)
     worker = Worker(runtime, lambda line: print_notes([line], console))
-    what = worker.describe(config)
+    what = worker.describe(with_shared_tokens(config, source, parser))
     print_notes(what.notes, console)
     batch = what.config.engine.max_batch_size
     assert batch is not None, "resolve() decides it"

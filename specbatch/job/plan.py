@@ -225,11 +225,12 @@ class RowPlan:
 
 
 def with_shared_tokens(config: Config, source: Source, parser: RowParser) -> Config:
-    """`engine.shared_tokens`, where it decides something and was left open, is counted in the first rows of a file."""
+    """`engine.shared_tokens`, where it decides something and was left open, is counted in the first rows of an input
+    that can be read twice."""
     section = config.engine
     if section.cascade_attention != "auto" or section.shared_tokens is not None:
         return config
-    if source.path is None or section.device == "cpu" or not section.prefix_cache:
+    if source.reopen is None or section.device == "cpu" or not section.prefix_cache:
         return config
     found = [(prefix_of(_content(prompt)), prompt.num_requests) for prompt in _first_prompts(source, parser)]
     return replace(config, engine=replace(section, shared_tokens=shared_tokens(found)))

@@ -144,6 +144,16 @@ def _stdin_source(given: BinaryIO | None) -> Source:
     return Source("standard input", identity, whole, None, None, rows)
 
 
+def source_of_lines(name: str, lines: bytes) -> Source:
+    """Of JSON lines in memory."""
+
+    def rows() -> Iterator[RawRow]:
+        for index, line in numbered_lines(io.BytesIO(lines).readline, name):
+            yield RawRow(index, line)
+
+    return Source(name, {}, True, None, None, rows, reopen=lambda: source_of_lines(name, lines))
+
+
 def _remote_source(url: str) -> Source:
     """A copy in the cache folder is read. Its identity is its content, as that of a local file, so that a job goes on
     where the file is moved to or copied from a store."""

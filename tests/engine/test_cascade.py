@@ -188,6 +188,9 @@ def test_auto_follows_the_costs() -> None:
         assert len(notes) == 1
         assert ("off" in notes[0]) == (found is None)
     assert least == {0: None, 256: 288, 1000: 64, 4000: 16}
+    found, notes = resolved(EngineSection())
+    assert found is None
+    assert "it is not known whether prompts begin alike" in notes[0]
     for section in (EngineSection(prefix_cache=False), EngineSection(deterministic=True)):
         assert resolved(replace(section, shared_tokens=4000)) == (None, [])
     assert resolved(EngineSection(cascade_attention="off", shared_tokens=4000)) == (None, [])

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from specbatch.config import Config
+from specbatch.config import Config, EngineSection
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import SpecbatchError
 from specbatch.evals.load import find_tasks
 from specbatch.evals.plan import Plan, make_plan
+from specbatch.evals.runner import with_shared_tokens_of
 from specbatch.evals.schema import DataSource
 from specbatch.job.worker import Runtime
 from specbatch.types import Completion, FinishReason, Request, TokenLogprob
@@ -158,3 +159,19 @@ def test_mistakes(tmp_path: Path, changes: dict[str, Any], rows: list[dict[str, 
     path = write_task(tmp_path, {**CHOICES, **changes}, rows)
     with pytest.raises(SpecbatchError, match=words):
         Eval(tmp_path).run(Runtime(resolve, lambda *_: Scorer(), lambda _: {}), Config(), task_files=(path,))
+
+
+def test_what_prompts_share_is_counted_before_the_engine_is_built(tmp_path: Path) -> None:
+    """A few-shot task shares its examples; the engine that runs all tasks is made for the one that shares the most."""
+    longer = [{**MMLU[0], "question": f"{'What is one more than it? ' * 40} {i}"} for i in range(8)]
+    few, many = tmp_path / "few", tmp_path / "many"
+    few.mkdir()
+    many.mkdir()
+    plans = [plan_of("arc_easy", few, ARC, 1), plan_of("mmlu", many, longer, 3)]
+    config = Config(engine=EngineSection(device="cuda"))
+    found = [with_shared_tokens_of(config, some).engine.shared_tokens for some in (plans[:1], plans[1:], plans)]
+    assert found[0] == 0
+    assert found[1] is not None
+    assert found[1] > 256
+    assert found[2] == found[1]
+    assert with_shared_tokens_of(Config(engine=EngineSection(device="cpu")), plans).engine.shared_tokens is None

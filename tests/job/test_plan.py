@@ -267,3 +267,7 @@ def test_shared_tokens_are_counted_in_a_file_where_they_decide_something(tmp_pat
     assert counted(cascade_attention="on") is None
     assert counted(prefix_cache=False) is None
     assert counted(device="cpu") is None
+    source = replace(source, path=None)  # a copy of a remote file
+    assert counted() == 192
+    source = replace(source, reopen=None)  # standard input
+    assert counted() is None

@@ -43,7 +43,7 @@ def _result(acc, total, v_scale, IS_FP8: tl.constexpr):
     return out * v_scale if IS_FP8 else out
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_rows"])
 def _attend(
     q_ptr,
     out_ptr,

@@ -55,7 +55,7 @@ def _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8: tl.constexpr):
     tl.store(out_ptrs, out.to(out_ptrs.dtype.element_ty), mask=out_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _attend(
     q_ptr, out_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, query_starts_ptr, positions_ptr,
     mask_starts_ptr, limits_ptr, leaves_ptr, paths_ptr, bounds_ptr, ranks_ptr, listed_ptr,
