@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -35,7 +35,7 @@ from specbatch.types import Completion, EngineLimits, Request, StopCheck
 _END_SECONDS = 5.0  # a rank ends when its connection does
 _NOTICE_SECONDS = 2.0  # from a broken connection to the end of the process that had it
 _LOOK_SECONDS = 0.2
-_STUCK_SECONDS = 5.0  # from a rank's end to the end of a process that has not noticed it
+_STUCK_SECONDS = 5.0  # from a rank's end to the end of a process that waits for it
 
 
 class RankProcess(Protocol):
@@ -68,9 +68,11 @@ class _Rank:
 
 
 @dataclass
-class _Events:
+class _Calls:
+    """Of this process, for the thread that watches it."""
+
     is_closing: threading.Event = field(default_factory=threading.Event)
-    is_noticed: threading.Event = field(default_factory=threading.Event)  # that a rank has ended
+    shared_since: float | None = None  # when it began what needs the other ranks; None: it does nothing of that
 
 
 def end_process(error: SpecbatchError) -> None:
@@ -83,7 +85,7 @@ def end_process(error: SpecbatchError) -> None:
 
 class OtherRanks:
     """All ranks but this one. `end` is called where a rank has ended and this process waits for it on a GPU, which
-    nothing can interrupt: `stuck_seconds` later it has still not noticed it."""
+    nothing can interrupt: `stuck_seconds` later it is still in the same block `with others.shared()`."""
 
     def __init__(
         self,
@@ -96,11 +98,11 @@ class OtherRanks:
         self._folder = Path(tempfile.mkdtemp(prefix="specbatch-ranks-"))
         self.meeting = self._folder / "meeting"
         self._ranks: list[_Rank] = []
-        self._events = _Events()
-        self._finalizer = weakref.finalize(self, _end, self._ranks, self._folder, self._events)
+        self._calls = _Calls()
+        self._finalizer = weakref.finalize(self, _end, self._ranks, self._folder, self._calls)
         if run.on_cuda:
             # The thread has no reference to this object, which ends the ranks when it is gone.
-            watched = (self._ranks, self._folder, self._events, end, stuck_seconds)
+            watched = (self._ranks, self._folder, self._calls, end, stuck_seconds)
             threading.Thread(target=_watch, args=watched, daemon=True).start()
         for number in range(1, size):
             mine, theirs = Pipe()
@@ -125,15 +127,23 @@ class OtherRanks:
 
     def failure(self) -> SpecbatchError | None:
         """The error of a rank that has ended, if there is one."""
-        self._events.is_noticed.set()
         end = time.monotonic() + _NOTICE_SECONDS
         while time.monotonic() < end:
             for rank in self._ranks:
                 if (code := rank.process.poll()) is not None:
                     return _ended(rank.number, code, _last_word(rank))
             time.sleep(0.01)
-        self._events.is_noticed.clear()
         return None
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """For what needs all ranks: where one of them has ended, it cannot succeed. Outside of it this process finds
+        that by its next message, and may do something else for as long as it likes."""
+        self._calls.shared_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._calls.shared_since = None
 
     def close(self) -> None:
         self._finalizer()
@@ -166,14 +176,17 @@ def _ended(number: int, code: int | None, message: Any) -> SpecbatchError:
 
 
 def _watch(
-    ranks: Sequence[_Rank], folder: Path, events: _Events, end: Callable[[SpecbatchError], None], stuck_seconds: float
+    ranks: Sequence[_Rank], folder: Path, calls: _Calls, end: Callable[[SpecbatchError], None], stuck_seconds: float
 ) -> None:
-    while not events.is_closing.wait(_LOOK_SECONDS):
+    found = None
+    while not calls.is_closing.wait(_LOOK_SECONDS):
         ended = next((rank for rank in list(ranks) if rank.process.poll() is not None), None)
         if ended is None:
             continue
-        if events.is_closing.wait(stuck_seconds) or events.is_noticed.is_set():
-            return
+        now, since = time.monotonic(), calls.shared_since
+        found = now if found is None else found
+        if since is None or now - max(found, since) < stuck_seconds:
+            continue
         error = _ended(ended.number, ended.process.poll(), _last_word(ended))
         for rank in ranks:
             rank.process.kill()
@@ -182,8 +195,8 @@ def _watch(
         return
 
 
-def _end(ranks: Sequence[_Rank], folder: Path, events: _Events) -> None:
-    events.is_closing.set()
+def _end(ranks: Sequence[_Rank], folder: Path, calls: _Calls) -> None:
+    calls.is_closing.set()
     for rank in ranks:
         rank.connection.close()
     for rank in ranks:
@@ -233,7 +246,8 @@ class RankedEngine:
     def step(self) -> list[Completion]:
         self._others.send("step", self._engine.stats.generated_tokens)
         try:
-            return self._engine.step()
+            with self._others.shared():
+                return self._engine.step()
         except RuntimeError as error:  # of Gloo, when the other side of a connection is gone
             raise self._others.failure() or error from error
 
@@ -258,8 +272,9 @@ def build_ranked(
     on_progress(f"starting {size - 1} more ranks")
     others = OtherRanks(run, start)
     try:
-        own, group = open_group(run, 0, str(others.meeting))
-        engine = build(own, on_progress, group).engine
+        with others.shared():
+            own, group = open_group(run, 0, str(others.meeting))
+            engine = build(own, on_progress, group).engine
         others.wait_ready()
     except BaseException:
         others.close()

@@ -211,8 +211,8 @@ class FakeProcess:
         self.was_killed = True
 
 
-@pytest.mark.parametrize("notices", [False, True])
-def test_a_rank_that_ends_ends_the_process_that_waits_for_it_on_a_gpu(notices: bool) -> None:
+def test_a_rank_that_ends_ends_the_process_that_waits_for_it_on_a_gpu() -> None:
+    """Not while it does something else, also if it has found the rank's end before."""
     started, ends = list[FakeProcess](), list[SpecbatchError]()
 
     def start(connection: Connection) -> FakeProcess:
@@ -222,16 +222,17 @@ def test_a_rank_that_ends_ends_the_process_that_waits_for_it_on_a_gpu(notices: b
     fake: Any = SimpleNamespace(on_cuda=True, config=load_config(None, ["engine.tensor_parallel=3"]))
     others = OtherRanks(fake, start, ends.append, stuck_seconds=0.1)
     folder = others.meeting.parent
+    with others.shared():
+        _until(lambda: bool(ends), 0.4)
     started[1].code = -9
-    if notices:
-        error = others.failure()
-        assert error is not None
-    _until(lambda: bool(ends), 0.5 if notices else 5.0)
-    assert len(ends) == (0 if notices else 1)
-    if not notices:
-        assert ends[0].message == "rank 2 of engine.tensor_parallel ended by signal 9"
-        assert all(process.was_killed for process in started)
-        assert not folder.exists()
+    assert others.failure() is not None
+    _until(lambda: bool(ends), 0.6)
+    assert ends == [], "it was not stuck"
+    with others.shared():
+        _until(lambda: bool(ends), 5.0)
+    assert [error.message for error in ends] == ["rank 2 of engine.tensor_parallel ended by signal 9"]
+    assert all(process.was_killed for process in started)
+    assert not folder.exists()
     others.close()
 
 
