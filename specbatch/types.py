@@ -324,3 +324,7 @@ class BatchEngine(Protocol):
     def step(self) -> list[Completion]:
         """Run one prefill chunk or one round; returns the requests that it finished. Cheap when idle."""
         ...
+
+    def close(self) -> None:
+        """Give back what is shared with other processes. Nothing runs after it. A second call does nothing."""
+        ...

@@ -104,6 +104,7 @@ class StubEngine:
         self._capacity = capacity or self._longest_row
         self.stats = EngineStats()
         self.most_waiting = 0
+        self.is_closed = False
         self._batch = batch
         self._sleep = sleep
         self._fail_at = fail_at
@@ -135,7 +136,11 @@ class StubEngine:
         self._waiting.append(request)
         self.most_waiting = max(self.most_waiting, len(self._waiting))
 
+    def close(self) -> None:
+        self.is_closed = True
+
     def step(self) -> list[Completion]:
+        assert not self.is_closed
         self._steps += 1
         if self._fail_at and self._steps >= self._fail_at:
             raise RuntimeError("the stub engine broke")

@@ -72,6 +72,9 @@ class SleepingEngine:
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
 
+    def close(self) -> None:
+        pass
+
     def step(self) -> list[Completion]:
         began = time.perf_counter()
         self.first = self.first or began

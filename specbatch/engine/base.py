@@ -97,6 +97,9 @@ class EngineBase:
         seq.num_forced_room = self.max_forced if seq.grammar is not None else 0
         self._scheduler.waiting.append(seq)
 
+    def close(self) -> None:
+        """Nothing is shared with other processes."""
+
     def abort_all(self) -> None:
         """Drop all requests unfinished: for measurements, and for who gives up."""
         for seq in list(self._scheduler.running):

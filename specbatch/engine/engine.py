@@ -92,7 +92,7 @@ class Engine(EngineBase):
         self._transfers = Transfers(device)
         self._packer = PromptPacker(pool.page_size, None if net is None else net.draft_kv_offset)
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
-        self._prompts = PromptGraphs(
+        self.prompts = PromptGraphs(
             self._packer, self._transfers, device, max_batch_size, graph_tokens, trunks, shrinks=shrinks
         )
         self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
@@ -131,7 +131,7 @@ class Engine(EngineBase):
 
     def _captured(self) -> tuple[int, float]:
         """CUDA graphs, and the seconds that capturing them took."""
-        runners = [runner for runner in (self.executor.runner, self._prompts.runner) if runner is not None]
+        runners = [runner for runner in (self.executor.runner, self.prompts.runner) if runner is not None]
         return sum(map(len, runners)), sum(runner.seconds for runner in runners)
 
     def _launch(self, finished: list[Completion]) -> bool:
@@ -173,7 +173,7 @@ class Engine(EngineBase):
 
     def _release_graphs(self, finished: list[Completion]) -> bool:
         finished += self.drain()  # a graph that runs must not go
-        released = [self.executor.release_graphs(), self._prompts.release_graphs()]
+        released = [self.executor.release_graphs(), self.prompts.release_graphs()]
         gc.collect()
         return any(released)
 
@@ -228,7 +228,7 @@ class Engine(EngineBase):
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         self._grammars.write_first_masks(ready)
         with marked("prompts"):
-            tokens, logprobs, scores = self._prompts.run(
+            tokens, logprobs, scores = self.prompts.run(
                 self._round, packed, sampled, num_top, self.executor.mode, self._edits(ready)
             )
         chosen, downloads = self._transfers.download(tokens), LogprobDownload.start(logprobs, self._transfers)

@@ -8,6 +8,7 @@ pages without asking. Only stop strings are looked for here alone, and the other
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pickle
@@ -30,6 +31,7 @@ from specbatch.engine.engine import Engine
 from specbatch.engine.rank_process import RankStart, open_group
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import ModelError, SpecbatchError
+from specbatch.parallel.group import Group
 from specbatch.types import Completion, EngineLimits, Request, StopCheck
 
 _END_SECONDS = 5.0  # a rank ends when its connection does
@@ -211,8 +213,9 @@ def _end(ranks: Sequence[_Rank], folder: Path, calls: _Calls) -> None:
 class RankedEngine:
     """The engine of rank 0, as a `types.BatchEngine`."""
 
-    def __init__(self, engine: Engine, others: OtherRanks) -> None:
-        self._engine, self._others = engine, others
+    def __init__(self, engine: Engine, others: OtherRanks, group: Group) -> None:
+        self._engine, self._others, self._group = engine, others, group
+        self._is_sound = True
 
     @property
     def limits(self) -> EngineLimits:
@@ -244,12 +247,30 @@ class RankedEngine:
         self._others.send("submit", replace(request, check_stop=None), check is not None)
 
     def step(self) -> list[Completion]:
+        self._is_sound = False  # until it returns
         self._others.send("step", self._engine.stats.generated_tokens)
         try:
             with self._others.shared():
-                return self._engine.step()
+                done = self._engine.step()
         except RuntimeError as error:  # of Gloo, when the other side of a connection is gone
             raise self._others.failure() or error from error
+        self._is_sound = True
+        return done
+
+    def close(self) -> None:
+        """End the ranks, and close this one's part of the group. The others' processes give theirs back as they end.
+
+        After a step that failed, the group stays: the error's traceback can hold graphs, and the GPU can wait for a
+        rank that has ended."""
+        try:
+            if self._is_sound:
+                with self._others.shared():
+                    self._engine.executor.release_graphs()
+                    self._engine.prompts.release_graphs()
+                    gc.collect()  # they can be in cycles, and closing waits for the last one
+                    self._group.close()
+        finally:
+            self._others.close()
 
     def _sent(self, check: StopCheck) -> StopCheck:
         """As `check`; the other ranks get each answer, in this order."""
@@ -279,4 +300,4 @@ def build_ranked(
     except BaseException:
         others.close()
         raise
-    return RankedEngine(engine, others)
+    return RankedEngine(engine, others, group)

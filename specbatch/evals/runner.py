@@ -173,6 +173,8 @@ class SharedRuntime:
 
     def release(self) -> None:
         """Free the engine and the GPU's memory."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
         gc.collect()
         torch = sys.modules.get("torch")  # a stub engine needs no torch
@@ -202,6 +204,9 @@ class _OneJob:
     @property
     def stats(self) -> EngineStats:
         return counts_since(self._engine.stats, self._before)
+
+    def close(self) -> None:
+        """The next job runs on the same engine."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

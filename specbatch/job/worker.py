@@ -146,8 +146,9 @@ class Worker:
         return Slice(runner.take(), runner.load(), list(runner.rows_in_flight()), self.models.record())
 
     def close(self) -> None:
-        """Stop what runs in the background. Weights stay until the object is gone."""
+        """Stop what runs in the background, and close the engine. Weights stay until the object is gone."""
         if hasattr(self, "runner"):
             self.runner.close()
+            self.runner.engine.close()
         if hasattr(self, "models"):
             self.models.close()

@@ -60,7 +60,7 @@ class CudaGroup(Group):
         self._collectives, self._fixed_order = collectives, fixed_order
         num_bytes = buffer_bytes(size)
         self._buffers = [collectives.new_buffer(num_bytes) for _ in range(_NUM_PASSES)] if num_bytes else []
-        self._pass = 0
+        self._pass, self._is_closed = 0, False
 
     @contextlib.contextmanager
     def _in_pass(self, number: int) -> Iterator[None]:
@@ -104,7 +104,10 @@ class CudaGroup(Group):
 
     def close(self) -> None:
         """No graph may hold an operation any more: NCCL would wait for its end."""
-        self._collectives.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._collectives.close()
+            self._buffers.clear()  # after operations that still used them have been ended
 
 
 class TorchCollectives:

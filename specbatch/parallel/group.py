@@ -63,6 +63,10 @@ class Group(Protocol):
         found: list[float] = self.gather(torch.tensor(values, dtype=torch.float64, device=self.device))[0].tolist()
         return found
 
+    def close(self) -> None:
+        """Give back what is shared with the other ranks. Nothing is exchanged after it. A second call does nothing."""
+        return
+
     def second_pass(self) -> AbstractContextManager[object]:
         """What is launched in it belongs to the second of two passes at the same time."""
         return contextlib.nullcontext()

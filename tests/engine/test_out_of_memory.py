@@ -142,7 +142,7 @@ def test_prompts_whose_graph_does_not_fit() -> None:
     expected = run(tiny_oracle("draft_model", CHAIN, **settings), prompts, GREEDY)
     engine = tiny_device_engine("draft_model", CHAIN, **settings, graph_tokens=128)
     engine.executor.mode = "round"
-    engine._prompts.runner = runner = Replays(lambda key: True)  # type: ignore[assignment]
+    engine.prompts.runner = runner = Replays(lambda key: True)  # type: ignore[assignment]
     compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
     assert len(runner.tried) == len(set(runner.tried)) > 1
     assert not runner.num_replays

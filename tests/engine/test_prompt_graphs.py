@@ -165,7 +165,7 @@ class StandIn:
         self._captured: dict[Any, tuple[Callable[[], Any], Any]] = {}
         self.num_replays, self.seconds = 0, 0.0
         engine.executor.mode = "round"
-        engine._prompts.runner = self  # type: ignore[assignment]
+        engine.prompts.runner = self  # type: ignore[assignment]
 
     def __contains__(self, key: Any) -> bool:
         return key in self._captured
@@ -385,6 +385,6 @@ def test_only_whole_rounds_have_graphs_of_prompts() -> None:
 
 
 def num_graphs(engine: Engine) -> int:
-    runner = engine._prompts.runner
+    runner = engine.prompts.runner
     assert runner is not None
     return len(runner)

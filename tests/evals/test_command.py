@@ -84,7 +84,7 @@ class Eval:
         self.output = folder / "out"
         self.texts: dict[str, Any] = {row["q"]: text for row, text in zip(ROWS, RIGHT, strict=True)}
         self.plain_texts: dict[str, str] | None = None
-        self.engines: list[BatchEngine] = []
+        self.engines: list[Answers] = []
         self.log = ""
 
     def __call__(self, config: Config | None = None, **options: Any) -> int:
@@ -224,7 +224,7 @@ def test_tasks_share_an_engine_and_count_for_themselves(run: Eval) -> None:
 def test_comparison(run: Eval) -> None:
     run.plain_texts = {**run.texts, ROWS[0]["q"]: "the answer is 7", ROWS[3]["q"]: "no way"}
     assert run(task_files=(write_task(run.folder, EXACT),), compare="none") == 0
-    assert len(run.engines) == 2
+    assert [engine.is_closed for engine in run.engines] == [True, False], "the first one makes room"
     task = run.results()["tasks"]["mine"]
     other = task["compare"]
     assert task["accuracy"]["strict"]["correct"] == 3

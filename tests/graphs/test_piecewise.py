@@ -49,7 +49,7 @@ def never(key: Any) -> bool:
 
 
 def trunks_of(engine: Engine) -> list[PiecewiseTrunk]:
-    return [one for one in engine._prompts._trunks if isinstance(one, PiecewiseTrunk)]
+    return [one for one in engine.prompts._trunks if isinstance(one, PiecewiseTrunk)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_whole_graph_is_captured_when_many_chunks_came(monkeypatch: pytest.Mon
     (trunk,), found = trunks_of(engine), []
     for length in (9, 12, 17, 40):  # of one shape
         run(engine, random_prompts(1, seed=length, longest=1, shared=length - 1), GREEDY)
-        found.append((trunk.num_replays, len(engine._prompts._buffers)))
+        found.append((trunk.num_replays, len(engine.prompts._buffers)))
     assert found == [(1, 0), (2, 0), (2, 1), (2, 1)]
 
 
@@ -109,7 +109,7 @@ def test_texts_are_the_same(
     runner = Replays(never) if captured else None
     engine = tiny_device_engine(method, shape, **SETTINGS, piece_sizes=SIZES, piece_runner=runner, graph_tokens=whole)
     actual = run(engine, prompts, params)
-    assert bool(engine._prompts._buffers) == bool(whole)
+    assert bool(engine.prompts._buffers) == bool(whole)
     assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
     assert [c.speculation for c in actual] == [c.speculation for c in expected]
     assert engine.stats.cached_prompt_tokens > 0
@@ -240,7 +240,7 @@ def test_graphs_give_the_same_texts(
         actual = run(engine, prompts, params)
         assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
     assert len(runner) >= 2 * len(SIZES)
-    assert bool(engine._prompts._buffers) == bool(whole)
+    assert bool(engine.prompts._buffers) == bool(whole)
     replays = [trunk.num_replays for trunk in trunks_of(engine)]
     assert replays[0] > 0 if whole else min(replays) > 2
 
@@ -282,5 +282,5 @@ def test_auto(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved.config.prefill.graphs == "both"
     assert any("graphs of pieces" in note for note in resolved.notes)
     assert "prompt_graphs" in engine.start_bytes
-    assert engine._prompts.runner
+    assert engine.prompts.runner
     assert all(trunk.num_replays > 1 for trunk in trunks_of(engine))

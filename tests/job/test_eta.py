@@ -83,6 +83,9 @@ class SimulatedEngine:
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
 
+    def close(self) -> None:
+        pass
+
     def step(self) -> list[Completion]:
         new = [self._waiting.popleft() for _ in range(min(self._batch - len(self._running), len(self._waiting)))]
         if new:

@@ -38,6 +38,14 @@ def rows(count: int) -> list[RawRow]:
     return [RawRow(index, json.dumps({"prompt": f"p{index}"}).encode()) for index in range(count)]
 
 
+def test_a_worker_closes_its_engine() -> None:
+    worker, engine = loaded(2)
+    worker.exchange(rows(3), [], seconds=60)
+    assert not engine.is_closed
+    worker.close()
+    assert engine.is_closed
+
+
 @pytest.mark.parametrize("batch", [2, 16])
 def test_the_engine_is_full_while_there_are_rows(batch: int) -> None:
     worker, engine = loaded(batch)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specbatch.config_load import load_config
+from specbatch.counts import EngineStats
 from specbatch.engine import resolve_ranks
-from specbatch.engine.ranks import OtherRanks
+from specbatch.engine.ranks import OtherRanks, RankedEngine
 from specbatch.engine.resolve_prefill import resolve_prompt_graphs
-from specbatch.errors import ConfigError, SpecbatchError
+from specbatch.errors import ConfigError, ModelError, SpecbatchError
 from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes
 from specbatch.parallel.cuda import CudaGroup, named_group
 from specbatch.parallel.group import Group
 from specbatch.parallel.multicast import disable_multicast
 from specbatch.types import SamplingParams
-from tests.parallel.threads import on_ranks
+from tests.parallel.threads import ThreadGroup, on_ranks
 from tests.tiny_models import CPU, random_prompts, run, tiny_config, tiny_engine
 
 
@@ -35,9 +39,11 @@ class FakeCollectives:
 
     def __init__(self, group: Group) -> None:
         self._group, self.calls, self.buffers = group, list[str](), list[int]()
+        self.made: list[Tensor] = []
 
     def new_buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        self.made.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return self.made[-1]
 
     def one_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
         self._in_buffer("one_shot", x, out, buffer)
@@ -234,6 +240,35 @@ def test_a_rank_that_ends_ends_the_process_that_waits_for_it_on_a_gpu() -> None:
     assert all(process.was_killed for process in started)
     assert not folder.exists()
     others.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_that_is_closed_gives_the_group_back(fails: bool) -> None:
+    """After the last graph, and once. Not after a failed step, whose traceback can hold graphs."""
+
+    def step() -> list[Any]:
+        if fails:
+            raise ModelError("no memory")
+        return []
+
+    run_: Any = SimpleNamespace(on_cuda=False, config=load_config(None, ["engine.tensor_parallel=2"]))
+    others = OtherRanks(run_, FakeProcess)
+    fake = FakeCollectives(ThreadGroup(0, 2, None))  # type: ignore[arg-type]
+    group = CudaGroup(0, 2, CPU, fake, fixed_order=False)
+    buffers = [weakref.ref(buffer) for buffer in fake.made]
+    fake.made.clear()
+    graphs = [SimpleNamespace(release_graphs=partial(fake.calls.append, name)) for name in ("rounds", "prompts")]
+    parts: Any = SimpleNamespace(executor=graphs[0], prompts=graphs[1], step=step, stats=EngineStats())
+    engine = RankedEngine(parts, others, group)
+    with contextlib.suppress(ModelError):
+        engine.step()
+    for _ in range(2):
+        engine.close()
+    assert fake.calls.count("close") == (not fails)
+    assert fake.calls[:3] == ([] if fails else ["rounds", "prompts", "close"])
+    assert all((buffer() is None) != fails for buffer in buffers)
+    assert len(buffers) == 2
+    assert not others.meeting.parent.exists()
 
 
 def test_a_rank_gets_copies_of_tensors() -> None:

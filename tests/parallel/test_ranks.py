@@ -78,7 +78,7 @@ def answers(engine: BatchEngine, params: SamplingParams = GREEDY, stop: Any = No
 def ranked(tiny_model: Path) -> Iterator[RankedEngine]:
     engine = build_ranked(resolved(tiny_model, "engine.tensor_parallel=2"), start=Forked)
     yield engine
-    engine._others.close()
+    engine.close()
 
 
 def test_two_processes_answer_as_one(ranked: RankedEngine, tiny_model: Path) -> None:
@@ -108,7 +108,7 @@ def test_two_processes_in_fp8_answer_as_one(tiny_model: Path) -> None:
     try:
         assert [c.token_ids for c in answers(engine)] == [c.token_ids for c in alone]
     finally:
-        engine._others.close()
+        engine.close()
 
 
 def test_a_rank_that_is_killed_is_an_error(ranked: RankedEngine) -> None:
