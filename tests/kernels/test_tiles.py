@@ -3,6 +3,7 @@ with 227 (Hopper) they are those that were measured."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from specbatch.kernels.triton.parts.attention_splits import invariant_tile
-from specbatch.kernels.triton.parts.attention_tile import Tile, shared_of, tile_for
+from specbatch.kernels.triton.parts.attention_tile import Tile, prefix_tile_for, shared_of, tile_for
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
 from specbatch.kernels.triton.skinny.tile import (
     GemmTile,
@@ -68,6 +69,14 @@ def test_ada_keeps_its_products() -> None:
         stages = max(1, min(tile.num_stages, 96_000 // stage))
         expected = replace(tile, tma=False, pdl=False, prefetch=0, num_stages=stages)
         assert fitting(without_hopper(tile), 99 * KIB) == expected
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_prefixes_fit_where_attention_does(limit: int, itemsize: int) -> None:
+    for head_dim, rows in itertools.product((64, 128, 256, 512), ROWS):
+        if shared_of(tile_for(rows, head_dim, itemsize, limit), head_dim, itemsize) <= limit:
+            assert shared_of(prefix_tile_for(rows, head_dim, itemsize, limit), head_dim, itemsize) <= limit
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

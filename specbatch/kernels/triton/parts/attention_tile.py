@@ -46,14 +46,16 @@ def tile_for(
 
 
 def prefix_tile_for(num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES) -> Tile:
-    """For prefixes that several sequences share, of that many rows each. Not measured yet:
-    `scripts/bench/bench_cascade.py` compares. Small tiles waste less where groups are small, large ones read the
+    """For prefixes that several sequences share, of that many rows each. Other tiles were not measured
+    (`scripts/bench/bench_cascade.py --tune`). Small tiles waste less where groups are small, large ones read the
     second-level cache less often."""
     tile = Tile(16, 32, 4, 2) if itemsize == 4 else Tile(128, 64, 8, 3) if num_rows > 8 else Tile(64, 64, 4, 3)
     while shared_of(tile, head_dim, itemsize) > shared and tile.num_stages > 1:
         tile = replace(tile, num_stages=tile.num_stages - 1)
     while shared_of(tile, head_dim, itemsize) > shared and tile.block_m > 16:
         tile = replace(tile, block_m=tile.block_m // 2, block_n=max(16, tile.block_n // 2))
+    while shared_of(tile, head_dim, itemsize) > shared and tile.block_n > 16:
+        tile = replace(tile, block_n=tile.block_n // 2)
     return tile
 
 
