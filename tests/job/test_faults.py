@@ -80,7 +80,9 @@ def rows() -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("method", ["none", pytest.param("ngram", marks=pytest.mark.slow), "draft_model"])
+@pytest.mark.parametrize(
+    "method", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "draft_model"))]
+)
 def test_kill_9_crash_and_resume_give_the_same_bytes(
     method: str, tmp_path: Path, model_folders: tuple[Path, Path]
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_whole_check(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Mon
     assert [(cell["what"], cell["batch"]) for cell in short["cells"]] == [("plain", 1), ("plain", 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_trials")
 def test_a_check_of_a_grid(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from check_tune import main
