@@ -172,7 +172,7 @@ class Bench:
         self._rates: DeviceRates | None = None
         self.report: dict[str, Any] = {
             "commit": args.commit or commit(),
-            "command": shlex.join(["python", *sys.argv]),
+            "command": shlex.join(["python", *sys.orig_argv[1:]]),
             "target": args.target,
             "versions": _versions(),
             "tokens": {"in": args.tokens[0], "out": args.tokens[1]},

@@ -117,7 +117,7 @@ def main() -> None:
         print(f"{name:20}", "  ".join(f"{batch}: {ms:.3f} ms" for batch, ms in times[name].items()), flush=True)
     report: dict[str, Any] = {
         "commit": args.commit or commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "device": torch.cuda.get_device_name(),
         "versions": versions(),
         "target": args.target,

@@ -1,8 +1,10 @@
-"""Runs a script or a module with what `resolve` refuses on CUDA until it is measured: FP8, engine.tensor_parallel,
-and the `auto` of engine.two_batch_overlap. It can also be imported.
+"""Runs a script or a module with one thing that `resolve` refuses on CUDA until it is measured; can be imported.
 
-python scripts/check/allow_unmeasured.py scripts/bench/bench.py --set model.quantization=fp8 ...
-python scripts/check/allow_unmeasured.py -m specbatch generate ... --set model.quantization=fp8
+python scripts/check/allow_unmeasured.py fp8 scripts/bench/bench.py --set model.quantization=fp8 ...
+python scripts/check/allow_unmeasured.py ranks -m specbatch generate ... --set engine.tensor_parallel=2
+
+`fp8`: FP8 weights and inputs. `ranks`: engine.tensor_parallel. `lanes`: the `auto` of engine.two_batch_overlap, the
+default of that option: it changes every run.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ from pathlib import Path
 
 from specbatch.engine import resolve_lanes, resolve_model, resolve_ranks
 
+REFUSED = {"fp8": resolve_model, "ranks": resolve_ranks, "lanes": resolve_lanes}
 
-def allow() -> None:
-    for module in (resolve_lanes, resolve_model, resolve_ranks):
-        module.MEASURED_ON_CUDA = True
+
+def allow(what: str) -> None:
+    REFUSED[what].MEASURED_ON_CUDA = True
 
 
 def main() -> None:
-    allow()
-    name, is_module = (sys.argv[2], True) if sys.argv[1] == "-m" else (sys.argv[1], False)
-    sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
+    if len(sys.argv) < 3 or sys.argv[1] not in REFUSED:
+        sys.exit(__doc__)
+    allow(sys.argv[1])
+    name, is_module = (sys.argv[3], True) if sys.argv[2] == "-m" else (sys.argv[2], False)
+    sys.argv = sys.argv[3:] if is_module else sys.argv[2:]
     if is_module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:

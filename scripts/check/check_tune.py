@@ -105,7 +105,7 @@ def main() -> None:
     check_batches(tuned.run.engine.max_batch_size)  # which the configuration may have left to the device
     report: dict[str, Any] = {
         "commit": args.commit or commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "device": device_name(tuned.run.config.engine.device),
         "versions": versions(),
         "models": tuned.run.description,

@@ -21,7 +21,7 @@ from specbatch.models.sharded import check_group_borders
 
 # Whether FP8 may run on CUDA. Its kernels (kernels/triton/fp8.py) were measured alone. Set it to True when, on an H200,
 # `pytest -m gpu tests/kernels/test_fp8.py tests/models/test_fp8_gpu.py` passes, and
-# `scripts/bench/bench.py --set model.quantization=fp8` (through scripts/check/allow_unmeasured.py) shows a gain.
+# `scripts/bench/bench.py --set model.quantization=fp8` (through scripts/check/allow_unmeasured.py fp8) shows a gain.
 MEASURED_ON_CUDA = False
 _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 
