@@ -1,17 +1,21 @@
-"""What log-probabilities and margins cost: rows with and without `logprobs`, in turn, over the whole pipeline.
+"""What log-probabilities, margins and stop strings cost: rows with and without, in turn, over the whole pipeline.
 
     python scripts/bench/bench_logprobs.py --rows 512 --batch 128 -o logprobs.json     # a GPU; SmolLM2, drafts as usual
     python scripts/bench/bench_logprobs.py --rows 512 --batch 128 --set speculation.method=none
+    python scripts/bench/bench_logprobs.py --rows 512 --max-tokens 256 --kinds none stop 1 --time-limit 45 \\
+        --set speculation.method=none
     python scripts/bench/bench_logprobs.py --batch 8 --max-tokens 32 --repeats 2       # a CPU, minutes
 
 Speeds are output tokens over the wall time of `LLM.generate`, results made and read. The best of the repeats counts,
-and `share` is that speed against rows without log-probabilities. With `mixed`, one row of 16 wants them. On CUDA the
+and `share` is that speed against rows without either. With `mixed`, one row of 16 wants log-probabilities; `stop` has
+two texts that end no row. One JSON line for each kind and time; no time begins after `--time-limit`. On CUDA the
 kernels alone are timed, too: argmax with and without the margin, and log-probabilities, in microseconds. An earlier
 commit has no `argmax_and_margin`: compare whole rounds by `bench.py` at both commits.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,32 +25,39 @@ from bench_kinds import num_rows, open_llm, parser_of, report_of, write
 
 from specbatch import LLM
 
-KINDS: dict[str, Callable[[int], int | None]] = {
-    "none": lambda i: None,
-    "0": lambda i: 0,
-    "1": lambda i: 1,
-    "5": lambda i: 5,
-    "20": lambda i: 20,
-    "mixed": lambda i: 1 if i % 16 == 3 else None,
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "none": lambda i: {},
+    "stop": lambda i: {"stop": ["quixotic zeal\n", "No such text!"]},
+    "0": lambda i: {"logprobs": 0},
+    "1": lambda i: {"logprobs": 1},
+    "5": lambda i: {"logprobs": 5},
+    "20": lambda i: {"logprobs": 20},
+    "mixed": lambda i: {"logprobs": 1} if i % 16 == 3 else {},
 }
 
 
 def main() -> None:
     parser = parser_of(__doc__, KINDS, batch=128)
+    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
     args = parser.parse_args()
-    rows, report = num_rows(args), report_of(args)
+    rows, report = num_rows(args), {**report_of(args), "target": args.target, "batch": args.batch}
+    began = time.perf_counter()
     with open_llm(args) as llm:
         report["notes"] = llm.notes
         speeds: dict[str, list[float]] = {kind: [] for kind in args.kinds}
         for repeat in range(args.repeats + 1):
             for kind, found in speeds.items():
+                if time.perf_counter() - began > args.time_limit:
+                    continue
                 speed = tokens_per_second(llm, rows, KINDS[kind])
+                print(json.dumps({"kind": kind, "time": repeat, "tokens_per_second": round(speed, 1)}), flush=True)
                 if repeat:  # the first time compiles and captures
                     found.append(speed)
-    best = {kind: max(found) for kind, found in speeds.items()}
+    best = {kind: max(found) for kind, found in speeds.items() if found}
     report["speeds"] = {
-        kind: {"tokens_per_second": round(best[kind], 1), "all": [round(one, 1) for one in found]}
+        kind: {"tokens_per_second": round(max(found), 1), "all": [round(one, 1) for one in found]}
         for kind, found in speeds.items()
+        if found
     }
     if "none" in best:
         report["share"] = {kind: round(speed / best["none"], 4) for kind, speed in best.items()}
@@ -55,9 +66,9 @@ def main() -> None:
     write(report, args)
 
 
-def tokens_per_second(llm: LLM, rows: int, wanted: Callable[[int], int | None]) -> float:
+def tokens_per_second(llm: LLM, rows: int, fields: Callable[[int], dict[str, Any]]) -> float:
     began, before = time.perf_counter(), llm.stats.generated_tokens
-    for _ in llm.generate({"prompt": f"Tell me about the number {i}.", "logprobs": wanted(i)} for i in range(rows)):
+    for _ in llm.generate({"prompt": f"Tell me about the number {i}.", **fields(i)} for i in range(rows)):
         pass
     return (llm.stats.generated_tokens - before) / (time.perf_counter() - began)
 

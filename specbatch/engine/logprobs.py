@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -59,13 +60,14 @@ class ReadLogprobs(NamedTuple):
     values_BMK: np.ndarray
     top_ids_BMK: np.ndarray | None
 
-    def of(self, row: int, tokens: Seq[int], num_top: int) -> list[TokenLogprob]:
-        """Of the first tokens of a request, with `num_top` of the most likely ones each."""
-        values = self.values_BMK[row, : len(tokens), : 1 + num_top].tolist()
-        if not num_top or self.top_ids_BMK is None:
-            return [TokenLogprob(token, own) for token, (own,) in zip(tokens, values, strict=True)]
-        ids = self.top_ids_BMK[row, : len(tokens), :num_top].tolist()
-        return [
-            TokenLogprob(token, own, tuple(zip(top_ids, top, strict=True)))
-            for token, (own, *top), top_ids in zip(tokens, values, ids, strict=True)
-        ]
+    def of(self, rows: Seq[int], counts: Seq[int], tokens: Seq[int], num_top: int) -> list[TokenLogprob]:
+        """Of `tokens`: the first `counts[i]` of each row `rows[i]`, with `num_top` of the most likely ones each. All at
+        once, because numpy takes about as long for one row as for many."""
+        last = np.cumsum(counts)
+        rows_N, index_N = np.repeat(rows, counts), np.arange(last[-1]) - np.repeat(last - counts, counts)
+        own, *top = self.values_BMK[rows_N, index_N, : 1 + num_top].T.tolist()
+        tops: Iterable[tuple[tuple[int, float], ...]] = repeat((), len(tokens))
+        if num_top and self.top_ids_BMK is not None:
+            ids = self.top_ids_BMK[rows_N, index_N, :num_top].T.tolist()
+            tops = zip(*(zip(*pair, strict=True) for pair in zip(ids, top, strict=True)), strict=True)
+        return list(map(TokenLogprob._make, zip(tokens, own, tops, strict=True)))

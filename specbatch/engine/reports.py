@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,9 @@ from specbatch.engine.logprobs import LogprobDownload, ReadLogprobs
 from specbatch.engine.prompts import ScoredToken
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download
-from specbatch.types import FinishReason, Margin
+from specbatch.types import FinishReason, Margin, TokenLogprob
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ def read_report(
     if report.scores is not None:
         _read_scores(report.scored, report.scores.wait())
     ended = []
+    wanted: _ScoredTokens[Sequence] = _ScoredTokens()
     rows = rows_BZ[: len(report.sequences)]  # padding has words, too
     first_margin = 1 if report.max_path is None else Output.TOKENS + report.max_path
     words_of, margins = rows[:, :first_margin].tolist(), rows[:, first_margin:].view(np.float32)
@@ -56,9 +60,12 @@ def read_report(
             seq.margin = _lower_margin(seq.margin, margins[row, :count], before - seq.num_prompt)
         num_top = seq.request.params.logprobs
         if num_top is not None and logprobs is not None:
-            seq.logprobs += logprobs.of(row, seq.tokens[before:], num_top)
+            wanted.add(num_top, row, seq.tokens[before:], seq)
         if reason is not None:
             ended.append((seq, reason))
+    if logprobs is not None:
+        for seq, found in wanted.read(logprobs):
+            seq.logprobs += found
     return ended
 
 
@@ -95,6 +102,33 @@ def _lower_margin(margin: Margin, of_new: np.ndarray, position: int) -> Margin:
 
 
 def _read_scores(scored: Seq[ScoredToken], scores: ReadLogprobs) -> None:
-    for i, (seq, position, _) in enumerate(scored):
-        num_top = seq.request.params.prompt_logprobs or 0
-        (seq.prompt_logprobs[position],) = scores.of(i, seq.tokens[position : position + 1], num_top)
+    tokens: _ScoredTokens[ScoredToken] = _ScoredTokens()
+    for i, one in enumerate(scored):
+        num_top = one.seq.request.params.prompt_logprobs or 0
+        tokens.add(num_top, i, one.seq.tokens[one.position : one.position + 1], one)
+    for one, found in tokens.read(scores):
+        (one.seq.prompt_logprobs[one.position],) = found
+
+
+class _ScoredTokens(Generic[T]):
+    """Tokens of a launch whose log-probabilities are wanted, with whom they are for."""
+
+    def __init__(self) -> None:
+        self._by_num_top: dict[int, tuple[list[int], list[int], list[int], list[T]]] = {}
+
+    def add(self, num_top: int, row: int, tokens: list[int], owner: T) -> None:
+        """The first tokens of a row."""
+        kind = self._by_num_top.get(num_top)
+        if kind is None:
+            kind = self._by_num_top[num_top] = ([], [], [], [])
+        kind[0].append(row)
+        kind[1].append(len(tokens))
+        kind[2].extend(tokens)
+        kind[3].append(owner)
+
+    def read(self, logprobs: ReadLogprobs) -> Iterator[tuple[T, list[TokenLogprob]]]:
+        for num_top, (rows, counts, tokens, owners) in self._by_num_top.items():
+            found, end = logprobs.of(rows, counts, tokens, num_top), 0
+            for count, owner in zip(counts, owners, strict=True):
+                yield owner, found[end : end + count]
+                end += count

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specbatch.errors import RowError
 from specbatch.job.jsonl import json_type
-from specbatch.job.results_format import LOWEST_LOGPROB
+from specbatch.job.logprob_json import LOWEST_LOGPROB
 from specbatch.types import Completion, SamplingParams
 
 FIELD = "score_choices"

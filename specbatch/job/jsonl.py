@@ -8,8 +8,10 @@ import itertools
 import json
 import math
 import re
+import secrets
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -127,22 +129,43 @@ def _foreign(value: Any) -> Any:
     return _ADDRESS.sub("", str(value))
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_foreign)
-# For lone surrogates: they have no UTF-8, but can be written as \ud800.
-_ASCII_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, default=_foreign)
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A value of a row that is written as JSON already, as `encode_line` would write it."""
+
+    text: str
+
+
+_PLACE = secrets.token_hex(16)  # the place of such a value in a text; drawn at random, so that no row has it
+_NOT_ASCII = re.compile(r"[^\0-~]")
 
 
 def encode_line(row: dict[str, Any]) -> bytes:
     """`row` as one UTF-8 line with its newline. Numbers that JSON lacks (NaN, infinity) become null."""
     try:
-        text = _ENCODER.encode(row)
+        text = _encode(row)
     except ValueError:
-        row = cast(dict[str, Any], finite(row))
-        text = _ENCODER.encode(row)
+        text = _encode(finite(row))
     try:
         return text.encode("utf-8") + b"\n"
-    except UnicodeEncodeError:
-        return _ASCII_ENCODER.encode(row).encode("ascii") + b"\n"
+    except UnicodeEncodeError:  # lone surrogates have no UTF-8, but can be written as \\ud800, in a line that is ASCII
+        return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text).encode("ascii") + b"\n"
+
+
+def _encode(row: Any) -> str:
+    encoded: list[str] = []
+
+    def default(value: Any) -> Any:
+        if not isinstance(value, Encoded):
+            return _foreign(value)
+        encoded.append(value.text)
+        return _PLACE
+
+    text = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=default).encode(row)
+    if not encoded:
+        return text
+    between = text.split(f'"{_PLACE}"')
+    return "".join(itertools.chain.from_iterable(zip(between, [*encoded, ""], strict=True)))
 
 
 def finite(value: Any) -> Any:

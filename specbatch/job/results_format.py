@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Literal
 
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import RowError
 from specbatch.job.chat_output import Answer, ToolCall
+from specbatch.job.logprob_json import LogprobJson
 from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin, TokenLogprob
 
-LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value is OpenAI's
 _BATCH_ID = "batch_req_"
 
 
@@ -75,9 +74,6 @@ def choice_of(completion: Completion, answer: Answer) -> Choice:
     )
 
 
-TokenText = Callable[[int], str]  # the text of one token, for logprobs
-
-
 def error_line(row: RowInfo, error: RowError) -> dict[str, Any]:
     """The result line of a row that failed."""
     if row.api is not None:
@@ -99,7 +95,7 @@ def result_line(
     row: RowInfo,
     prompt_tokens: int,
     choices: Sequence[Choice],
-    token_text: TokenText,
+    logprob_json: LogprobJson,
     *,
     model: str,
     simulated: bool = False,
@@ -108,7 +104,8 @@ def result_line(
     choice_scores: Sequence[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The result line of a row that ran on `model`. `simulated`: speculation.simulate_acceptance is set. `margin`: the
-    row's certificate, if it is wanted. `prompt_logprobs`: None for the first token, which comes after none."""
+    row's certificate, if it is wanted. `prompt_logprobs`: None for the first token, which comes after none. Values of
+    log-probabilities are `Encoded`: the line is for `encode_line`."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sum(len(c.token_ids) for c in choices)}
     total = SpeculationCounts()
     for choice in choices:
@@ -118,9 +115,9 @@ def result_line(
         counts["certificate"] = certificate(margin)
     scores: dict[str, Any] = {} if choice_scores is None else {"choice_scores": choice_scores}
     if prompt_logprobs is not None:
-        scores["prompt_logprobs"] = [None if lp is None else _logprob(lp, token_text) for lp in prompt_logprobs]
+        scores["prompt_logprobs"] = logprob_json.native(prompt_logprobs)
     if row.api is not None:
-        return _openai_line(row, usage, {**counts, **scores}, choices, token_text, model)
+        return _openai_line(row, usage, {**counts, **scores}, choices, logprob_json, model)
     first = choices[0]
     line: dict[str, Any] = {
         "id": row.id,
@@ -132,10 +129,10 @@ def result_line(
         **counts,
     }
     if first.logprobs is not None:
-        line["logprobs"] = _logprobs(first.logprobs, token_text)
+        line["logprobs"] = logprob_json.native(first.logprobs)
     line |= scores
     if len(choices) > 1:
-        line["choices"] = [_choice(row, i, choice, token_text, simulated) for i, choice in enumerate(choices)]
+        line["choices"] = [_choice(row, i, choice, logprob_json, simulated) for i, choice in enumerate(choices)]
     if row.metadata is not None:
         line["metadata"] = row.metadata
     return line
@@ -187,7 +184,7 @@ def _speculation(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
     }
 
 
-def _choice(row: RowInfo, i: int, choice: Choice, token_text: TokenText, simulated: bool) -> dict[str, Any]:
+def _choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJson, simulated: bool) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "index": i,
         "text": choice.text,
@@ -197,7 +194,7 @@ def _choice(row: RowInfo, i: int, choice: Choice, token_text: TokenText, simulat
         "speculation": _speculation(choice.speculation, simulated),
     }
     if choice.logprobs is not None:
-        entry["logprobs"] = _logprobs(choice.logprobs, token_text)
+        entry["logprobs"] = logprob_json.native(choice.logprobs)
     return entry
 
 
@@ -219,27 +216,12 @@ def _chat_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
     return parts
 
 
-def _logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> list[dict[str, Any]]:
-    return [_logprob(lp, token_text) for lp in logprobs]
-
-
-def _logprob(lp: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
-    token, value, top = lp
-    lowest = LOWEST_LOGPROB  # compared here and not by `max`: rows have thousands of these
-    return {
-        "token": token_text(token),
-        "token_id": token,
-        "logprob": lowest if value < lowest else value,
-        "top": [{"token": token_text(t), "token_id": t, "logprob": lowest if v < lowest else v} for t, v in top],
-    }
-
-
 def _openai_line(
     row: RowInfo,
     usage: dict[str, int],
     counts: Mapping[str, Any],
     choices: Sequence[Choice],
-    token_text: TokenText,
+    logprob_json: LogprobJson,
     model: str,
 ) -> dict[str, Any]:
     chat = row.api == "chat"
@@ -248,7 +230,7 @@ def _openai_line(
         "object": "chat.completion" if chat else "text_completion",
         "created": 0,
         "model": model,
-        "choices": [_openai_choice(row, i, choice, token_text) for i, choice in enumerate(choices)],
+        "choices": [_openai_choice(row, i, choice, logprob_json) for i, choice in enumerate(choices)],
         "usage": {**usage, "total_tokens": sum(usage.values())},
         **counts,
     }
@@ -264,7 +246,7 @@ def _batch_id(row: RowInfo) -> str:
     return f"{_BATCH_ID}{row.index:012d}"
 
 
-def _openai_choice(row: RowInfo, i: int, choice: Choice, token_text: TokenText) -> dict[str, Any]:
+def _openai_choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJson) -> dict[str, Any]:
     chat = row.api == "chat"
     text: dict[str, Any] = {"text": choice.text}
     if chat:
@@ -273,24 +255,5 @@ def _openai_choice(row: RowInfo, i: int, choice: Choice, token_text: TokenText) 
         text = {"message": message}
     logprobs = None
     if choice.logprobs is not None:
-        logprobs = (_chat_logprobs if chat else _completion_logprobs)(choice.logprobs, token_text)
+        logprobs = (logprob_json.chat if chat else logprob_json.completion)(choice.logprobs)
     return {"index": i, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
-
-
-def _chat_logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
-    def entry(token_id: int, value: float) -> dict[str, Any]:
-        token = token_text(token_id)
-        return {"token": token, "logprob": max(value, LOWEST_LOGPROB), "bytes": list(token.encode("utf-8"))}
-
-    content = [{**entry(lp.token_id, lp.logprob), "top_logprobs": [entry(*top) for top in lp.top]} for lp in logprobs]
-    return {"content": content, "refusal": None}
-
-
-def _completion_logprobs(logprobs: Sequence[TokenLogprob], token_text: TokenText) -> dict[str, Any]:
-    tokens = [token_text(lp.token_id) for lp in logprobs]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [max(lp.logprob, LOWEST_LOGPROB) for lp in logprobs],
-        "top_logprobs": [{token_text(t): max(value, LOWEST_LOGPROB) for t, value in lp.top} for lp in logprobs],
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
-    }

@@ -13,6 +13,7 @@ from specbatch.job.chat_output import AnswerReader
 from specbatch.job.choices import choice_scores
 from specbatch.job.energy import EnergyMeter, gpu_uuid
 from specbatch.job.jsonl import encode_line
+from specbatch.job.logprob_json import LogprobJson
 from specbatch.job.partial import RowDeaths
 from specbatch.job.remarks import Remark, remark_on
 from specbatch.job.results_format import Choice, RowInfo, choice_of, error_line, result_line
@@ -101,6 +102,7 @@ class RowRunner:
         assert batch is not None, "resolve() decides it"
         self.engine = engine
         self._texts = texts
+        self._logprob_json = LogprobJson(texts.token_text)
         self._config = config
         self._batch = batch
         self._max_started = batch + max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
@@ -265,7 +267,7 @@ class RowRunner:
             row,
             in_flight.prompt_tokens,
             choices,
-            self._texts.token_text,
+            self._logprob_json,
             model=self._config.model.target,
             simulated=self._config.speculation.simulate_acceptance is not None,
             margin=margin if self._config.output.certificate else NO_MARGIN,
@@ -280,7 +282,7 @@ class RowRunner:
         choice = Choice(best["text"], [], FinishReason.STOP, None, SpeculationCounts())
         row, model = in_flight.row, self._config.model.target
         line = result_line(
-            row, in_flight.prompt_tokens, [choice], self._texts.token_text, model=model, choice_scores=scores
+            row, in_flight.prompt_tokens, [choice], self._logprob_json, model=model, choice_scores=scores
         )
         self._add(row, in_flight.digest, line)
 

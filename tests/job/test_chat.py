@@ -20,6 +20,7 @@ from specbatch.job.chat_output import Answer, AnswerReader, ToolCall, call_forma
 from specbatch.job.chat_template import ChatTemplate, TemplateFacts
 from specbatch.job.fingerprint import job_fingerprint
 from specbatch.job.jsonl import encode_line
+from specbatch.job.logprob_json import LogprobJson
 from specbatch.job.messages import check_messages
 from specbatch.job.result_files import open_results, write_lines
 from specbatch.job.results_format import RowInfo, choice_of, result_line
@@ -86,7 +87,7 @@ class Chat:
         done = Completion(0, tokens, reason, None, SpeculationCounts())
         answer = self._texts.answer_reader(prompt, ids).read(self._texts.final_text(done, prompt.params))
         choices = [choice_of(done, answer)] * prompt.params.n
-        return result_line(info, len(ids), choices, self._texts.token_text, model="m")
+        return result_line(info, len(ids), choices, LogprobJson(self._texts.token_text), model="m")
 
 
 def test_thinking_on_and_off() -> None:

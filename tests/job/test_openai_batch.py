@@ -10,6 +10,8 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import RowError
+from specbatch.job.jsonl import encode_line
+from specbatch.job.logprob_json import LogprobJson
 from specbatch.job.results_format import Choice, RowInfo, error_line, index_of, result_line
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
@@ -105,11 +107,12 @@ def result(url: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
     counts = SpeculationCounts()
     counts.record(drafted=3, depth=3, accepted=1, committed=2)
     choice = Choice("hé", list("hé".encode()), FinishReason.STOP, logprobs, counts)
-    return result_line(info, 5, [choice, choice], TEXTS.token_text, model="target")
+    out = result_line(info, 5, [choice, choice], LogprobJson(TEXTS.token_text), model="target")
+    return json.loads(encode_line(out))  # type: ignore[no-any-return]
 
 
 def test_chat_response() -> None:
-    out = json.loads(json.dumps(result(CHAT, [TokenLogprob(104, -0.25, ((104, -0.25), (0xC3, float("-inf"))))])))
+    out = result(CHAT, [TokenLogprob(104, -0.25, ((104, -0.25), (0xC3, float("-inf"))))])
     assert list(out) == ["id", "custom_id", "response", "error"]
     assert out["error"] is None
     assert out["response"]["status_code"] == 200
@@ -140,7 +143,7 @@ def test_completion_response() -> None:
 
 
 def test_lines_can_be_counted_and_found_again() -> None:
-    out = json.loads(json.dumps(result(CHAT, None)))
+    out = result(CHAT, None)
     assert index_of(out) == 3
     assert index_of({"id": "x", "index": 7}) == 7
     for other in ({"id": "7"}, {"id": "x", "index": -1}, {"id": "x", "index": "7"}, {"id": 7}, {}):

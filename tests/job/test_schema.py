@@ -16,6 +16,7 @@ from specbatch.config_load import config_to_dict, packaged_configs
 from specbatch.counts import SpeculationCounts
 from specbatch.job.chat_output import ToolCall
 from specbatch.job.jsonl import encode_line
+from specbatch.job.logprob_json import LogprobJson
 from specbatch.job.result_files import result_rows, write_lines
 from specbatch.job.results_format import Choice, RowInfo, result_line
 from specbatch.job.schema import schemas
@@ -64,7 +65,7 @@ def test_every_field_of_a_line_is_declared_in_its_order(tmp_path: Path, api: Any
     }
     if api is None:
         given["choice_scores"] = [{"text": "a", "logprob": -0.5, "num_tokens": 1}]
-    line = result_line(row, 2, [choice, choice], chr, **given)
+    line = json.loads(encode_line(result_line(row, 2, [choice, choice], LogprobJson(chr), **given)))
     assert not errors("result", line)
     write_lines(tmp_path / "a.parquet", [encode_line(line)], ".parquet")
     (back,) = result_rows(tmp_path / "a.parquet")
