@@ -18,6 +18,7 @@ from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache, KVScales
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
+from specbatch.models.key_offset import key_offset
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linear import traceable_parts
 from specbatch.models.stages import FIRST, Stages, Turn, completed
@@ -78,6 +79,9 @@ class Attention:
         self._q_norm, self._k_norm = (
             weights.norm(f"{prefix}{name}_norm", config.rms_norm_eps) if config.qk_norm else None for name in "qk"
         )
+        self._key_offset_KD: Tensor | None = None
+        if config.qkv_bias and not config.qk_norm:  # a norm changes what the bias adds
+            self._key_offset_KD = key_offset(weights.tensor(f"{prefix}k_proj.bias"), config)
         self._rotary_write = ops_for(weights.device, weights.dtype).rotary_write
 
     def queries(self, x_TI: Tensor, step: ForwardPass, norm: RMSNorm | None) -> Tensor:
@@ -122,6 +126,7 @@ class Attention:
             self._k_norm.weight if self._k_norm is not None else None,
             self._q_norm.eps if self._q_norm is not None else 0.0,
             *step.cache.scales(self.layer),
+            self._key_offset_KD if step.cache.dtype == torch.float8_e4m3fn else None,
         )
         return q
 

@@ -33,9 +33,9 @@ def test_silu_mul(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("norm", "offset"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 128)])
-def test_rotary_write(heads: int, kv_heads: int, dim: int, norm: bool, dtype: torch.dtype) -> None:
+def test_rotary_write(heads: int, kv_heads: int, dim: int, norm: bool, offset: bool, dtype: torch.dtype) -> None:
     tokens = 6
     qkv = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     angles = torch.outer(torch.arange(50.0), torch.rand(dim // 2, generator=torch.Generator().manual_seed(1)))
@@ -44,12 +44,15 @@ def test_rotary_write(heads: int, kv_heads: int, dim: int, norm: bool, dtype: to
     positions = torch.tensor([3, 4, 5, 49, 0, 7], device=DEVICE)
     slots = torch.tensor([8, 0, 3, -1, 5, -1], device=DEVICE)
     norms = (random(dim, dtype=dtype, seed=2), random(dim, dtype=dtype, seed=3)) if norm else (None, None)
+    k_offset = random(kv_heads, dim, dtype=torch.float32, seed=5) if offset else None
     before = random(2, kv_heads, 20, dim, dtype=dtype, seed=4)
     caches, queries = [], []
     for ops in (model, reference):
         cache = before.clone()
         queries.append(
-            ops.rotary_write(qkv, heads, kv_heads, cos, sin, positions, slots, cache, *norms, 1e-6)  # type: ignore[attr-defined]
+            ops.rotary_write(
+                qkv, heads, kv_heads, cos, sin, positions, slots, cache, *norms, 1e-6, k_offset_KD=k_offset
+            )  # type: ignore[attr-defined]
         )
         caches.append(cache)
     close(queries[0], queries[1], dtype)

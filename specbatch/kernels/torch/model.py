@@ -53,10 +53,12 @@ def rotary_write(
     eps: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    k_offset_KD: Tensor | None = None,
 ) -> Tensor:
     """Split a fused projection, norm each head where the model does (Qwen3), rotate queries and keys (rotate-half; the
     sign is in `sin_PD`), write keys and values to the cache at `slots_T` (nowhere for -1), in its dtype. Returns
     queries (T, H, D). `k_scale`, `v_scale`: of a cache in float8, which holds what is written divided by them.
+    `k_offset_KD`: is taken from all keys first, in float32.
     """
     num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
     heads = qkv_TZ.view(num_tokens, -1, head_dim)
@@ -67,6 +69,8 @@ def rotary_write(
     q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
     slots = torch.where(slots_T >= 0, slots_T, kv_2KSD.shape[2] - 1)
     k, v = storable(k, v)
+    if k_offset_KD is not None:
+        k = k.to(torch.promote_types(k.dtype, torch.float32)) - k_offset_KD
     for plane_KSD, new_TKD, scale in zip(as_bytes(kv_2KSD), (k, v), (k_scale, v_scale), strict=True):
         plane_KSD.index_copy_(1, slots, as_bytes(_stored(new_TKD, kv_2KSD.dtype, scale)).transpose(0, 1))
     return q

@@ -95,6 +95,7 @@ def _rotary_write(
     sin_ptr,
     positions_ptr,
     slots_ptr,
+    k_offset_ptr,
     q_norm_ptr,
     k_norm_ptr,
     eps,
@@ -107,6 +108,7 @@ def _rotary_write(
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_former(PDL)
@@ -162,8 +164,14 @@ def _rotary_write(
     instead = tl.where(is_key, float("nan"), 0.0)
     cache: tl.constexpr = k_ptr.dtype.element_ty
     inverse_scale = tl.where(is_key, k_inverse, v_inverse)
-    stored1 = _stored(tl.where(finite, out1.to(tl.float32), instead).to(dtype), inverse_scale, cache)
-    stored2 = _stored(tl.where(finite, out2.to(tl.float32), instead).to(dtype), inverse_scale, cache)
+    kept1 = tl.where(finite, out1.to(tl.float32), instead).to(dtype)
+    kept2 = tl.where(finite, out2.to(tl.float32), instead).to(dtype)
+    if HAS_OFFSET:
+        k_offset = k_head[:, None] * D + low[None, :]
+        kept1 = kept1.to(tl.float32) - tl.load(k_offset_ptr + k_offset, mask=of_keys, other=0.0)
+        kept2 = kept2.to(tl.float32) - tl.load(k_offset_ptr + k_offset + half, mask=of_keys, other=0.0)
+    stored1 = _stored(kept1, inverse_scale, cache)
+    stored2 = _stored(kept2, inverse_scale, cache)
     tl.store(k_ptr + k_offsets, stored1, mask=written & is_key)
     tl.store(k_ptr + k_offsets + half, stored2, mask=written & is_key)
     tl.store(v_ptr + v_offsets, stored1, mask=written & is_value)
@@ -184,6 +192,7 @@ def rotary_write(
     eps: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    k_offset_KD: Tensor | None = None,
 ) -> Tensor:
     num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv_TZ.dtype, device=qkv_TZ.device)
@@ -201,6 +210,7 @@ def rotary_write(
         sin_PD,
         positions_T,
         slots_T,
+        cos_PD if k_offset_KD is None else k_offset_KD,
         q_norm_D if has_norm else cos_PD,
         k_norm_D if has_norm else cos_PD,
         eps,
@@ -213,6 +223,7 @@ def rotary_write(
         HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_H=block_h,
         HAS_NORM=has_norm,
+        HAS_OFFSET=k_offset_KD is not None,
         PDL=pdl,
         num_warps=4 if num_tokens > 64 else 2,
         **launch_options(pdl),
