@@ -45,8 +45,8 @@ class ModelSection:
     quantization: Literal["auto", "none", "fp8"] = option(
         "auto",
         "`auto`: as the checkpoint is. `none`: weights in FP8 are dequantised when they are loaded. `fp8`: quantise "
-        "the linear layers of a checkpoint that is not quantised. Layers in FP8 run on a CPU only, which emulates "
-        "them. On CUDA, set `none` for a checkpoint in FP8.",
+        "the linear layers of a checkpoint that is not quantised. Layers in FP8 need CUDA from Ada on, or run on "
+        "a CPU, which emulates them. Texts differ from those of `none`.",
     )
 
 

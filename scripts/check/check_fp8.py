@@ -1,6 +1,6 @@
 """What FP8 changes in a model: its distributions of the next token on real text, and the accuracy of eval's tasks.
 
-    python scripts/check/allow_unmeasured.py fp8 scripts/check/check_fp8.py --model HF_DIRECTORY --texts 200 \\
+    python scripts/check/check_fp8.py --model HF_DIRECTORY --texts 200 \\
         --tasks gsm8k humaneval --set engine.max_batch_size=256 -o fp8.json                                   # a GPU
     python scripts/check/check_fp8.py --model HF_DIRECTORY --texts 4 --variants weights                       # a CPU
 
@@ -46,7 +46,6 @@ VARIANTS = {
     "both": ["model.quantization=fp8", "engine.kv_dtype=fp8_e4m3"],
 }
 ALLOWED = 1.5  # standard errors
-CHECK = Path(__file__).parent
 
 
 class Model:
@@ -112,8 +111,8 @@ def accuracies(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for name in dict.fromkeys(["none", *args.variants]):
             output = Path(folder, name)
-            command = [sys.executable, str(CHECK / "allow_unmeasured.py"), "fp8", "-m", "specbatch", "eval"]
-            command += [*args.tasks, "-o", str(output), "--model", str(args.model), "--allow-code-execution"]
+            command = [sys.executable, "-m", "specbatch", "eval", *args.tasks]
+            command += ["-o", str(output), "--model", str(args.model), "--allow-code-execution"]
             command += [] if args.limit is None else ["--limit", str(args.limit)]
             for option in (*args.set, *VARIANTS[name]):
                 command += ["--set", option]

@@ -19,10 +19,6 @@ from specbatch.models.layer_names import chosen_layers
 from specbatch.models.quantization import Quantization, chosen
 from specbatch.models.sharded import check_group_borders
 
-# Whether FP8 may run on CUDA. Its kernels (kernels/triton/fp8.py) were measured alone. Set it to True when, on an H200,
-# `pytest -m gpu tests/kernels/test_fp8.py tests/models/test_fp8_gpu.py` passes, and
-# `scripts/bench/bench.py --set model.quantization=fp8` (through scripts/check/allow_unmeasured.py fp8) shows a gain.
-MEASURED_ON_CUDA = False
 _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 
 
@@ -87,10 +83,6 @@ def _check_groups(layers: Sequence[str], config: ModelConfig, num_ranks: int) ->
 
 
 def _check_cuda(what: str, device: torch.device) -> None:
-    if not MEASURED_ON_CUDA:
-        raise ConfigError(
-            f"{what} does not run on CUDA yet: it was not measured there", hint="set model.quantization: none"
-        )
     capability = torch.cuda.get_device_capability(device)
     if capability < _FP8_CAPABILITY:
         raise ConfigError(

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from specbatch.models.config import ModelConfig
 
-_MOST_RADIANS = 1.0  # then a rotated bias is nowhere farther from the unrotated one than from zero
+_RADIANS = 1.0  # then a rotated bias is nowhere farther from the unrotated one than from zero
 
 
 def key_offset(bias_O: Tensor, config: ModelConfig) -> Tensor:
     """(K, D), float32: the bias of the key projection where rotary embedding turns by at most one radian from the first
     position to the model's last one; 0 elsewhere. It does not depend on a run's settings."""
     inverse_frequencies, factor = config.rope.inverse_frequencies(config.head_dim)
-    is_slow = inverse_frequencies * config.max_position_embeddings <= _MOST_RADIANS
+    is_slow = inverse_frequencies * config.max_position_embeddings <= _RADIANS
     mask_D = torch.cat((is_slow, is_slow)).to(bias_O.device)
     return bias_O.float().view(-1, config.head_dim) * mask_D * factor

@@ -39,7 +39,8 @@ def test_it_is_the_bias_of_what_hardly_turns() -> None:
     bias_O = torch.arange(1.0, 17.0)
     frequencies, _ = CONFIG.rope.inverse_frequencies(8)
     slow = (frequencies * CONFIG.max_position_embeddings <= 1).tolist()
-    assert slow[-1] and not slow[0]
+    assert slow[-1]
+    assert not slow[0]
     expected = bias_O.view(2, 8) * torch.tensor([*slow, *slow])
     assert torch.equal(key_offset(bias_O.to(torch.bfloat16), CONFIG), expected)
 

@@ -301,14 +301,15 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Tensor | None], w
     assert words in caught.value.message
 
 
-def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = fp8_checkpoint(tmp_path / "fp8", compressed())
     options = ["engine.device=cpu", "engine.tensor_parallel=2"]
     blocks = fp8_checkpoint(tmp_path / "blocks", BLOCKS, hidden_size=256, intermediate_size=384)
     with pytest.raises(ConfigError, match="down_proj has 384 inputs, and 192 of them is no multiple of 128"):
         resolve(load_config(None, [f"model.target={blocks}", *options]))
     resolve(load_config(None, [f"model.target={blocks}", *options, "model.quantization=none"]))
-    with pytest.raises(ConfigError, match="a checkpoint in FP8 does not run on CUDA yet"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"a checkpoint in FP8 needs a GPU of compute capability 8\.9"):
         resolve_quantization(
             load_config(None, [f"model.target={fp8}"]), open_checkpoint(fp8), torch.device("cuda"), torch.bfloat16, []
         )
