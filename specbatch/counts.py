@@ -55,9 +55,11 @@ class SpeculationCounts:
 
 
 def _count(counts: list[int], value: int, times: int = 1) -> None:
-    if value >= len(counts):
+    try:
+        counts[value] += times
+    except IndexError:  # hardly ever, and rounds are counted by the million
         counts.extend([0] * (value + 1 - len(counts)))
-    counts[value] += times
+        counts[value] += times
 
 
 def _at_least(counts: list[int]) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import FieldError, shown
@@ -193,9 +193,9 @@ class RngKey:
     sample: int  # 0 .. n-1
 
 
-# (all generated tokens, number of new ones) -> the number of tokens to keep, if a stop string ends within the new ones,
-# else None. The token that completes the stop string is kept.
-StopCheck = Callable[[Sequence[int], int], int | None]
+# (tokens, where the generated ones begin, number of new ones) -> the number of generated tokens to keep, if a stop
+# string ends within the new ones, else None. The token that completes the stop string is kept.
+StopCheck = Callable[[Sequence[int], int, int], int | None]
 
 
 class GrammarMatcher(Protocol):
@@ -256,6 +256,47 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
+@dataclass(slots=True, repr=False)
+class TokenLogprobs(Sequence[TokenLogprob]):
+    """As a list of `TokenLogprob`, of which each has k likely tokens. It is kept in columns: to make objects for each
+    token took the host longer than all else that it does for one."""
+
+    token_ids: list[int]  # n
+    values: list[float]  # n * (1 + k): of each token its own, then those of its likely ones
+    top_ids: list[int]  # n * k
+
+    def __post_init__(self) -> None:
+        assert len(self.values) == len(self.token_ids) * (1 + self.num_top), "not k likely tokens for each"
+
+    @classmethod
+    def of(cls, tokens: Iterable[TokenLogprob]) -> TokenLogprobs:
+        found = list(tokens)
+        values = [value for _, own, top in found for value in (own, *(other for _, other in top))]
+        return cls([one.token_id for one in found], values, [other for one in found for other, _ in one.top])
+
+    @property
+    def num_top(self) -> int:
+        """k"""
+        return len(self.top_ids) // len(self.token_ids) if self.token_ids else 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprob: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprob]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprob | list[TokenLogprob]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        i, k = range(len(self))[index], self.num_top
+        own, *others = self.values[i * (1 + k) : (i + 1) * (1 + k)]
+        return TokenLogprob(self.token_ids[i], own, tuple(zip(self.top_ids[i * k : (i + 1) * k], others, strict=True)))
+
+    def __repr__(self) -> str:
+        return f"TokenLogprobs.of({list(self)})"
+
+
 class Margin(NamedTuple):
     """How close a greedy completion came to another token: the smallest difference of the two largest logits for one of
     its tokens, and the first position with it. Logits are those that the token was chosen by, as float32."""
@@ -275,11 +316,11 @@ class Completion:
     # Generated tokens. The last one can be a stop token or an end-of-sequence token. With ERROR: those before it.
     token_ids: list[int]
     finish_reason: FinishReason
-    logprobs: list[TokenLogprob] | None  # one for each generated token, if the request wants them
+    logprobs: TokenLogprobs | None  # one for each generated token, if the request wants them
     speculation: SpeculationCounts
     margin: Margin = NO_MARGIN  # a sampled completion has none
     # Of the prompt's tokens from `params.prompt_logprobs_start` on, without the first token, which comes after none.
-    prompt_logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: TokenLogprobs | None = None
     no_token_left: bool = False  # of ERROR: the request's own rules forbid all tokens; else the logits are not finite
 
 

@@ -23,7 +23,17 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import ModelError
-from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Margin, Request, RngKey, TokenLogprob
+from specbatch.types import (
+    NO_MARGIN,
+    Completion,
+    EngineLimits,
+    FinishReason,
+    Margin,
+    Request,
+    RngKey,
+    TokenLogprob,
+    TokenLogprobs,
+)
 
 VOCAB = 300
 BOS, EOS = 256, 257
@@ -164,7 +174,7 @@ class StubEngine:
             if token in params.stop_token_ids:
                 tokens, reason = tokens[: i + 1], FinishReason.STOP
                 break
-        if request.check_stop is not None and (keep := request.check_stop(tokens, len(tokens))) is not None:
+        if request.check_stop is not None and (keep := request.check_stop(tokens, 0, len(tokens))) is not None:
             tokens, reason = tokens[:keep], FinishReason.STOP
         counts = SpeculationCounts()
         for _ in range(len(tokens) // 3):
@@ -172,7 +182,7 @@ class StubEngine:
         logprobs = None
         if params.logprobs is not None:
             top = tuple((97 + k, -float(k)) for k in range(params.logprobs))
-            logprobs = [TokenLogprob(t, -0.5, top) for t in tokens]
+            logprobs = TokenLogprobs.of(TokenLogprob(t, -0.5, top) for t in tokens)
         self.stats.generated_tokens += len(tokens)
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self.stats.speculation.add(counts)

@@ -45,7 +45,7 @@ def append_tokens(seq: Sequence, tokens: list[int], eos: Set[int]) -> FinishReas
                 break
     seq.tokens += kept
     if seq.request.check_stop is not None and kept:
-        keep = seq.request.check_stop(seq.generated, len(kept))
+        keep = seq.request.check_stop(seq.tokens, seq.num_prompt, len(kept))
         if keep is not None:
             del seq.tokens[seq.num_prompt + keep :]
             reason = FinishReason.STOP

@@ -11,7 +11,7 @@ from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
-from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Request
+from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Request, TokenLogprobs
 
 
 def check_finite(completions: Iterable[Completion]) -> None:
@@ -130,13 +130,17 @@ class EngineBase:
         self._scheduler.finish(seq, failed=reason is FinishReason.ERROR)
         self._stats.speculation.add(seq.counts)
         params = seq.request.params
-        logprobs = seq.logprobs if params.logprobs is not None else None
+        tokens, logprobs = list(seq.generated), None
+        if params.logprobs is not None:
+            logprobs = TokenLogprobs(tokens, seq.logprobs, seq.top_ids)
         margin = seq.margin if params.temperature == 0 else NO_MARGIN
-        scored = [seq.prompt_logprobs[i] for i in seq.scored_tokens] if params.prompt_logprobs is not None else None
+        scored = None
+        if params.prompt_logprobs is not None:
+            scored = TokenLogprobs.of(seq.prompt_logprobs[i] for i in seq.scored_tokens)
         failed = reason is FinishReason.ERROR and _leaves_none(seq)
         return Completion(
             seq.request.request_id,
-            list(seq.generated),
+            tokens,
             reason,
             logprobs,
             seq.counts,

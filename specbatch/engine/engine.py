@@ -251,7 +251,9 @@ class Engine(EngineBase):
 
     def _edits(self, sequences: Iterable[Sequence]) -> Edits:
         """What the rules of a batch change in logits: where rounds may be graphs, one of few combinations."""
-        edits = functools.reduce(operator.or_, (seq.edits for seq in sequences), Edits.NONE)
+        # Each kind once: to join flags takes as long as all else that a round does for a row.
+        kinds = {int(seq.rules.edits) for seq in sequences if seq.rules is not None}
+        edits = functools.reduce(operator.or_, map(Edits, kinds), Edits.NONE)
         return edits.family if self._round.fixed_shapes else edits
 
     def _read(self) -> list[Completion]:

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from specbatch.engine.transfers import Download, Transfers
-from specbatch.types import TokenLogprob
 
 MAX_TOP_LOGPROBS = 20
 _NUMS_TOP = (0, 1, 5, MAX_TOP_LOGPROBS)
@@ -60,14 +58,10 @@ class ReadLogprobs(NamedTuple):
     values_BMK: np.ndarray
     top_ids_BMK: np.ndarray | None
 
-    def of(self, rows: Seq[int], counts: Seq[int], tokens: Seq[int], num_top: int) -> list[TokenLogprob]:
-        """Of `tokens`: the first `counts[i]` of each row `rows[i]`, with `num_top` of the most likely ones each. All at
-        once, because numpy takes about as long for one row as for many."""
-        last = np.cumsum(counts)
-        rows_N, index_N = np.repeat(rows, counts), np.arange(last[-1]) - np.repeat(last - counts, counts)
-        own, *top = self.values_BMK[rows_N, index_N, : 1 + num_top].T.tolist()
-        tops: Iterable[tuple[tuple[int, float], ...]] = repeat((), len(tokens))
-        if num_top and self.top_ids_BMK is not None:
-            ids = self.top_ids_BMK[rows_N, index_N, :num_top].T.tolist()
-            tops = zip(*(zip(*pair, strict=True) for pair in zip(ids, top, strict=True)), strict=True)
-        return list(map(TokenLogprob._make, zip(tokens, own, tops, strict=True)))
+    def of(self, rows: Seq[int], num_top: int) -> tuple[list[list[float]], list[list[int]]]:
+        """Of each of these rows, with `num_top` of the most likely tokens for each of its M: values and ids, as
+        `TokenLogprobs` has them. All at once, because numpy takes about as long for one row as for many."""
+        values: list[list[float]] = self.values_BMK[rows, :, : 1 + num_top].reshape(len(rows), -1).tolist()
+        if not num_top or self.top_ids_BMK is None:
+            return values, [[]] * len(rows)
+        return values, self.top_ids_BMK[rows, :, :num_top].reshape(len(rows), -1).tolist()

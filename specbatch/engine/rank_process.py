@@ -90,7 +90,7 @@ def _leave(code: int) -> None:
 
 
 def _repeat(engine: Engine, connection: Connection) -> None:
-    def answer(tokens: Sequence[int], num_new: int) -> int | None:
+    def answer(tokens: Sequence[int], start: int, num_new: int) -> int | None:
         """What rank 0 has found in these tokens."""
         name, keep = connection.recv()
         assert name == "stop", f"this rank looks for a stop string, and rank 0 calls {name}"

@@ -275,8 +275,8 @@ class RankedEngine:
     def _sent(self, check: StopCheck) -> StopCheck:
         """As `check`; the other ranks get each answer, in this order."""
 
-        def answer(tokens: Sequence[int], num_new: int) -> int | None:
-            keep = check(tokens, num_new)
+        def answer(tokens: Sequence[int], start: int, num_new: int) -> int | None:
+            keep = check(tokens, start, num_new)
             self._others.send("stop", keep)
             return keep
 

@@ -20,6 +20,8 @@ from specbatch.engine.transfers import Download
 from specbatch.types import FinishReason, Margin, TokenLogprob
 
 T = TypeVar("T")
+# Plain integers: those of an enumeration take several times as long to index with.
+_NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _TOKENS = map(int, Output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def read_report(
     ended = []
     wanted: _ScoredTokens[Sequence] = _ScoredTokens()
     rows = rows_BZ[: len(report.sequences)]  # padding has words, too
-    first_margin = 1 if report.max_path is None else Output.TOKENS + report.max_path
+    first_margin = 1 if report.max_path is None else _TOKENS + report.max_path
     words_of, margins = rows[:, :first_margin].tolist(), rows[:, first_margin:].view(np.float32)
     lowest = margins.min(axis=1).tolist()
     for row, (seq, words) in enumerate(zip(report.sequences, words_of, strict=True)):
@@ -60,12 +62,13 @@ def read_report(
             seq.margin = _lower_margin(seq.margin, margins[row, :count], before - seq.num_prompt)
         num_top = seq.request.params.logprobs
         if num_top is not None and logprobs is not None:
-            wanted.add(num_top, row, seq.tokens[before:], seq)
+            wanted.add(num_top, row, count, seq)
         if reason is not None:
             ended.append((seq, reason))
     if logprobs is not None:
-        for seq, found in wanted.read(logprobs):
-            seq.logprobs += found
+        for seq, values, top_ids in wanted.read(logprobs):
+            seq.logprobs += values
+            seq.top_ids += top_ids
     return ended
 
 
@@ -77,18 +80,18 @@ def _read_prompt(seq: Sequence, report: list[int], eos: Set[int]) -> FinishReaso
 def _read_round(
     seq: Sequence, report: list[int], max_path: int, eos: Set[int], stats: EngineStats
 ) -> FinishReason | None:
-    count = report[Output.NUM_NEW]
+    count = report[_NUM_NEW]
     assert count >= 1, f"request {seq.request.request_id} ended on the device only"
     seq.rounds_in_flight -= 1
     seq.num_in_flight -= max_path
     seq.num_computed_tokens += count
-    stats.broken_drafts += report[Output.NUM_BROKEN]
+    stats.broken_drafts += report[_NUM_BROKEN]
     before = len(seq.tokens)
-    reason = append_tokens(seq, report[Output.TOKENS : Output.TOKENS + count], eos)
+    reason = append_tokens(seq, report[_TOKENS : _TOKENS + count], eos)
     committed = len(seq.tokens) - before
     seq.counts.record(
-        drafted=report[Output.NUM_DRAFTED],
-        depth=report[Output.DEPTH],
+        drafted=report[_NUM_DRAFTED],
+        depth=report[_DEPTH],
         accepted=min(count - 1, committed),
         committed=committed,
     )
@@ -105,30 +108,31 @@ def _read_scores(scored: Seq[ScoredToken], scores: ReadLogprobs) -> None:
     tokens: _ScoredTokens[ScoredToken] = _ScoredTokens()
     for i, one in enumerate(scored):
         num_top = one.seq.request.params.prompt_logprobs or 0
-        tokens.add(num_top, i, one.seq.tokens[one.position : one.position + 1], one)
-    for one, found in tokens.read(scores):
-        (one.seq.prompt_logprobs[one.position],) = found
+        tokens.add(num_top, i, 1, one)
+    for one, (own, *others), top_ids in tokens.read(scores):
+        top = tuple(zip(top_ids, others, strict=True))
+        one.seq.prompt_logprobs[one.position] = TokenLogprob(one.seq.tokens[one.position], own, top)
 
 
 class _ScoredTokens(Generic[T]):
     """Tokens of a launch whose log-probabilities are wanted, with whom they are for."""
 
     def __init__(self) -> None:
-        self._by_num_top: dict[int, tuple[list[int], list[int], list[int], list[T]]] = {}
+        self._by_num_top: dict[int, tuple[list[int], list[int], list[T]]] = {}
 
-    def add(self, num_top: int, row: int, tokens: list[int], owner: T) -> None:
-        """The first tokens of a row."""
-        kind = self._by_num_top.get(num_top)
-        if kind is None:
-            kind = self._by_num_top[num_top] = ([], [], [], [])
-        kind[0].append(row)
-        kind[1].append(len(tokens))
-        kind[2].extend(tokens)
-        kind[3].append(owner)
+    def add(self, num_top: int, row: int, count: int, owner: T) -> None:
+        """The first `count` tokens of a row."""
+        if count:
+            rows, counts, owners = self._by_num_top.setdefault(num_top, ([], [], []))
+            rows.append(row)
+            counts.append(count)
+            owners.append(owner)
 
-    def read(self, logprobs: ReadLogprobs) -> Iterator[tuple[T, list[TokenLogprob]]]:
-        for num_top, (rows, counts, tokens, owners) in self._by_num_top.items():
-            found, end = logprobs.of(rows, counts, tokens, num_top), 0
-            for count, owner in zip(counts, owners, strict=True):
-                yield owner, found[end : end + count]
-                end += count
+    def read(self, logprobs: ReadLogprobs) -> Iterator[tuple[T, list[float], list[int]]]:
+        """Each owner with values and ids of likely tokens, as `TokenLogprobs` has them."""
+        num_tokens = logprobs.values_BMK.shape[1]
+        for num_top, (rows, counts, owners) in self._by_num_top.items():
+            values, top_ids = logprobs.of(rows, num_top)
+            k = len(top_ids[0]) // num_tokens  # fewer than `num_top` if the vocabulary has fewer
+            for count, owner, its_values, its_ids in zip(counts, owners, values, top_ids, strict=True):
+                yield owner, its_values[: count * (1 + k)], its_ids[: count * k]

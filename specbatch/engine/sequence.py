@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbatch.batch import Edits
 from specbatch.counts import SpeculationCounts
 from specbatch.engine.grammar import GrammarState
 from specbatch.engine.rules import Rules
@@ -35,7 +34,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_draft_computed: int = 0  # valid slots of the draft network's cache, while the prompt is computed
     draft_state: Any = None  # the draft method's own, of a method on the host
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of generated tokens, as `TokenLogprobs.values`
+    top_ids: list[int] = field(default_factory=list)  # the same
     margin: Margin = NO_MARGIN  # of the generated tokens, whether they are sampled or not
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     rules: Rules | None = None
@@ -61,11 +61,6 @@ class Sequence:
         the last one, and a log-probability those of the token before it."""
         missing = [i for i in self.scored_tokens if i not in self.prompt_logprobs] if self.scored_tokens else ()
         return min(missing, default=self.num_prefill_tokens) - 1
-
-    @property
-    def edits(self) -> Edits:
-        """What its rules change in logits."""
-        return Edits.NONE if self.rules is None else self.rules.edits
 
     @property
     def generated(self) -> Seq[int]:

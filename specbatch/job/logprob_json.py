@@ -7,10 +7,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from specbatch.job.jsonl import Encoded
-from specbatch.types import TokenLogprob
+from specbatch.types import TokenLogprobs
 
+T = TypeVar("T")
 LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value is OpenAI's
 
 
@@ -37,45 +39,59 @@ class LogprobJson:
         self._no_end = _Parts(lambda token: "")
         self._bytes = _Parts(lambda token: f', "bytes": {list(token_text(token).encode("utf-8"))}')
 
-    def native(self, logprobs: Sequence[TokenLogprob | None]) -> Encoded:
-        """A list of objects, or null for a token that comes after none."""
-        return Encoded(_objects(logprobs, self._begin_native, self._no_end, "top"))
+    def native(self, logprobs: TokenLogprobs, *, after_null: bool = False) -> Encoded:
+        """A list of objects. `after_null`: these are of all tokens but the first, for which the list has null."""
+        objects = _objects(logprobs, self._begin_native, self._no_end, "top")
+        return Encoded(_list(["null", *objects] if after_null else objects))
 
-    def chat(self, logprobs: Sequence[TokenLogprob]) -> Encoded:
-        content = _objects(logprobs, self._begin_chat, self._bytes, "top_logprobs")
+    def chat(self, logprobs: TokenLogprobs) -> Encoded:
+        content = _list(_objects(logprobs, self._begin_chat, self._bytes, "top_logprobs"))
         return Encoded(f'{{"content": {content}, "refusal": null}}')
 
-    def completion(self, logprobs: Sequence[TokenLogprob]) -> Encoded:
-        texts, ids = self._texts, [lp.token_id for lp in logprobs]
+    def completion(self, logprobs: TokenLogprobs) -> Encoded:
+        texts, ids, (own, *others) = self._texts, logprobs.token_ids, _columns(logprobs.values, 1 + logprobs.num_top)
+        columns = [
+            [(texts[t], number) for t, number in zip(top_ids, _numbers(values), strict=True)]
+            for top_ids, values in zip(_columns(logprobs.top_ids, logprobs.num_top), others, strict=True)
+        ]
         # Tokens with the same text are one key: the first one's place, the last one's value.
-        tops = [{texts[t]: _number(value) for t, value in lp.top} for lp in logprobs]
+        tops = [_object(dict(pairs)) for pairs in zip(*columns, strict=True)] if columns else ["{}"] * len(ids)
         starts = accumulate((len(self._token_text(t)) for t in ids[:-1]), initial=0)
         return Encoded(
             f'{{"tokens": {_list([texts[t] for t in ids])}, '
-            f'"token_logprobs": {_list([_number(lp.logprob) for lp in logprobs])}, '
-            f'"top_logprobs": {_list([_object(top) for top in tops])}, '
+            f'"token_logprobs": {_list(_numbers(own))}, '
+            f'"top_logprobs": {_list(tops)}, '
             f'"text_offset": {list(starts)[: len(ids)]}}}'
         )
 
 
-def _objects(logprobs: Sequence[TokenLogprob | None], begin: _Parts, end: _Parts, top_name: str) -> str:
+def _objects(logprobs: TokenLogprobs, begin: _Parts, end: _Parts, top_name: str) -> list[str]:
     """One for each token, and in it one for each of the likeliest: `begin`, the log-probability, `end`."""
-    found = []
-    for lp in logprobs:
-        if lp is None:
-            found.append("null")
-            continue
-        token, value, top = lp
-        own = f"{begin[token]}{_number(value)}{end[token]}"
-        # The likeliest token is mostly the chosen one. Zeros can differ by their sign.
-        if top and value and top[0] == (token, value):
-            first, others = own + "}", top[1:]
-            rest = "".join([f", {begin[t]}{_number(v)}{end[t]}}}" for t, v in others]) if others else ""
-            found.append(f'{own}, "{top_name}": [{first}{rest}]}}')
-        else:
-            entries = _list([f"{begin[t]}{_number(v)}{end[t]}}}" for t, v in top])
-            found.append(f'{own}, "{top_name}": {entries}}}')
-    return _list(found)
+
+    def opened(ids: Sequence[int], values: Sequence[float]) -> list[str]:
+        return [f"{begin[t]}{number}{end[t]}" for t, number in zip(ids, _numbers(values), strict=True)]
+
+    ids, num_top = logprobs.token_ids, logprobs.num_top
+    own_values, *others = _columns(logprobs.values, 1 + num_top)
+    own, top_ids = opened(ids, own_values), _columns(logprobs.top_ids, num_top)
+    if not num_top:
+        return [f'{entry}, "{top_name}": []}}' for entry in own]
+    # Of greedy text the likeliest tokens are those that were chosen. Zeros can differ by their sign.
+    is_greedy = top_ids[0] == ids and others[0] == own_values and 0.0 not in own_values
+    columns = [own if is_greedy else opened(top_ids[0], others[0]), *map(opened, top_ids[1:], others[1:])]
+    tops = columns[0] if num_top == 1 else map("}, ".join, zip(*columns, strict=True))
+    return [f'{entry}, "{top_name}": [{top}}}]}}' for entry, top in zip(own, tops, strict=True)]
+
+
+def _columns(values: list[T], number: int) -> list[list[T]]:
+    """Of values that are given `number` for each token."""
+    return [values[i::number] for i in range(number)]
+
+
+def _numbers(values: Sequence[float]) -> list[str]:
+    if values and not (min(values) >= LOWEST_LOGPROB and math.isfinite(sum(values))):
+        return [_number(value) for value in values]
+    return repr(values)[1:-1].split(", ") if values else []
 
 
 def _number(value: float) -> str:

@@ -28,7 +28,7 @@ from specbatch.counts import SpeculationCounts
 from specbatch.errors import RowError
 from specbatch.job.chat_output import Answer, ToolCall
 from specbatch.job.logprob_json import LogprobJson
-from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin, TokenLogprob
+from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin, TokenLogprobs
 
 _BATCH_ID = "batch_req_"
 
@@ -52,7 +52,7 @@ class Choice:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    logprobs: list[TokenLogprob] | None
+    logprobs: TokenLogprobs | None
     speculation: SpeculationCounts
     reasoning: str | None = None
     tool_calls: Sequence[ToolCall] = ()
@@ -100,12 +100,13 @@ def result_line(
     model: str,
     simulated: bool = False,
     margin: Margin = NO_MARGIN,
-    prompt_logprobs: Sequence[TokenLogprob | None] | None = None,
+    prompt_logprobs: TokenLogprobs | None = None,
+    from_first: bool = True,
     choice_scores: Sequence[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The result line of a row that ran on `model`. `simulated`: speculation.simulate_acceptance is set. `margin`: the
-    row's certificate, if it is wanted. `prompt_logprobs`: None for the first token, which comes after none. Values of
-    log-probabilities are `Encoded`: the line is for `encode_line`."""
+    row's certificate, if it is wanted. `from_first`: `prompt_logprobs` are of the whole prompt, whose first token has
+    none. Values of log-probabilities are `Encoded`: the line is for `encode_line`."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sum(len(c.token_ids) for c in choices)}
     total = SpeculationCounts()
     for choice in choices:
@@ -115,7 +116,7 @@ def result_line(
         counts["certificate"] = certificate(margin)
     scores: dict[str, Any] = {} if choice_scores is None else {"choice_scores": choice_scores}
     if prompt_logprobs is not None:
-        scores["prompt_logprobs"] = logprob_json.native(prompt_logprobs)
+        scores["prompt_logprobs"] = logprob_json.native(prompt_logprobs, after_null=from_first)
     if row.api is not None:
         return _openai_line(row, usage, {**counts, **scores}, choices, logprob_json, model)
     first = choices[0]

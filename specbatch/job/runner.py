@@ -31,7 +31,6 @@ from specbatch.types import (
     Request,
     RngKey,
     SamplingParams,
-    TokenLogprob,
 )
 
 _WAITING_BATCHES, _MIN_WAITING = 0.25, 4  # of requests that wait in a full engine; then no more rows are started
@@ -259,10 +258,6 @@ class RowRunner:
         copy = replace(choices[0], speculation=SpeculationCounts())
         choices += [copy] * (params.n - len(choices))
         margin = done[0].margin  # only greedy completions have one, and of these one is computed
-        scores: list[TokenLogprob | None] | None = None
-        if done[0].prompt_logprobs is not None:
-            first: list[TokenLogprob | None] = [None] if params.prompt_logprobs_start == 0 else []
-            scores = first + done[0].prompt_logprobs
         line = result_line(
             row,
             in_flight.prompt_tokens,
@@ -271,7 +266,8 @@ class RowRunner:
             model=self._config.model.target,
             simulated=self._config.speculation.simulate_acceptance is not None,
             margin=margin if self._config.output.certificate else NO_MARGIN,
-            prompt_logprobs=scores,
+            prompt_logprobs=done[0].prompt_logprobs,
+            from_first=params.prompt_logprobs_start == 0,
         )
         self._add(row, in_flight.digest, line, margin)
 

@@ -10,6 +10,7 @@ _BROKEN = "\ufffd"  # what bytes that are no character are decoded to
 _CONTEXT_CHARS = 8  # before the longest stop string, because decoders join and strip across tokens
 _MAX_RUN = 16  # characters of several tokens, one after another, that are decoded in addition
 _MAX_BYTES = 4  # of a character
+_NOT_OWN = {ord(" "): None}
 
 
 def adds_its_own_text(tokenizer: Any) -> bool:
@@ -47,11 +48,13 @@ class TokenTexts(dict[int, str | None]):
 
 class StopTokens(dict[int, bool]):
     """Token id -> whether it can complete a stop string that ends with one of `last_chars`. It is decided at its first
-    use. `plain`: see `adds_its_own_text`; of other tokenizers each token can."""
+    use. `plain`: see `adds_its_own_text`; of other tokenizers each token can. `others`: of the tokens seen so far,
+    those that cannot."""
 
     def __init__(self, texts: TokenTexts, last_chars: frozenset[str], *, plain: bool) -> None:
         super().__init__()
         self.plain = plain
+        self.others: set[int] = set()
         self._texts = texts
         self._last_chars = last_chars
         # A space can come with any token. A broken character counts as text from the next token on.
@@ -63,6 +66,8 @@ class StopTokens(dict[int, bool]):
         found = self[token] = text is not None and (
             self._all or not self._last_chars.isdisjoint(text) or (self._has_others and _BROKEN in text)
         )
+        if not found:
+            self.others.add(token)
         return found
 
 
@@ -84,31 +89,51 @@ class StopChecker:
         self._min_tokens = min_tokens
         self._has_broken = any(_BROKEN in stop for stop in stops)  # bytes far before can be the cause
         self._num_chars = max(map(len, stops)) + _CONTEXT_CHARS
+        self._marks = tuple(map(_own_text, stops)) if ends.plain and not self._has_broken else ("",)
 
-    def __call__(self, tokens: Sequence[int], num_new: int) -> int | None:
-        for position in range(max(len(tokens) - num_new, self._min_tokens), len(tokens)):
-            if self._ends[tokens[position]] and self._is_complete(tokens, position + 1):
-                return position + 1
+    def __call__(self, tokens: Sequence[int], start: int, num_new: int) -> int | None:
+        ends = self._ends
+        if ends.others.issuperset(tokens[len(tokens) - num_new :]):
+            return None
+        first = max(len(tokens) - num_new, start + self._min_tokens)
+        for position in range(first, len(tokens)):
+            if ends[tokens[position]] and self._is_complete(tokens, start, position + 1):
+                return position + 1 - start
         return None
 
-    def _is_complete(self, tokens: Sequence[int], end: int) -> bool:
-        """Whether the text of the first `end` tokens has a stop string that counts."""
+    def _is_complete(self, tokens: Sequence[int], start: int, end: int) -> bool:
+        """Whether the text of the tokens from `start` to `end` has a stop string that counts."""
+        if not self._can_be_complete(tokens, start, end):
+            return False
         if not self._has_broken:
-            last = self._last_text(tokens, end)
+            last = self._last_text(tokens, start, end)
             if not any(stop in last for stop in self._stops):
                 return False
         # Once a request, as a rule: decided by the definition.
         decode = self._texts.decode
-        num_old = len(decode(tokens[: self._min_tokens]).rstrip(_BROKEN)) if self._min_tokens else 0
-        text = decode(tokens[:end]).rstrip(_BROKEN)
+        num_old = len(decode(tokens[start : start + self._min_tokens]).rstrip(_BROKEN)) if self._min_tokens else 0
+        text = decode(tokens[start:end]).rstrip(_BROKEN)
         return any(find_stop(text, stop, num_old) >= 0 for stop in self._stops)
 
-    def _last_text(self, tokens: Sequence[int], end: int) -> str:
+    def _can_be_complete(self, tokens: Sequence[int], start: int, end: int) -> bool:
+        """False if the characters that tokens surely add have no stop string. It is asked first, because to decode
+        takes several times as long."""
+        if "" in self._marks:
+            return True
+        last = _own_text(self._texts[tokens[end - 1]] or "")
+        wanted = len(last) + max(map(len, self._marks))
+        for position in range(end - 2, start - 1, -1):
+            if len(last) >= wanted:
+                break
+            last = _own_text(self._texts[tokens[position]] or "") + last
+        return any(mark in last for mark in self._marks)
+
+    def _last_text(self, tokens: Sequence[int], start: int, end: int) -> str:
         """The end of the text, long enough for a stop string that the last token completes."""
         texts, decode = self._texts, self._texts.decode
         wanted, found = self._num_chars + len(texts[tokens[end - 1]] or ""), 0.0
         window: list[int] = []  # from the last one on
-        for position in range(end - 1, -1, -1):
+        for position in range(end - 1, start - 1, -1):
             text = texts[token := tokens[position]]
             if text is None:
                 continue
@@ -125,6 +150,11 @@ class StopChecker:
                 break
             last = decode(window[first:])  # it began within a character
         return last.rstrip(_BROKEN)
+
+
+def _own_text(text: str) -> str:
+    """The characters of a text that its tokens add wherever they are: see `adds_its_own_text`."""
+    return text.translate(_NOT_OWN) if text.isascii() else "".join(c for c in text if c.isascii() and c != " ")
 
 
 def find_stop(text: str, stop: str, num_old: int) -> int:

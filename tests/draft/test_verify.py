@@ -155,8 +155,9 @@ class StopAt:
     def __init__(self, keep: int) -> None:
         self._keep, self._seen = keep, 0
 
-    def __call__(self, tokens: Seq[int], num_new: int) -> int | None:
+    def __call__(self, tokens: Seq[int], start: int, num_new: int) -> int | None:
         assert num_new >= 1
+        tokens = tokens[start:]
         assert len(tokens) - num_new == self._seen, "tokens were passed over or shown twice"
         self._seen = len(tokens)
         return self._keep if len(tokens) >= self._keep else None

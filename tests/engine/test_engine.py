@@ -136,7 +136,8 @@ class StopAt:
     modulus: int
     remainder: int
 
-    def __call__(self, tokens: Sequence[int], num_new: int) -> int | None:
+    def __call__(self, tokens: Sequence[int], start: int, num_new: int) -> int | None:
+        tokens = tokens[start:]
         first = len(tokens) - num_new
         hits = [i for i in range(first, len(tokens)) if tokens[i] % self.modulus == self.remainder and i > 3]
         return hits[0] if hits else None

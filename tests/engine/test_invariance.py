@@ -17,7 +17,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.packed import PackedGatedLinear, PackedLinear
-from specbatch.types import Margin, SamplingParams, TokenLogprob
+from specbatch.types import Margin, SamplingParams, TokenLogprobs
 from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, random_prompts, run, tiny_engine
 
@@ -164,7 +164,7 @@ def test_engine_logprobs_and_margins_have_the_same_bits(method: str, shape: Draf
         assert logprobs_of(method, shape, **option) == plain_logprobs(), option
 
 
-Bits = list[tuple[list[TokenLogprob] | None, Margin]]
+Bits = list[tuple[TokenLogprobs | None, Margin]]
 
 
 def logprobs_of(method: str, shape: DraftShape | None, **settings: Any) -> Bits:

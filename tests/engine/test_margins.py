@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -50,8 +50,8 @@ def test_tokens_after_the_end_do_not_count(engine: str, plain: list[Completion])
     before, prompt = max((one.margin.position, prompt) for one, prompt in zip(plain, PROMPTS, strict=True))
     assert before > 3, "the whole completion has its margin too early"
 
-    def check_stop(tokens: object, num_new: int) -> int | None:
-        return before if len(tokens) >= before else None  # type: ignore[arg-type]
+    def check_stop(tokens: Sequence[int], start: int, num_new: int) -> int | None:
+        return before if len(tokens) - start >= before else None
 
     for keep in (None, check_stop):
         results = []

@@ -19,7 +19,7 @@ from specbatch.evals.plan import Plan, make_plan
 from specbatch.evals.runner import with_shared_tokens_of
 from specbatch.evals.schema import DataSource
 from specbatch.job.worker import Runtime
-from specbatch.types import Completion, FinishReason, Request, TokenLogprob
+from specbatch.types import Completion, FinishReason, Request, TokenLogprob, TokenLogprobs
 from tests.evals.test_command import Eval
 from tests.evals.test_evals import write_task
 from tests.stub_engine import StubEngine, resolve
@@ -119,7 +119,7 @@ class Scorer(StubEngine):
     def _complete(self, request: Request) -> Completion:
         tokens = list(request.prompt_token_ids[request.params.prompt_logprobs_start :])
         logprob = SCORES[bytes(tokens).decode().removeprefix(" ")] / len(tokens)
-        logprobs = [TokenLogprob(token, logprob) for token in tokens]
+        logprobs = TokenLogprobs.of(TokenLogprob(token, logprob) for token in tokens)
         return Completion(
             request.request_id, [1], FinishReason.LENGTH, None, SpeculationCounts(), prompt_logprobs=logprobs
         )

@@ -25,7 +25,7 @@ from specbatch.evals.command import EvalOptions, evaluate
 from specbatch.evals.sandbox import Verdict
 from specbatch.job.stats import commit as stats_commit
 from specbatch.job.worker import Runtime
-from specbatch.types import BatchEngine, Completion, FinishReason, Request, SamplingParams, TokenLogprob
+from specbatch.types import BatchEngine, Completion, FinishReason, Request, SamplingParams, TokenLogprob, TokenLogprobs
 from tests import processes
 from tests.evals.test_evals import ROWS, write_task
 from tests.stub_engine import EOS, StubEngine, StubRun, StubTokenizer, resolve
@@ -61,7 +61,7 @@ class Answers(StubEngine):
         text = next(text for key, text in self._texts.items() if key in question)
         text = text if isinstance(text, str) else text[request.rng.sample]
         tokens = [*text.encode(), EOS][: request.params.max_tokens]
-        if request.check_stop is not None and (keep := request.check_stop(tokens, len(tokens))) is not None:
+        if request.check_stop is not None and (keep := request.check_stop(tokens, 0, len(tokens))) is not None:
             tokens = tokens[:keep]
         counts = SpeculationCounts()
         for _ in range(2):
@@ -69,7 +69,9 @@ class Answers(StubEngine):
         logprobs = None
         if request.params.logprobs is not None:
             count = request.params.logprobs
-            logprobs = [TokenLogprob(token, -0.5, ((token, -0.5), (1, -1.5))[:count]) for token in tokens]
+            logprobs = TokenLogprobs.of(
+                TokenLogprob(token, -0.5, ((token, -0.5), (1, -1.5))[:count]) for token in tokens
+            )
         self.stats.generated_tokens += len(tokens)
         self.stats.decode_seconds += self._seconds
         self.stats.speculation.add(counts)

@@ -11,17 +11,18 @@ import pytest
 
 from specbatch.job.jsonl import Encoded, encode_line
 from specbatch.job.logprob_json import LOWEST_LOGPROB, LogprobJson
-from specbatch.types import TokenLogprob
+from specbatch.types import TokenLogprob, TokenLogprobs
 
 TEXTS = {1: " a", 2: '\n"\\\x7f', 3: "é😀", 4: " a", 5: "<|end|>"}
 SMALL = -1.1920928244535389e-07
-SCORES = [
-    TokenLogprob(1, -0.25),
-    TokenLogprob(2, -0.1, ((2, -0.1), (1, -2.5))),
+ALONE = [TokenLogprob(1, -0.25), TokenLogprob(5, SMALL)]
+GREEDY = [TokenLogprob(2, -0.1, ((2, -0.1),)), TokenLogprob(3, SMALL, ((3, SMALL),))]
+ZEROS = [*GREEDY, TokenLogprob(4, 0.0, ((4, -0.0),))]
+SAMPLED = [*GREEDY, TokenLogprob(4, -2.0, ((1, -0.5),)), TokenLogprob(5, math.nan, ((5, math.inf),))]
+SEVERAL = [
+    TokenLogprob(2, -0.1, ((2, -0.1), (1, -2.5), (4, -3.0))),
     TokenLogprob(3, -7.0, ((1, SMALL), (4, -9.5), (3, -math.inf))),
-    TokenLogprob(4, 0.0, ((4, -0.0),)),
-    TokenLogprob(5, -math.inf, ((5, math.nan), (1, -1e5))),
-    TokenLogprob(5, math.nan, ((5, math.inf),)),
+    TokenLogprob(5, -math.inf, ((5, math.nan), (1, -1e5), (2, -1e6))),
 ]
 
 
@@ -56,14 +57,16 @@ def completion(scores: list[TokenLogprob]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("id", ["x", "\ud800 é", math.nan])
-@pytest.mark.parametrize("scores", [SCORES, SCORES[:4], SCORES[:1], []])
+@pytest.mark.parametrize("scores", [ALONE, GREEDY, ZEROS, SAMPLED, SEVERAL, SEVERAL[:1], []])
 def test_bytes_are_those_of_objects(scores: list[TokenLogprob], id: Any) -> None:
     """Also in lines that are ASCII, or have a number that JSON lacks."""
-    written = LogprobJson(TEXTS.__getitem__)
+    written, columns = LogprobJson(TEXTS.__getitem__), TokenLogprobs.of(scores)
+    assert repr(list(columns)) == repr(scores)  # of NaN, too
+    assert repr(columns[-2:]) == repr(scores[-2:])
     for encoded, plain in [
-        (written.native([None, *scores]), [None, *map(native, scores)]),
-        (written.chat(scores), chat(scores)),
-        (written.completion(scores), completion(scores)),
+        (written.native(columns, after_null=True), [None, *map(native, scores)]),
+        (written.chat(columns), chat(scores)),
+        (written.completion(columns), completion(scores)),
     ]:
         line = {"id": id, "first": encoded, "in": [{"again": encoded}], "last": "é"}
         assert encode_line(line) == encode_line({"id": id, "first": plain, "in": [{"again": plain}], "last": "é"})

@@ -17,7 +17,7 @@ from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.types import FinishReason, SamplingParams, TokenLogprob
+from specbatch.types import FinishReason, SamplingParams, TokenLogprob, TokenLogprobs
 from tests.stub_engine import StubTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -102,7 +102,7 @@ def test_native_rows_are_no_batch_lines() -> None:
     assert parse({"prompt": "x", "url": "https://example.org/a", "body": "a page"})[0].api is None
 
 
-def result(url: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
+def result(url: str, logprobs: TokenLogprobs | None) -> dict[str, Any]:
     info, _ = parse(line(url, messages=USER) if url == CHAT else line(url, prompt="x"))
     counts = SpeculationCounts()
     counts.record(drafted=3, depth=3, accepted=1, committed=2)
@@ -112,7 +112,7 @@ def result(url: str, logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
 
 
 def test_chat_response() -> None:
-    out = result(CHAT, [TokenLogprob(104, -0.25, ((104, -0.25), (0xC3, float("-inf"))))])
+    out = result(CHAT, TokenLogprobs.of([TokenLogprob(104, -0.25, ((104, -0.25), (0xC3, float("-inf"))))]))
     assert list(out) == ["id", "custom_id", "response", "error"]
     assert out["error"] is None
     assert out["response"]["status_code"] == 200
@@ -131,12 +131,13 @@ def test_chat_response() -> None:
 
 
 def test_completion_response() -> None:
-    body = result(COMPLETIONS, [TokenLogprob(104, -0.25, ((104, -0.25),)), TokenLogprob(105, -1.0)])["response"]["body"]
+    scores = [TokenLogprob(104, -0.25, ((104, -0.25),)), TokenLogprob(105, -1.0, ((104, -0.5),))]
+    body = result(COMPLETIONS, TokenLogprobs.of(scores))["response"]["body"]
     assert body["object"] == "text_completion"
     assert body["choices"][0]["logprobs"] == {
         "tokens": ["h", "i"],
         "token_logprobs": [-0.25, -1.0],
-        "top_logprobs": [{"h": -0.25}, {}],
+        "top_logprobs": [{"h": -0.25}, {"h": -0.5}],
         "text_offset": [0, 1],
     }
     assert result(CHAT, None)["response"]["body"]["choices"][0]["logprobs"] is None

@@ -133,8 +133,8 @@ def test_stop_strings_and_min_tokens(text: str, stop: str | tuple[str, ...], min
         params = SamplingParams(stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include)
         check = texts.stop_check(params)
         assert check is not None
-        end = next(found for n in range(1, len(ids) + 1) if (found := check(ids[:n], 1)) is not None)
-        assert end == check(ids, len(ids)) == len(kept) - 1
+        end = next(found for n in range(1, len(ids) + 1) if (found := check(ids[:n], 0, 1)) is not None)
+        assert end == check(ids, 0, len(ids)) == len(kept) - 1
         completion = Completion(0, ids[:end], FinishReason.STOP, None, SpeculationCounts())
         assert texts.final_text(completion, params) == (kept.replace("|", "") if include else kept.split("|")[0])
 

@@ -21,7 +21,7 @@ from specbatch.job.result_files import result_rows, write_lines
 from specbatch.job.results_format import Choice, RowInfo, result_line
 from specbatch.job.schema import schemas
 from specbatch.job.stats_types import SCHEMA_VERSION
-from specbatch.types import FinishReason, Margin, TokenLogprob
+from specbatch.types import FinishReason, Margin, TokenLogprob, TokenLogprobs
 from tests.job.shards import Shards, native, openai
 
 SCHEMAS = schemas()
@@ -53,7 +53,7 @@ def test_results_and_statistics_of_jobs_and_merged_shards(tmp_path: Path) -> Non
 @pytest.mark.parametrize("api", [None, "chat", "completions"])
 def test_every_field_of_a_line_is_declared_in_its_order(tmp_path: Path, api: Any) -> None:
     """With all that a row can ask for. A table must give the line back, the order of its fields included."""
-    scores = [TokenLogprob(65, -0.5, ((65, -0.5),))]
+    scores = TokenLogprobs.of([TokenLogprob(65, -0.5, ((65, -0.5),))])
     calls = [ToolCall("weather", "{}")]
     choice = Choice("a", [65], FinishReason.TOOL_CALLS, scores, SpeculationCounts(), "thought", calls)
     row = RowInfo(3, "x", {"k": [1]}, api=api)
@@ -61,7 +61,7 @@ def test_every_field_of_a_line_is_declared_in_its_order(tmp_path: Path, api: Any
         "model": "m",
         "simulated": True,
         "margin": Margin(0.5, 0),
-        "prompt_logprobs": [None, *scores],
+        "prompt_logprobs": scores,
     }
     if api is None:
         given["choice_scores"] = [{"text": "a", "logprob": -0.5, "num_tokens": 1}]

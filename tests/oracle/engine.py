@@ -20,7 +20,7 @@ from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.decoder import Decoder
-from specbatch.types import Completion, FinishReason
+from specbatch.types import Completion, FinishReason, TokenLogprobs
 from tests.oracle.proposer import Proposer, TargetOutput
 from tests.oracle.rules import edited_logits, path_tokens
 from tests.oracle.sampling import margin_of, token_logprob
@@ -225,9 +225,11 @@ class OracleEngine(EngineBase):
         self._stats.generated_tokens += len(new)
         params = seq.request.params
         if params.logprobs is not None:
-            seq.logprobs += [
+            found = TokenLogprobs.of(
                 token_logprob(logits, token, params.logprobs) for logits, token in zip(logits_RV, new, strict=False)
-            ]
+            )
+            seq.logprobs += found.values
+            seq.top_ids += found.top_ids
         return reason
 
     def _extend(

@@ -84,9 +84,9 @@ def ranked(tiny_model: Path) -> Iterator[RankedEngine]:
 def test_two_processes_answer_as_one(ranked: RankedEngine, tiny_model: Path) -> None:
     alone = build_engine(resolved(tiny_model))
 
-    def stop(tokens: Sequence[int], num_new: int) -> int | None:
+    def stop(tokens: Sequence[int], start: int, num_new: int) -> int | None:
         """A stop string that ends with the fifth token."""
-        return 5 if len(tokens) >= 5 else None
+        return 5 if len(tokens) - start >= 5 else None
 
     sampled = SamplingParams(max_tokens=12, temperature=0.9, seed=3, logprobs=1)
     for params, check in ((GREEDY, None), (sampled, None), (GREEDY, stop)):

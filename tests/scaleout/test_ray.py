@@ -262,8 +262,13 @@ def test_a_signal_is_handled_after_the_start_of_ray(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(RaySession, "_own", None)  # another test's
-    with pytest.raises(KeyboardInterrupt):
-        RaySession("auto", 1)
+    # A process that a shell started in the background ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RaySession("auto", 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert finished
 
 
