@@ -104,9 +104,8 @@ def solved_questions(count: int) -> list[str]:
     return [f"Question: {row['question']}\nAnswer: {row['answer']}" for row in rows]
 
 
-def accuracies(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By variant: a task's accuracy, its acceptance length, and the change from the unquantised model."""
-    found: dict[str, dict[str, Any]] = {}
+def accuracies(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each variant with its tasks: accuracy, acceptance length, and the change from the unquantised model."""
     scores: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in dict.fromkeys(["none", *args.variants]):
@@ -118,11 +117,11 @@ def accuracies(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 command += ["--set", option]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                found[name] = {"error": f"exit code {done.returncode}: {done.stderr[-1000:]}"}
+                yield name, {"error": f"exit code {done.returncode}: {done.stderr[-1000:]}"}
                 continue
             tasks = json.loads((output / "results.json").read_text())["tasks"]
             scores[name] = scores_of(output / "samples.jsonl")
-            found[name] = {
+            found: dict[str, Any] = {
                 task: {
                     key: result[key] for key in ("accuracy", "acceptance_length", "output_tokens_per_second", "seconds")
                 }
@@ -130,8 +129,8 @@ def accuracies(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             }
             if name != "none" and "none" in scores:
                 for task in tasks:
-                    found[name][task]["change"] = changes(scores["none"], scores[name], f"{task} ")
-    return found
+                    found[task]["change"] = changes(scores["none"], scores[name], f"{task} ")
+            yield name, found
 
 
 def scores_of(samples: Path) -> dict[str, list[float]]:
@@ -174,18 +173,18 @@ def main() -> int:
     args = parser.parse_args()
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     report: dict[str, Any] = {
-        "command": " ".join(sys.argv), "commit": commit(), "device": device, "versions": versions(), "distributions": {}
+        "command": " ".join(sys.argv), "commit": commit(), "device": device, "versions": versions(),
     }  # fmt: skip
-    if args.texts:
-        for name, found in distributions(args):
-            report["distributions"][name] = found
-            print(json.dumps({name: found}), flush=True)
-    gc.collect()
-    if args.tasks:
-        report["tasks"] = accuracies(args)
-        print(json.dumps(report["tasks"]), flush=True)
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    parts = {"distributions": distributions if args.texts else None, "tasks": accuracies if args.tasks else None}
+    for part, measure in parts.items():
+        if measure is None:
+            continue
+        for name, found in measure(args):
+            report.setdefault(part, {})[name] = found
+            print(json.dumps({part: {name: found}}), flush=True)
+            if args.output is not None:  # each time: a run that is cut off loses nothing
+                args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        gc.collect()
     tasks = [task for variant in report.get("tasks", {}).values() for task in variant.values()]
     failed = any(isinstance(task, str) for task in tasks)
     changed = [c for t in tasks if isinstance(t, dict) for c in t.get("change", {}).values() if not c["is_small"]]
