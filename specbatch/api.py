@@ -6,7 +6,8 @@ import difflib
 import gc
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import date
 from itertools import chain
@@ -77,17 +78,24 @@ class LLM:
         an `error`, and does not disturb the others. `in_order`: in the order of the rows; else as they finish. One call
         can run at a time. What a call leaves unfinished is finished, and dropped, before the next one.
         """
+        return _decoded(self.generate_lines(rows, in_order=in_order))
+
+    def generate_lines(
+        self, rows: Iterable[Mapping[str, Any] | str], *, in_order: bool = True
+    ) -> Generator[bytes, None, None]:
+        """As `generate`, but each result is the line of a result file, with its newline. That costs less, for programs
+        that write results or send them on."""
         self._check_free()
         return self._generate(iter(rows), in_order)
 
-    def _generate(self, rows: Iterator[Mapping[str, Any] | str], in_order: bool) -> Iterator[dict[str, Any]]:
+    def _generate(self, rows: Iterator[Mapping[str, Any] | str], in_order: bool) -> Generator[bytes, None, None]:
         self._check_free()  # another iterator may have begun since the call
         pool = self._opened()
         self._running = True
         try:
             while not pool.is_idle:
                 pool.collect(last=True)
-            held: dict[int, dict[str, Any]] = {}
+            held: dict[int, bytes] = {}
             num_read, num_returned, exhausted = 0, 0, False
             while True:
                 self._opened()
@@ -106,11 +114,10 @@ class LLM:
                 done = pool.collect(last=exhausted or len(held) >= _MAX_HELD)
                 left_out = [failed_row(row, died(deaths), self._parser) for row, deaths in done.left_out]
                 for finished in chain(done.rows, *(failed.rows for failed in left_out)):
-                    result = json.loads(finished.line)
                     if not in_order:
-                        yield result
+                        yield finished.line
                     else:
-                        held[finished.index] = result
+                        held[finished.index] = finished.line
                 while num_returned in held:
                     yield held.pop(num_returned)
                     num_returned += 1
@@ -239,6 +246,12 @@ def _full_name(name: str) -> str:
         raise ConfigError(f"the option {name} could be {both}", f'give the whole name: **{{"{ends[0]}": ...}}')
     near = difflib.get_close_matches(name, [*paths, *(path.rpartition(".")[2] for path in paths)], n=1)
     raise ConfigError(f"there is no option {name}", f"did you mean {near[0]}?" if near else "see docs/options.md")
+
+
+def _decoded(lines: Generator[bytes, None, None]) -> Iterator[dict[str, Any]]:
+    with closing(lines):
+        for line in lines:
+            yield json.loads(line)
 
 
 def _raw_row(index: int, row: Mapping[str, Any] | str) -> RawRow:

@@ -230,8 +230,8 @@ class GrammarMatcher(Protocol):
         mean nothing, see `is_complete`. Tokens past the last word may not come."""
         ...
 
-    def masks(self, matchers: Sequence[Any]) -> list[NDArray[np.int32]]:
-        """`mask` of each of these, of the same kind as this one; threads may compute them."""
+    def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
+        """(B, W) `mask` of each of these, of the same kind as this one; threads may compute them."""
         ...
 
 

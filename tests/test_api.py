@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -84,6 +85,27 @@ def test_rows_are_read_as_they_are_needed() -> None:
             llm.generate(["x"])
         results.close()  # type: ignore[attr-defined]
         assert [r["index"] for r in llm.generate(["a", "b"])] == [0, 1]
+
+
+def test_lines_are_those_of_a_result_file(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "logprobs": i % 3} for i in range(20)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    with LLM() as llm:
+        assert b"".join(llm.generate_lines(rows)) == report.output.read_bytes()
+        unordered = llm.generate_lines(rows, in_order=False)
+        assert sorted(unordered, key=lambda line: int(json.loads(line)["index"])) == list(llm.generate_lines(rows))
+        unread = llm.generate_lines(["x"])
+        assert list(llm.generate(["y"]))
+        assert list(unread)
+
+
+def test_the_heap_is_frozen_while_a_model_is_loaded() -> None:
+    before = gc.get_freeze_count()
+    with LLM() as llm:
+        assert gc.get_freeze_count() > before
+        list(llm.generate(["x"]))
+    assert gc.get_freeze_count() == 0
 
 
 def test_two_iterators_do_not_take_each_others_rows() -> None:

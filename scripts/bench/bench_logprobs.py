@@ -6,10 +6,11 @@
         --set speculation.method=none
     python scripts/bench/bench_logprobs.py --batch 8 --max-tokens 32 --repeats 2       # a CPU, minutes
 
-Speeds are output tokens over the wall time of `LLM.generate`, results made and read. The best of the repeats counts,
-and `share` is that speed against rows without either. With `mixed`, one row of 16 wants log-probabilities; `stop` has
-two texts that end no row. One JSON line for each kind and time; no time begins after `--time-limit`. On CUDA the
-kernels alone are timed, too: argmax with and without the margin, and log-probabilities, in microseconds. An earlier
+Speeds are output tokens over the wall time of `LLM.generate_lines`, which makes lines as for a file; with `--decode` of
+`LLM.generate`. The best of the repeats counts, and `share` is that speed against rows without either. With `mixed`, one
+row of 16 wants log-probabilities; `stop` has two texts that end no row. One JSON line for each kind and time; no time
+begins after `--time-limit`. On CUDA the kernels alone are timed, too: argmax with and without the margin, and
+log-probabilities, in microseconds. An earlier
 commit has no `argmax_and_margin`: compare whole rounds by `bench.py` at both commits.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
 def main() -> None:
     parser = parser_of(__doc__, KINDS, batch=128)
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--decode", action="store_true", help="results as dicts")
     args = parser.parse_args()
     rows, report = num_rows(args), {**report_of(args), "target": args.target, "batch": args.batch}
     began = time.perf_counter()
@@ -49,7 +51,7 @@ def main() -> None:
             for kind, found in speeds.items():
                 if time.perf_counter() - began > args.time_limit:
                     continue
-                speed = tokens_per_second(llm, rows, KINDS[kind])
+                speed = tokens_per_second(llm, rows, KINDS[kind], args.decode)
                 print(json.dumps({"kind": kind, "time": repeat, "tokens_per_second": round(speed, 1)}), flush=True)
                 if repeat:  # the first time compiles and captures
                     found.append(speed)
@@ -66,9 +68,10 @@ def main() -> None:
     write(report, args)
 
 
-def tokens_per_second(llm: LLM, rows: int, fields: Callable[[int], dict[str, Any]]) -> float:
+def tokens_per_second(llm: LLM, rows: int, fields: Callable[[int], dict[str, Any]], decode: bool) -> float:
     began, before = time.perf_counter(), llm.stats.generated_tokens
-    for _ in llm.generate({"prompt": f"Tell me about the number {i}.", **fields(i)} for i in range(rows)):
+    run: Callable[..., Iterable[object]] = llm.generate if decode else llm.generate_lines
+    for _ in run({"prompt": f"Tell me about the number {i}.", **fields(i)} for i in range(rows)):
         pass
     return (llm.stats.generated_tokens - before) / (time.perf_counter() - began)
 

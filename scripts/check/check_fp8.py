@@ -136,7 +136,8 @@ def accuracies(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
 def scores_of(samples: Path) -> dict[str, list[float]]:
     """By task and metric: of each row, in the order of the task."""
     found: dict[str, list[float]] = {}
-    for line in samples.read_text(encoding="utf-8").splitlines():
+    # Not splitlines(): it ends lines at U+2028, too, which answers can hold.
+    for line in samples.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
         row = json.loads(line)
         for metric, answer in row["filters"].items():
             found.setdefault(f"{row['task']} {metric}", []).append(float(answer["correct"]))

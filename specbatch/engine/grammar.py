@@ -49,27 +49,27 @@ class GrammarState:
 
     def mask(self) -> NDArray[np.int32]:
         """(W,) what may come next. A token that ends the request may come where the output is complete."""
-        mask_W = np.empty(self._num_words, dtype=np.int32)
-        GrammarState.write_masks([self], [mask_W])
-        return mask_W
+        masks_1W = np.empty((1, self._num_words), dtype=np.int32)
+        GrammarState.write_masks([self], masks_1W, [0])
+        return masks_1W[0]
 
     @staticmethod
-    def write_masks(states: Sequence[GrammarState], masks: Iterable[NDArray[np.int32]]) -> None:
-        """Write `mask` of each state to an array of `masks`."""
-        found: dict[int, NDArray[np.int32]] = {}
-        for kind in {type(state._matcher) for state in states}:
-            matchers = {i: state._matcher for i, state in enumerate(states) if type(state._matcher) is kind}
-            first = next(iter(matchers.values()))
-            found |= zip(matchers, first.masks(list(matchers.values())), strict=True)
-        for i, (state, mask_W) in enumerate(zip(states, masks, strict=True)):
-            state._write_mask(found[i], mask_W)
-
-    def _write_mask(self, words: NDArray[np.int32], mask_W: NDArray[np.int32]) -> None:
-        known = min(len(words), len(mask_W))  # a tokenizer may have more tokens than the model, or fewer
-        mask_W[:known] = words[:known]
-        mask_W[known:] = 0
-        bits = mask_W[self._words] & self._text_bits
-        mask_W[self._words] = bits | self._stop_bits if self._matcher.is_complete() else bits
+    def write_masks(states: Sequence[GrammarState], masks_KW: NDArray[np.int32], lines: Sequence[int]) -> None:
+        """Write `mask` of each state to a line of `masks_KW`: those with the same stops at once, because numpy takes
+        about as long for one as for many."""
+        alike: dict[tuple[type, frozenset[int]], list[int]] = {}
+        for i, state in enumerate(states):
+            alike.setdefault((type(state._matcher), state._stops), []).append(i)
+        for members in alike.values():
+            matchers = [states[i]._matcher for i in members]
+            first, lines_B = states[members[0]], np.array([lines[i] for i in members])
+            words_BW = matchers[0].masks(matchers)
+            known = min(words_BW.shape[1], masks_KW.shape[1])  # a tokenizer may have more tokens than the model
+            masks_KW[lines_B, :known] = words_BW[:, :known]
+            masks_KW[lines_B, known:] = 0
+            at = (lines_B[:, None], first._words)
+            is_complete = np.array([matcher.is_complete() for matcher in matchers])[:, None]
+            masks_KW[at] = (masks_KW[at] & first._text_bits) | np.where(is_complete, first._stop_bits, np.int32(0))
 
     def is_end(self, token: int) -> bool:
         """Whether the request ends with this token."""
@@ -229,8 +229,9 @@ def write_masks(grown: Sequence[tuple[GrammarState, GrammarTree]], masks_KW: NDA
         walks.append((state, start, _visit(state, tree, missing)))
     while walks:
         at = [(walk, here) for walk in walks if (here := next(walk[2], None)) is not None]
-        places = [masks_KW[start + here] for (_, start, _), here in at]
-        GrammarState.write_masks([state for (state, _, _), _ in at], places)
+        if at:
+            lines = [start + here for (_, start, _), here in at]
+            GrammarState.write_masks([state for (state, _, _), _ in at], masks_KW, lines)
         walks = [walk for walk, _ in at]
 
 

@@ -22,6 +22,10 @@ from specbatch.grammar.masks import only_token
 _MAX_COMPILED = 1024  # grammars that are kept; one takes about 50 KB
 _MAX_THREADS = 16  # that compute masks
 _NO_TOKEN = "<|specbatch: no token ends a text|>"
+# Tokens that any place with room for as many characters of a JSON string takes: the library looks at the others alone.
+# A place near the end of a string with a maxLength needs the short ones, or it takes ten times as long as others.
+_SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 11, 16, 30)]
+_SLICES.append(r'[^"\\\x00-\x1F\x7F]+')
 _PIP = "pip install 'specbatch[grammar]'"
 
 
@@ -81,7 +85,7 @@ class GrammarCompiler:
             copy.add_special_tokens([_NO_TOKEN])
             end = copy.token_to_id(_NO_TOKEN)
         try:
-            return _library(constraint).LLTokenizer(copy.to_str(), eos_token=end)
+            return _library(constraint).LLTokenizer(copy.to_str(), eos_token=end, slices=_SLICES)
         except ValueError as exc:
             raise _refused(constraint, f"the model's tokenizer cannot be used: {exc}") from exc
 
@@ -131,9 +135,10 @@ class Matcher:
         return not self._matcher.is_error() and self._matcher.is_accepting()
 
     def mask(self) -> NDArray[np.int32]:
-        return self.masks([self])[0]
+        mask_W: NDArray[np.int32] = self.masks([self])[0]
+        return mask_W
 
-    def masks(self, matchers: Sequence[Matcher]) -> list[NDArray[np.int32]]:
+    def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:
         num_words = -(-self._vocab_size // 32)
         masks_BW = np.empty((len(matchers), num_words), dtype=np.int32)
         live = [(one._matcher, i) for i, one in enumerate(matchers) if not one._has_ended]
@@ -146,7 +151,7 @@ class Matcher:
             # Also by a limit, or an end that was found late.
             if one._has_ended or (one.may_be_forced() and not one._takes_only(mask_W)):
                 mask_W[:] = 0
-        return list(masks_BW)
+        return masks_BW
 
     def _takes_only(self, mask_W: NDArray[np.int32]) -> bool:
         """False: one token alone may come, and the library refuses it."""

@@ -61,20 +61,26 @@ class AfterReasoning:
         return self._answer.forced_token() if self._at is _At.ANSWER else None
 
     def mask(self) -> NDArray[np.int32]:
-        return self.masks([self])[0]
-
-    def masks(self, matchers: Sequence[AfterReasoning]) -> list[NDArray[np.int32]]:
-        inner = [one._answer for one in matchers if one._at is not _At.REASONING]
-        answers = iter(inner[0].masks(inner) if inner else ())
-        return [one._any_token() if one._at is _At.REASONING else one._with_begin(next(answers)) for one in matchers]
-
-    def _any_token(self) -> NDArray[np.int32]:
-        mask_W = np.full(-(-self._vocab_size // 32), -1, dtype=np.int32)
-        if past := self._vocab_size % 32:
-            mask_W[-1] = (1 << past) - 1
+        mask_W: NDArray[np.int32] = self.masks([self])[0]
         return mask_W
 
-    def _with_begin(self, mask_W: NDArray[np.int32]) -> NDArray[np.int32]:
-        if self._at is _At.START and self._begin is not None:
-            mask_W.view(np.uint32)[self._begin >> 5] |= np.uint32(1 << (self._begin & 31))
-        return mask_W
+    def masks(self, matchers: Sequence[AfterReasoning]) -> NDArray[np.int32]:
+        in_answer = [i for i, one in enumerate(matchers) if one._at is not _At.REASONING]
+        inner = [matchers[i]._answer for i in in_answer]
+        answers_BW = inner[0].masks(inner) if inner else np.empty((0, 0), dtype=np.int32)
+        num_words = max(-(-self._vocab_size // 32), answers_BW.shape[1])
+        masks_BW = np.zeros((len(matchers), num_words), dtype=np.int32)
+        for one, mask_W in zip(matchers, masks_BW, strict=True):
+            if one._at is _At.REASONING:
+                one._write_any_token(mask_W)
+        masks_BW[in_answer, : answers_BW.shape[1]] = answers_BW
+        for one, mask_W in zip(matchers, masks_BW, strict=True):
+            if one._at is _At.START and one._begin is not None:
+                mask_W.view(np.uint32)[one._begin >> 5] |= np.uint32(1 << (one._begin & 31))
+        return masks_BW
+
+    def _write_any_token(self, mask_W: NDArray[np.int32]) -> None:
+        words, past = divmod(self._vocab_size, 32)
+        mask_W[:words] = -1
+        if past:
+            mask_W[words] = (1 << past) - 1

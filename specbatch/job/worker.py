@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -123,6 +124,9 @@ class Worker:
         self.models.check_loaded()
         self.models.hash_later()
         self.runner = RowRunner(engine, self._texts, self._run.config)
+        # What is there now stays: the garbage collector need not walk a million objects of libraries again and again.
+        gc.collect()
+        gc.freeze()
         return Loaded(engine.limit_length(None), list(self._run.notes[known:]))
 
     def limit_length(self, tokens: int) -> int:
@@ -150,5 +154,6 @@ class Worker:
         if hasattr(self, "runner"):
             self.runner.close()
             self.runner.engine.close()
+            gc.unfreeze()
         if hasattr(self, "models"):
             self.models.close()
