@@ -44,8 +44,9 @@ def append_tokens(seq: Sequence, tokens: list[int], eos: Set[int]) -> FinishReas
                 kept, reason = kept[: i + 1], FinishReason.STOP
                 break
     seq.tokens += kept
-    if seq.request.check_stop is not None and kept:
-        keep = seq.request.check_stop(seq.tokens, seq.num_prompt, len(kept))
+    check = seq.request.check_stop
+    if check is not None and kept:
+        keep = check(seq.tokens, seq.num_prompt, len(kept))
         if keep is not None:
             del seq.tokens[seq.num_prompt + keep :]
             reason = FinishReason.STOP

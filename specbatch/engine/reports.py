@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -118,21 +119,21 @@ class _ScoredTokens(Generic[T]):
     """Tokens of a launch whose log-probabilities are wanted, with whom they are for."""
 
     def __init__(self) -> None:
-        self._by_num_top: dict[int, tuple[list[int], list[int], list[T]]] = {}
+        self._by_num_top: defaultdict[int, list[tuple[int, int, T]]] = defaultdict(list)
 
     def add(self, num_top: int, row: int, count: int, owner: T) -> None:
         """The first `count` tokens of a row."""
         if count:
-            rows, counts, owners = self._by_num_top.setdefault(num_top, ([], [], []))
-            rows.append(row)
-            counts.append(count)
-            owners.append(owner)
+            self._by_num_top[num_top].append((row, count, owner))
 
     def read(self, logprobs: ReadLogprobs) -> Iterator[tuple[T, list[float], list[int]]]:
         """Each owner with values and ids of likely tokens, as `TokenLogprobs` has them."""
         num_tokens = logprobs.values_BMK.shape[1]
-        for num_top, (rows, counts, owners) in self._by_num_top.items():
-            values, top_ids = logprobs.of(rows, num_top)
-            k = len(top_ids[0]) // num_tokens  # fewer than `num_top` if the vocabulary has fewer
-            for count, owner, its_values, its_ids in zip(counts, owners, values, top_ids, strict=True):
-                yield owner, its_values[: count * (1 + k)], its_ids[: count * k]
+        for num_top, wanted in self._by_num_top.items():
+            found = logprobs.of([row for row, _, _ in wanted], num_top)
+            k = len(found[1][0]) // num_tokens  # fewer than `num_top` if the vocabulary has fewer
+            for (_, count, owner), values, top_ids in zip(wanted, *found, strict=True):
+                if count == num_tokens:
+                    yield owner, values, top_ids
+                else:
+                    yield owner, values[: count * (1 + k)], top_ids[: count * k]

@@ -40,10 +40,23 @@ class TokenTexts(dict[int, str | None]):
         super().__init__()
         self.decode = decode
         self._show = show
+        self.own = _OwnTexts(self)
 
     def __missing__(self, token: int) -> str | None:
         text = self[token] = self.decode([token]) or (None if self._show(token) else "")
         return text
+
+
+class _OwnTexts(dict[int, str]):
+    """Token id -> the characters that the token adds wherever it is: see `adds_its_own_text`."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        super().__init__()
+        self._texts = texts
+
+    def __missing__(self, token: int) -> str:
+        own = self[token] = _own_text(self._texts[token] or "")
+        return own
 
 
 class StopTokens(dict[int, bool]):
@@ -120,12 +133,13 @@ class StopChecker:
         takes several times as long."""
         if "" in self._marks:
             return True
-        last = _own_text(self._texts[tokens[end - 1]] or "")
+        own = self._texts.own
+        last = own[tokens[end - 1]]
         wanted = len(last) + max(map(len, self._marks))
         for position in range(end - 2, start - 1, -1):
             if len(last) >= wanted:
                 break
-            last = _own_text(self._texts[tokens[position]] or "") + last
+            last = own[tokens[position]] + last
         return any(mark in last for mark in self._marks)
 
     def _last_text(self, tokens: Sequence[int], start: int, end: int) -> str:
