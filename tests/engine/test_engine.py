@@ -245,5 +245,6 @@ def test_launching_a_chunk_is_time_of_prompts() -> None:
     run(engine, random_prompts(1), replace(GREEDY, max_tokens=4))
     stats = engine.stats
     assert 0 < spent["prefill"] <= stats.prefill_seconds
-    assert 0 < spent["draft"] <= stats.decode_seconds
+    # The first of three rounds is launched before the prompt's report is read, so that it counts as the prompt's.
+    assert stats.decode_seconds >= 2 * 0.05
     assert stats.prefill_seconds + stats.decode_seconds <= time.perf_counter() - began
