@@ -62,6 +62,27 @@ class _StrictLoader(yaml.SafeLoader):
             _num_nodes(node, {}, set())
         return node
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put the keys of other mappings, which "<<" names, in its place. The mapping's own keys win, then those of the
+        mapping that is named first, as yaml.org/type/merge.html says. PyYAML 6.0.4 lets the last one win
+        (github.com/yaml/pyyaml/issues/953), so this does not leave it to the library."""
+        merged, own = [], []
+        for key_node, value_node in node.value:
+            if key_node.tag != _MERGE:
+                own.append((key_node, value_node))
+                continue
+            others = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            for other in reversed(others):
+                if not isinstance(other, yaml.MappingNode):
+                    raise _problem("expected a mapping or list of mappings for merging", other)
+                self.flatten_mapping(other)
+                merged += other.value
+        if merged:
+            # A key that comes again replaces the one before.
+            pairs = {_key(self, key_node): (key_node, value_node) for key_node, value_node in [*merged, *own]}
+            own = list(pairs.values())
+        node.value = own
+
 
 def _num_nodes(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
     """Values under `node`, each alias (*name) replaced by what it names. `inside`: the nodes around it."""
@@ -82,14 +103,19 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, 
     seen: set[Any] = set()
     for key_node, _ in node.value:
         # "<<" copies the keys of another mapping; it is not a key.
-        key = "<<" if key_node.tag == _MERGE else loader.construct_object(key_node, deep=True)
-        if not isinstance(key, Hashable):
-            raise _problem(f"{shown(key)} cannot be a key", key_node)
+        key = "<<" if key_node.tag == _MERGE else _key(loader, key_node)
         if key in seen:
             raise _problem(f"the key {shown(key)} is given twice", key_node)
         seen.add(key)
     loader.flatten_mapping(node)
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+def _key(loader: yaml.SafeLoader, node: yaml.Node) -> Hashable:
+    key = loader.construct_object(node, deep=True)
+    if not isinstance(key, Hashable):
+        raise _problem(f"{shown(key)} cannot be a key", node)
+    return key
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:

@@ -99,6 +99,12 @@ deep: [[[[[[[[[[1]]]]]]]]]]
     found = load_yaml(text)
     assert found["y"] == {"n": 3, "top_k": 5}
     assert found["z"] == {"n": 2, "top_k": 5, "m": 1}
+    nested = load_yaml(
+        "a: &a {kk: 1, ll: 1}\nb: &b {<<: *a, kk: 2, mm: 2}\nc: {nn: 3, <<: [*b, *a, {ll: 4, oo: 4}], mm: 5}"
+    )
+    assert nested["c"] == {"kk": 2, "ll": 1, "mm": 5, "nn": 3, "oo": 4}
+    assert nested["b"] == {"kk": 2, "ll": 1, "mm": 2}
+    assert load_yaml("x: {<<: {<<: [], n: 1}, m: 2}") == {"x": {"n": 1, "m": 2}}
     assert found["stop"] == ["2024-01-01", "=", 0.001, 1000, 16, True, "no", None]
     (tmp_path / "x.yaml").write_text("sampling: {stop: [2024-01-01, 2024-13-45]}")
     assert load_config(tmp_path / "x.yaml").sampling.stop == ("2024-01-01", "2024-13-45")
