@@ -101,11 +101,48 @@ def test_lines_are_those_of_a_result_file(tmp_path: Path) -> None:
 
 
 def test_the_heap_is_frozen_while_a_model_is_loaded() -> None:
-    before = gc.get_freeze_count()
+    gc.collect()
+    gc.unfreeze()  # another test may have left a model open
     with LLM() as llm:
-        assert gc.get_freeze_count() > before
+        assert gc.get_freeze_count() > 0
         list(llm.generate(["x"]))
+        with LLM() as other:
+            list(other.generate(["x"]))
+        assert gc.get_freeze_count() > 0, "the second one had not frozen it"
     assert gc.get_freeze_count() == 0
+    dropped = LLM()
+    assert gc.get_freeze_count() > 0
+    del dropped
+    gc.collect()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_heap_that_the_program_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        with LLM():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_an_engine_that_is_dropped_is_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts refer to each other, as graphs and rounds do. So it must not be part of the frozen heap."""
+    engines: list[weakref.ref[StubEngine]] = []
+
+    def build(run: StubRun, show: object) -> StubEngine:
+        engine = build_engine(run, show)
+        engine.itself = engine  # type: ignore[attr-defined]
+        engines.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(sys.modules["specbatch.engine.build"], "build_engine", build)
+    llm = LLM()
+    list(llm.generate(["x"]))
+    del llm
+    gc.collect()
+    assert engines[0]() is None
 
 
 def test_two_iterators_do_not_take_each_others_rows() -> None:

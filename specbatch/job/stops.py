@@ -10,6 +10,7 @@ _BROKEN = "\ufffd"  # what bytes that are no character are decoded to
 _CONTEXT_CHARS = 8  # before the longest stop string, because decoders join and strip across tokens
 _MAX_RUN = 16  # characters of several tokens, one after another, that are decoded in addition
 _MAX_BYTES = 4  # of a character
+_MAX_LOOK = 32  # tokens whose own texts are joined before a text is decoded
 _NOT_OWN = {ord(" "): None}
 
 
@@ -119,8 +120,8 @@ class StopChecker:
         if not self._can_be_complete(tokens, start, end):
             return False
         if not self._has_broken:
-            last = self._last_text(tokens, start, end)
-            if not any(stop in last for stop in self._stops):
+            texts = self._last_texts(tokens, start, end)
+            if not any(stop in text for text in texts for stop in self._stops):
                 return False
         # Once a request, as a rule: decided by the definition.
         decode = self._texts.decode
@@ -136,14 +137,18 @@ class StopChecker:
         own = self._texts.own
         last = own[tokens[end - 1]]
         wanted = len(last) + max(map(len, self._marks))
-        for position in range(end - 2, start - 1, -1):
+        first = max(start, end - _MAX_LOOK)
+        for position in range(end - 2, first - 1, -1):
             if len(last) >= wanted:
                 break
             last = own[tokens[position]] + last
-        return any(mark in last for mark in self._marks)
+        # A text of other characters has few of its own: it is decoded, for what is joined must not grow with the text.
+        is_enough = first == start or len(last) >= wanted
+        return not is_enough or any(mark in last for mark in self._marks)
 
-    def _last_text(self, tokens: Sequence[int], start: int, end: int) -> str:
-        """The end of the text, long enough for a stop string that the last token completes."""
+    def _last_texts(self, tokens: Sequence[int], start: int, end: int) -> list[str]:
+        """What the end of the text can be, long enough for a stop string that the last token completes. There are
+        several where it may begin within a character."""
         texts, decode = self._texts, self._texts.decode
         wanted, found = self._num_chars + len(texts[tokens[end - 1]] or ""), 0.0
         window: list[int] = []  # from the last one on
@@ -158,12 +163,12 @@ class StopChecker:
             if found >= wanted and (_BROKEN not in text or found >= wanted + _MAX_RUN):
                 break
         window.reverse()
-        last = decode(window)
+        ends = [decode(window)]
         for first in range(1, min(4, len(window))):
-            if not last.startswith(_BROKEN):
+            if not ends[-1].startswith(_BROKEN):
                 break
-            last = decode(window[first:])  # it began within a character
-        return last.rstrip(_BROKEN)
+            ends.append(decode(window[first:]))
+        return [text.rstrip(_BROKEN) for text in ends]
 
 
 def _own_text(text: str) -> str:

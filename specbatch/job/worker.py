@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,14 +121,22 @@ class Worker:
     def load(self, on_progress: Callable[[str], None] = lambda step: None) -> Loaded:
         """Build the engine."""
         known = len(self._run.notes)
+        self._freeze_heap()
         engine = self._runtime.build_engine(self._run, on_progress)
         self.models.check_loaded()
         self.models.hash_later()
         self.runner = RowRunner(engine, self._texts, self._run.config)
-        # What is there now stays: the garbage collector need not walk a million objects of libraries again and again.
-        gc.collect()
-        gc.freeze()
         return Loaded(engine.limit_length(None), list(self._run.notes[known:]))
+
+    def _freeze_heap(self) -> None:
+        """Until this worker is closed or gone, the garbage collector leaves alone what is there now: a million objects
+        of libraries, which it would walk again and again. Not the engine: its parts refer to each other. A program
+        that has frozen its heap itself keeps it so."""
+        self._thaw_heap: Callable[[], object] = lambda: None
+        if gc.get_freeze_count() == 0:
+            gc.collect()
+            gc.freeze()
+            self._thaw_heap = weakref.finalize(self, gc.unfreeze)
 
     def limit_length(self, tokens: int) -> int:
         """See `BatchEngine.limit_length`."""
@@ -154,6 +163,6 @@ class Worker:
         if hasattr(self, "runner"):
             self.runner.close()
             self.runner.engine.close()
-            gc.unfreeze()
+            self._thaw_heap()
         if hasattr(self, "models"):
             self.models.close()

@@ -96,6 +96,18 @@ def test_stop_is_found_at_its_last_token_however_tokens_arrive(
         assert not any(stop in cut for stop in stops)
 
 
+@pytest.mark.parametrize("pieces", [[b"\xa9b", b"a b"], [b"\x9f", b"\x9f", b"\x98", b"ba", b" b"], [b"\xff", b"ba b"]])
+def test_stop_after_bytes_that_are_no_character(pieces: list[bytes]) -> None:
+    """Where the text begins with them, they are part of it; elsewhere they may be the end of a character."""
+
+    def decode_pieces(part: Sequence[int]) -> str:
+        return b"".join(pieces[i] for i in part).decode("utf-8", "replace")
+
+    ids = list(range(len(pieces)))
+    assert expected_stop(decode_pieces, ids, ["ba b"]) == len(pieces)
+    assert found_stop(checker_of(decode_pieces, ["ba b"]), ids, []) == len(pieces)
+
+
 @functools.cache
 def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     """Small tokenizers of the kinds that models have: pieces of characters, spaces at the front, bytes as tokens."""
@@ -220,6 +232,31 @@ def test_the_work_does_not_grow_with_the_sequence() -> None:
         assert checker(tokens, 0, 1) is None
     assert max(lengths) <= 130
     assert len(lengths) <= 2500
+
+
+def test_the_work_does_not_grow_with_a_text_of_other_characters() -> None:
+    """Chinese text has no characters of which the first look knows where they are; each token may bring a space."""
+    looked: list[int] = []
+
+    class Texts(TokenTexts):
+        def __missing__(self, token: int) -> str | None:
+            return "é"
+
+        def __getitem__(self, token: int) -> str:
+            looked.append(token)
+            return "é"
+
+    texts = Texts(lambda ids: "é" * len(ids), lambda token: "")
+    texts.own.update({1: ""})
+    checker = StopChecker(texts, ["\n "], StopTokens(texts, frozenset(" "), plain=True))
+    tokens: list[int] = []
+    counts = []
+    for _ in range(600):
+        tokens.append(1)
+        looked.clear()
+        assert checker(tokens, 0, 1) is None
+        counts.append(len(looked))
+    assert max(counts) == counts[-1] < 40
 
 
 def test_stop_after_going_back() -> None:
