@@ -37,6 +37,7 @@ from specbatch.config_load import config_to_dict, load_config
 from specbatch.draft import METHODS
 from specbatch.engine.build import build_engine
 from specbatch.engine.engine import Engine
+from specbatch.engine.ranks import build_ranked
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import SpecbatchError
 from specbatch.job.stats import commit, device_name, versions
@@ -222,10 +223,19 @@ class Bench:
         if self._rates is None:
             self._measure_device(run.device)
         began = time.perf_counter()
-        engine = build_engine(run)
+        engine = (build_ranked if run.config.engine.tensor_parallel > 1 else build_engine)(run)
         if run.device.type == "cuda":
             torch.cuda.synchronize(run.device)
         ready += time.perf_counter() - began
+        try:
+            self._measure(method, run, engine, entry, ready)
+        finally:
+            engine.close()
+
+    def _measure(
+        self, method: Method, run: ResolvedRun, engine: BatchEngine, entry: dict[str, Any], ready: float
+    ) -> None:
+        args = self._args
         split = dict(getattr(engine, "start_seconds", {}))
         entry |= {
             "ready_s": round(ready, 2),

@@ -102,12 +102,14 @@ def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
 
 
 def round_floor(run: ResolvedRun, rates: DeviceRates, batch: float, context: float, committed: float) -> float:
-    """Seconds of a round over `batch` sequences with `context` tokens each, on average."""
+    """Seconds of a round over `batch` sequences with `context` tokens each, on average. Of ranks: of each of them."""
     read, flops = 0.0, 0.0
-    for p in round_passes(run, committed):
-        read += p.parameters * run.dtype.itemsize - p.in_fp8 * (run.dtype.itemsize - 1)
-        read += batch * context * p.kv_parameters * run.kv_dtype.itemsize
-        flops += batch * p.rows * (2 * p.parameters - p.in_fp8 + 4 * context * p.attention_width)
+    ranks = run.config.engine.tensor_parallel
+    for number, p in enumerate(round_passes(run, committed)):
+        share = 1 / ranks if number == 0 else 1  # of the target: each rank computes all of the draft
+        read += share * (p.parameters * run.dtype.itemsize - p.in_fp8 * (run.dtype.itemsize - 1))
+        read += share * batch * context * p.kv_parameters * run.kv_dtype.itemsize
+        flops += share * batch * p.rows * (2 * p.parameters - p.in_fp8 + 4 * context * p.attention_width)
     return max(read / rates.copy_bytes_per_second, flops / rates.matmul_flops_per_second)
 
 
@@ -133,7 +135,8 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
     # Causal: half of 4 * n^2.
     flops = tokens * (2 * body - whole.in_fp8) + 2 * heads + 2 * squares * width
     read = body * run.dtype.itemsize - whole.in_fp8 * (run.dtype.itemsize - 1)
-    return max(flops / rates.matmul_flops_per_second, read / rates.copy_bytes_per_second)
+    seconds = max(flops / rates.matmul_flops_per_second, read / rates.copy_bytes_per_second)
+    return seconds / run.config.engine.tensor_parallel  # the draft's part is not divided: it is small
 
 
 def _decoder_pass(config: ModelConfig, rows: float, quantization: Quantization | None = None) -> Pass:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specbatch.marks import marked
 from specbatch.parallel.algorithms import ALIGNMENT, Algorithm, algorithm_for, buffer_bytes
+from specbatch.parallel.exchanges import ExchangeStore
 from specbatch.parallel.group import Group
 from specbatch.parallel.multicast import disable_multicast
 
@@ -127,7 +128,8 @@ class TorchCollectives:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = _FIRST_CONTACT
         self._nccl: Any = c10d.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-        self._processes = named_group(self._name, store, rank, size, device, self._nccl)
+        self._exchanges = ExchangeStore(store)  # kept: torch holds no reference to the part of it that is Python
+        self._processes = named_group(self._name, self._exchanges, rank, size, device, self._nccl)
         # The first operation connects the ranks, which a capture could not.
         first = torch.ones(1, device=device)
         self.nccl(first, first)
