@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 class ExchangeStore(dist.Store):
     """`inner`, with exchanges numbered from 0: those of this store alone count. Every rank makes the same exchanges
-    in the same order. Whoever gives it to torch keeps it alive: torch calls its methods.
+    in the same order. Keep it while torch has it: torch calls its methods, and does not hold it.
 
     A key is `.../NUMBER` or `.../NUMBER/...`.
     """

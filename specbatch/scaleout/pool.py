@@ -31,7 +31,7 @@ _CREDIT_SLICES = 3  # of rows, if more rows finish in a slice: else the engine w
 _MAX_EXCHANGES = 2  # at a worker
 _DRAIN_SECONDS = 10.0
 _LATE_SECONDS = 5.0  # after the end of a slice without an answer: a worker is slow
-_SLOW = 0.5  # rows a second, as a share of the fastest worker's: a worker is slow below this
+_SLOW = 0.5  # tokens a second, as a share of the fastest worker's: a worker is slow below this
 _SUMS_SECONDS = 0.2  # while rows run, sums over workers are at most this old
 
 
@@ -134,8 +134,10 @@ class Pool:
         now, speeds = self._clock(), dict[PoolWorker, float]()
         for worker in self._crew.workers.values():
             if worker.holding is not None:
+                # Not rows: a worker whose rows are long finishes few of them.
+                tokens = worker.load.stats.prefill_tokens + worker.load.stats.generated_tokens
                 seconds = now - worker.member.ready_at
-                speeds[worker] = worker.holding.num_finished / seconds if seconds else 0.0
+                speeds[worker] = tokens / seconds if seconds else 0.0
         for worker, speed in speeds.items():
             assert worker.holding is not None
             is_late = bool(worker.calls) and now - worker.began > self._limits.slice_seconds + _LATE_SECONDS

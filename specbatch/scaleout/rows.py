@@ -15,6 +15,7 @@ from specbatch.job.sources import RawRow
 from specbatch.job.suspects import ALONE_DEATHS, MAX_DEATHS
 
 _PORTIONS = 3  # in which a worker gets the rows that it may have
+_BLOCK = 8  # rows that stay together at the end of a file: they can begin alike
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +26,6 @@ class Holding:
     own: dict[int, RawRow] = field(default_factory=dict)  # by index, the youngest last: no other worker has them
     copies: dict[int, RawRow] = field(default_factory=dict)  # another worker has or had them, too
     started: Sequence[int] = ()  # indices of the rows that it could no longer drop at its last answer
-    num_finished: int = 0
     is_slow: bool = False  # slower than others, or without an answer for a while
     drop: list[int] = field(default_factory=list)  # indices of rows that it need not begin
     alone: bool = False  # it has one row, which may be the cause of deaths
@@ -86,7 +86,9 @@ class PoolRows:
         if holding.alone or (not last and holding.credit - holding.num_rows < holding.credit // _PORTIONS):
             return []
         if self._waiting:
-            rows = [self._waiting.popleft() for _ in range(self._share(holding))]
+            count = self._share(holding)
+            is_enough = len(self._waiting) >= self._credit - self._num_handed_out  # for all workers
+            rows = [self._waiting.popleft() for _ in range(count)] if is_enough else self._deal(count)
             holding.own.update((row.index, row) for row in rows)
             return rows
         if not last or holding.num_rows:
@@ -110,7 +112,6 @@ class PoolRows:
             else:
                 again.append(row)
         self.num_rows -= len(first)
-        holding.num_finished += len(first)
         if self._deaths:
             for row in first:
                 self._deaths.pop(row.index, None)
@@ -151,8 +152,7 @@ class PoolRows:
         """How many waiting rows a worker gets, if each goes to the worker with the fewest."""
         free = holding.credit - holding.num_rows
         waiting = len(self._waiting)
-        handed_out = self.num_rows - waiting - len(self._suspects)
-        if waiting >= self._credit - handed_out:  # enough for all workers
+        if waiting >= self._credit - self._num_handed_out:  # enough for all workers
             return free
         counts = sorted(h.num_rows for h in self._holdings if not h.alone and h.num_rows < h.credit)
         level = total = 0
@@ -162,6 +162,24 @@ class PoolRows:
             total += count
             level = -(-(waiting + total) // workers)
         return max(0, min(free, level - holding.num_rows, waiting))
+
+    @property
+    def _num_handed_out(self) -> int:
+        return self.num_rows - len(self._waiting) - len(self._suspects)
+
+    def _deal(self, count: int) -> list[RawRow]:
+        """`count` waiting rows, from all places of the queue, in its order. The last rows of a file are the longest
+        first: without this, one worker would get the long ones, and the others would have nothing to do at the end."""
+        waiting, self._waiting = list(self._waiting), deque()
+        size = min(_BLOCK, max(1, count // _BLOCK))
+        rows: list[RawRow] = []
+        for start in range(0, len(waiting), size):
+            block = waiting[start : start + size]
+            missing = count * (start + len(block)) // len(waiting) - len(rows)
+            (rows if missing >= len(block) else self._waiting).extend(block)
+        missing = count - len(rows)  # less than two blocks
+        rows += [self._waiting.pop() for _ in range(missing)][::-1]
+        return rows
 
     def _take_over(self, holding: Holding) -> list[RawRow]:
         """Rows of another worker for an idle one: half, but none that the worker has begun, because it goes on with

@@ -80,7 +80,7 @@ class TestEnd:
 
     def test_the_second_result_of_a_row_is_not_counted(self) -> None:
         """Both workers finish copies: the sums are those of each row once."""
-        seconds = {0: 1.0, 1: 1.0, 2: 4.0, 3: 4.0}
+        seconds = {1: 1.0, 3: 1.0, 4: 4.0, 0: 4.0}  # the first worker has 1, 3 and 4
         simulation = Simulation(batch=4, seconds_of=lambda index: seconds.get(index, 30.0))
         job = loaded_job(simulation, 2).run(5)
         results = [index for delivered in simulation.delivered.values() for index in delivered]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from specbatch.job.runner import FinishedRow
 from specbatch.job.sources import RawRow
@@ -61,11 +62,31 @@ def test_a_worker_gets_many_rows_at_once_as_they_can_begin_alike() -> None:
     assert hand_out(rows, a, last=True) == [14]
 
 
+def test_the_last_rows_are_dealt() -> None:
+    """They come the longest first: the sums of their lengths differ by little."""
+    rows, workers = pool_rows(300, 300, 300, num_rows=768)
+    dealt = [hand_out(rows, worker) for worker in workers]
+    assert [len(indices) for indices in dealt] == [256, 256, 256]
+    assert sorted(chain(*dealt)) == list(range(768))
+    for indices in dealt:
+        assert indices == sorted(indices)
+        assert abs(sum(indices) / 256 - 383.5) < 9, "a worker has the long ones"
+        alone = [i for i in indices if i - 1 not in indices and i + 1 not in indices]
+        assert not alone, "rows that begin alike should stay together"
+
+
+def test_a_few_last_rows_are_dealt_one_by_one() -> None:
+    rows, (a, b) = pool_rows(9, 9, num_rows=7)
+    dealt = hand_out(rows, a), hand_out(rows, b)
+    assert dealt == ([1, 3, 5, 6], [0, 2, 4])
+
+
 def test_few_rows_go_to_the_worker_with_the_fewest() -> None:
     rows, (a, b, c) = pool_rows(9, 9, 9, num_rows=9)
-    assert [len(hand_out(rows, holding)) for holding in (a, b, c)] == [3, 3, 3]
-    finish(rows, a, 0, 1, 2)
-    finish(rows, b, 3)
+    of_a, of_b, of_c = (hand_out(rows, holding) for holding in (a, b, c))
+    assert [len(of_a), len(of_b), len(of_c)] == [3, 3, 3]
+    finish(rows, a, *of_a)
+    finish(rows, b, of_b[0])
     for index in range(9, 13):
         rows.submit(raw_row(index))
     assert hand_out(rows, c) == [], "the others have fewer"
