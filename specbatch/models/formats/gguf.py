@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 import struct
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +45,7 @@ _MAX_DEPTH = 4  # of arrays in arrays
 _MAX_DIMS = 4  # of a tensor, as in ggml
 # Elements dequantised at a time: temporaries stay in the processor's cache (2-5x faster than whole tensors).
 _CHUNK_ELEMENTS = 1 << 18
+_MAX_THREADS = min(16, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -164,10 +167,15 @@ class GgufFile:
         result = np.empty(math.prod(tensor.shape), dtype=np.float32)
         block_size, block_bytes = GGML_QUANT_SIZES[tensor.type]
         step = _CHUNK_ELEMENTS // block_size
-        for first in range(0, len(result) // block_size, step):
+
+        def fill(first: int) -> None:
             chunk = np.array(raw[first * block_bytes : (first + step) * block_bytes])  # a copy: aligned and not mapped
             values = dequantize(chunk.reshape(1, -1), tensor.type).reshape(-1)
             result[first * block_size : first * block_size + len(values)] = values
+
+        # numpy releases Python's lock. One thread takes 14 seconds for a billion numbers of Q4_K or Q6_K.
+        with ThreadPoolExecutor(_MAX_THREADS) as threads:
+            list(threads.map(fill, range(0, len(result) // block_size, step)))
         return torch.from_numpy(result.reshape(tensor.shape))
 
     def text(self, key: str) -> str | None:
