@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,21 +84,17 @@ def _read_prompt(seq: Sequence, report: list[int], eos: Set[int]) -> FinishReaso
 def _read_round(
     seq: Sequence, report: list[int], max_path: int, eos: Set[int], stats: EngineStats
 ) -> FinishReason | None:
-    count = report[_NUM_NEW]
+    count, drafted, depth, broken = report[:_TOKENS]  # in the order of `Output`
     assert count >= 1, f"request {seq.request.request_id} ended on the device only"
     seq.rounds_in_flight -= 1
     seq.num_in_flight -= max_path
     seq.num_computed_tokens += count
-    stats.broken_drafts += report[_NUM_BROKEN]
+    if broken:
+        stats.broken_drafts += broken
     before = len(seq.tokens)
     reason = append_tokens(seq, report[_TOKENS : _TOKENS + count], eos)
     committed = len(seq.tokens) - before
-    seq.counts.record(
-        drafted=report[_NUM_DRAFTED],
-        depth=report[_DEPTH],
-        accepted=min(count - 1, committed),
-        committed=committed,
-    )
+    seq.counts.record(drafted, depth, count - 1 if count <= committed else committed, committed)
     return reason
 
 
