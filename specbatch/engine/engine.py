@@ -241,10 +241,8 @@ class Engine(EngineBase):
             # A request that is computed again after a preemption has its root already.
             first_tokens.append(seq if len(seq.tokens) == seq.num_computed_tokens else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
-        scored = None
-        if scores is not None:
-            scored = Scored(packed.scored, self._transfers.download(scores.words()), LogprobLayout.of(scores))
         layout = None if logprobs is None else LogprobLayout.of(logprobs)
+        scored = None if scores is None else Scored.start(packed.scored, scores, self._transfers)
         self._reports.append(Report(first_tokens, chosen, layout, None, scored))
         # Launching a chunk takes the host longer than many a round.
         now = time.perf_counter()

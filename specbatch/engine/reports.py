@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from specbatch.batch import Output
 from specbatch.counts import EngineStats
 from specbatch.engine.append import append_tokens
-from specbatch.engine.logprobs import LogprobLayout, ReadLogprobs, read_records
+from specbatch.engine.logprobs import LogprobLayout, Logprobs, ReadLogprobs, read_records
 from specbatch.engine.prompts import ScoredToken
 from specbatch.engine.sequence import Sequence
-from specbatch.engine.transfers import Download
+from specbatch.engine.transfers import Download, Transfers
 from specbatch.types import FinishReason, Margin
 
 # Plain integers: those of an enumeration take several times as long to index with.
@@ -29,6 +29,10 @@ class Scored:
     tokens: Seq[ScoredToken]
     words: Download  # (K, X) int32
     layout: LogprobLayout
+
+    @classmethod
+    def start(cls, tokens: Seq[ScoredToken], logprobs: Logprobs, transfers: Transfers) -> Scored:
+        return cls(tokens, transfers.download(logprobs.words()), LogprobLayout.of(logprobs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Sequence:
     @property
     def prefill_done(self) -> bool:
         """Nothing of the prompt is left to prefill; its first token may still be under way."""
-        # As `>= num_prefill_tokens`, in fewer calls: it is asked of every row in every round.
+        # As `>= num_prefill_tokens`, in fewer calls: it is asked of every request before every round.
         return self.num_computed_tokens >= len(self.tokens) - 1 and self.num_computed_tokens >= len(
             self.request.prompt_token_ids
         )
