@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from specbatch.batch import Output
 from specbatch.counts import EngineStats
 from specbatch.engine.append import append_tokens
-from specbatch.engine.logprobs import LogprobLayout, Logprobs, ReadLogprobs, read_records
+from specbatch.engine.logprobs import LogprobLayout, Logprobs, ReadLogprobs
 from specbatch.engine.prompts import ScoredToken
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download, Transfers
-from specbatch.types import FinishReason, Margin
+from specbatch.types import FinishReason, Margin, TokenLogprob
 
-# Plain integers: those of an enumeration take several times as long to index with.
-_NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _TOKENS = map(int, Output)
+_TOKENS = int(Output.TOKENS)  # a plain integer: those of an enumeration take several times as long to index with
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +108,12 @@ def _lower_margin(margin: Margin, of_new: np.ndarray, position: int) -> Margin:
 
 
 def _read_scores(scored: Scored) -> None:
-    records = _Records(scored.layout.read(scored.words.wait()))
-    for i, one in enumerate(scored.tokens):
-        token = one.seq.tokens[one.position]
-        [logprob] = read_records([token], records[one.seq.request.params.prompt_logprobs or 0][i])
-        one.seq.prompt_logprobs[one.position] = logprob
+    read = scored.layout.read(scored.words.wait())
+    values, top_ids = read.values_BMK[:, 0].tolist(), read.top_ids_BMK[:, 0].tolist()
+    for one, (own, *others), ids in zip(scored.tokens, values, top_ids, strict=True):
+        k = one.seq.request.params.prompt_logprobs or 0
+        top = tuple(zip(ids[:k], others[:k], strict=True))
+        one.seq.prompt_logprobs[one.position] = TokenLogprob(one.seq.tokens[one.position], own, top)
 
 
 class _Records(dict[int, list[bytes]]):

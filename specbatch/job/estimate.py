@@ -13,10 +13,12 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.counts import EngineStats
 from specbatch.errors import InputError, RowError
 from specbatch.job.row_queue import RowPreparer
 from specbatch.job.runner import RowRunner
@@ -88,13 +90,15 @@ def _common(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
 
 @dataclass
 class Trial:
-    """What some rows took. `rounds`: (requests that ran, rounds, seconds) of each step with rounds."""
+    """What some rows took. `rounds`: (requests that ran, rounds, seconds) of each step that launched a round or waited
+    for one: on a GPU the step that waits is a later one, and may launch none."""
 
     rows: int = 0
     seconds: float = 0.0
     start_seconds: float = 0.0  # of these, before the first step
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    capture_seconds: float = 0.0  # of CUDA graphs, once in a job; not part of the two above
     started: int = 0  # requests
     first_started: int = 0  # of these, before the first round; later ones are computed in smaller pieces
     first_prefill_seconds: float = 0.0  # of these
@@ -161,12 +165,11 @@ def run_trial(runner: RowRunner, rows: Sequence[RawRow], max_seconds: float) -> 
                 break
             continue
         stats = engine.stats
-        rounds, decode, prefill = stats.rounds, stats.decode_seconds, stats.prefill_seconds
-        running = max(engine.num_running, 1)
+        before, running = _Counted.of(stats), max(engine.num_running, 1)
         runner.step()
-        if stats.rounds > rounds and not trial.rounds:
+        if stats.rounds > before.rounds and not trial.rounds:
             trial.first_started, trial.first_prefill_seconds = runner.load().num_admitted, trial.prefill_seconds
-        _add_step(trial, running, stats.rounds - rounds, stats.decode_seconds - decode, stats.prefill_seconds - prefill)
+        _add_step(trial, running, _Counted.of(stats).since(before))
         trial.max_running = max(trial.max_running, engine.num_running)
         _take(runner, trial)
     trial.seconds = time.perf_counter() - began
@@ -184,12 +187,35 @@ def run_trial(runner: RowRunner, rows: Sequence[RawRow], max_seconds: float) -> 
     return trial
 
 
-def _add_step(trial: Trial, running: int, rounds: int, decode: float, prefill: float) -> None:
+class _Counted(NamedTuple):
+    rounds: int
+    decode: float  # these are seconds
+    prefill: float
+    capture: float  # in `decode` or `prefill`
+
+    @classmethod
+    def of(cls, stats: EngineStats) -> _Counted:
+        return cls(stats.rounds, stats.decode_seconds, stats.prefill_seconds, stats.late_graph_seconds)
+
+    def since(self, before: _Counted) -> _Counted:
+        seconds = (self.decode - before.decode, self.prefill - before.prefill, self.capture - before.capture)
+        return _Counted(self.rounds - before.rounds, *seconds)
+
+
+def _add_step(trial: Trial, running: int, step: _Counted) -> None:
+    decode, prefill = step.decode, step.prefill
+    if step.capture > decode:
+        prefill = max(prefill - step.capture, 0.0)
+    else:
+        decode -= step.capture
+    trial.capture_seconds += step.capture
     trial.prefill_seconds += prefill
     trial.decode_seconds += decode
-    if rounds:
-        trial.rounds.append((running, rounds, decode))
-        trial.request_rounds += running * rounds
+    if step.rounds:
+        trial.rounds.append((running, step.rounds, decode))
+        trial.request_rounds += running * step.rounds
+    elif decode and trial.rounds:  # of the last round
+        trial.rounds.append((trial.rounds[-1][0], 0, decode))
 
 
 def _take(runner: RowRunner, trial: Trial) -> None:
@@ -223,8 +249,8 @@ def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estima
     batch = max(min(max_batch_size, trial.max_running) if is_full else max_batch_size, 1)
     round_seconds = trial.round_seconds(batch)
     prefill = trial.prefill_seconds_of(requests, tokens.work_ratio())
-    other = max(trial.seconds - trial.start_seconds - trial.prefill_seconds - trial.decode_seconds, 0.0)
-    other *= requests / max(trial.started, 1)
+    counted = trial.start_seconds + trial.prefill_seconds + trial.decode_seconds + trial.capture_seconds
+    other = max(trial.seconds - counted, 0.0) * requests / max(trial.started, 1)
     step = max(requests // _MAX_SIMULATED, 1)
     limits = np.array(tokens.limits[::step], dtype=np.float64)
     rng = np.random.default_rng(0)
@@ -236,7 +262,7 @@ def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estima
         lengths = np.minimum(draw_lengths(ended, len(limits), rng), limits)
         sums.append(lengths.mean() * requests)
         seconds.append(_decode_seconds(lengths, requests, round_seconds / trial.tokens_per_round, batch))
-    total = np.array(seconds) + prefill + other
+    total = np.array(seconds) + prefill + other + trial.capture_seconds
     low, high = np.quantile(total[1:], _QUANTILES)
     few, many = np.quantile(sums[1:], _QUANTILES)
     expected, tokens_expected = float(np.mean(total)), float(np.mean(sums))

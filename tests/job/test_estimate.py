@@ -117,6 +117,45 @@ def test_trials_without_tokens(run: Run, share: int, words: str) -> None:
         estimated(run, Failing, trial_seconds=0.2)
 
 
+class Late(Paced):
+    """As a GPU where prompts are launched now and then: each second step launches no round, and waits for one."""
+
+    owed = 0.0
+
+    def step(self) -> list[Completion]:
+        before = self.stats.decode_seconds
+        if self.owed:
+            self.stats.decode_seconds, self.owed = before + self.owed, 0.0
+            return []
+        done = super().step()
+        self.stats.decode_seconds, self.owed = before, self.stats.decode_seconds - before
+        return done
+
+
+def test_a_round_that_a_later_step_waits_for(run: Run) -> None:
+    """Its time counts, also where that step launches none."""
+    run.write([{"prompt": "p" * 9}] * 600)
+    at_once, late = (estimated(run, engine)["seconds"]["expected"] for engine in (Paced, Late))
+    assert late == pytest.approx(at_once, rel=0.15)
+
+
+class Capturing(Paced):
+    """The first round captures graphs for a second."""
+
+    def step(self) -> list[Completion]:
+        if not self.stats.late_graph_seconds:
+            self.stats.late_graph_seconds = 1.0
+            self.stats.decode_seconds += 1.0
+        return super().step()
+
+
+def test_graphs_are_captured_once(run: Run) -> None:
+    """The second is part of the trial, and of the job: not of each of its rounds."""
+    run.write([{"prompt": "p" * 9}] * 600)
+    plain, capturing = (estimated(run, engine)["seconds"]["expected"] for engine in (Paced, Capturing))
+    assert capturing - plain == pytest.approx(1.0, abs=0.3)
+
+
 def tokens(count: int, prompt: int, limit: int) -> FileTokens:
     found = FileTokens(count, prompts=array("q", [prompt] * count), limits=array("q", [limit] * count))
     found.drawn_prompts = [prompt] * 32
