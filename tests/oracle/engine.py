@@ -225,7 +225,7 @@ class OracleEngine(EngineBase):
         seq.margin = min([seq.margin, *margins])
         self._stats.generated_tokens += len(new)
         params = seq.request.params
-        if params.logprobs is not None:
+        if params.logprobs is not None and new:
             found = TokenLogprobs.of(
                 token_logprob(logits, token, params.logprobs) for logits, token in zip(logits_RV, new, strict=False)
             )
