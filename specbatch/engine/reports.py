@@ -7,6 +7,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from specbatch.batch import Output
@@ -31,7 +32,8 @@ class Scored:
 
     @classmethod
     def start(cls, tokens: Seq[ScoredToken], logprobs: Logprobs, transfers: Transfers) -> Scored:
-        return cls(tokens, transfers.download(logprobs.words()), LogprobLayout.of(logprobs))
+        words = torch.cat(logprobs.words(), dim=1)
+        return cls(tokens, transfers.download(words), LogprobLayout.of(logprobs))
 
 
 @dataclass(frozen=True, slots=True)
