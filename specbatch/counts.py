@@ -93,6 +93,7 @@ class EngineStats:
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    device_wait_seconds: float = 0.0  # in which the host had nothing to do but wait for rounds and prompts
     input_wait_seconds: float = 0.0  # in which rows were awaited that were not tokenized yet
     prompt_tokens: int = 0  # tokens of admitted prompts (first admissions)
     cached_prompt_tokens: int = 0  # of those, found in the prefix cache

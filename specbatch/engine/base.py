@@ -47,6 +47,7 @@ class EngineBase:
     @property
     def stats(self) -> EngineStats:
         self._stats.preemptions = self._scheduler.num_preemptions
+        self._stats.device_wait_seconds = self.waited_seconds
         return self._stats
 
     @property
