@@ -32,14 +32,21 @@ class SpeculationCounts:
         """Tokens committed per round (bonus included); None before the first round."""
         return self.committed / self.rounds if self.rounds else None
 
-    def record(self, *, drafted: int, depth: int, accepted: int, committed: int) -> None:
+    def record(self, drafted: int, depth: int, accepted: int, committed: int) -> None:
         """Count one round: `drafted` nodes down to `depth`, of which `accepted` were accepted."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
         self.committed += committed
-        _count(self.histogram, accepted)
-        _count(self.depths, depth)
+        # As `_count`, without its calls: rounds of requests are counted by the million.
+        if accepted < len(self.histogram):
+            self.histogram[accepted] += 1
+        else:
+            _count(self.histogram, accepted)
+        if depth < len(self.depths):
+            self.depths[depth] += 1
+        else:
+            _count(self.depths, depth)
 
     def add(self, other: SpeculationCounts, times: int = 1) -> None:
         """`times=-1` subtracts what was added before."""
@@ -55,11 +62,8 @@ class SpeculationCounts:
 
 
 def _count(counts: list[int], value: int, times: int = 1) -> None:
-    try:
-        counts[value] += times
-    except IndexError:  # hardly ever, and rounds are counted by the million
-        counts.extend([0] * (value + 1 - len(counts)))
-        counts[value] += times
+    counts.extend([0] * (value + 1 - len(counts)))
+    counts[value] += times
 
 
 def _at_least(counts: list[int]) -> list[int]:
@@ -89,6 +93,7 @@ class EngineStats:
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    device_wait_seconds: float = 0.0  # in which the host had nothing to do but wait for rounds and prompts
     input_wait_seconds: float = 0.0  # in which rows were awaited that were not tokenized yet
     prompt_tokens: int = 0  # tokens of admitted prompts (first admissions)
     cached_prompt_tokens: int = 0  # of those, found in the prefix cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
@@ -256,42 +256,48 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
-@dataclass(slots=True, repr=False)
+@dataclass(slots=True, repr=False, eq=False)
 class TokenLogprobs(Sequence[TokenLogprob]):
     """As a list of `TokenLogprob`, of which each has k likely tokens. It is kept in columns: to make objects for each
     token took the host longer than all else that it does for one."""
 
     token_ids: list[int]  # n
-    values: list[float]  # n * (1 + k): of each token its own, then those of its likely ones
-    top_ids: list[int]  # n * k
-
-    def __post_init__(self) -> None:
-        assert len(self.values) == len(self.token_ids) * (1 + self.num_top), "not k likely tokens for each"
+    values: NDArray[np.float64]  # (n, 1 + k): of each token its own, then those of its likely ones
+    top_ids: NDArray[np.int32]  # (n, k)
 
     @classmethod
     def of(cls, tokens: Iterable[TokenLogprob]) -> TokenLogprobs:
+        import numpy as np  # here, because commands that run no rows do without
+
         found = list(tokens)
-        values = [value for _, own, top in found for value in (own, *(other for _, other in top))]
-        return cls([one.token_id for one in found], values, [other for one in found for other, _ in one.top])
+        k = len(found[0].top) if found else 0
+        values = np.array([(own, *(other for _, other in top)) for _, own, top in found], dtype=np.float64)
+        top_ids = np.array([[other for other, _ in one.top] for one in found], dtype=np.int32)
+        return cls([one.token_id for one in found], values.reshape(-1, 1 + k), top_ids.reshape(len(found), k))
 
     @property
     def num_top(self) -> int:
         """k"""
-        return len(self.top_ids) // len(self.token_ids) if self.token_ids else 0
+        return int(self.top_ids.shape[1])
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        for token, (own, *others), top_ids in zip(
+            self.token_ids, self.values.tolist(), self.top_ids.tolist(), strict=True
+        ):
+            yield TokenLogprob(token, own, tuple(zip(top_ids, others, strict=True)))
 
     @overload
     def __getitem__(self, index: int) -> TokenLogprob: ...
     @overload
     def __getitem__(self, index: slice) -> list[TokenLogprob]: ...
     def __getitem__(self, index: int | slice) -> TokenLogprob | list[TokenLogprob]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        i, k = range(len(self))[index], self.num_top
-        own, *others = self.values[i * (1 + k) : (i + 1) * (1 + k)]
-        return TokenLogprob(self.token_ids[i], own, tuple(zip(self.top_ids[i * k : (i + 1) * k], others, strict=True)))
+        return list(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenLogprobs) and list(self) == list(other)
 
     def __repr__(self) -> str:
         return f"TokenLogprobs.of({list(self)})"

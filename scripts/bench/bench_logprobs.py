@@ -8,10 +8,10 @@
 
 Speeds are output tokens over the wall time of `LLM.generate_lines`, which makes lines as for a file; with `--decode` of
 `LLM.generate`. The best of the repeats counts, and `share` is that speed against rows without either. With `mixed`, one
-row of 16 wants log-probabilities; `stop` has two texts that end no row. One JSON line for each kind and time; no time
-begins after `--time-limit`. On CUDA the kernels alone are timed, too: argmax with and without the margin, and
-log-probabilities, in microseconds. An earlier
-commit has no `argmax_and_margin`: compare whole rounds by `bench.py` at both commits.
+row of 16 wants log-probabilities; `stop` has two texts that end no row. One JSON line for each kind and time, with the
+share of the time in which the host only `waited` for the device: near 0, the host is the limit. No time begins after
+`--time-limit`. On CUDA the kernels alone are timed, too: argmax with and without the margin, and log-probabilities, in
+microseconds. An earlier commit has no `argmax_and_margin`: compare whole rounds by `bench.py` at both commits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,8 +52,9 @@ def main() -> None:
             for kind, found in speeds.items():
                 if time.perf_counter() - began > args.time_limit:
                     continue
-                speed = tokens_per_second(llm, rows, KINDS[kind], args.decode)
-                print(json.dumps({"kind": kind, "time": repeat, "tokens_per_second": round(speed, 1)}), flush=True)
+                speed, waited = tokens_per_second(llm, rows, KINDS[kind], args.decode)
+                line = {"kind": kind, "time": repeat, "tokens_per_second": round(speed, 1), "waited": round(waited, 3)}
+                print(json.dumps(line), flush=True)
                 if repeat:  # the first time compiles and captures
                     found.append(speed)
     best = {kind: max(found) for kind, found in speeds.items() if found}
@@ -68,12 +70,17 @@ def main() -> None:
     write(report, args)
 
 
-def tokens_per_second(llm: LLM, rows: int, fields: Callable[[int], dict[str, Any]], decode: bool) -> float:
-    began, before = time.perf_counter(), llm.stats.generated_tokens
+def tokens_per_second(
+    llm: LLM, rows: int, fields: Callable[[int], dict[str, Any]], decode: bool
+) -> tuple[float, float]:
+    """Also the share of the time in which the host waited for the device."""
+    began, before = time.perf_counter(), replace(llm.stats)
     run: Callable[..., Iterable[object]] = llm.generate if decode else llm.generate_lines
     for _ in run({"prompt": f"Tell me about the number {i}.", **fields(i)} for i in range(rows)):
         pass
-    return (llm.stats.generated_tokens - before) / (time.perf_counter() - began)
+    seconds, now = time.perf_counter() - began, llm.stats
+    waited = now.device_wait_seconds - before.device_wait_seconds
+    return (now.generated_tokens - before.generated_tokens) / seconds, waited / seconds
 
 
 GRID = [(1, 49152), (128, 49152), (512, 49152), (1, 128256), (128, 128256), (512, 128256)]

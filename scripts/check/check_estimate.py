@@ -8,7 +8,8 @@ The jobs differ in lengths, batch size, draft method, shared beginnings of promp
 `estimate` and then `generate` run as commands, and both times are printed, in one JSON line; none begins after
 `--time-limit`. Other arguments go to both commands, such as `--model org/model --draft org/head`; batch sizes are
 multiplied by `--batch-factor`. Exit code 1 if a job failed, or took 15% more or less than estimated. On one core with
-the built-in model it takes about 8 minutes. On a GPU, take factors that make jobs of minutes.
+the built-in model it takes about 8 minutes. On a GPU, take factors that make jobs of minutes. There the first start
+with an option compiles kernels, and the run finds them on disk: with `--warm` another estimate comes before.
 """
 
 from __future__ import annotations
@@ -56,22 +57,49 @@ def jobs(factor: float) -> dict[str, tuple[list[dict[str, Any]], int, list[str]]
     }
 
 
-def command(*arguments: str) -> str:
-    """Its stdout."""
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Exit code 1 says that rows failed. Raises RuntimeError for others."""
     done = subprocess.run([sys.executable, "-m", "specbatch", *arguments], capture_output=True, text=True)
     if done.returncode not in (0, 1):
-        raise RuntimeError(done.stderr[-2000:])
-    return done.stdout
+        raise failure(done)
+    return done
 
 
-def check(name: str, rows: list[dict[str, Any]], options: list[str]) -> dict[str, Any]:
-    """One job. `error`: of the estimate, relative to the run."""
+def failure(done: subprocess.CompletedProcess[str]) -> RuntimeError:
+    """With the end of what the command printed for people."""
+    return RuntimeError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
+
+
+def run_estimate(path: Path, options: list[str]) -> dict[str, Any]:
+    """Its report. Raises RuntimeError if there is none."""
+    done = command("estimate", str(path), "--json", *options)
+    try:
+        report: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise failure(done) from None
+    return report
+
+
+def run_job(path: Path, options: list[str]) -> dict[str, Any]:
+    """Its statistics. Raises RuntimeError if there are none."""
+    output = path.with_name("results.jsonl")
+    done = command("generate", str(path), "-o", str(output), *options)
+    try:
+        report: dict[str, Any] = json.loads(output.with_name("results.stats.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise failure(done) from None
+    return report
+
+
+def check(name: str, rows: list[dict[str, Any]], options: list[str], *, warm: bool = False) -> dict[str, Any]:
+    """One job. `error`: of the estimate, relative to the run. `run_error`: without what loading took in either.
+    `warm`: there is an estimate before, that compiles kernels."""
     with tempfile.TemporaryDirectory() as folder:
-        path, output = Path(folder) / "data.jsonl", Path(folder) / "results.jsonl"
+        path = Path(folder) / "data.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-        estimated = json.loads(command("estimate", str(path), "--json", *options))
-        command("generate", str(path), "-o", str(output), *options)
-        stats = json.loads(output.with_name("results.stats.json").read_text(encoding="utf-8"))
+        if warm:
+            run_estimate(path, options)
+        estimated, stats = run_estimate(path, options), run_job(path, options)
     seconds, ran = estimated["seconds"], stats["session"]["seconds"]
     return {
         "job": name,
@@ -79,6 +107,7 @@ def check(name: str, rows: list[dict[str, Any]], options: list[str]) -> dict[str
         "estimated": seconds,
         "ran": ran,
         "error": round(seconds["expected"] / ran["total"] - 1, 3),
+        "run_error": round((seconds["expected"] - seconds["load"]) / max(ran["total"] - ran["load"], 1e-3) - 1, 3),
         "in_range": seconds["low"] <= ran["total"] <= seconds["high"],
         "estimated_tokens": estimated["completion_tokens"],
         "tokens": stats["tokens"]["completion"],
@@ -93,6 +122,7 @@ def main() -> None:
     parser.add_argument("--batch-factor", type=int, default=1)
     parser.add_argument("--jobs", help="names, with commas between them")
     parser.add_argument("-o", "--output", type=Path, help="a JSON file of all figures")
+    parser.add_argument("--warm", action="store_true", help="an estimate before each, which compiles kernels")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
     given, options = parser.parse_known_args()
     found, began = [], time.perf_counter()
@@ -104,7 +134,7 @@ def main() -> None:
         else:
             size = ["--set", f"engine.max_batch_size={batch * given.batch_factor}"]
             try:
-                found.append(check(name, rows, [*own, *size, *options]))
+                found.append(check(name, rows, [*own, *size, *options], warm=given.warm))
             except (RuntimeError, OSError) as error:  # the other jobs are checked all the same
                 found.append({"job": name, "failed": str(error)})
         print(json.dumps({"check": "estimate", **found[-1]}), flush=True)

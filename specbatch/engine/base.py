@@ -8,6 +8,7 @@ from dataclasses import replace
 from specbatch.counts import EngineStats
 from specbatch.engine.append import new_sequence
 from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.logprobs import read_records
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
@@ -46,6 +47,7 @@ class EngineBase:
     @property
     def stats(self) -> EngineStats:
         self._stats.preemptions = self._scheduler.num_preemptions
+        self._stats.device_wait_seconds = self.waited_seconds
         return self._stats
 
     @property
@@ -132,7 +134,7 @@ class EngineBase:
         params = seq.request.params
         tokens, logprobs = list(seq.generated), None
         if params.logprobs is not None:
-            logprobs = TokenLogprobs(tokens, seq.logprobs, seq.top_ids)
+            logprobs = read_records(tokens, seq.logprobs)
         margin = seq.margin if params.temperature == 0 else NO_MARGIN
         scored = None
         if params.prompt_logprobs is not None:

@@ -32,11 +32,11 @@ from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.grammar import MAX_FORCED
 from specbatch.engine.grammar_round import Grammars
 from specbatch.engine.lanes import Batch, Lanes
-from specbatch.engine.logprobs import LogprobDownload, num_top_of
+from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
 from specbatch.engine.prompts import PromptPacker
-from specbatch.engine.reports import Report, read_report
+from specbatch.engine.reports import Report, Scored, read_report
 from specbatch.engine.round import Round
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
@@ -212,11 +212,10 @@ class Engine(EngineBase):
             self._stats.grammar.add(grammar.counts)
         max_path = launched.max_path
         report = self._transfers.download(launched.output_BZ)
-        logprobs = LogprobDownload.start(launched.logprobs, self._transfers)
         for seq in rows:
             seq.num_in_flight += max_path
             seq.rounds_in_flight += 1
-        self._reports.append(Report(batch.sequences, report, logprobs, max_path))
+        self._reports.append(Report(batch.sequences, report, launched.logprobs, max_path))
         self._stats.rounds += 1
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
@@ -231,7 +230,7 @@ class Engine(EngineBase):
             tokens, logprobs, scores = self.prompts.run(
                 self._round, packed, sampled, num_top, self.executor.mode, self._edits(ready)
             )
-        chosen, downloads = self._transfers.download(tokens), LogprobDownload.start(logprobs, self._transfers)
+        chosen = self._transfers.download(with_logprobs(tokens, logprobs))
         for s in spans:
             self._count_prefill(s)
             s.seq.num_computed_tokens = s.end
@@ -242,8 +241,9 @@ class Engine(EngineBase):
             # A request that is computed again after a preemption has its root already.
             first_tokens.append(seq if len(seq.tokens) == seq.num_computed_tokens else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
-        of_scored = LogprobDownload.start(scores, self._transfers)
-        self._reports.append(Report(first_tokens, chosen, downloads, None, packed.scored, of_scored))
+        layout = None if logprobs is None else LogprobLayout.of(logprobs)
+        scored = None if scores is None else Scored.start(packed.scored, scores, self._transfers)
+        self._reports.append(Report(first_tokens, chosen, layout, None, scored))
         # Launching a chunk takes the host longer than many a round.
         now = time.perf_counter()
         self._stats.prefill_seconds += now - self._last_read
@@ -261,7 +261,6 @@ class Engine(EngineBase):
         report = self._reports.popleft()
         began = time.perf_counter()
         rows = report.rows.wait()
-        logprobs = None if report.logprobs is None else report.logprobs.wait()
         now = time.perf_counter()
         self.waited_seconds += now - began
         if report.max_path is None:
@@ -269,7 +268,7 @@ class Engine(EngineBase):
         else:
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
-        ended = read_report(report, rows, logprobs, self._eos, self._stats)
+        ended = read_report(report, rows, self._eos, self._stats)
         return [self._complete(seq, reason) for seq, reason in ended]
 
     def _forget_rounds(self) -> None:

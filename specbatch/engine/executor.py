@@ -22,7 +22,7 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.engine.grammar_graphs import PARTS, GrammarGraphs
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.lanes import LaneSizes
-from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, Logprobs
+from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, LogprobLayout, with_logprobs
 from specbatch.engine.round import Round, Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
@@ -70,14 +70,15 @@ class _Key(NamedTuple):
 class Launched:
     """What a round will have decided, valid until the next launch."""
 
-    output_BZ: Tensor  # see `Committed`
-    logprobs: Logprobs | None
+    output_BZ: Tensor  # see `Committed`, and `with_logprobs`
+    logprobs: LogprobLayout | None
     max_path: int  # tokens that the round may commit
 
     @staticmethod
     def of(verified: Verified) -> Launched:
-        committed = verified.committed
-        return Launched(committed.output_BZ, verified.logprobs, committed.path_BM.shape[1])
+        committed, logprobs = verified.committed, verified.logprobs
+        layout = None if logprobs is None else LogprobLayout.of(logprobs)
+        return Launched(with_logprobs(committed.output_BZ, logprobs), layout, committed.path_BM.shape[1])
 
 
 class RoundExecutor:
@@ -186,10 +187,15 @@ class RoundExecutor:
             runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, *wanted, lane=key.lane)))
             return
         rows, draft = runner.capture(("draft", *key), lambda: round_.draft(req_idx_B, sampled))
-        verified = runner.capture(("verify", *key), lambda: round_.verify(rows, draft, *wanted, key.lane))
+
+        def verify() -> tuple[Verified, Launched]:
+            verified = round_.verify(rows, draft, *wanted, key.lane)
+            return verified, Launched.of(verified)
+
+        verified, launched = runner.capture(("verify", *key), verify)
         runner.capture(("extend", *key), lambda: round_.extend(verified))
         runner.replace_output(("draft", *key), None)
-        runner.replace_output(("verify", *key), Launched.of(verified))
+        runner.replace_output(("verify", *key), launched)
 
     @property
     def groups(self) -> list[Group]:

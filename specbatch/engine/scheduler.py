@@ -197,31 +197,31 @@ class Scheduler:
         if self._prefix is not None:
             self._prefix.insert(seq.tokens, seq.pages, seq.num_computed_tokens, seq.num_cached)
 
-    def _missing_pages(self, seq: Sequence) -> int:
-        """Pages to add for the next round, if each round under way commits as many tokens as it can."""
-        committed = min(seq.num_computed_tokens + seq.num_in_flight + seq.num_forced_room, seq.max_length - 1)
-        # As `pages_for`, in fewer calls: this runs for every request before every round.
-        return -(-(committed + self.num_lookahead) // self._pool.page_size) - len(seq.pages)
+    def _short_of_pages(self) -> list[tuple[Sequence, int]]:
+        """Requests whose pages do not suffice for the next round, if each round under way commits as many tokens as it
+        can; with the pages that are missing."""
+        size, lookahead = self._pool.page_size, self.num_lookahead
+        found = []
+        # As `pages_for`, in no calls: this runs for every request before every round.
+        for seq in self.running:
+            committed, most = seq.num_computed_tokens + seq.num_in_flight + seq.num_forced_room, seq.max_length - 1
+            slots = (committed if committed < most else most) + lookahead
+            if slots > len(seq.pages) * size:
+                found.append((seq, -(-slots // size) - len(seq.pages)))
+        return found
 
     def would_preempt(self) -> bool:
         """Whether `plan_round` would have to take pages from a running request."""
-        missing = sum(max(0, self._missing_pages(seq)) for seq in self.running)
-        return not self._make_room(missing)
+        return not self._make_room(sum(missing for _, missing in self._short_of_pages()))
 
     def plan_round(self) -> list[Sequence]:
         """Sequences of the next round, each with pages for its tree and its drafts."""
-        # Preemption removes requests from the end of this list, so the loop does not reach them.
-        for seq in self.running:
-            wanted = self._missing_pages(seq)
-            if wanted <= 0:
-                continue
-            while not self._make_room(wanted):
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is seq:
-                    break
-            else:
-                seq.pages += self._pool.allocate(wanted)
+        for seq, missing in self._short_of_pages():
+            # Preemption takes requests from the end of those that run, and all their pages.
+            while seq.pages and not self._make_room(missing):
+                self._preempt(self.running[-1])
+            if seq.pages:
+                seq.pages += self._pool.allocate(missing)
         return list(self.running)
 
     def _preempt(self, seq: Sequence) -> None:

@@ -34,8 +34,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_draft_computed: int = 0  # valid slots of the draft network's cache, while the prompt is computed
     draft_state: Any = None  # the draft method's own, of a method on the host
-    logprobs: list[float] = field(default_factory=list)  # of generated tokens, as `TokenLogprobs.values`
-    top_ids: list[int] = field(default_factory=list)  # the same
+    logprobs: bytearray = field(default_factory=bytearray)  # of generated tokens, see `read_records`
     margin: Margin = NO_MARGIN  # of the generated tokens, whether they are sampled or not
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     rules: Rules | None = None
@@ -75,7 +74,7 @@ class Sequence:
     @property
     def prefill_done(self) -> bool:
         """Nothing of the prompt is left to prefill; its first token may still be under way."""
-        # As `>= num_prefill_tokens`, in fewer calls: it is asked of every row in every round.
+        # As `>= num_prefill_tokens`, in fewer calls: it is asked of every request before every round.
         return self.num_computed_tokens >= len(self.tokens) - 1 and self.num_computed_tokens >= len(
             self.request.prompt_token_ids
         )

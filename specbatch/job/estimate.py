@@ -13,10 +13,12 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.counts import EngineStats
 from specbatch.errors import InputError, RowError
 from specbatch.job.row_queue import RowPreparer
 from specbatch.job.runner import RowRunner
@@ -42,17 +44,22 @@ class FileTokens:
     prompts: array[int] = field(default_factory=lambda: array("q"))  # tokens
     limits: array[int] = field(default_factory=lambda: array("q"))  # tokens that a completion may have
     shared: int = 0  # tokens that all prompts begin with
-    drawn: list[RawRow] = field(default_factory=list)  # rows for the trial, in the order of the file
+    drawn: list[RawRow] = field(default_factory=list)  # rows for the trial
     drawn_prompts: list[int] = field(default_factory=list)  # tokens, of each request of these rows
 
-    def work_ratio(self) -> float:
-        """Tokens of a prompt after what all share: the mean of the file, by that of the drawn rows."""
-        file, drawn = (np.mean(prompts) - self.shared for prompts in (self.prompts, self.drawn_prompts))
+    def work_ratio(self, started: int) -> float:
+        """Tokens of a prompt after what all share: the mean of the file, by that of the first requests of the trial."""
+        file, drawn = (
+            np.mean(prompts) - self.shared for prompts in (self.prompts, self.drawn_prompts[:started] or [0])
+        )
         return float(file / drawn) if file > 0 and drawn > 0 else 1.0
 
 
-def count_tokens(source: Source, prepare: RowPreparer, limits: EngineLimits, num_drawn: int, seed: int) -> FileTokens:
-    """Read and prepare the whole source; draw rows evenly from it. Raises InputError if no row can run."""
+def count_tokens(
+    source: Source, prepare: RowPreparer, limits: EngineLimits, num_drawn: int, seed: int, group: int | None = None
+) -> FileTokens:
+    """Read and prepare the whole source; draw rows evenly from it. They come in groups of `group` rows, each drawn from
+    the whole file and in its order. None: one group. Raises InputError if no row can run."""
     found, draw = FileTokens(), random.Random(seed)
     drawn: list[tuple[RawRow, list[int]]] = []
     common: Sequence[int] | None = None
@@ -76,8 +83,12 @@ def count_tokens(source: Source, prepare: RowPreparer, limits: EngineLimits, num
     if not drawn:
         raise InputError(f"{source.name} has no row that can run", _SHOWN)
     found.shared = len(common or ())
-    found.drawn = [raw for raw, _ in sorted(drawn, key=lambda entry: entry[0].index)]
-    found.drawn_prompts = [length for _, prompts in drawn for length in prompts]
+    draw.shuffle(drawn)
+    size = group or len(drawn)
+    for first in range(0, len(drawn), size):
+        for raw, prompts in sorted(drawn[first : first + size], key=lambda entry: entry[0].index):
+            found.drawn.append(raw)
+            found.drawn_prompts += prompts
     return found
 
 
@@ -88,14 +99,17 @@ def _common(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
 
 @dataclass
 class Trial:
-    """What some rows took. `rounds`: (requests that ran, rounds, seconds) of each step with rounds."""
+    """What some rows took. `rounds`: (requests that ran, rounds, seconds) of each step that launched a round or waited
+    for one: on a GPU the step that waits is a later one, and may launch none."""
 
     rows: int = 0
     seconds: float = 0.0
     start_seconds: float = 0.0  # of these, before the first step
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    started: int = 0  # requests
+    capture_seconds: float = 0.0  # of CUDA graphs, once in a job; not part of the two above
+    submitted: int = 0  # requests
+    started: int = 0  # of these
     first_started: int = 0  # of these, before the first round; later ones are computed in smaller pieces
     first_prefill_seconds: float = 0.0  # of these
     tokens: int = 0  # of completions
@@ -145,51 +159,82 @@ def _by_size(rounds: Sequence[tuple[int, int, float]]) -> tuple[list[int], list[
     return sizes, [sums[size][1] / sums[size][0] for size in sizes], [sums[size][0] for size in sizes]
 
 
-def run_trial(runner: RowRunner, rows: Sequence[RawRow], max_seconds: float) -> Trial:
-    """Run `rows` to their ends, or for `max_seconds`. Raises InputError if no row has a token then."""
-    engine, trial = runner.engine, Trial()
-    began, waiting = time.perf_counter(), list(reversed(rows))
-    while time.perf_counter() - began < max_seconds:
-        while waiting and runner.has_room:
-            runner.add(waiting.pop())
+def run_trial(
+    runner: RowRunner, rows: Sequence[RawRow], max_seconds: float, *, min_rows: int, min_seconds: float = 0.0
+) -> Trial:
+    """Run `rows` to their ends, or for `max_seconds`. After the first `min_rows` of them, more are started for
+    `min_seconds` only. Raises InputError if no row has a token then."""
+    engine, trial, added = runner.engine, Trial(), 0
+    began, seconds = time.perf_counter(), 0.0
+    while seconds < max_seconds:
+        adds = added < (len(rows) if seconds < min_seconds else min(min_rows, len(rows)))
+        if adds and runner.has_room:
+            runner.add(rows[added])
+            added += 1
+            continue
         runner.start_rows()
         if not trial.seconds:  # the first rows are prepared while nothing runs
             trial.seconds = trial.start_seconds = time.perf_counter() - began
         if not runner.is_busy:
             _take(runner, trial)
-            if runner.is_empty and not waiting:
+            if runner.is_empty and not adds:
                 break
+            seconds = time.perf_counter() - began
             continue
         stats = engine.stats
-        rounds, decode, prefill = stats.rounds, stats.decode_seconds, stats.prefill_seconds
-        running = max(engine.num_running, 1)
+        before, running = _Counted.of(stats), max(engine.num_running, 1)
         runner.step()
-        if stats.rounds > rounds and not trial.rounds:
+        if stats.rounds > before.rounds and not trial.rounds:
             trial.first_started, trial.first_prefill_seconds = runner.load().num_admitted, trial.prefill_seconds
-        _add_step(trial, running, stats.rounds - rounds, stats.decode_seconds - decode, stats.prefill_seconds - prefill)
+        _add_step(trial, running, _Counted.of(stats).since(before))
         trial.max_running = max(trial.max_running, engine.num_running)
         _take(runner, trial)
+        seconds = time.perf_counter() - began
     trial.seconds = time.perf_counter() - began
     _take(runner, trial)
     trial.ended += [(tokens, False) for tokens in engine.tokens_so_far().values() if tokens]
     trial.tokens = engine.stats.generated_tokens + sum(engine.tokens_so_far().values())
     if not trial.ended:
-        if trial.rows == len(rows):
-            raise InputError(f"each of the {len(rows)} rows of the trial failed while it ran", _SHOWN)
+        if trial.rows == added:
+            raise InputError(f"each of the {added} rows of the trial failed while it ran", _SHOWN)
         raise InputError(
             f"no row of the trial had a token after {trial.seconds:.0f} s", "--trial-seconds N lets them run longer"
         )
-    trial.started = runner.load().num_admitted
+    load = runner.load()
+    trial.submitted, trial.started = load.num_submitted, load.num_admitted
     trial.acceptance_length = engine.stats.speculation.acceptance_length
     return trial
 
 
-def _add_step(trial: Trial, running: int, rounds: int, decode: float, prefill: float) -> None:
+class _Counted(NamedTuple):
+    rounds: int
+    decode: float  # these are seconds
+    prefill: float
+    capture: float  # in `decode` or `prefill`
+
+    @classmethod
+    def of(cls, stats: EngineStats) -> _Counted:
+        return cls(stats.rounds, stats.decode_seconds, stats.prefill_seconds, stats.late_graph_seconds)
+
+    def since(self, before: _Counted) -> _Counted:
+        seconds = (self.decode - before.decode, self.prefill - before.prefill, self.capture - before.capture)
+        return _Counted(self.rounds - before.rounds, *seconds)
+
+
+def _add_step(trial: Trial, running: int, step: _Counted) -> None:
+    decode, prefill = step.decode, step.prefill
+    if step.capture > decode:
+        prefill = max(prefill - step.capture, 0.0)
+    else:
+        decode -= step.capture
+    trial.capture_seconds += step.capture
     trial.prefill_seconds += prefill
     trial.decode_seconds += decode
-    if rounds:
-        trial.rounds.append((running, rounds, decode))
-        trial.request_rounds += running * rounds
+    if step.rounds:
+        trial.rounds.append((running, step.rounds, decode))
+        trial.request_rounds += running * step.rounds
+    elif decode and trial.rounds:  # of the last round
+        trial.rounds.append((trial.rounds[-1][0], 0, decode))
 
 
 def _take(runner: RowRunner, trial: Trial) -> None:
@@ -219,12 +264,12 @@ def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estima
     """Of the whole file."""
     requests = len(tokens.limits)
     # The cache holds fewer requests than a batch if their prompts are long: then the trial ran fewer.
-    is_full = len(tokens.drawn_prompts) > trial.max_running
+    is_full = trial.submitted > trial.max_running
     batch = max(min(max_batch_size, trial.max_running) if is_full else max_batch_size, 1)
     round_seconds = trial.round_seconds(batch)
-    prefill = trial.prefill_seconds_of(requests, tokens.work_ratio())
-    other = max(trial.seconds - trial.start_seconds - trial.prefill_seconds - trial.decode_seconds, 0.0)
-    other *= requests / max(trial.started, 1)
+    prefill = trial.prefill_seconds_of(requests, tokens.work_ratio(trial.started))
+    counted = trial.start_seconds + trial.prefill_seconds + trial.decode_seconds + trial.capture_seconds
+    other = max(trial.seconds - counted, 0.0) * requests / max(trial.started, 1)
     step = max(requests // _MAX_SIMULATED, 1)
     limits = np.array(tokens.limits[::step], dtype=np.float64)
     rng = np.random.default_rng(0)
@@ -236,7 +281,7 @@ def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estima
         lengths = np.minimum(draw_lengths(ended, len(limits), rng), limits)
         sums.append(lengths.mean() * requests)
         seconds.append(_decode_seconds(lengths, requests, round_seconds / trial.tokens_per_round, batch))
-    total = np.array(seconds) + prefill + other
+    total = np.array(seconds) + prefill + other + trial.capture_seconds
     low, high = np.quantile(total[1:], _QUANTILES)
     few, many = np.quantile(sums[1:], _QUANTILES)
     expected, tokens_expected = float(np.mean(total)), float(np.mean(sums))

@@ -24,6 +24,8 @@ from specbatch.job.worker import Runtime, Worker
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _TRIAL_BATCHES, _MIN_TRIAL_ROWS = 2, 8  # rows of a trial: full batches, at least
+_MIN_TRIAL_SECONDS = 5.0  # while two batches take less, more are run: what happens once in a job counts for less then
+_MAX_TRIAL_ROWS = 4096  # they are kept in memory
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class EstimateOptions:
 
     input: str
     limit: int | None = None
-    trial_rows: int | None = None  # None: two batches
+    trial_rows: int | None = None  # None: two batches, and what runs in the first seconds
     trial_seconds: float = 60.0  # the trial ends then, finished or not
 
 
@@ -59,12 +61,16 @@ def estimate_file(
         worker.limit_length(loaded.longest_row)
     load_seconds = time.perf_counter() - began
     runner = worker.runner
-    num_drawn = options.trial_rows or max(_TRIAL_BATCHES * batch, _MIN_TRIAL_ROWS)
+    num_rows = options.trial_rows or max(_TRIAL_BATCHES * batch, _MIN_TRIAL_ROWS)
+    num_drawn, min_seconds = num_rows, 0.0
+    if options.trial_rows is None:
+        num_drawn, min_seconds = max(_MAX_TRIAL_ROWS, num_rows), _MIN_TRIAL_SECONDS
     with doing("counting tokens"):
         seed = what.config.engine.seed
-        tokens = count_tokens(source, runner.preparer(), runner.engine.limits, num_drawn, seed)
+        tokens = count_tokens(source, runner.preparer(), runner.engine.limits, num_drawn, seed, num_rows)
     with doing("running some rows"):
-        trial = run_trial(runner, tokens.drawn, options.trial_seconds)
+        seconds = options.trial_seconds
+        trial = run_trial(runner, tokens.drawn, seconds, min_rows=num_rows, min_seconds=min_seconds)
     found = estimate(tokens, trial, max_batch_size=batch)
     memory = _memory(worker.run, runtime, runner.engine)
     worker.close()

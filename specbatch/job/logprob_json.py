@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specbatch.job.jsonl import Encoded
 from specbatch.types import TokenLogprobs
 
 T = TypeVar("T")
+_FEW = 64  # numbers for which Python takes no longer than a library's call
 LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value is OpenAI's
 
 
@@ -27,60 +31,80 @@ class _Parts(dict[int, str]):
         part = self[token] = self._make(token)
         return part
 
+    def of(self, tokens: Iterable[int]) -> list[str]:
+        return list(map(self.__getitem__, tokens))
+
+
+class _Format:
+    """How tokens are written, each with a list of likely ones. `begin`: an object of a token up to its number. `end`:
+    what follows the number; None: nothing."""
+
+    def __init__(self, begin: Callable[[int], str], end: Callable[[int], str] | None, top_name: str) -> None:
+        self._first = _Parts(lambda token: f", {begin(token)}")
+        self._first_top = _Parts(lambda token: f', "{top_name}": [{begin(token)}')
+        self._next_top = _Parts(lambda token: f"}}, {begin(token)}")
+        self._end = None if end is None else _Parts(end)
+        self._last = f', "{top_name}": []}}'
+
+    def objects(self, logprobs: TokenLogprobs) -> str:
+        """One for each token, joined as in a list."""
+        ids, k, values = logprobs.token_ids, logprobs.num_top, logprobs.values
+        top_ids = _columns(logprobs.top_ids.ravel().tolist(), k)
+        # Of greedy text the likeliest tokens are those that were chosen. Bits are compared, for zeros can differ by
+        # their sign.
+        is_greedy = k > 0 and top_ids[0] == ids and values[:, 0].tobytes() == values[:, 1].tobytes()
+        numbers = _columns(_numbers(values[:, is_greedy:]), 1 + k - is_greedy)
+        if is_greedy:
+            numbers.insert(0, numbers[0])
+        columns = self._column(self._first, ids, numbers[0])
+        for i, (of_top, of_number) in enumerate(zip(top_ids, numbers[1:], strict=True)):
+            columns += self._column(self._next_top if i else self._first_top, of_top, of_number)
+        columns.append(["}]}" if k else self._last] * len(ids))
+        return _interleaved(columns)[2:]
+
+    def _column(self, begin: _Parts, ids: list[int], numbers: list[str]) -> list[list[str]]:
+        return [begin.of(ids), numbers] if self._end is None else [begin.of(ids), numbers, self._end.of(ids)]
+
 
 class LogprobJson:
     """`token_text`: the text of one token, special tokens included."""
 
     def __init__(self, token_text: Callable[[int], str]) -> None:
-        texts = _Parts(lambda token: json.dumps(token_text(token), ensure_ascii=False))
-        self._token_text, self._texts = token_text, texts
-        self._begin_native = _Parts(lambda token: f'{{"token": {texts[token]}, "token_id": {token}, "logprob": ')
-        self._begin_chat = _Parts(lambda token: f'{{"token": {texts[token]}, "logprob": ')
-        self._no_end = _Parts(lambda token: "")
-        self._bytes = _Parts(lambda token: f', "bytes": {list(token_text(token).encode("utf-8"))}')
+        self._texts = texts = _Parts(lambda token: json.dumps(token_text(token), ensure_ascii=False))
+        self._token_text = token_text
+        self._native = _Format(
+            lambda token: f'{{"token": {texts[token]}, "token_id": {token}, "logprob": ', None, "top"
+        )
+        self._chat = _Format(
+            lambda token: f'{{"token": {texts[token]}, "logprob": ',
+            lambda token: f', "bytes": {list(token_text(token).encode("utf-8"))}',
+            "top_logprobs",
+        )
 
     def native(self, logprobs: TokenLogprobs, *, after_null: bool = False) -> Encoded:
         """A list of objects. `after_null`: these are of all tokens but the first, for which the list has null."""
-        objects = _objects(logprobs, self._begin_native, self._no_end, "top")
-        return Encoded(_list(["null", *objects] if after_null else objects))
+        null = "null" if not logprobs.token_ids else "null, "
+        return Encoded(f"[{null if after_null else ''}{self._native.objects(logprobs)}]")
 
     def chat(self, logprobs: TokenLogprobs) -> Encoded:
-        content = _list(_objects(logprobs, self._begin_chat, self._bytes, "top_logprobs"))
-        return Encoded(f'{{"content": {content}, "refusal": null}}')
+        return Encoded(f'{{"content": [{self._chat.objects(logprobs)}], "refusal": null}}')
 
     def completion(self, logprobs: TokenLogprobs) -> Encoded:
-        texts, ids, (own, *others) = self._texts, logprobs.token_ids, _columns(logprobs.values, 1 + logprobs.num_top)
+        texts, ids, k = self._texts, logprobs.token_ids, logprobs.num_top
+        own, *others = _columns(_numbers(logprobs.values), 1 + k)
         columns = [
-            [(texts[t], number) for t, number in zip(top_ids, _numbers(values), strict=True)]
-            for top_ids, values in zip(_columns(logprobs.top_ids, logprobs.num_top), others, strict=True)
+            [(texts[t], number) for t, number in zip(top_ids, numbers, strict=True)]
+            for top_ids, numbers in zip(_columns(logprobs.top_ids.ravel().tolist(), k), others, strict=True)
         ]
         # Tokens with the same text are one key: the first one's place, the last one's value.
         tops = [_object(dict(pairs)) for pairs in zip(*columns, strict=True)] if columns else ["{}"] * len(ids)
         starts = accumulate((len(self._token_text(t)) for t in ids[:-1]), initial=0)
         return Encoded(
-            f'{{"tokens": {_list([texts[t] for t in ids])}, '
-            f'"token_logprobs": {_list(_numbers(own))}, '
+            f'{{"tokens": {_list(texts.of(ids))}, '
+            f'"token_logprobs": {_list(own)}, '
             f'"top_logprobs": {_list(tops)}, '
             f'"text_offset": {list(starts)[: len(ids)]}}}'
         )
-
-
-def _objects(logprobs: TokenLogprobs, begin: _Parts, end: _Parts, top_name: str) -> list[str]:
-    """One for each token, and in it one for each of the likeliest: `begin`, the log-probability, `end`."""
-
-    def opened(ids: Sequence[int], values: Sequence[float]) -> list[str]:
-        return [f"{begin[t]}{number}{end[t]}" for t, number in zip(ids, _numbers(values), strict=True)]
-
-    ids, num_top = logprobs.token_ids, logprobs.num_top
-    own_values, *others = _columns(logprobs.values, 1 + num_top)
-    own, top_ids = opened(ids, own_values), _columns(logprobs.top_ids, num_top)
-    if not num_top:
-        return [f'{entry}, "{top_name}": []}}' for entry in own]
-    # Of greedy text the likeliest tokens are those that were chosen. Zeros can differ by their sign.
-    is_greedy = top_ids[0] == ids and others[0] == own_values and 0.0 not in own_values
-    columns = [own if is_greedy else opened(top_ids[0], others[0]), *map(opened, top_ids[1:], others[1:])]
-    tops = columns[0] if num_top == 1 else map("}, ".join, zip(*columns, strict=True))
-    return [f'{entry}, "{top_name}": [{top}}}]}}' for entry, top in zip(own, tops, strict=True)]
 
 
 def _columns(values: list[T], number: int) -> list[list[T]]:
@@ -88,10 +112,27 @@ def _columns(values: list[T], number: int) -> list[list[T]]:
     return [values[i::number] for i in range(number)]
 
 
-def _numbers(values: Sequence[float]) -> list[str]:
-    if values and not (min(values) >= LOWEST_LOGPROB and math.isfinite(sum(values))):
-        return [_number(value) for value in values]
-    return repr(values)[1:-1].split(", ") if values else []
+def _interleaved(columns: Sequence[list[str]]) -> str:
+    """Row by row. Columns are joined at once: to make a text of each row takes three times as long."""
+    parts = [""] * (len(columns) * len(columns[0]))
+    for i, column in enumerate(columns):
+        parts[i :: len(columns)] = column
+    return "".join(parts)
+
+
+def _numbers(values: NDArray[np.float64]) -> list[str]:
+    """As JSON has them: the fewest digits that give the same number back."""
+    flat = values.ravel()
+    if len(flat) < _FEW:
+        return list(map(_number, flat.tolist()))
+    import pyarrow as pa  # here, because most jobs have no log-probabilities
+
+    # A third of the time that `repr` takes, and the same digits. It writes whole and small numbers in another way.
+    texts: list[str] = pa.array(flat).cast(pa.string()).to_pylist()
+    as_python = (flat <= -1e-4) & (flat > LOWEST_LOGPROB) & (flat != np.rint(flat))
+    for i in np.flatnonzero(~as_python).tolist():
+        texts[i] = _number(float(flat[i]))
+    return texts
 
 
 def _number(value: float) -> str:

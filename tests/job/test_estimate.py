@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_prompts_are_counted_exactly_and_nothing_is_written(run: Run) -> None:
-    report = estimated(run)
+    report = estimated(run, trial_rows=32)
     assert run() == 1
     stats = run.stats()
     assert report["rows"] == stats["rows"]["total"] == 302
@@ -117,6 +117,66 @@ def test_trials_without_tokens(run: Run, share: int, words: str) -> None:
         estimated(run, Failing, trial_seconds=0.2)
 
 
+def test_more_rows_run_while_a_trial_is_short(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all of the file. Of a slow machine it is two batches."""
+    assert estimated(run)["trial"]["rows"] == 300
+    monkeypatch.setattr("specbatch.job.estimate_command._MIN_TRIAL_SECONDS", 0.0)
+    assert estimated(run)["trial"]["rows"] == 32
+
+
+def test_rows_are_drawn_from_the_whole_file_in_groups(run: Run) -> None:
+    run.write([{"prompt": "p" * (1 + i % 7), "n": 1 + i % 2} for i in range(400)])
+    texts, limits = TextProcessor(StubTokenizer(), CONFIG.data), EngineLimits(400, VOCAB)
+    prepare = RowPreparer(RowParser(CONFIG.sampling, CONFIG.data), texts, limits)
+    found = count_tokens(open_source(str(run.input), CONFIG.data), prepare, limits, 90, 0, 40)
+    indices = [raw.index for raw in found.drawn]
+    assert len(set(indices)) == 90
+    for group in (indices[:40], indices[40:80], indices[80:]):
+        assert group == sorted(group)
+        assert group[0] < 130
+        assert group[-1] > 270
+    assert found.drawn_prompts == [2 + i % 7 for i in indices for _ in range(1 + i % 2)]
+
+
+class Late(Paced):
+    """As a GPU where prompts are launched now and then: each second step launches no round, and waits for one."""
+
+    owed = 0.0
+
+    def step(self) -> list[Completion]:
+        before = self.stats.decode_seconds
+        if self.owed:
+            self.stats.decode_seconds, self.owed = before + self.owed, 0.0
+            return []
+        done = super().step()
+        self.stats.decode_seconds, self.owed = before, self.stats.decode_seconds - before
+        return done
+
+
+def test_a_round_that_a_later_step_waits_for(run: Run) -> None:
+    """Its time counts, also where that step launches none."""
+    run.write([{"prompt": "p" * 9}] * 600)
+    at_once, late = (estimated(run, engine)["seconds"]["expected"] for engine in (Paced, Late))
+    assert late == pytest.approx(at_once, rel=0.15)
+
+
+class Capturing(Paced):
+    """The first round captures graphs for a second."""
+
+    def step(self) -> list[Completion]:
+        if not self.stats.late_graph_seconds:
+            self.stats.late_graph_seconds = 1.0
+            self.stats.decode_seconds += 1.0
+        return super().step()
+
+
+def test_graphs_are_captured_once(run: Run) -> None:
+    """The second is part of the trial, and of the job: not of each of its rounds."""
+    run.write([{"prompt": "p" * 9}] * 600)
+    plain, capturing = (estimated(run, engine)["seconds"]["expected"] for engine in (Paced, Capturing))
+    assert capturing - plain == pytest.approx(1.0, abs=0.3)
+
+
 def tokens(count: int, prompt: int, limit: int) -> FileTokens:
     found = FileTokens(count, prompts=array("q", [prompt] * count), limits=array("q", [limit] * count))
     found.drawn_prompts = [prompt] * 32
@@ -132,6 +192,7 @@ def trial(lengths: list[tuple[int, bool]]) -> Trial:
         seconds + 1.0,
         prefill_seconds=1.0,
         decode_seconds=seconds,
+        submitted=32,
         started=32,
         rounds=rounds,
         max_running=8,
@@ -160,7 +221,7 @@ def test_prompts_after_the_first_round_have_their_own_speed() -> None:
     assert made.prefill_seconds_of(1008, 1.0) == pytest.approx(0.6 + 1000 * 0.05)
     file = tokens(1008, 100, 101)
     file.shared, file.drawn_prompts = 60, [80] * 32
-    assert file.work_ratio() == 2.0
+    assert file.work_ratio(32) == file.work_ratio(3) == 2.0
     found = estimate(file, made, max_batch_size=8)
     assert found.prefill_seconds == pytest.approx(2 * 50.6)
 

@@ -7,6 +7,7 @@ import math
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specbatch.job.jsonl import Encoded, encode_line
@@ -70,6 +71,37 @@ def test_bytes_are_those_of_objects(scores: list[TokenLogprob], id: Any) -> None
     ]:
         line = {"id": id, "first": encoded, "in": [{"again": encoded}], "last": "é"}
         assert encode_line(line) == encode_line({"id": id, "first": plain, "in": [{"again": plain}], "last": "é"})
+
+
+def random_scores(num_top: int, *, greedy: bool) -> list[TokenLogprob]:
+    """Numbers of all sizes, of which some are whole, tiny, or none that JSON has."""
+    rng = np.random.default_rng(3)
+    usual = -rng.exponential(1.0, 300).astype(np.float32).astype(np.float64)
+    exponents = -(10 ** rng.uniform(-12, 5, 300))
+    with np.errstate(invalid="ignore"):  # of NaN
+        bits = rng.integers(0, 2**32, 300, dtype=np.uint64).astype(np.uint32).view(np.float32).astype(np.float64)
+    special = [0.0, -0.0, -1.0, -1e-4, -9999.0, -9999.5, -9998.5, math.nan, math.inf, -math.inf, 1e-4, 2.5, SMALL]
+    values = [*usual.tolist(), *exponents.tolist(), *bits.tolist(), *special]
+    tokens, others = (rng.integers(1, 6, (len(values), 1 + num_top)).tolist() for _ in range(2))
+    return [
+        TokenLogprob(
+            own[0],
+            value,
+            tuple(
+                (own[0] if greedy and not i else t, value if greedy and not i else value - i) for i, t in enumerate(top)
+            ),
+        )
+        for value, own, top in zip(values, tokens, [one[:num_top] for one in others], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+def test_bytes_of_many_numbers(num_top: int, greedy: bool) -> None:
+    """As many as a library formats."""
+    scores = random_scores(num_top, greedy=greedy)
+    test_bytes_are_those_of_objects(scores, "x")
+    test_bytes_are_those_of_objects(scores[:250], "x")  # without those that JSON lacks
 
 
 def test_encoded_values_stay_in_their_place() -> None:

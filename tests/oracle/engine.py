@@ -16,6 +16,7 @@ from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.append import append_tokens
 from specbatch.engine.base import EngineBase
 from specbatch.engine.cpu_threads import ThreadGovernor
+from specbatch.engine.logprobs import ReadLogprobs
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -224,12 +225,11 @@ class OracleEngine(EngineBase):
         seq.margin = min([seq.margin, *margins])
         self._stats.generated_tokens += len(new)
         params = seq.request.params
-        if params.logprobs is not None:
+        if params.logprobs is not None and new:
             found = TokenLogprobs.of(
                 token_logprob(logits, token, params.logprobs) for logits, token in zip(logits_RV, new, strict=False)
             )
-            seq.logprobs += found.values
-            seq.top_ids += found.top_ids
+            seq.logprobs += b"".join(ReadLogprobs(found.values[None], found.top_ids[None]).records(found.num_top))
         return reason
 
     def _extend(
