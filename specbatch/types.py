@@ -210,7 +210,15 @@ class GrammarMatcher(Protocol):
         """Go as far as the grammar allows these tokens. Returns how many it did."""
         ...
 
+    def allows(self, token: int) -> bool:
+        """Whether `advance` would go on."""
+        ...
+
     def back(self, num_tokens: int) -> None: ...
+
+    def fork(self) -> Any:
+        """A matcher at the same place, which goes on by itself."""
+        ...
 
     def is_complete(self) -> bool:
         """Whether the output may end here."""

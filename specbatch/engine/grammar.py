@@ -10,7 +10,7 @@ Shape suffixes: W words of a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,19 +50,19 @@ class GrammarState:
     def mask(self) -> NDArray[np.int32]:
         """(W,) what may come next. A token that ends the request may come where the output is complete."""
         masks_1W = np.empty((1, self._num_words), dtype=np.int32)
-        GrammarState.write_masks([self], masks_1W, [0])
+        GrammarState.write_masks([self.place(0)], masks_1W)
         return masks_1W[0]
 
     @staticmethod
-    def write_masks(states: Sequence[GrammarState], masks_KW: NDArray[np.int32], lines: Sequence[int]) -> None:
-        """Write `mask` of each state to a line of `masks_KW`: those with the same stops at once, because numpy takes
-        about as long for one as for many."""
-        alike: dict[tuple[type, frozenset[int]], list[int]] = {}
-        for i, state in enumerate(states):
-            alike.setdefault((type(state._matcher), state._stops), []).append(i)
+    def write_masks(places: Sequence[Place], masks_KW: NDArray[np.int32]) -> None:
+        """Write `mask` of each place to its line of `masks_KW`: all of one kind in one call, because threads compute
+        them, and numpy takes about as long for one as for many."""
+        alike: dict[tuple[type, frozenset[int]], list[Place]] = {}
+        for place in places:
+            alike.setdefault((type(place.matcher), place.state._stops), []).append(place)
         for members in alike.values():
-            matchers = [states[i]._matcher for i in members]
-            first, lines_B = states[members[0]], np.array([lines[i] for i in members])
+            matchers = [place.matcher for place in members]
+            first, lines_B = members[0].state, np.array([place.line for place in members])
             words_BW = matchers[0].masks(matchers)
             known = min(words_BW.shape[1], masks_KW.shape[1])  # a tokenizer may have more tokens than the model
             masks_KW[lines_B, :known] = words_BW[:, :known]
@@ -70,6 +70,10 @@ class GrammarState:
             at = (lines_B[:, None], first._words)
             is_complete = np.array([matcher.is_complete() for matcher in matchers])[:, None]
             masks_KW[at] = (masks_KW[at] & first._text_bits) | np.where(is_complete, first._stop_bits, np.int32(0))
+
+    def place(self, line: int) -> Place:
+        """Here."""
+        return Place(self, self._matcher, line)
 
     def is_end(self, token: int) -> bool:
         """Whether the request ends with this token."""
@@ -80,10 +84,7 @@ class GrammarState:
         which the text can begin."""
         if token in self._stops and self._matcher.is_complete():
             return True
-        if token in self._eos or not self._matcher.advance(token):
-            return False
-        self._matcher.back(1)
-        return True
+        return token not in self._eos and self._matcher.allows(token)
 
     def enter(self, token: int) -> None:
         """Go on with a token that may come next and does not end the request."""
@@ -110,6 +111,15 @@ class GrammarState:
         """`mask`, where it is known that this token alone may come."""
         mask_W[:] = 0
         mask_W.view(np.uint32)[token >> 5] = 1 << (token & 31)
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a mask is wanted. `matcher`: there, of the kind of the state's. `line`: of the mask, among others."""
+
+    state: GrammarState
+    matcher: GrammarMatcher
+    line: int
 
 
 @dataclass(slots=True)
@@ -213,50 +223,40 @@ def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_
 
 
 def write_masks(grown: Sequence[tuple[GrammarState, GrammarTree]], masks_KW: NDArray[np.int32]) -> None:
-    """The masks of all nodes, one tree after the other. One mask of each tree is computed at a time. Each state is
-    after the root, before and after the call."""
-    starts = np.cumsum([0, *(len(tree.tokens) for _, tree in grown)]).tolist()
-    walks: list[tuple[GrammarState, int, Iterator[int]]] = []
-    for (state, tree), start in zip(grown, starts, strict=False):
-        missing = []
-        for node, token in enumerate(tree.forced):
-            if token is not None:
+    """The masks of all nodes, one tree after the other, computed at once. Each state is after the root."""
+    places: list[Place] = []
+    start = 0
+    for state, tree in grown:
+        matchers = _matchers(state, tree)
+        for node, matcher in enumerate(matchers):
+            if (token := tree.forced[node]) is not None:
                 state.write_forced(token, masks_KW[start + node])
-            elif node and state.is_end(tree.tokens[node]):
+            elif matcher is None:
                 masks_KW[start + node] = -1  # nothing of what comes after it counts
             else:
-                missing.append(node)
-        walks.append((state, start, _visit(state, tree, missing)))
-    while walks:
-        at = [(walk, here) for walk in walks if (here := next(walk[2], None)) is not None]
-        if at:
-            lines = [start + here for (_, start, _), here in at]
-            GrammarState.write_masks([state for (state, _, _), _ in at], masks_KW, lines)
-        walks = [walk for walk, _ in at]
+                places.append(Place(state, matcher, start + node))
+        start += len(tree.tokens)
+    GrammarState.write_masks(places, masks_KW)
 
 
-def _visit(state: GrammarState, tree: GrammarTree, nodes: Sequence[int]) -> Iterator[int]:
-    """Each of these nodes in turn. The state is there."""
-    here: list[int] = []  # the path to where the state is, without the root
-    for node in nodes:
-        path = _path(tree, node)
-        shared = 0
-        while shared < min(len(here), len(path)) and here[shared] == path[shared]:
-            shared += 1
-        state.back(len(here) - shared)
-        for step in path[shared:]:
-            state.enter(tree.tokens[step])
-        here = path
-        yield node
-    state.back(len(here))
-
-
-def _path(tree: GrammarTree, node: int) -> list[int]:
-    path = []
-    while node > 0:
-        path.append(node)
-        node = tree.parents[node]
-    return path[::-1]
+def _matchers(state: GrammarState, tree: GrammarTree) -> list[GrammarMatcher | None]:
+    """At each node that needs a mask or has one after it, else None. Nodes that need no mask share them."""
+    count = len(tree.tokens)
+    is_missing = [token is None for token in tree.forced]
+    for node in range(1, count):
+        is_missing[node] = is_missing[node] and not state.is_end(tree.tokens[node])
+    is_wanted = is_missing.copy()
+    for node in range(count - 1, 0, -1):
+        is_wanted[tree.parents[node]] |= is_wanted[node]
+    found: list[GrammarMatcher | None] = [state.place(0).matcher] + [None] * (count - 1)
+    for node in range(1, count):
+        if is_wanted[node] and (above := found[tree.parents[node]]) is not None:
+            # A forced node is its parent's only child.
+            is_free = tree.parents[node] and not is_missing[tree.parents[node]]
+            found[node] = matcher = above if is_free else above.fork()
+            is_legal = matcher.advance(tree.tokens[node])
+            assert is_legal, f"token {tree.tokens[node]} is not allowed here"
+    return found
 
 
 def _word(index: int, has: Callable[[int], bool]) -> np.int32:

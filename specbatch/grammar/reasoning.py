@@ -44,6 +44,16 @@ class AfterReasoning:
     def advance_by(self, tokens: Sequence[int]) -> int:
         return next((i for i, token in enumerate(tokens) if not self.advance(token)), len(tokens))
 
+    def allows(self, token: int) -> bool:
+        if self._at is _At.ANSWER or (self._at is _At.START and token != self._begin):
+            return self._answer.allows(token)
+        return token < self._vocab_size
+
+    def fork(self) -> AfterReasoning:
+        other = AfterReasoning(self._answer.fork(), self._begin, self._end, self._vocab_size)
+        other._at, other._were = self._at, self._were.copy()
+        return other
+
     def back(self, num_tokens: int) -> None:
         for _ in range(num_tokens):
             was = self._were.pop()
