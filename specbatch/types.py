@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import FieldError, shown
+from specbatch.grammar.masks import Walk
 from specbatch.option import SEED, Range, option
 from specbatch.response_format import read_response_format
 
@@ -233,13 +234,19 @@ class GrammarMatcher(Protocol):
         shows it. It costs less than that."""
         ...
 
-    def mask(self) -> NDArray[np.int32]:
-        """Which tokens may come next: token t if bit t % 32 of word t // 32 is set. Bits of end-of-sequence tokens
-        mean nothing, see `is_complete`. Tokens past the last word may not come."""
+    @property
+    def num_words(self) -> int:
+        """Of a mask. Tokens past the last word may not come."""
         ...
 
-    def masks(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
-        """(B, W) `mask` of each of these, of the same kind as this one; threads may compute them."""
+    def mask(self) -> NDArray[np.int32]:
+        """Which tokens may come next: token t if bit t % 32 of word t // 32 is set. Bits of end-of-sequence tokens
+        mean nothing, see `is_complete`."""
+        ...
+
+    def write_masks(self, walks: Sequence[Walk], masks_KW: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """The masks of these, of the same kind as this one, to their lines; threads may compute them. Masks get the
+        width of `masks_KW`. Returns (K,) `is_complete` for these lines."""
         ...
 
 

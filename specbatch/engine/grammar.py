@@ -10,13 +10,13 @@ Shape suffixes: W words of a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.grammar.masks import only_token
+from specbatch.grammar.masks import Walk, only_token
 from specbatch.types import GrammarMatcher
 
 MAX_FORCED = 15  # nodes that a tree may have in addition to those of its draft shape, where shapes are free
@@ -31,9 +31,11 @@ class GrammarState:
         self._eos = frozenset(eos)
         self._stops = self._eos | frozenset(stops)
         self._vocab_size = vocab_size
-        self._num_words = -(-vocab_size // 32)
+        stop_words = {token >> 5 for token in self._stops if token < vocab_size}
+        # No token past these words may come.
+        self.num_words = min(-(-vocab_size // 32), max(matcher.num_words, *(word + 1 for word in stop_words), 1))
         # The words of a mask with tokens that end the request, and the last one: it may have bits past the vocabulary.
-        words = {self._num_words - 1} | {token >> 5 for token in self._stops if token < vocab_size}
+        words = {-(-vocab_size // 32) - 1, *stop_words} & set(range(self.num_words))
         self._words = np.array(sorted(words))
         self._text_bits = np.array([_word(w, lambda t: t < vocab_size and t not in self._eos) for w in sorted(words)])
         self._stop_bits = np.array([_word(w, lambda t: t < vocab_size and t in self._stops) for w in sorted(words)])
@@ -49,31 +51,34 @@ class GrammarState:
 
     def mask(self) -> NDArray[np.int32]:
         """(W,) what may come next. A token that ends the request may come where the output is complete."""
-        masks_1W = np.empty((1, self._num_words), dtype=np.int32)
-        GrammarState.write_masks([self.place(0)], masks_1W)
+        masks_1W = np.empty((1, self.num_words), dtype=np.int32)
+        GrammarState.write_masks([(self, Walk(self._matcher, (), 0))], masks_1W)
         return masks_1W[0]
 
     @staticmethod
-    def write_masks(places: Sequence[Place], masks_KW: NDArray[np.int32]) -> None:
-        """Write `mask` of each place to its line of `masks_KW`: all of one kind in one call, because threads compute
-        them, and numpy takes about as long for one as for many."""
-        alike: dict[tuple[type, frozenset[int]], list[Place]] = {}
-        for place in places:
-            alike.setdefault((type(place.matcher), place.state._stops), []).append(place)
+    def write_masks(walks: Sequence[tuple[GrammarState, Walk]], masks_KW: NDArray[np.int32]) -> None:
+        """Write `mask` of each place of these walks to its line: of all of one kind in one call, because threads
+        compute them, and numpy takes about as long for one as for many."""
+        alike: dict[tuple[type, frozenset[int]], list[tuple[GrammarState, Walk]]] = {}
+        for state, walk in walks:
+            alike.setdefault((type(state._matcher), state._stops), []).append((state, walk))
         for members in alike.values():
-            matchers = [place.matcher for place in members]
-            first, lines_B = members[0].state, np.array([place.line for place in members])
-            words_BW = matchers[0].masks(matchers)
-            known = min(words_BW.shape[1], masks_KW.shape[1])  # a tokenizer may have more tokens than the model
-            masks_KW[lines_B, :known] = words_BW[:, :known]
-            masks_KW[lines_B, known:] = 0
+            first = members[0][0]
+            is_complete_K = first._matcher.write_masks([walk for _, walk in members], masks_KW)
+            lines = [line for _, walk in members for line in range(walk.line, walk.line + len(walk.tokens) + 1)]
+            lines_B = np.array(lines)
             at = (lines_B[:, None], first._words)
-            is_complete = np.array([matcher.is_complete() for matcher in matchers])[:, None]
-            masks_KW[at] = (masks_KW[at] & first._text_bits) | np.where(is_complete, first._stop_bits, np.int32(0))
+            stops = np.where(is_complete_K[lines_B, None], first._stop_bits, np.int32(0))
+            masks_KW[at] = (masks_KW[at] & first._text_bits) | stops
 
-    def place(self, line: int) -> Place:
-        """Here."""
-        return Place(self, self._matcher, line)
+    def walk(self, path: Sequence[int], tokens: Sequence[int], line: int) -> Walk:
+        """From after `path`. All of these tokens may come."""
+        matcher = self._matcher
+        if path:
+            matcher = matcher.fork()
+            num_legal = matcher.advance_by(path)
+            assert num_legal == len(path), f"token {path[num_legal]} is not allowed here"
+        return Walk(matcher, tokens, line)
 
     def is_end(self, token: int) -> bool:
         """Whether the request ends with this token."""
@@ -111,15 +116,6 @@ class GrammarState:
         """`mask`, where it is known that this token alone may come."""
         mask_W[:] = 0
         mask_W.view(np.uint32)[token >> 5] = 1 << (token & 31)
-
-
-@dataclass(slots=True)
-class Place:
-    """Where a mask is wanted. `matcher`: there, of the kind of the state's. `line`: of the mask, among others."""
-
-    state: GrammarState
-    matcher: GrammarMatcher
-    line: int
 
 
 @dataclass(slots=True)
@@ -224,39 +220,45 @@ def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_
 
 def write_masks(grown: Sequence[tuple[GrammarState, GrammarTree]], masks_KW: NDArray[np.int32]) -> None:
     """The masks of all nodes, one tree after the other, computed at once. Each state is after the root."""
-    places: list[Place] = []
+    walks: list[tuple[GrammarState, Walk]] = []
+    known: list[tuple[GrammarState, int, int | None]] = []  # (state, line, the only token); None: an end
     start = 0
     for state, tree in grown:
-        matchers = _matchers(state, tree)
-        for node, matcher in enumerate(matchers):
-            if (token := tree.forced[node]) is not None:
-                state.write_forced(token, masks_KW[start + node])
-            elif matcher is None:
-                masks_KW[start + node] = -1  # nothing of what comes after it counts
-            else:
-                places.append(Place(state, matcher, start + node))
+        is_known = [False] * len(tree.tokens)
+        for node, token in enumerate(tree.forced):
+            if token is not None or (node and state.is_end(tree.tokens[node])):
+                is_known[node] = True
+                known.append((state, start + node, token))
+        walks += [(state, walk) for walk in _walks(state, tree, is_known, start)]
         start += len(tree.tokens)
-    GrammarState.write_masks(places, masks_KW)
+    GrammarState.write_masks(walks, masks_KW)
+    for state, line, token in known:  # after the walks: these pass them
+        if token is None:
+            masks_KW[line] = -1  # nothing of what comes after it counts
+        else:
+            state.write_forced(token, masks_KW[line])
 
 
-def _matchers(state: GrammarState, tree: GrammarTree) -> list[GrammarMatcher | None]:
-    """At each node that needs a mask or has one after it, else None. Nodes that need no mask share them."""
-    count = len(tree.tokens)
-    is_missing = [token is None for token in tree.forced]
-    for node in range(1, count):
-        is_missing[node] = is_missing[node] and not state.is_end(tree.tokens[node])
-    is_wanted = is_missing.copy()
-    for node in range(count - 1, 0, -1):
-        is_wanted[tree.parents[node]] |= is_wanted[node]
-    found: list[GrammarMatcher | None] = [state.place(0).matcher] + [None] * (count - 1)
-    for node in range(1, count):
-        if is_wanted[node] and (above := found[tree.parents[node]]) is not None:
-            # A forced node is its parent's only child.
-            is_free = tree.parents[node] and not is_missing[tree.parents[node]]
-            found[node] = matcher = above if is_free else above.fork()
-            is_legal = matcher.advance(tree.tokens[node])
-            assert is_legal, f"token {tree.tokens[node]} is not allowed here"
-    return found
+def _walks(state: GrammarState, tree: GrammarTree, is_known: Sequence[bool], start: int) -> Iterator[Walk]:
+    """To each node whose mask is not known. In a tree, a first child comes right after its parent: one walk."""
+    count, node = len(tree.tokens), 0
+    while node < count:
+        end = node + 1
+        while end < count and tree.parents[end] == end - 1:
+            end += 1
+        last = next((i for i in range(end - 1, node - 1, -1) if not is_known[i]), None)
+        if last is not None:
+            yield state.walk(_path(tree, node), tree.tokens[node + 1 : last + 1], start + node)
+        node = end
+
+
+def _path(tree: GrammarTree, node: int) -> list[int]:
+    """The tokens that lead to a node, without the root's."""
+    path = []
+    while node > 0:
+        path.append(tree.tokens[node])
+        node = tree.parents[node]
+    return path[::-1]
 
 
 def _word(index: int, has: Callable[[int], bool]) -> np.int32:

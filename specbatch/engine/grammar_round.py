@@ -187,10 +187,15 @@ def write_node_masks(rules: RuleTable, grown: Seq[tuple[int, GrammarState, Gramm
     if not lines:
         return 0
     assert max(len(tree.tokens) for _, _, tree in grown) <= table_SNW.shape[1], "no room for masks of so large a tree"
-    masks_KW = transfers.host_tensor((len(lines), table_SNW.shape[2]), torch.int32)
+    # A model has more tokens than its tokenizer, most often. Masks of the width that the matchers write need no copy.
+    width = max(state.num_words for _, state, _ in grown)
+    masks_KW = transfers.host_tensor((len(lines), width), torch.int32)
     write_masks([(state, tree) for _, state, tree in grown], masks_KW.numpy())
     index_K = transfers.upload(np.array(lines, dtype=np.int64))
-    table_SNW.flatten(0, 1).index_copy_(0, index_K, transfers.upload(masks_KW))
+    table_KW = table_SNW.flatten(0, 1)
+    table_KW[:, :width].index_copy_(0, index_K, transfers.upload(masks_KW))
+    if width < table_KW.shape[1]:
+        table_KW[:, width:].index_fill_(0, index_K, 0)
     return len(lines)
 
 

@@ -62,7 +62,8 @@ class GrammarCompiler:
         llguidance = _library(constraint)
         if self._tokenizer is None or self._threads is None:
             self._tokenizer = self._wrap(constraint)
-            self._threads = Threads(llguidance.LLExecutor(self._num_threads), self._num_threads)
+            executor = llguidance.LLExecutor(self._num_threads)
+            self._threads = Threads(executor, self._num_threads, self._tokenizer.eos_token)
         threads, tokenizer = self._threads, self._tokenizer
         make = {
             "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=ONE_LINE),

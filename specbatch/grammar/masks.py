@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
+
+
+class Walk(NamedTuple):
+    """Masks of a matcher: of its place, and of the places after each of `tokens`, which may come in turn. The matcher
+    itself does not move, and it is in no other walk of a call. `line`: of the first mask; the others follow it."""
+
+    matcher: Any
+    tokens: Sequence[int]
+    line: int
 
 
 def only_token(mask_W: NDArray[np.int32]) -> int | None:
     """The token, if the mask has one bit."""
     if np.count_nonzero(mask_W) != 1:
         return None
-    words = mask_W.view(np.uint32)
-    index = int(words.argmax())
-    word = int(words[index])
+    index = int(mask_W.argmax() if mask_W.max() > 0 else mask_W.argmin())
+    word = int(mask_W.view(np.uint32)[index])
     return 32 * index + word.bit_length() - 1 if word & (word - 1) == 0 else None

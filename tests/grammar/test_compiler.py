@@ -171,7 +171,8 @@ def test_masks_that_threads_compute_together() -> None:
     for _ in range(5):
         masks = np.full((len(together), -(-VOCAB // 32)), 77, dtype=np.int32)
         order = [3, 0, 5, 1, 4, 2]
-        GrammarState.write_masks([state.place(line) for state, line in zip(together, order, strict=True)], masks)
+        walks = [(state, state.walk((), (), line)) for state, line in zip(together, order, strict=True)]
+        GrammarState.write_masks(walks, masks)
         masks = masks[order]
         assert [tokens_of(mask_W) for mask_W in masks] == [tokens_of(state.mask()) for state in alone]
         lengths += [len(tokens_of(mask_W)) for mask_W in masks]
