@@ -229,9 +229,9 @@ class GrammarMatcher(Protocol):
         """False: more than one token may come next, or the output is complete. It costs much less than `mask`."""
         ...
 
-    def forced_token(self) -> int | None:
-        """The only token of `mask`, where the output is not complete. None: there are more, or none, or only the mask
-        shows it. It costs less than that."""
+    def forced_tokens(self, most: int) -> list[int]:
+        """The only token of `mask`, where the output is not complete, and at most `most` - 1 likely ones that may come
+        after it. Empty: more may come, or none, or only the mask shows it. It costs less than that."""
         ...
 
     @property

@@ -35,7 +35,7 @@ class GrammarState:
         # No token past these words may come.
         self.num_words = min(-(-vocab_size // 32), max(matcher.num_words, *(word + 1 for word in stop_words), 1))
         # The words of a mask with tokens that end the request, and the last one: it may have bits past the vocabulary.
-        words = {-(-vocab_size // 32) - 1, *stop_words} & set(range(self.num_words))
+        words = {word for word in (-(-vocab_size // 32) - 1, *stop_words) if word < self.num_words}
         self._words = np.array(sorted(words))
         self._text_bits = np.array([_word(w, lambda t: t < vocab_size and t not in self._eos) for w in sorted(words)])
         self._stop_bits = np.array([_word(w, lambda t: t < vocab_size and t in self._stops) for w in sorted(words)])
@@ -105,12 +105,15 @@ class GrammarState:
     def back(self, num_tokens: int) -> None:
         self._matcher.back(num_tokens)
 
-    def forced(self) -> int | None:
-        """The only token that may come next; None: there are more, or the request cannot go on."""
+    def forced(self, most: int) -> list[int]:
+        """The only token that may come next, and at most `most` - 1 tokens that may come after it and are likely: the
+        masks decide. Empty: more tokens may come next, or the request cannot go on."""
         if self._matcher.is_complete():
-            return only_token(self.mask()) if self._matcher.may_be_forced() else None
-        token = self._matcher.forced_token()
-        return None if token is None or token >= self._vocab_size or token in self._eos else token
+            token = only_token(self.mask()) if self._matcher.may_be_forced() else None
+            return [] if token is None else [token]
+        tokens = self._matcher.forced_tokens(most)
+        wrong = (i for i, token in enumerate(tokens) if token >= self._vocab_size or token in self._eos)
+        return tokens[: next(wrong, len(tokens))]
 
     def write_forced(self, token: int, mask_W: NDArray[np.int32]) -> None:
         """`mask`, where it is known that this token alone may come."""
@@ -125,7 +128,7 @@ class GrammarTree:
 
     tokens: list[int]
     parents: list[int]  # -1: the root
-    drafts: list[int]  # the node of the draft tree; below 0: the grammar forces it
+    drafts: list[int]  # the node of the draft tree; below 0: the grammar forces it, or most likely does
     forced: list[int | None]  # the only token that may come after each node, where that is known
     # Of a chain that ends before its drafts do: the token of the next draft, which the grammar forbids.
     forbidden: list[int]
@@ -145,18 +148,36 @@ class GrammarTree:
         self.drafts.append(draft)
         self.forced.append(None)
 
+    def add_forced(self, state: GrammarState, node: int, most: int) -> int:
+        """What is forced after a node, where the state is; returns the number of tokens. They are asked for once: each
+        time, the library makes tokens of the whole forced text. The masks of the later ones are computed."""
+        tokens = state.forced(most)
+        end = next((i + 1 for i, token in enumerate(tokens) if state.is_end(token)), len(tokens))
+        self.forced[node] = tokens[0] if tokens else None
+        for token in tokens[:end]:
+            self.add(token, node, _FORCED)
+            node = len(self.tokens) - 1
+        return end
+
     @property
     def num_drafts(self) -> int:
         return sum(draft > 0 for draft in self.drafts)
 
 
 def grow(
-    state: GrammarState, tokens: Sequence[int], parents: Sequence[int] | None, max_nodes: int, max_depth: int
+    state: GrammarState,
+    tokens: Sequence[int],
+    parents: Sequence[int] | None,
+    max_nodes: int,
+    max_depth: int,
+    *,
+    all_sure: bool = False,
 ) -> GrammarTree:
     """The draft tree `tokens`, `parents` (node 0: the root; None: a chain) under the grammar, whose state is after the
-    root, before and after the call. Forced nodes are added up to `max_nodes` nodes in all, and down to `max_depth`."""
+    root, before and after the call. Forced nodes are added up to `max_nodes` nodes in all, and down to `max_depth`.
+    `all_sure`: of a chain, each of them is sure to be accepted, not only the first: it takes longer."""
     if parents is None:
-        return _grow_chain(state, tokens, max_nodes, max_depth)
+        return _grow_chain(state, tokens, max_nodes, max_depth, all_sure)
     children: list[list[int]] = [[] for _ in tokens]
     sizes = [1] * len(tokens)  # of subtrees
     for node in range(len(tokens) - 1, 0, -1):
@@ -188,13 +209,13 @@ def grow(
             num_left -= sum(sizes[d] for d in drafts) - sum(sizes[d] for d in legal)
         stack += [(node, tokens[d], d, depth + 1) for d in reversed(legal)]
         if not legal and depth < max_depth and node + 1 + num_left < max_nodes:
-            tree.forced[node] = forced = state.forced()
-            if forced is not None:
-                stack.append((node, forced, _FORCED, depth + 1))
+            tree.add_forced(state, node, min(max_depth - depth, max_nodes - node - 1 - num_left))
     return tree
 
 
-def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_depth: int) -> GrammarTree:
+def _grow_chain(
+    state: GrammarState, tokens: Sequence[int], max_nodes: int, max_depth: int, all_sure: bool
+) -> GrammarTree:
     """As the walk over a tree, in fewer steps."""
     drafts = tokens[1:]
     num_entered = num_legal = state.enter_all(drafts)
@@ -202,16 +223,13 @@ def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_
     num_legal += has_ended
     count = num_legal + 1
     tree = GrammarTree.of(tokens[:count], None)
-    last_forced = None
-    while not has_ended and len(tree.tokens) < min(max_nodes, max_depth + 1):
-        if last_forced is not None:
-            state.enter(last_forced)
+    while not has_ended and (room := min(max_nodes, max_depth + 1) - len(tree.tokens)) > 0:
+        if len(tree.tokens) > count:
+            state.enter(tree.tokens[-1])
             num_entered += 1
-        tree.forced[-1] = last_forced = state.forced()
-        if last_forced is None:
+        if not tree.add_forced(state, len(tree.tokens) - 1, 1 if all_sure else room) or not all_sure:
             break
-        tree.add(last_forced, len(tree.tokens) - 1, _FORCED)
-        has_ended = state.is_end(last_forced)
+        has_ended = state.is_end(tree.tokens[-1])
     if len(tree.tokens) == count <= len(drafts):
         tree.forbidden = [drafts[num_legal]]
     state.back(num_entered)

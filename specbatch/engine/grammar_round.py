@@ -78,10 +78,10 @@ class GrammarRound:
         parents = [None] * len(tokens) if links is None else links.wait().tolist()
         began = time.perf_counter()
         grown = []
-        for i, (line, size, above) in enumerate(zip(tokens, sizes, parents, strict=True)):
-            grown.append(self._grow(i, line[:size], None if above is None else above[:size]))
-        self.counts.tree_seconds += time.perf_counter() - began
         is_drawn = trees.probs_BDW is not None
+        for i, (line, size, above) in enumerate(zip(tokens, sizes, parents, strict=True)):
+            grown.append(self._grow(i, line[:size], None if above is None else above[:size], is_drawn))
+        self.counts.tree_seconds += time.perf_counter() - began
         lines = [tree.tokens + (tree.forbidden if is_drawn else []) for tree in grown]
         width = trees.tokens_BN.shape[1] if self._fixed_shapes else max(map(len, lines))
         host = HostTrees(
@@ -116,14 +116,15 @@ class GrammarRound:
                 seq.grammar.follow(seq.tokens, seq.num_prompt)
         self.counts.advance_seconds += time.perf_counter() - began
 
-    def _grow(self, index: int, tokens: list[int], parents: list[int] | None) -> GrammarTree:
+    def _grow(self, index: int, tokens: list[int], parents: list[int] | None, is_drawn: bool) -> GrammarTree:
         seq = self._sequences[index] if index < len(self._sequences) else None
         if seq is None or seq.grammar is None or seq.is_finished:
             return GrammarTree.of(tokens, parents)
         room = seq.max_length - len(seq.tokens)  # tokens after the root that count
         max_depth = min(room, self._method.max_path - 1) if self._fixed_shapes else room
         max_nodes = self._method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
-        tree = grow(seq.grammar, tokens, parents, max_nodes, max_depth)
+        # Where drafts are drawn, a forced token has no probability: it has to be accepted without a draw.
+        tree = grow(seq.grammar, tokens, parents, max_nodes, max_depth, all_sure=is_drawn)
         self.counts.forced += len(tree.drafts) - 1 - tree.num_drafts
         self.counts.forbidden += len(tokens) - 1 - tree.num_drafts
         self._trees.append((index, seq.grammar, tree))

@@ -66,12 +66,12 @@ class Matcher:
     def may_be_forced(self) -> bool:
         return bool(self._matcher.compute_ff_bytes()) or self._matcher.is_stopped()
 
-    def forced_token(self) -> int | None:
+    def forced_tokens(self, most: int) -> list[int]:
         if self._has_ended or not self.may_be_forced():
-            return None
+            return []
         # The library's mask is the first of these. Where there is none, a longer token may begin with the same text.
-        token = next(iter(self._matcher.compute_ff_tokens()), None)
-        return token if token is not None and self._takes(token) else None
+        tokens: list[int] = self._matcher.compute_ff_tokens()[:most]
+        return tokens[: self._matcher.validate_tokens(tokens)]
 
     def is_complete(self) -> bool:
         return bool(self._matcher.is_accepting())  # False after an error

@@ -68,8 +68,8 @@ class AfterReasoning:
     def may_be_forced(self) -> bool:
         return self._at is _At.ANSWER and self._answer.may_be_forced()
 
-    def forced_token(self) -> int | None:
-        return self._answer.forced_token() if self._at is _At.ANSWER else None
+    def forced_tokens(self, most: int) -> list[int]:
+        return self._answer.forced_tokens(most) if self._at is _At.ANSWER else []
 
     @property
     def num_words(self) -> int:
