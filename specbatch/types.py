@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import FieldError, shown
-from specbatch.grammar.masks import Walk
 from specbatch.option import SEED, Range, option
 from specbatch.response_format import read_response_format
 
@@ -248,6 +247,15 @@ class GrammarMatcher(Protocol):
         """The masks of these, of the same kind as this one, to their lines; threads may compute them. Masks get the
         width of `masks_KW`. Returns (K,) `is_complete` for these lines."""
         ...
+
+
+class Walk(NamedTuple):
+    """Masks of a matcher: of its place, and of the places after each of `tokens`, which may come in turn. The matcher
+    itself does not move, and it is in no other walk of a call. `line`: of the first mask; the others follow it."""
+
+    matcher: Any
+    tokens: Sequence[int]
+    line: int
 
 
 @dataclass(slots=True)

@@ -14,10 +14,11 @@ speeds, and both have an acceptance length. The first of `--repeats` compiles an
 of random weights end because the schemas bound them: strings have a maxLength, arrays a maxItems.
 
 With `--host` no model runs: milliseconds of the host in a round of `--max-batch-size` requests, the median, for plain
-decoding, a chain of 4 nodes and a tree of 16, with a vocabulary of 151,936 tokens (the target's, and pairs of short
-ones) and texts drawn at random from the masks. Two of three drafts are what comes next. `advance`: the matchers follow
-the last tokens, while the device drafts (in plain decoding: while the target runs). `trees`: the device waits.
-`masks`: while the target runs. `begin`: a request's start.
+decoding, a chain of 4 nodes and trees of 8 and 16, with a vocabulary of 151,936 tokens (the target's, and pairs of
+short ones). Texts are drawn at random from the masks, which fills their strings, or have words and strings that end
+early, as those of a model. Two of three drafts are what comes next. `advance`: the matchers follow the last tokens,
+while the device drafts (in plain decoding: while the target runs). `trees`: the device waits. `masks`: while the target
+runs; `masks_cpu`: of all threads together. `begin`: a request's start.
 
 One JSON line for each method and temperature, also where it fails. No method begins after `--time-limit`.
 """

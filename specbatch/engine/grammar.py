@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.grammar.masks import Walk, only_token
-from specbatch.types import GrammarMatcher
+from specbatch.grammar.masks import only_token
+from specbatch.types import GrammarMatcher, Walk
 
 MAX_FORCED = 15  # nodes that a tree may have in addition to those of its draft shape, where shapes are free
 _FORCED = -1  # in place of a draft node's index

@@ -20,6 +20,7 @@ from specbatch.grammar.matcher import Matcher, Threads
 
 _MAX_COMPILED = 1024  # copies of grammars that are kept; one takes about 50 KB
 _MAX_THREADS = 16  # that compute masks
+_USERS_OF_COPY = 4  # requests that share a lexer before there is another one: a schema takes a millisecond to compile
 _MAX_COPY_SECONDS = 0.25  # in which a grammar is compiled again for more threads, all of them together
 _NO_TOKEN = "<|specbatch: no token ends a text|>"
 # Tokens that any place with room for as many characters of a JSON string takes: the library looks at the others alone.
@@ -100,9 +101,9 @@ class GrammarCompiler:
 
 
 class _Grammar:
-    """Compiled once for each thread that may compute its masks at the same time. Copies of a matcher of the library
-    share one lexer, and its lock is held while a mask is computed: all requests of a schema would wait for each other.
-    """
+    """Compiled more than once, so that threads can compute its masks at the same time. Copies of a matcher of the
+    library share one lexer, and its lock is held while a mask is computed: requests of a schema would wait for each
+    other."""
 
     def __init__(self, compile_: Callable[[], Any], tokenizer: Any, threads: Threads) -> None:
         began = time.perf_counter()
@@ -122,7 +123,7 @@ class _Grammar:
         """Of the copy that the fewest matchers use."""
         counts = [len(users) for users in self._users]
         index = counts.index(min(counts))
-        if counts[index] and len(counts) < self._max_copies:
+        if counts[index] >= _USERS_OF_COPY and len(counts) < self._max_copies:
             index = len(counts)
             self._copies.append(self._compile())
             self._users.append(weakref.WeakSet())

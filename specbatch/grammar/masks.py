@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
-
-
-class Walk(NamedTuple):
-    """Masks of a matcher: of its place, and of the places after each of `tokens`, which may come in turn. The matcher
-    itself does not move, and it is in no other walk of a call. `line`: of the first mask; the others follow it."""
-
-    matcher: Any
-    tokens: Sequence[int]
-    line: int
 
 
 def only_token(mask_W: NDArray[np.int32]) -> int | None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.grammar.masks import Walk, only_token
+from specbatch.grammar.masks import only_token
+from specbatch.types import Walk
 
 
 @dataclass(frozen=True, slots=True)

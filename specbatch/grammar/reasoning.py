@@ -8,8 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.grammar.masks import Walk
-from specbatch.types import GrammarMatcher
+from specbatch.types import GrammarMatcher, Walk
 
 
 class _At(Enum):

@@ -14,10 +14,9 @@ from specbatch.engine.grammar_round import write_node_masks
 from specbatch.engine.transfers import Transfers
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
-from specbatch.grammar.masks import Walk
 from specbatch.grammar.reasoning import AfterReasoning
 from specbatch.models.formats.tokenizer import byte_tokenizer
-from specbatch.types import GrammarMatcher
+from specbatch.types import GrammarMatcher, Walk
 from tests.grammar.tiny_tokenizer import END, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
