@@ -14,10 +14,11 @@ speeds, and both have an acceptance length. The first of `--repeats` compiles an
 of random weights end because the schemas bound them: strings have a maxLength, arrays a maxItems.
 
 With `--host` no model runs: milliseconds of the host in a round of `--max-batch-size` requests, the median, for plain
-decoding, a chain of 4 nodes and a tree of 16, with a vocabulary of 151,936 tokens (the target's, and pairs of short
-ones) and texts drawn at random from the masks. Two of three drafts are what comes next. `advance`: the matchers follow
-the last tokens, while the device drafts (in plain decoding: while the target runs). `trees`: the device waits.
-`masks`: while the target runs. `begin`: a request's start.
+decoding, a chain of 4 nodes and trees of 8 and 16, with a vocabulary of 151,936 tokens (the target's, and pairs of
+short ones). Texts are drawn at random from the masks, which fills their strings, or have words and strings that end
+early, as those of a model. Two of three drafts are what comes next. `advance`: the matchers follow the last tokens,
+while the device drafts (in plain decoding: while the target runs). `trees`: the device waits. `masks`: while the target
+runs; `masks_cpu`: of all threads together. `begin`: a request's start.
 
 One JSON line for each method and temperature, also where it fails. No method begins after `--time-limit`.
 """
@@ -28,36 +29,22 @@ import argparse
 import copy
 import json
 import os
-import random
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
-import numpy as np
 import torch
+from grammar_host import TREES, Host, read_schemas
 
 from specbatch import LLM
-from specbatch.cache.rule_table import RuleTable
-from specbatch.draft.method import DraftTrees
-from specbatch.engine.grammar import GrammarState
-from specbatch.engine.grammar_round import GrammarRound
-from specbatch.engine.transfers import Transfers
-from specbatch.grammar.compiler import GrammarCompiler
-from specbatch.grammar.constraint import Constraint
 from specbatch.job.stats import commit, device_name, versions
-from specbatch.models.download import resolve_model
-from specbatch.models.formats.tokenizer import load_tokenizer
 from specbatch.strict_yaml import load_yaml
 
-SCHEMAS = Path(__file__).with_name("json_schemas.jsonl")
 BUILT_IN = "builtin:smollm2-135m-instruct"
-# Parents of the nodes. In the tree, the first child of a node has children.
-TREES = {"none": [-1], "chain": [-1, 0, 1, 2], "tree": [-1, *[0] * 4, *[1] * 4, *[5] * 4, *[9] * 3]}
 
 
 def methods(draft: str | None) -> dict[str, dict[str, Any]]:
@@ -68,10 +55,6 @@ def methods(draft: str | None) -> dict[str, dict[str, Any]]:
         found["chain"] = head | {"topk": 1}
         found["tree"] = head | {"topk": 4, "num_draft_tokens": 8}
     return found
-
-
-def read_schemas() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in SCHEMAS.read_text(encoding="utf-8").splitlines()]
 
 
 def make_rows(count: int, max_tokens: int, temperature: float) -> list[dict[str, Any]]:
@@ -180,98 +163,6 @@ class Check:
         return found
 
 
-class Host:
-    """Rounds without a model. `batch`: requests."""
-
-    vocab_size = 151936
-
-    def __init__(self, target: str, batch: int) -> None:
-        self.batch = batch
-        self.random = random.Random(0)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        tokenizer = load_tokenizer(resolve_model(target))
-        data = json.loads(tokenizer.backend_tokenizer.to_str())
-        vocab = data["model"]["vocab"]
-        known = [token for token in vocab if len(token) < 4]
-        while len(vocab) < self.vocab_size - 64:
-            vocab.setdefault("".join(self.random.choices(known, k=2)), len(vocab))
-        tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(data))
-        self.eos = int(tokenizer.eos_token_id)
-        self.compiler = GrammarCompiler(tokenizer)
-        self.schemas = [Constraint("response_format", "json_schema", json.dumps(e["schema"])) for e in read_schemas()]
-        self.texts = [self.write(self.state(schema)) for schema in self.schemas]
-
-    def state(self, schema: Constraint) -> GrammarState:
-        return GrammarState(self.compiler.matcher(schema), (self.eos,), (), self.vocab_size)
-
-    def write(self, state: GrammarState) -> list[int]:
-        tokens: list[int] = []
-        while len(tokens) < 300:
-            legal = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
-            tokens.append(int(legal[min(int(self.random.expovariate(0.02)), len(legal) - 1)]))
-            if tokens[-1] == self.eos:
-                return tokens[:-1]
-            state.enter(tokens[-1])
-        return tokens
-
-    def request(self, i: int) -> Any:
-        """Somewhere in its text."""
-        text = self.texts[i % len(self.texts)]
-        began = time.perf_counter()
-        state = self.state(self.schemas[i % len(self.texts)])
-        begin = time.perf_counter() - began
-        tokens = text[: self.random.randrange(1, max(2, len(text) - 30))]
-        return SimpleNamespace(
-            req_idx=i, grammar=state, text=text, tokens=tokens, begin=begin, num_prompt=0, is_finished=False,
-            max_length=10**6, num_forced_room=0,
-        )  # fmt: skip
-
-    def drafts(self, request: Any, parents: Sequence[int], depths: Sequence[int]) -> list[int]:
-        tokens = [request.tokens[-1]]
-        for node in range(1, len(parents)):
-            next_one = request.text[len(request.tokens) + depths[node] - 1 :][:1]
-            is_next = parents[node] != parents[node - 1] and next_one and self.random.random() < 2 / 3
-            other = self.random.randrange(97)
-            other += [1000 + 97 * node + other] == next_one  # siblings hold different tokens
-            tokens.append(next_one[0] if is_next else 1000 + 97 * node + other % 97)
-        return tokens
-
-    def run(self, parents: Sequence[int], num_rounds: int) -> dict[str, Any]:
-        depths = [0]
-        for parent in parents[1:]:
-            depths.append(depths[parent] + 1)
-        is_tree = parents != list(range(-1, len(parents) - 1))
-        method: Any = SimpleNamespace(num_nodes=len(parents), max_path=max(depths) + 1)
-        parents_BN = torch.tensor([parents] * self.batch, device=self.device) if is_tree else None
-        rules = RuleTable(self.batch, self.vocab_size, torch.float32, self.device)
-        rules.add_node_masks(len(parents))
-        requests, transfers = [self.request(i) for i in range(self.batch)], Transfers(self.device)
-        times: dict[str, list[float]] = {"advance": [], "trees": [], "masks": [], "begin": []}
-        num_masks = 0
-        for _ in range(num_rounds):
-            tokens_BN = torch.tensor([self.drafts(one, parents, depths) for one in requests], device=self.device)
-            grammar = GrammarRound(requests, method, rules, transfers, lambda: None, fixed_shapes=True)
-            began = time.perf_counter()
-            grammar.reshape(DraftTrees(tokens_BN, parents_BN=parents_BN))
-            reshaped = time.perf_counter()
-            early = grammar.counts.advance_seconds
-            grammar.write_masks()
-            late = grammar.counts.advance_seconds - early
-            times["advance"].append(early + late)
-            times["trees"].append(reshaped - began - early)
-            times["masks"].append(time.perf_counter() - reshaped - late)
-            num_masks += grammar.counts.masks
-            for i, one in enumerate(requests):
-                one.tokens = one.text[: len(one.tokens) + self.random.randrange(1, max(depths) + 2)]
-                if len(one.tokens) == len(one.text):
-                    requests[i] = self.request(i)
-                    times["begin"].append(requests[i].begin)
-        found: dict[str, Any] = {
-            f"ms_{name}": round(1e3 * float(np.median(seconds)), 3) for name, seconds in times.items() if seconds
-        }
-        return found | {"batch": self.batch, "masks_of_a_round": round(num_masks / num_rounds, 1)}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=BUILT_IN)
@@ -286,6 +177,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
     parser.add_argument("--host", action="store_true", help="what the host does in a round, without a model")
+    parser.add_argument("--threads", type=int, help="that compute masks, with --host")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     draft = args.draft or (f"{BUILT_IN}-eagle3" if args.target == BUILT_IN else None)
@@ -306,9 +198,12 @@ def main() -> int:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
 
     if args.host:
-        host = Host(args.target, args.max_batch_size)
-        for name, parents in TREES.items():
-            add(f"host, {name}", {"cpus": os.cpu_count(), **host.run(parents, 30)})
+        for texts in ("random", "words"):
+            for num_schemas in (1, 3, 20):
+                host = Host(args.target, args.max_batch_size, texts, num_schemas, args.threads)
+                for name, parents in TREES.items():
+                    case = f"host, {texts}, {num_schemas} schemas, {name}"
+                    add(case, {"cpus": os.cpu_count(), **host.run(parents, 30)})
         return 0
     for name, method in chosen.items():
         if time.perf_counter() - began > args.time_limit:

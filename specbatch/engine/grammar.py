@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.grammar.masks import only_token
-from specbatch.types import GrammarMatcher
+from specbatch.types import GrammarMatcher, Walk
 
 MAX_FORCED = 15  # nodes that a tree may have in addition to those of its draft shape, where shapes are free
 _FORCED = -1  # in place of a draft node's index
@@ -31,9 +31,11 @@ class GrammarState:
         self._eos = frozenset(eos)
         self._stops = self._eos | frozenset(stops)
         self._vocab_size = vocab_size
-        self._num_words = -(-vocab_size // 32)
+        stop_words = {token >> 5 for token in self._stops if token < vocab_size}
+        # No token past these words may come.
+        self.num_words = min(-(-vocab_size // 32), max(matcher.num_words, *(word + 1 for word in stop_words), 1))
         # The words of a mask with tokens that end the request, and the last one: it may have bits past the vocabulary.
-        words = {self._num_words - 1} | {token >> 5 for token in self._stops if token < vocab_size}
+        words = {word for word in (-(-vocab_size // 32) - 1, *stop_words) if word < self.num_words}
         self._words = np.array(sorted(words))
         self._text_bits = np.array([_word(w, lambda t: t < vocab_size and t not in self._eos) for w in sorted(words)])
         self._stop_bits = np.array([_word(w, lambda t: t < vocab_size and t in self._stops) for w in sorted(words)])
@@ -49,27 +51,34 @@ class GrammarState:
 
     def mask(self) -> NDArray[np.int32]:
         """(W,) what may come next. A token that ends the request may come where the output is complete."""
-        masks_1W = np.empty((1, self._num_words), dtype=np.int32)
-        GrammarState.write_masks([self], masks_1W, [0])
+        masks_1W = np.empty((1, self.num_words), dtype=np.int32)
+        GrammarState.write_masks([(self, Walk(self._matcher, (), 0))], masks_1W)
         return masks_1W[0]
 
     @staticmethod
-    def write_masks(states: Sequence[GrammarState], masks_KW: NDArray[np.int32], lines: Sequence[int]) -> None:
-        """Write `mask` of each state to a line of `masks_KW`: those with the same stops at once, because numpy takes
-        about as long for one as for many."""
-        alike: dict[tuple[type, frozenset[int]], list[int]] = {}
-        for i, state in enumerate(states):
-            alike.setdefault((type(state._matcher), state._stops), []).append(i)
+    def write_masks(walks: Sequence[tuple[GrammarState, Walk]], masks_KW: NDArray[np.int32]) -> None:
+        """Write `mask` of each place of these walks to its line: of all of one kind in one call, because threads
+        compute them, and numpy takes about as long for one as for many."""
+        alike: dict[tuple[type, frozenset[int]], list[tuple[GrammarState, Walk]]] = {}
+        for state, walk in walks:
+            alike.setdefault((type(state._matcher), state._stops), []).append((state, walk))
         for members in alike.values():
-            matchers = [states[i]._matcher for i in members]
-            first, lines_B = states[members[0]], np.array([lines[i] for i in members])
-            words_BW = matchers[0].masks(matchers)
-            known = min(words_BW.shape[1], masks_KW.shape[1])  # a tokenizer may have more tokens than the model
-            masks_KW[lines_B, :known] = words_BW[:, :known]
-            masks_KW[lines_B, known:] = 0
+            first = members[0][0]
+            is_complete_K = first._matcher.write_masks([walk for _, walk in members], masks_KW)
+            lines = [line for _, walk in members for line in range(walk.line, walk.line + len(walk.tokens) + 1)]
+            lines_B = np.array(lines)
             at = (lines_B[:, None], first._words)
-            is_complete = np.array([matcher.is_complete() for matcher in matchers])[:, None]
-            masks_KW[at] = (masks_KW[at] & first._text_bits) | np.where(is_complete, first._stop_bits, np.int32(0))
+            stops = np.where(is_complete_K[lines_B, None], first._stop_bits, np.int32(0))
+            masks_KW[at] = (masks_KW[at] & first._text_bits) | stops
+
+    def walk(self, path: Sequence[int], tokens: Sequence[int], line: int) -> Walk:
+        """From after `path`. All of these tokens may come."""
+        matcher = self._matcher
+        if path:
+            matcher = matcher.fork()
+            num_legal = matcher.advance_by(path)
+            assert num_legal == len(path), f"token {path[num_legal]} is not allowed here"
+        return Walk(matcher, tokens, line)
 
     def is_end(self, token: int) -> bool:
         """Whether the request ends with this token."""
@@ -80,10 +89,7 @@ class GrammarState:
         which the text can begin."""
         if token in self._stops and self._matcher.is_complete():
             return True
-        if token in self._eos or not self._matcher.advance(token):
-            return False
-        self._matcher.back(1)
-        return True
+        return token not in self._eos and self._matcher.allows(token)
 
     def enter(self, token: int) -> None:
         """Go on with a token that may come next and does not end the request."""
@@ -99,12 +105,15 @@ class GrammarState:
     def back(self, num_tokens: int) -> None:
         self._matcher.back(num_tokens)
 
-    def forced(self) -> int | None:
-        """The only token that may come next; None: there are more, or the request cannot go on."""
+    def forced(self, most: int) -> list[int]:
+        """The only token that may come next, and at most `most` - 1 tokens that may come after it and are likely: the
+        masks decide. Empty: more tokens may come next, or the request cannot go on."""
         if self._matcher.is_complete():
-            return only_token(self.mask()) if self._matcher.may_be_forced() else None
-        token = self._matcher.forced_token()
-        return None if token is None or token >= self._vocab_size or token in self._eos else token
+            token = only_token(self.mask()) if self._matcher.may_be_forced() else None
+            return [] if token is None else [token]
+        tokens = self._matcher.forced_tokens(most)
+        wrong = (i for i, token in enumerate(tokens) if token >= self._vocab_size or token in self._eos)
+        return tokens[: next(wrong, len(tokens))]
 
     def write_forced(self, token: int, mask_W: NDArray[np.int32]) -> None:
         """`mask`, where it is known that this token alone may come."""
@@ -119,7 +128,7 @@ class GrammarTree:
 
     tokens: list[int]
     parents: list[int]  # -1: the root
-    drafts: list[int]  # the node of the draft tree; below 0: the grammar forces it
+    drafts: list[int]  # the node of the draft tree; below 0: the grammar forces it, or most likely does
     forced: list[int | None]  # the only token that may come after each node, where that is known
     # Of a chain that ends before its drafts do: the token of the next draft, which the grammar forbids.
     forbidden: list[int]
@@ -139,18 +148,36 @@ class GrammarTree:
         self.drafts.append(draft)
         self.forced.append(None)
 
+    def add_forced(self, state: GrammarState, node: int, most: int) -> int:
+        """What is forced after a node, where the state is; returns the number of tokens. They are asked for once: each
+        time, the library makes tokens of the whole forced text. The masks of the later ones are computed."""
+        tokens = state.forced(most)
+        end = next((i + 1 for i, token in enumerate(tokens) if state.is_end(token)), len(tokens))
+        self.forced[node] = tokens[0] if tokens else None
+        for token in tokens[:end]:
+            self.add(token, node, _FORCED)
+            node = len(self.tokens) - 1
+        return end
+
     @property
     def num_drafts(self) -> int:
         return sum(draft > 0 for draft in self.drafts)
 
 
 def grow(
-    state: GrammarState, tokens: Sequence[int], parents: Sequence[int] | None, max_nodes: int, max_depth: int
+    state: GrammarState,
+    tokens: Sequence[int],
+    parents: Sequence[int] | None,
+    max_nodes: int,
+    max_depth: int,
+    *,
+    all_sure: bool = False,
 ) -> GrammarTree:
     """The draft tree `tokens`, `parents` (node 0: the root; None: a chain) under the grammar, whose state is after the
-    root, before and after the call. Forced nodes are added up to `max_nodes` nodes in all, and down to `max_depth`."""
+    root, before and after the call. Forced nodes are added up to `max_nodes` nodes in all, and down to `max_depth`.
+    `all_sure`: of a chain, each of them is sure to be accepted, not only the first: it takes longer."""
     if parents is None:
-        return _grow_chain(state, tokens, max_nodes, max_depth)
+        return _grow_chain(state, tokens, max_nodes, max_depth, all_sure)
     children: list[list[int]] = [[] for _ in tokens]
     sizes = [1] * len(tokens)  # of subtrees
     for node in range(len(tokens) - 1, 0, -1):
@@ -182,13 +209,13 @@ def grow(
             num_left -= sum(sizes[d] for d in drafts) - sum(sizes[d] for d in legal)
         stack += [(node, tokens[d], d, depth + 1) for d in reversed(legal)]
         if not legal and depth < max_depth and node + 1 + num_left < max_nodes:
-            tree.forced[node] = forced = state.forced()
-            if forced is not None:
-                stack.append((node, forced, _FORCED, depth + 1))
+            tree.add_forced(state, node, min(max_depth - depth, max_nodes - node - 1 - num_left))
     return tree
 
 
-def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_depth: int) -> GrammarTree:
+def _grow_chain(
+    state: GrammarState, tokens: Sequence[int], max_nodes: int, max_depth: int, all_sure: bool
+) -> GrammarTree:
     """As the walk over a tree, in fewer steps."""
     drafts = tokens[1:]
     num_entered = num_legal = state.enter_all(drafts)
@@ -196,16 +223,13 @@ def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_
     num_legal += has_ended
     count = num_legal + 1
     tree = GrammarTree.of(tokens[:count], None)
-    last_forced = None
-    while not has_ended and len(tree.tokens) < min(max_nodes, max_depth + 1):
-        if last_forced is not None:
-            state.enter(last_forced)
+    while not has_ended and (room := min(max_nodes, max_depth + 1) - len(tree.tokens)) > 0:
+        if len(tree.tokens) > count:
+            state.enter(tree.tokens[-1])
             num_entered += 1
-        tree.forced[-1] = last_forced = state.forced()
-        if last_forced is None:
+        if not tree.add_forced(state, len(tree.tokens) - 1, 1 if all_sure else room) or not all_sure:
             break
-        tree.add(last_forced, len(tree.tokens) - 1, _FORCED)
-        has_ended = state.is_end(last_forced)
+        has_ended = state.is_end(tree.tokens[-1])
     if len(tree.tokens) == count <= len(drafts):
         tree.forbidden = [drafts[num_legal]]
     state.back(num_entered)
@@ -213,48 +237,44 @@ def _grow_chain(state: GrammarState, tokens: Sequence[int], max_nodes: int, max_
 
 
 def write_masks(grown: Sequence[tuple[GrammarState, GrammarTree]], masks_KW: NDArray[np.int32]) -> None:
-    """The masks of all nodes, one tree after the other. One mask of each tree is computed at a time. Each state is
-    after the root, before and after the call."""
-    starts = np.cumsum([0, *(len(tree.tokens) for _, tree in grown)]).tolist()
-    walks: list[tuple[GrammarState, int, Iterator[int]]] = []
-    for (state, tree), start in zip(grown, starts, strict=False):
-        missing = []
+    """The masks of all nodes, one tree after the other, computed at once. Each state is after the root."""
+    walks: list[tuple[GrammarState, Walk]] = []
+    known: list[tuple[GrammarState, int, int | None]] = []  # (state, line, the only token); None: an end
+    start = 0
+    for state, tree in grown:
+        is_known = [False] * len(tree.tokens)
         for node, token in enumerate(tree.forced):
-            if token is not None:
-                state.write_forced(token, masks_KW[start + node])
-            elif node and state.is_end(tree.tokens[node]):
-                masks_KW[start + node] = -1  # nothing of what comes after it counts
-            else:
-                missing.append(node)
-        walks.append((state, start, _visit(state, tree, missing)))
-    while walks:
-        at = [(walk, here) for walk in walks if (here := next(walk[2], None)) is not None]
-        if at:
-            lines = [start + here for (_, start, _), here in at]
-            GrammarState.write_masks([state for (state, _, _), _ in at], masks_KW, lines)
-        walks = [walk for walk, _ in at]
+            if token is not None or (node and state.is_end(tree.tokens[node])):
+                is_known[node] = True
+                known.append((state, start + node, token))
+        walks += [(state, walk) for walk in _walks(state, tree, is_known, start)]
+        start += len(tree.tokens)
+    GrammarState.write_masks(walks, masks_KW)
+    for state, line, token in known:  # after the walks: these pass them
+        if token is None:
+            masks_KW[line] = -1  # nothing of what comes after it counts
+        else:
+            state.write_forced(token, masks_KW[line])
 
 
-def _visit(state: GrammarState, tree: GrammarTree, nodes: Sequence[int]) -> Iterator[int]:
-    """Each of these nodes in turn. The state is there."""
-    here: list[int] = []  # the path to where the state is, without the root
-    for node in nodes:
-        path = _path(tree, node)
-        shared = 0
-        while shared < min(len(here), len(path)) and here[shared] == path[shared]:
-            shared += 1
-        state.back(len(here) - shared)
-        for step in path[shared:]:
-            state.enter(tree.tokens[step])
-        here = path
-        yield node
-    state.back(len(here))
+def _walks(state: GrammarState, tree: GrammarTree, is_known: Sequence[bool], start: int) -> Iterator[Walk]:
+    """To each node whose mask is not known. In a tree, a first child comes right after its parent: one walk."""
+    count, node = len(tree.tokens), 0
+    while node < count:
+        end = node + 1
+        while end < count and tree.parents[end] == end - 1:
+            end += 1
+        last = next((i for i in range(end - 1, node - 1, -1) if not is_known[i]), None)
+        if last is not None:
+            yield state.walk(_path(tree, node), tree.tokens[node + 1 : last + 1], start + node)
+        node = end
 
 
 def _path(tree: GrammarTree, node: int) -> list[int]:
+    """The tokens that lead to a node, without the root's."""
     path = []
     while node > 0:
-        path.append(node)
+        path.append(tree.tokens[node])
         node = tree.parents[node]
     return path[::-1]
 

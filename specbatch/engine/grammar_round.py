@@ -78,10 +78,10 @@ class GrammarRound:
         parents = [None] * len(tokens) if links is None else links.wait().tolist()
         began = time.perf_counter()
         grown = []
-        for i, (line, size, above) in enumerate(zip(tokens, sizes, parents, strict=True)):
-            grown.append(self._grow(i, line[:size], None if above is None else above[:size]))
-        self.counts.tree_seconds += time.perf_counter() - began
         is_drawn = trees.probs_BDW is not None
+        for i, (line, size, above) in enumerate(zip(tokens, sizes, parents, strict=True)):
+            grown.append(self._grow(i, line[:size], None if above is None else above[:size], is_drawn))
+        self.counts.tree_seconds += time.perf_counter() - began
         lines = [tree.tokens + (tree.forbidden if is_drawn else []) for tree in grown]
         width = trees.tokens_BN.shape[1] if self._fixed_shapes else max(map(len, lines))
         host = HostTrees(
@@ -116,14 +116,15 @@ class GrammarRound:
                 seq.grammar.follow(seq.tokens, seq.num_prompt)
         self.counts.advance_seconds += time.perf_counter() - began
 
-    def _grow(self, index: int, tokens: list[int], parents: list[int] | None) -> GrammarTree:
+    def _grow(self, index: int, tokens: list[int], parents: list[int] | None, is_drawn: bool) -> GrammarTree:
         seq = self._sequences[index] if index < len(self._sequences) else None
         if seq is None or seq.grammar is None or seq.is_finished:
             return GrammarTree.of(tokens, parents)
         room = seq.max_length - len(seq.tokens)  # tokens after the root that count
         max_depth = min(room, self._method.max_path - 1) if self._fixed_shapes else room
         max_nodes = self._method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
-        tree = grow(seq.grammar, tokens, parents, max_nodes, max_depth)
+        # Where drafts are drawn, a forced token has no probability: it has to be accepted without a draw.
+        tree = grow(seq.grammar, tokens, parents, max_nodes, max_depth, all_sure=is_drawn)
         self.counts.forced += len(tree.drafts) - 1 - tree.num_drafts
         self.counts.forbidden += len(tokens) - 1 - tree.num_drafts
         self._trees.append((index, seq.grammar, tree))
@@ -187,10 +188,15 @@ def write_node_masks(rules: RuleTable, grown: Seq[tuple[int, GrammarState, Gramm
     if not lines:
         return 0
     assert max(len(tree.tokens) for _, _, tree in grown) <= table_SNW.shape[1], "no room for masks of so large a tree"
-    masks_KW = transfers.host_tensor((len(lines), table_SNW.shape[2]), torch.int32)
+    # A model has more tokens than its tokenizer, most often. Masks of the width that the matchers write need no copy.
+    width = max(state.num_words for _, state, _ in grown)
+    masks_KW = transfers.host_tensor((len(lines), width), torch.int32)
     write_masks([(state, tree) for _, state, tree in grown], masks_KW.numpy())
     index_K = transfers.upload(np.array(lines, dtype=np.int64))
-    table_SNW.flatten(0, 1).index_copy_(0, index_K, transfers.upload(masks_KW))
+    table_KW = table_SNW.flatten(0, 1)
+    table_KW[:, :width].index_copy_(0, index_K, transfers.upload(masks_KW))
+    if width < table_KW.shape[1]:
+        table_KW[:, width:].index_fill_(0, index_K, 0)
     return len(lines)
 
 

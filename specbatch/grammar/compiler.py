@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from specbatch.errors import RowError
 from specbatch.grammar.constraint import ONE_LINE, Constraint
-from specbatch.grammar.masks import only_token
+from specbatch.grammar.matcher import Matcher, Threads
 
-_MAX_COMPILED = 1024  # grammars that are kept; one takes about 50 KB
+_MAX_COMPILED = 1024  # copies of grammars that are kept; one takes about 50 KB
 _MAX_THREADS = 16  # that compute masks
+_USERS_OF_COPY = 4  # requests that share a lexer before there is another one: a schema takes a millisecond to compile
+_MAX_COPY_SECONDS = 0.25  # in which a grammar is compiled again for more threads, all of them together
 _NO_TOKEN = "<|specbatch: no token ends a text|>"
 # Tokens that any place with room for as many characters of a JSON string takes: the library looks at the others alone.
 # A place near the end of a string with a maxLength needs the short ones, or it takes ten times as long as others.
@@ -30,48 +31,57 @@ _PIP = "pip install 'specbatch[grammar]'"
 
 
 class GrammarCompiler:
-    """`tokenizer`: of transformers, a fast one. Threads may share it."""
+    """`tokenizer`: of transformers, a fast one. `num_threads`: that compute masks. Threads may share a compiler."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, num_threads: int | None = None) -> None:
         self._hf_tokenizer = tokenizer
-        self._executor: Any = None  # of llguidance, as the next one
-        self._tokenizer: Any = None  # llguidance's, made for the first grammar: it takes a third of a second
-        self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
+        self._num_threads = num_threads or min(_MAX_THREADS, max(1, (os.cpu_count() or 1) * 3 // 4))
+        self._threads: Threads | None = None  # made for the first grammar, as the next one
+        self._tokenizer: Any = None  # llguidance's: it takes a third of a second
+        self._compiled: OrderedDict[Constraint, _Grammar] = OrderedDict()
+        self._num_copies = 0  # of these
         self._lock = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """At the beginning of a text. Raises RowError for what cannot be compiled."""
         with self._lock:
-            compiled = self._compiled.get(constraint)
-            if compiled is None:
-                compiled = self._compile(constraint)
-                self._compiled[constraint] = compiled
-                if len(self._compiled) > _MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+            grammar = self._compiled.get(constraint)
+            if grammar is None:
+                grammar = self._compile(constraint)
+                self._compiled[constraint] = grammar
+                self._num_copies += 1
             else:
                 self._compiled.move_to_end(constraint)
-        return Matcher(compiled, self._tokenizer.vocab_size, self._executor)
+            old = grammar.num_copies
+            matcher = grammar.matcher()
+            self._num_copies += grammar.num_copies - old
+            while self._num_copies > _MAX_COMPILED and len(self._compiled) > 1:
+                self._num_copies -= self._compiled.popitem(last=False)[1].num_copies
+            return matcher
 
-    def _compile(self, constraint: Constraint) -> Any:
+    def _compile(self, constraint: Constraint) -> _Grammar:
         llguidance = _library(constraint)
-        if self._tokenizer is None:
+        if self._tokenizer is None or self._threads is None:
             self._tokenizer = self._wrap(constraint)
-            self._executor = llguidance.LLExecutor(min(_MAX_THREADS, max(1, (os.cpu_count() or 1) * 3 // 4)))
+            executor = llguidance.LLExecutor(self._num_threads)
+            self._threads = Threads(executor, self._num_threads, self._tokenizer.eos_token)
+        threads, tokenizer = self._threads, self._tokenizer
         make = {
             "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=ONE_LINE),
             "regex": llguidance.LLMatcher.grammar_from_regex,
             "grammar": lambda text: llguidance.grammar_from("grammar", text),
         }[constraint.kind]
         try:
-            compiled = llguidance.LLMatcher(self._tokenizer, make(constraint.text), log_level=0)
+            text = make(constraint.text)
+            grammar = _Grammar(lambda: llguidance.LLMatcher(tokenizer, text, log_level=0), tokenizer, threads)
         except ValueError as exc:
             raise _refused(constraint, str(exc)) from exc
-        if compiled.is_error():
-            raise _refused(constraint, compiled.get_error())
-        start = Matcher(compiled, self._tokenizer.vocab_size, self._executor)
+        if grammar.error:
+            raise _refused(constraint, grammar.error)
+        start = grammar.matcher()
         if not start.mask().any() and not start.is_complete():
             raise _refused(constraint, "no text matches it")
-        return compiled
+        return grammar
 
     def _wrap(self, constraint: Constraint) -> Any:
         backend = getattr(self._hf_tokenizer, "backend_tokenizer", None)
@@ -90,85 +100,36 @@ class GrammarCompiler:
             raise _refused(constraint, f"the model's tokenizer cannot be used: {exc}") from exc
 
 
-class Matcher:
-    """See `types.GrammarMatcher`."""
+class _Grammar:
+    """Compiled more than once, so that threads can compute its masks at the same time. Copies of a matcher of the
+    library share one lexer, and its lock is held while a mask is computed: requests of a schema would wait for each
+    other."""
 
-    def __init__(self, compiled: Any, vocab_size: int, executor: Any) -> None:
-        """`executor`: threads of llguidance."""
-        self._compiled = compiled
-        self._executor = executor
-        self._tokens: list[int] = []
-        self._vocab_size = vocab_size
-        self._start()
-
-    def advance(self, token: int) -> bool:
-        return self.advance_by([token]) == 1
-
-    def advance_by(self, tokens: Sequence[int]) -> int:
-        if not tokens or self._matcher.is_stopped():
-            return 0
-        if max(tokens) >= self._vocab_size:
-            tokens = tokens[: next(i for i, token in enumerate(tokens) if token >= self._vocab_size)]
-        count: int = self._matcher.try_consume_tokens(list(tokens))
-        self._tokens += tokens[:count]
-        return count
-
-    def back(self, num_tokens: int) -> None:
-        if not num_tokens:
-            return
-        del self._tokens[-num_tokens:]
-        if self._matcher.is_error() or not self._matcher.rollback(num_tokens):
-            self._start()  # an error is never left; what came before it may go on elsewhere
-            self._matcher.consume_tokens(self._tokens)
-
-    def may_be_forced(self) -> bool:
-        return bool(self._matcher.compute_ff_bytes()) or self._matcher.is_stopped()
-
-    def forced_token(self) -> int | None:
-        if self._has_ended or not self.may_be_forced():
-            return None
-        # The library's mask is the first of these. Where there is none, a longer token may begin with the same text.
-        token = next(iter(self._matcher.compute_ff_tokens()), None)
-        return token if token is not None and self._takes(token) else None
-
-    def is_complete(self) -> bool:
-        return not self._matcher.is_error() and self._matcher.is_accepting()
-
-    def mask(self) -> NDArray[np.int32]:
-        mask_W: NDArray[np.int32] = self.masks([self])[0]
-        return mask_W
-
-    def masks(self, matchers: Sequence[Matcher]) -> NDArray[np.int32]:
-        num_words = -(-self._vocab_size // 32)
-        masks_BW = np.empty((len(matchers), num_words), dtype=np.int32)
-        live = [(one._matcher, i) for i, one in enumerate(matchers) if not one._has_ended]
-        if len(live) > 1:
-            self._executor.unsafe_compute_mask_ptr(live, masks_BW.ctypes.data, 4 * num_words, len(matchers))
-        elif live:
-            [(matcher, i)] = live
-            matcher.unsafe_compute_mask_ptr(masks_BW[i].ctypes.data, 4 * num_words)
-        for one, mask_W in zip(matchers, masks_BW, strict=True):
-            # Also by a limit, or an end that was found late.
-            if one._has_ended or (one.may_be_forced() and not one._takes_only(mask_W)):
-                mask_W[:] = 0
-        return masks_BW
-
-    def _takes_only(self, mask_W: NDArray[np.int32]) -> bool:
-        """False: one token alone may come, and the library refuses it."""
-        token = only_token(mask_W)
-        return token is None or self._takes(token) or bool(self._matcher.is_accepting())
-
-    def _takes(self, token: int) -> bool:
-        """The library forces the text `<think>` as the token of that name, which it has as a mark and not as that text:
-        it refuses that."""
-        return bool(self._matcher.validate_tokens([token]) == 1)
+    def __init__(self, compile_: Callable[[], Any], tokenizer: Any, threads: Threads) -> None:
+        began = time.perf_counter()
+        self._compile = compile_
+        self._vocab_size = tokenizer.vocab_size
+        self._threads = threads
+        self._copies = [compile_()]
+        self._users: list[weakref.WeakSet[Matcher]] = [weakref.WeakSet()]  # of each copy
+        self._max_copies = min(threads.count, 1 + int(_MAX_COPY_SECONDS / (time.perf_counter() - began)))
+        self.error: str = self._copies[0].get_error() if self._copies[0].is_error() else ""
 
     @property
-    def _has_ended(self) -> bool:
-        return bool(self._matcher.is_error() or self._matcher.is_stopped())
+    def num_copies(self) -> int:
+        return len(self._copies)
 
-    def _start(self) -> None:
-        self._matcher = self._compiled.deep_copy()
+    def matcher(self) -> Matcher:
+        """Of the copy that the fewest matchers use."""
+        counts = [len(users) for users in self._users]
+        index = counts.index(min(counts))
+        if counts[index] >= _USERS_OF_COPY and len(counts) < self._max_copies:
+            index = len(counts)
+            self._copies.append(self._compile())
+            self._users.append(weakref.WeakSet())
+        matcher = Matcher(self._copies[index], self._vocab_size, self._threads)
+        self._users[index].add(matcher)
+        return matcher
 
 
 def _library(constraint: Constraint) -> Any:

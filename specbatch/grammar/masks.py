@@ -10,7 +10,6 @@ def only_token(mask_W: NDArray[np.int32]) -> int | None:
     """The token, if the mask has one bit."""
     if np.count_nonzero(mask_W) != 1:
         return None
-    words = mask_W.view(np.uint32)
-    index = int(words.argmax())
-    word = int(words[index])
+    index = int(mask_W.argmax() if mask_W.max() > 0 else mask_W.argmin())
+    word = int(mask_W.view(np.uint32)[index])
     return 32 * index + word.bit_length() - 1 if word & (word - 1) == 0 else None

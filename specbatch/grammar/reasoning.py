@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.types import GrammarMatcher
+from specbatch.types import GrammarMatcher, Walk
 
 
 class _At(Enum):
@@ -44,6 +44,16 @@ class AfterReasoning:
     def advance_by(self, tokens: Sequence[int]) -> int:
         return next((i for i, token in enumerate(tokens) if not self.advance(token)), len(tokens))
 
+    def allows(self, token: int) -> bool:
+        if self._at is _At.ANSWER or (self._at is _At.START and token != self._begin):
+            return self._answer.allows(token)
+        return token < self._vocab_size
+
+    def fork(self) -> AfterReasoning:
+        other = AfterReasoning(self._answer.fork(), self._begin, self._end, self._vocab_size)
+        other._at, other._were = self._at, self._were.copy()
+        return other
+
     def back(self, num_tokens: int) -> None:
         for _ in range(num_tokens):
             was = self._were.pop()
@@ -57,30 +67,45 @@ class AfterReasoning:
     def may_be_forced(self) -> bool:
         return self._at is _At.ANSWER and self._answer.may_be_forced()
 
-    def forced_token(self) -> int | None:
-        return self._answer.forced_token() if self._at is _At.ANSWER else None
+    def forced_tokens(self, most: int) -> list[int]:
+        return self._answer.forced_tokens(most) if self._at is _At.ANSWER else []
+
+    @property
+    def num_words(self) -> int:
+        return max(-(-self._vocab_size // 32), self._answer.num_words)
 
     def mask(self) -> NDArray[np.int32]:
-        mask_W: NDArray[np.int32] = self.masks([self])[0]
-        return mask_W
+        masks_1W = np.empty((1, self.num_words), dtype=np.int32)
+        self.write_masks([Walk(self, (), 0)], masks_1W)
+        return masks_1W[0]
 
-    def masks(self, matchers: Sequence[AfterReasoning]) -> NDArray[np.int32]:
-        in_answer = [i for i, one in enumerate(matchers) if one._at is not _At.REASONING]
-        inner = [matchers[i]._answer for i in in_answer]
-        answers_BW = inner[0].masks(inner) if inner else np.empty((0, 0), dtype=np.int32)
-        num_words = max(-(-self._vocab_size // 32), answers_BW.shape[1])
-        masks_BW = np.zeros((len(matchers), num_words), dtype=np.int32)
-        for one, mask_W in zip(matchers, masks_BW, strict=True):
-            if one._at is _At.REASONING:
-                one._write_any_token(mask_W)
-        masks_BW[in_answer, : answers_BW.shape[1]] = answers_BW
-        for one, mask_W in zip(matchers, masks_BW, strict=True):
-            if one._at is _At.START and one._begin is not None:
-                mask_W.view(np.uint32)[one._begin >> 5] |= np.uint32(1 << (one._begin & 31))
-        return masks_BW
+    def write_masks(self, walks: Sequence[Walk], masks_KW: NDArray[np.int32]) -> NDArray[np.bool_]:
+        answers: list[Walk] = []
+        begins: list[tuple[int, int]] = []  # (line, the token that begins the reasoning)
+        for matcher, tokens, line in walks:
+            at, first = matcher._at, 0  # the place of the answer's first mask in the walk
+            if at is _At.START:
+                if matcher._begin is not None:
+                    begins.append((line, matcher._begin))
+                if tokens and tokens[0] == matcher._begin:
+                    answers.append(Walk(matcher._answer.fork(), (), line))
+                    at, first = _At.REASONING, 1
+            if at is _At.REASONING:
+                first = next((i + 1 for i in range(first, len(tokens)) if tokens[i] == matcher._end), len(tokens) + 1)
+                reasoning = masks_KW[line + (matcher._at is _At.START) : line + first]
+                matcher._write_any_token(reasoning)
+            if first <= len(tokens):
+                answers.append(Walk(matcher._answer, tokens[first:], line + first))
+        kind = answers[0].matcher if answers else None
+        is_complete_K = kind.write_masks(answers, masks_KW) if kind else np.zeros(len(masks_KW), dtype=np.bool_)
+        for line, token in begins:
+            if token >> 5 < masks_KW.shape[1]:
+                masks_KW[line].view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+        return is_complete_K
 
-    def _write_any_token(self, mask_W: NDArray[np.int32]) -> None:
+    def _write_any_token(self, masks_KW: NDArray[np.int32]) -> None:
         words, past = divmod(self._vocab_size, 32)
-        mask_W[:words] = -1
-        if past:
-            mask_W[words] = (1 << past) - 1
+        masks_KW[:, :words] = -1
+        masks_KW[:, words:] = 0
+        if past and words < masks_KW.shape[1]:
+            masks_KW[:, words] = (1 << past) - 1

@@ -138,7 +138,7 @@ def test_masks_depend_on_the_path_alone(seed: int) -> None:
     for one in params:
         state, output, masks = state_of(**one), [], []
         for _ in range(60):
-            forced = state.forced()
+            forced = next(iter(state.forced(1)), None)
             masks.append(state.mask())
             legal = tokens_of(masks[-1])
             allowed = [token for token in range(VOCAB) if state.allows(token)]
@@ -171,7 +171,8 @@ def test_masks_that_threads_compute_together() -> None:
     for _ in range(5):
         masks = np.full((len(together), -(-VOCAB // 32)), 77, dtype=np.int32)
         order = [3, 0, 5, 1, 4, 2]
-        GrammarState.write_masks(together, masks, order)
+        walks = [(state, state.walk((), (), line)) for state, line in zip(together, order, strict=True)]
+        GrammarState.write_masks(walks, masks)
         masks = masks[order]
         assert [tokens_of(mask_W) for mask_W in masks] == [tokens_of(state.mask()) for state in alone]
         lengths += [len(tokens_of(mask_W)) for mask_W in masks]
@@ -180,7 +181,7 @@ def test_masks_that_threads_compute_together() -> None:
                 if (legal := [t for t in tokens_of(state.mask()) if t != END]) and not state.is_end(legal[0]):
                     state.enter(legal[-1])
     assert min(lengths) == 1 < max(lengths)
-    GrammarState.write_masks([], np.empty((0, 1), dtype=np.int32), [])
+    GrammarState.write_masks([], np.empty((0, 1), dtype=np.int32))
 
 
 def test_a_text_that_the_tokenizer_has_as_a_mark() -> None:

@@ -1,0 +1,153 @@
+"""What the host does in rounds with grammars, without a model: see `check_grammar.py --host`."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from specbatch.cache.rule_table import RuleTable
+from specbatch.draft.method import DraftTrees
+from specbatch.engine.grammar import GrammarState
+from specbatch.engine.grammar_round import GrammarRound
+from specbatch.engine.transfers import Transfers
+from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.constraint import Constraint
+from specbatch.models.download import resolve_model
+from specbatch.models.formats.tokenizer import load_tokenizer
+
+SCHEMAS = Path(__file__).with_name("json_schemas.jsonl")
+# Parents of the nodes. In the trees, the first child of a node has children.
+TREES = {
+    "none": [-1],
+    "chain": [-1, 0, 1, 2],
+    "tree of 8": [-1, *[0] * 4, *[1] * 3],
+    "tree of 16": [-1, *[0] * 4, *[1] * 4, *[5] * 4, *[9] * 3],
+}
+
+
+def read_schemas() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in SCHEMAS.read_text(encoding="utf-8").splitlines()]
+
+
+class Host:
+    """Rounds without a model. `batch`: requests, which share `num_schemas` schemas. `texts`: drawn from the masks, or
+    like those of a model: of words, with strings that end early."""
+
+    vocab_size = 151936
+
+    def __init__(
+        self,
+        target: str,
+        batch: int,
+        texts: Literal["random", "words"],
+        num_schemas: int,
+        num_threads: int | None,
+    ) -> None:
+        self.batch = batch
+        self.random = random.Random(0)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        tokenizer = load_tokenizer(resolve_model(target))
+        data = json.loads(tokenizer.backend_tokenizer.to_str())
+        vocab = data["model"]["vocab"]
+        known = [token for token in vocab if len(token) < 4]
+        while len(vocab) < self.vocab_size - 64:
+            vocab.setdefault("".join(self.random.choices(known, k=2)), len(vocab))
+        tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(data))
+        self.eos = int(tokenizer.eos_token_id)
+        self.compiler = GrammarCompiler(tokenizer, num_threads)
+        schemas = read_schemas()
+        self.schemas = [Constraint("response_format", "json_schema", json.dumps(one["schema"])) for one in schemas]
+        words = tokenizer.encode(" ".join(one["prompt"] for one in schemas), add_special_tokens=False)
+        self.words = np.unique(words) if texts == "words" else None
+        self.quotes = [i for token, i in tokenizer.get_vocab().items() if token.startswith('"')]
+        self.texts = [self.write(self.state(schema)) for schema in self.schemas for _ in range(4)]
+        self.num_schemas = num_schemas
+
+    def state(self, schema: Constraint) -> GrammarState:
+        return GrammarState(self.compiler.matcher(schema), (self.eos,), (), self.vocab_size)
+
+    def write(self, state: GrammarState) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < 300:
+            tokens.append(self.choose(np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))))
+            if tokens[-1] == self.eos:
+                return tokens[:-1]
+            state.enter(tokens[-1])
+        return tokens
+
+    def choose(self, legal: np.ndarray) -> int:
+        if self.words is not None:
+            for some, share in ((self.quotes, 0.3), (self.words, 0.98)):
+                likely = np.intersect1d(legal, some)
+                if len(likely) and self.random.random() < share:
+                    return int(likely[self.random.randrange(len(likely))])
+        return int(legal[min(int(self.random.expovariate(0.02)), len(legal) - 1)])
+
+    def request(self, i: int) -> Any:
+        """Somewhere in its text."""
+        schema = i % self.num_schemas
+        text = self.texts[4 * schema + self.random.randrange(4)]
+        began = time.perf_counter()
+        state = self.state(self.schemas[schema])
+        begin = time.perf_counter() - began
+        tokens = text[: self.random.randrange(1, max(2, len(text) - 30))]
+        return SimpleNamespace(
+            req_idx=i, grammar=state, text=text, tokens=tokens, begin=begin, num_prompt=0, is_finished=False,
+            max_length=10**6, num_forced_room=0,
+        )  # fmt: skip
+
+    def drafts(self, request: Any, parents: Sequence[int], depths: Sequence[int]) -> list[int]:
+        tokens = [request.tokens[-1]]
+        for node in range(1, len(parents)):
+            next_one = request.text[len(request.tokens) + depths[node] - 1 :][:1]
+            is_next = parents[node] != parents[node - 1] and next_one and self.random.random() < 2 / 3
+            other = self.random.randrange(97)
+            other += [1000 + 97 * node + other] == next_one  # siblings hold different tokens
+            tokens.append(next_one[0] if is_next else 1000 + 97 * node + other % 97)
+        return tokens
+
+    def run(self, parents: Sequence[int], num_rounds: int) -> dict[str, Any]:
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        is_tree = parents != list(range(-1, len(parents) - 1))
+        method: Any = SimpleNamespace(num_nodes=len(parents), max_path=max(depths) + 1)
+        parents_BN = torch.tensor([parents] * self.batch, device=self.device) if is_tree else None
+        rules = RuleTable(self.batch, self.vocab_size, torch.float32, self.device)
+        rules.add_node_masks(len(parents))
+        requests, transfers = [self.request(i) for i in range(self.batch)], Transfers(self.device)
+        times: dict[str, list[float]] = {"advance": [], "trees": [], "masks": [], "masks_cpu": [], "begin": []}
+        num_masks = 0
+        for _ in range(num_rounds):
+            tokens_BN = torch.tensor([self.drafts(one, parents, depths) for one in requests], device=self.device)
+            grammar = GrammarRound(requests, method, rules, transfers, lambda: None, fixed_shapes=True)
+            began = time.perf_counter()
+            grammar.reshape(DraftTrees(tokens_BN, parents_BN=parents_BN))
+            reshaped = time.perf_counter()
+            early = grammar.counts.advance_seconds
+            cpu_began = time.process_time()
+            grammar.write_masks()
+            cpu = time.process_time() - cpu_began
+            late = grammar.counts.advance_seconds - early
+            times["advance"].append(early + late)
+            times["trees"].append(reshaped - began - early)
+            times["masks"].append(time.perf_counter() - reshaped - late)
+            times["masks_cpu"].append(cpu - late)
+            num_masks += grammar.counts.masks
+            for i, one in enumerate(requests):
+                one.tokens = one.text[: len(one.tokens) + self.random.randrange(1, max(depths) + 2)]
+                if len(one.tokens) == len(one.text):
+                    requests[i] = self.request(i)
+                    times["begin"].append(requests[i].begin)
+        found: dict[str, Any] = {
+            f"ms_{name}": round(1e3 * float(np.median(seconds)), 3) for name, seconds in times.items() if seconds
+        }
+        return found | {"batch": self.batch, "masks_of_a_round": round(num_masks / num_rounds, 1)}

@@ -1,0 +1,182 @@
+"""Where a text is in its grammar, by a matcher of llguidance, and the masks of many texts in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.grammar.masks import only_token
+from specbatch.types import Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """That compute masks. `executor`: of llguidance. `end`: the token of its tokenizer that ends a text."""
+
+    executor: Any
+    count: int
+    end: int
+
+
+class Matcher:
+    """See `types.GrammarMatcher`."""
+
+    def __init__(self, compiled: Any, vocab_size: int, threads: Threads) -> None:
+        """`compiled`: a matcher of the library at the beginning of a text, which does not move. Its copies share a
+        lexer: of these matchers, one thread at a time computes a mask."""
+        self._compiled = compiled
+        self._threads = threads
+        self._tokens: list[int] = []
+        self._vocab_size = vocab_size
+        self._start()
+
+    def fork(self) -> Matcher:
+        other = Matcher.__new__(Matcher)
+        other._compiled, other._threads, other._vocab_size = self._compiled, self._threads, self._vocab_size
+        other._tokens = self._tokens.copy()
+        other._matcher = self._matcher.deep_copy()
+        return other
+
+    def advance(self, token: int) -> bool:
+        return self.advance_by([token]) == 1
+
+    def advance_by(self, tokens: Sequence[int]) -> int:
+        if not tokens or self._matcher.is_stopped():
+            return 0
+        if max(tokens) >= self._vocab_size:
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token >= self._vocab_size)]
+        count: int = self._matcher.try_consume_tokens(list(tokens))
+        self._tokens += tokens[:count]
+        return count
+
+    def allows(self, token: int) -> bool:
+        # The library takes no token where it has stopped, and an unknown one is an error, which it never leaves.
+        return token < self._vocab_size and not self._matcher.is_stopped() and self._takes(token)
+
+    def back(self, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        del self._tokens[-num_tokens:]
+        if self._matcher.is_error() or not self._matcher.rollback(num_tokens):
+            self._restart()
+
+    def may_be_forced(self) -> bool:
+        return bool(self._matcher.compute_ff_bytes()) or self._matcher.is_stopped()
+
+    def forced_tokens(self, most: int) -> list[int]:
+        if self._has_ended or not self.may_be_forced():
+            return []
+        # The library's mask is the first of these. Where there is none, a longer token may begin with the same text.
+        tokens: list[int] = self._matcher.compute_ff_tokens()[:most]
+        return tokens[: self._matcher.validate_tokens(tokens)]
+
+    def is_complete(self) -> bool:
+        return bool(self._matcher.is_accepting())  # False after an error
+
+    @property
+    def num_words(self) -> int:
+        return -(-self._vocab_size // 32)
+
+    def mask(self) -> NDArray[np.int32]:
+        masks_1W = np.empty((1, self.num_words), dtype=np.int32)
+        self.write_masks([Walk(self, (), 0)], masks_1W)
+        return masks_1W[0]
+
+    def write_masks(self, walks: Sequence[Walk], masks_KW: NDArray[np.int32]) -> NDArray[np.bool_]:
+        if masks_KW.shape[1] != self.num_words or not masks_KW.flags.c_contiguous:
+            return self._write_other_width(walks, masks_KW)
+        # In the order of their lexers, because threads take neighbours: two with one lexer would wait for each other.
+        walks = sorted(walks, key=lambda walk: id(walk.matcher._compiled))
+        alone = [
+            (walk.matcher._matcher, walk.line) for walk in walks if not walk.tokens and not walk.matcher._has_ended
+        ]
+        chains = [(walk.matcher._matcher, walk.line, walk.tokens) for walk in walks if walk.tokens]
+        where = (masks_KW.ctypes.data, 4 * self.num_words, len(masks_KW))
+        if alone:
+            self._threads.executor.unsafe_compute_mask_ptr(alone, *where)
+        if chains:
+            self._threads.executor.unsafe_compute_mask_ptr_with_draft_token(chains, *where)
+        is_complete_K = np.zeros(len(masks_KW), dtype=np.bool_)
+        for walk in walks:
+            if not walk.tokens:
+                is_complete_K[walk.line] = walk.matcher.is_complete()
+                walk.matcher._clear_wrong(masks_KW[walk.line])
+        if chains:
+            self._check_chains([walk for walk in walks if walk.tokens], masks_KW, is_complete_K)
+        return is_complete_K
+
+    def _write_other_width(self, walks: Sequence[Walk], masks_KW: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """A tokenizer may have more tokens than the model, or fewer."""
+        words_KW = np.empty((len(masks_KW), self.num_words), dtype=np.int32)
+        is_complete_K = self.write_masks(walks, words_KW)
+        known = min(self.num_words, masks_KW.shape[1])
+        lines = [walk.line + i for walk in walks for i in range(len(walk.tokens) + 1)]
+        masks_KW[lines, :known] = words_KW[lines, :known]
+        masks_KW[lines, known:] = 0
+        return is_complete_K
+
+    def _check_chains(
+        self, walks: Sequence[Walk], masks_KW: NDArray[np.int32], is_complete_K: NDArray[np.bool_]
+    ) -> None:
+        """What a matcher says at a place is asked for only where the mask leaves it open: that takes a call for each.
+
+        The library's mask has its end token wherever a text is complete or an error has ended it. A mask that has the
+        next token of the walk is right: if it has no other token, that one was taken."""
+        starts = np.cumsum([0, *(len(walk.tokens) + 1 for walk in walks)])
+        lines = np.concatenate([np.arange(walk.line, walk.line + len(walk.tokens) + 1) for walk in walks])
+        nexts = np.array([token for walk in walks for token in (*walk.tokens, self._threads.end)])
+        ends = self._threads.end
+        may_end = masks_KW[lines, ends >> 5] >> (ends & 31) & 1 != 0
+        has_next = masks_KW[lines, nexts >> 5] >> (nexts & 31) & 1 != 0
+        has_next[starts[1:] - 1] = True  # the last one has no next one
+        is_open = np.logical_or.reduceat(may_end | ~has_next, starts[:-1]).tolist()
+        for walk, is_one_open in zip(walks, is_open, strict=True):
+            matcher, last_W = walk.matcher, masks_KW[walk.line + len(walk.tokens)]
+            if is_one_open or matcher._has_ended:
+                matcher._write_slowly(walk, masks_KW, is_complete_K)
+            elif (token := only_token(last_W)) is not None and not matcher._takes(*walk.tokens, token):
+                last_W[:] = 0
+
+    def _write_slowly(self, walk: Walk, masks_KW: NDArray[np.int32], is_complete_K: NDArray[np.bool_]) -> None:
+        """One mask after the other."""
+        if self._matcher.is_error():
+            self._restart()
+        for i, mask_W in enumerate(masks_KW[walk.line : walk.line + len(walk.tokens) + 1]):
+            if i:
+                self.advance(walk.tokens[i - 1])
+            if not self._has_ended:
+                self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            is_complete_K[walk.line + i] = self.is_complete()
+            self._clear_wrong(mask_W)
+        self.back(len(walk.tokens))
+
+    def _clear_wrong(self, mask_W: NDArray[np.int32]) -> None:
+        # Also by a limit, or an end that was found late.
+        if self._has_ended or (self._matcher.compute_ff_bytes() and not self._takes_only(mask_W)):
+            mask_W[:] = 0
+
+    def _takes_only(self, mask_W: NDArray[np.int32]) -> bool:
+        """False: one token alone may come, and the library refuses it."""
+        token = only_token(mask_W)
+        return token is None or self._takes(token) or bool(self._matcher.is_accepting())
+
+    def _takes(self, *tokens: int) -> bool:
+        """The library forces the text `<think>` as the token of that name, which it has as a mark and not as that text:
+        it refuses that."""
+        return bool(self._matcher.validate_tokens(list(tokens)) == len(tokens))
+
+    @property
+    def _has_ended(self) -> bool:
+        return bool(self._matcher.is_stopped())  # also after an error
+
+    def _start(self) -> None:
+        self._matcher = self._compiled.deep_copy()
+
+    def _restart(self) -> None:
+        """An error is never left; what came before it may go on elsewhere."""
+        self._start()
+        self._matcher.consume_tokens(self._tokens)
