@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import FieldError, shown
+from specbatch.logprobs import TokenLogprobs
+from specbatch.matcher import GrammarMatcher
 from specbatch.option import SEED, Range, option
 from specbatch.response_format import read_response_format
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    pass
 
 
 class FinishReason(StrEnum):
@@ -198,66 +199,6 @@ class RngKey:
 StopCheck = Callable[[Sequence[int], int, int], int | None]
 
 
-class GrammarMatcher(Protocol):
-    """Where the output of a request is in its grammar; at first before its first token. What it returns depends on the
-    tokens alone, however they were reached."""
-
-    def advance(self, token: int) -> bool:
-        """Go one token further, if the grammar allows it. Returns whether it did."""
-        ...
-
-    def advance_by(self, tokens: Sequence[int]) -> int:
-        """Go as far as the grammar allows these tokens. Returns how many it did."""
-        ...
-
-    def allows(self, token: int) -> bool:
-        """Whether `advance` would go on."""
-        ...
-
-    def back(self, num_tokens: int) -> None: ...
-
-    def fork(self) -> Any:
-        """A matcher at the same place, which goes on by itself."""
-        ...
-
-    def is_complete(self) -> bool:
-        """Whether the output may end here."""
-        ...
-
-    def may_be_forced(self) -> bool:
-        """False: more than one token may come next, or the output is complete. It costs much less than `mask`."""
-        ...
-
-    def forced_tokens(self, most: int) -> list[int]:
-        """The only token of `mask`, where the output is not complete, and at most `most` - 1 likely ones that may come
-        after it. Empty: more may come, or none, or only the mask shows it. It costs less than that."""
-        ...
-
-    @property
-    def num_words(self) -> int:
-        """Of a mask. Tokens past the last word may not come."""
-        ...
-
-    def mask(self) -> NDArray[np.int32]:
-        """Which tokens may come next: token t if bit t % 32 of word t // 32 is set. Bits of end-of-sequence tokens
-        mean nothing, see `is_complete`."""
-        ...
-
-    def write_masks(self, walks: Sequence[Walk], masks_KW: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """The masks of these, of the same kind as this one, to their lines; threads may compute them. Masks get the
-        width of `masks_KW`. Returns (K,) `is_complete` for these lines."""
-        ...
-
-
-class Walk(NamedTuple):
-    """Masks of a matcher: of its place, and of the places after each of `tokens`, which may come in turn. The matcher
-    itself does not move, and it is in no other walk of a call. `line`: of the first mask; the others follow it."""
-
-    matcher: Any
-    tokens: Sequence[int]
-    line: int
-
-
 @dataclass(slots=True)
 class Request:
     """One completion to compute."""
@@ -269,61 +210,6 @@ class Request:
     check_stop: StopCheck | None = None  # None: no stop strings
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
     matcher: GrammarMatcher | None = None  # of this request alone; None: any text
-
-
-class TokenLogprob(NamedTuple):
-    """Natural-log probabilities under the target model: of its raw logits, before edits, temperature and filters."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
-
-
-@dataclass(slots=True, repr=False, eq=False)
-class TokenLogprobs(Sequence[TokenLogprob]):
-    """As a list of `TokenLogprob`, of which each has k likely tokens. It is kept in columns: to make objects for each
-    token took the host longer than all else that it does for one."""
-
-    token_ids: list[int]  # n
-    values: NDArray[np.float64]  # (n, 1 + k): of each token its own, then those of its likely ones
-    top_ids: NDArray[np.int32]  # (n, k)
-
-    @classmethod
-    def of(cls, tokens: Iterable[TokenLogprob]) -> TokenLogprobs:
-        import numpy as np  # here, because commands that run no rows do without
-
-        found = list(tokens)
-        k = len(found[0].top) if found else 0
-        values = np.array([(own, *(other for _, other in top)) for _, own, top in found], dtype=np.float64)
-        top_ids = np.array([[other for other, _ in one.top] for one in found], dtype=np.int32)
-        return cls([one.token_id for one in found], values.reshape(-1, 1 + k), top_ids.reshape(len(found), k))
-
-    @property
-    def num_top(self) -> int:
-        """k"""
-        return int(self.top_ids.shape[1])
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def __iter__(self) -> Iterator[TokenLogprob]:
-        for token, (own, *others), top_ids in zip(
-            self.token_ids, self.values.tolist(), self.top_ids.tolist(), strict=True
-        ):
-            yield TokenLogprob(token, own, tuple(zip(top_ids, others, strict=True)))
-
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprob: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenLogprob]: ...
-    def __getitem__(self, index: int | slice) -> TokenLogprob | list[TokenLogprob]:
-        return list(self)[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenLogprobs) and list(self) == list(other)
-
-    def __repr__(self) -> str:
-        return f"TokenLogprobs.of({list(self)})"
 
 
 class Margin(NamedTuple):

@@ -23,17 +23,8 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import ModelError
-from specbatch.types import (
-    NO_MARGIN,
-    Completion,
-    EngineLimits,
-    FinishReason,
-    Margin,
-    Request,
-    RngKey,
-    TokenLogprob,
-    TokenLogprobs,
-)
+from specbatch.logprobs import TokenLogprob, TokenLogprobs
+from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Margin, Request, RngKey
 
 VOCAB = 300
 BOS, EOS = 256, 257

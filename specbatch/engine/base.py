@@ -12,7 +12,8 @@ from specbatch.engine.logprobs import read_records
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
-from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Request, TokenLogprobs
+from specbatch.logprobs import TokenLogprobs
+from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Request
 
 
 def check_finite(completions: Iterable[Completion]) -> None:

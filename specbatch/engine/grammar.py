@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.grammar.masks import only_token
-from specbatch.types import GrammarMatcher, Walk
+from specbatch.matcher import GrammarMatcher, Walk
 
 MAX_FORCED = 15  # nodes that a tree may have in addition to those of its draft shape, where shapes are free
 _FORCED = -1  # in place of a draft node's index

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbatch.types import TokenLogprobs
+from specbatch.logprobs import TokenLogprobs
 
 MAX_TOP_LOGPROBS = 20
 _NUMS_TOP = (0, 1, 5, MAX_TOP_LOGPROBS)

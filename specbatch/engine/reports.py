@@ -17,7 +17,8 @@ from specbatch.engine.logprobs import LogprobLayout, Logprobs, ReadLogprobs
 from specbatch.engine.prompts import ScoredToken
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download, Transfers
-from specbatch.types import FinishReason, Margin, TokenLogprob
+from specbatch.logprobs import TokenLogprob
+from specbatch.types import FinishReason, Margin
 
 _TOKENS = int(Output.TOKENS)  # a plain integer: those of an enumeration take several times as long to index with
 

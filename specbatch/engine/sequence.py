@@ -9,7 +9,8 @@ from typing import Any
 from specbatch.counts import SpeculationCounts
 from specbatch.engine.grammar import GrammarState
 from specbatch.engine.rules import Rules
-from specbatch.types import NO_MARGIN, Margin, Request, TokenLogprob
+from specbatch.logprobs import TokenLogprob
+from specbatch.types import NO_MARGIN, Margin, Request
 
 
 @dataclass(slots=True, eq=False)

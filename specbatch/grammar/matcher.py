@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.grammar.masks import only_token
-from specbatch.types import Walk
+from specbatch.matcher import Walk
 
 
 @dataclass(frozen=True, slots=True)

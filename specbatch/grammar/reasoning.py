@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.types import GrammarMatcher, Walk
+from specbatch.matcher import GrammarMatcher, Walk
 
 
 class _At(Enum):

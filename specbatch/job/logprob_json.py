@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.job.jsonl import Encoded
-from specbatch.types import TokenLogprobs
+from specbatch.logprobs import TokenLogprobs
 
 T = TypeVar("T")
 _FEW = 64  # numbers for which Python takes no longer than a library's call

@@ -28,7 +28,8 @@ from specbatch.counts import SpeculationCounts
 from specbatch.errors import RowError
 from specbatch.job.chat_output import Answer, ToolCall
 from specbatch.job.logprob_json import LogprobJson
-from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin, TokenLogprobs
+from specbatch.logprobs import TokenLogprobs
+from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin
 
 _BATCH_ID = "batch_req_"
 

@@ -20,15 +20,8 @@ from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
 from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
-from specbatch.types import (
-    Completion,
-    EngineLimits,
-    FinishReason,
-    GrammarMatcher,
-    SamplingParams,
-    StopCheck,
-    check_unicode,
-)
+from specbatch.matcher import GrammarMatcher
+from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck, check_unicode
 
 
 def with_chat_template_text(config: Config) -> Config:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specbatch.engine.logprobs import LogprobLayout, Logprobs, read_records, with_logprobs
-from specbatch.types import TokenLogprob, TokenLogprobs
+from specbatch.logprobs import TokenLogprob, TokenLogprobs
 
 
 def drawn(rows: int, tokens: int, num_top: int, dtype: torch.dtype) -> Logprobs:

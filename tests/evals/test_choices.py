@@ -19,7 +19,8 @@ from specbatch.evals.plan import Plan, make_plan
 from specbatch.evals.runner import with_shared_tokens_of
 from specbatch.evals.schema import DataSource
 from specbatch.job.worker import Runtime
-from specbatch.types import Completion, FinishReason, Request, TokenLogprob, TokenLogprobs
+from specbatch.logprobs import TokenLogprob, TokenLogprobs
+from specbatch.types import Completion, FinishReason, Request
 from tests.evals.test_command import Eval
 from tests.evals.test_evals import write_task
 from tests.stub_engine import StubEngine, resolve

@@ -25,7 +25,8 @@ from specbatch.evals.command import EvalOptions, evaluate
 from specbatch.evals.sandbox import Verdict
 from specbatch.job.stats import commit as stats_commit
 from specbatch.job.worker import Runtime
-from specbatch.types import BatchEngine, Completion, FinishReason, Request, SamplingParams, TokenLogprob, TokenLogprobs
+from specbatch.logprobs import TokenLogprob, TokenLogprobs
+from specbatch.types import BatchEngine, Completion, FinishReason, Request, SamplingParams
 from tests import processes
 from tests.evals.test_evals import ROWS, write_task
 from tests.stub_engine import EOS, StubEngine, StubRun, StubTokenizer, resolve

@@ -15,8 +15,8 @@ from specbatch.engine.transfers import Transfers
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.reasoning import AfterReasoning
+from specbatch.matcher import GrammarMatcher, Walk
 from specbatch.models.formats.tokenizer import byte_tokenizer
-from specbatch.types import GrammarMatcher, Walk
 from tests.grammar.tiny_tokenizer import END, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

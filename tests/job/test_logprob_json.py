@@ -12,7 +12,7 @@ import pytest
 
 from specbatch.job.jsonl import Encoded, encode_line
 from specbatch.job.logprob_json import LOWEST_LOGPROB, LogprobJson
-from specbatch.types import TokenLogprob, TokenLogprobs
+from specbatch.logprobs import TokenLogprob, TokenLogprobs
 
 TEXTS = {1: " a", 2: '\n"\\\x7f', 3: "é😀", 4: " a", 5: "<|end|>"}
 SMALL = -1.1920928244535389e-07

@@ -17,7 +17,8 @@ from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
 from specbatch.job.tokenizer import TextProcessor
-from specbatch.types import FinishReason, SamplingParams, TokenLogprob, TokenLogprobs
+from specbatch.logprobs import TokenLogprob, TokenLogprobs
+from specbatch.types import FinishReason, SamplingParams
 from tests.stub_engine import StubTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -21,7 +21,8 @@ from specbatch.job.result_files import result_rows, write_lines
 from specbatch.job.results_format import Choice, RowInfo, result_line
 from specbatch.job.schema import schemas
 from specbatch.job.stats_types import SCHEMA_VERSION
-from specbatch.types import FinishReason, Margin, TokenLogprob, TokenLogprobs
+from specbatch.logprobs import TokenLogprob, TokenLogprobs
+from specbatch.types import FinishReason, Margin
 from tests.job.shards import Shards, native, openai
 
 SCHEMAS = schemas()

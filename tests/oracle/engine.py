@@ -20,8 +20,9 @@ from specbatch.engine.logprobs import ReadLogprobs
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.out_of_memory import is_out_of_memory
+from specbatch.logprobs import TokenLogprobs
 from specbatch.models.decoder import Decoder
-from specbatch.types import Completion, FinishReason, TokenLogprobs
+from specbatch.types import Completion, FinishReason
 from tests.oracle.proposer import Proposer, TargetOutput
 from tests.oracle.rules import edited_logits, path_tokens
 from tests.oracle.sampling import margin_of, token_logprob

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from specbatch.kernels.torch.sampling import finite_peak
-from specbatch.types import Margin, SamplingParams, TokenLogprob
+from specbatch.logprobs import TokenLogprob
+from specbatch.types import Margin, SamplingParams
 
 _PART = 1 << 14
 
