@@ -31,13 +31,17 @@ def compile_kernels(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens
     try:
         count = compile_ahead(lambda: _run(short, max_batch_size, prefill_chunk_tokens, max_length), num_threads)
     except Exception as error:
-        return f"engine: kernels were not compiled ahead ({type(error).__name__}: {str(error).splitlines()[:1]})"
+        return f"engine: kernels were not compiled ahead ({type(error).__name__}: {_first_line(error)})"
     finally:
         net = parts.methods.items[0].net
         if net is not None:
-            net.cache.resize(0)  # it became fake
+            net.cache.resize(parts.page_size)  # it became fake
     seconds = time.perf_counter() - began
     return f"engine: {count} kernels compiled ahead in {seconds:.1f} s by {num_threads} threads"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int) -> None:
