@@ -21,20 +21,25 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 def compile_ahead(function: Callable[[], None], num_threads: int) -> int:
     """Compiles the kernels that `function` launches; returns their number. Tensors that `function` makes are fake. It
-    may read real ones, such as weights, but what it would write into them goes nowhere.
+    may use real ones, such as weights: torch's operations do not write into them. A kernel of real ones only would be
+    launched.
 
     A kernel that cannot be compiled is left out: its launch will raise. Raises what `function` raises, when the kernels
     before that are compiled.
     """
-    # Triton before 3.9 leaves its mode on where leaving it is interrupted: in a context of its own that does no harm.
+    # Triton 3.6 leaves its mode on where the end of it is interrupted: in a context of its own that does no harm.
     return copy_context().run(_compiled, function, num_threads)
 
 
 def _compiled(function: Callable[[], None], num_threads: int) -> int:
-    with ThreadPoolExecutor(num_threads) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
-        with _without_addresses(), FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
-            function()
-        return len(mode.raw_futures)
+    pool = ThreadPoolExecutor(num_threads)
+    try:
+        with AsyncCompileMode(pool, ignore_errors=True) as mode:  # its end waits for all kernels
+            with _without_addresses(), FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+                function()
+            return len(mode.raw_futures)
+    finally:
+        pool.shutdown(cancel_futures=True)  # where the wait was interrupted
 
 
 def _without_addresses() -> AbstractContextManager[object]:
