@@ -21,8 +21,8 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 def compile_ahead(function: Callable[[], None], num_threads: int) -> int:
     """Compiles the kernels that `function` launches; returns their number. Tensors that `function` makes are fake. It
-    may use real ones, such as weights: torch's operations do not write into them. A kernel of real ones only would be
-    launched.
+    may read real ones, such as weights. It must not write into them: operations and kernels over real tensors alone do
+    run, on the numbers that are there.
 
     A kernel that cannot be compiled is left out: its launch will raise. Raises what `function` raises, when the kernels
     before that are compiled.
