@@ -14,6 +14,7 @@ What they share:
     processes.py        commands as forked processes, for kill -9, signals and exit codes
     eagle_reference.py, tracing.py, coins.py, fake_flashinfer.py
                         EAGLE heads in plain torch; a trace of drafts; all outcomes of random draws; FlashInfer in torch
+    kernels/fake_gpu.py Triton's compiler for an H100, without one: launches are only counted
 
 `pytest` runs what takes seconds on two cores. `-m slow` is real weights and minutes of CPU, `-m gpu` needs a GPU;
 without one, kernels run in Triton's interpreter (kernels/interpreter.py), on shapes as small as their edges allow.

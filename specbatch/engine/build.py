@@ -16,6 +16,7 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import KVScales, PagePool
 from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
+from specbatch.engine.compile_ahead import compile_kernels
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
@@ -107,6 +108,11 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             pieces = PromptPieces.of_models(rounds.target, parts.net, compiled=compiled, on_progress=on_progress)
             if compiled:
                 clock.passed("pieces of prompts compiled")
+        if run.engine.compiles_ahead:
+            on_progress("compiling kernels ahead")
+            sizes = run.engine.max_batch_size, run.engine.prefill_chunk_tokens
+            run.notes.append(compile_kernels(rounds, *sizes, run.cache.capacity))
+            clock.passed("kernels compiled ahead")
         on_progress("compiling kernels, trial run")
         sized = _measured(run, rounds, pieces, available, group)
         pieces = pieces if sized.in_pieces else None

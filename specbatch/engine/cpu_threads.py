@@ -166,6 +166,11 @@ def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
         return math.inf
 
 
+def usable_cores() -> float:
+    """Of this process, which need not be a whole number of them."""
+    return min(len(_allowed_cores()), cpu_quota())
+
+
 def _allowed_cores() -> frozenset[int]:
     try:
         return frozenset(os.sched_getaffinity(0))

@@ -158,7 +158,7 @@ def _with_prompts_that_gain(sized: Sized, engine: Engine, group: Group | None, m
         return one, f"{option}: one lane ({why})"
 
     def run(with_lanes: Round) -> Callable[[], None]:
-        return lambda: trial_prompt(with_lanes, with_lanes.state, num_tokens, engine.page_size, device)
+        return lambda: trial_prompt(with_lanes, num_tokens)
 
     runs = [run(one.items.items[0]), run(round_)]
     times = _of_first(measure(runs, device, lambda: None), group)

@@ -18,6 +18,7 @@ from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Row
 from specbatch.engine.prompt_trunks import PromptGraphMode
 from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
 from specbatch.engine.resolve_cascade import resolve_cascade
+from specbatch.engine.resolve_compile_ahead import resolve_compile_ahead
 from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic, check_kv_dtype
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
@@ -65,6 +66,7 @@ class EngineSettings:
     compiles: bool  # pieces of prompts
     two_lanes: bool = False  # see `lanes.py`
     measures_lanes: bool = False  # at the start: where they do not gain, there is one
+    compiles_ahead: bool = False  # kernels, in threads
     cascade: GroupLimits | None = None  # None: what requests share is read by each
     left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
 
@@ -318,6 +320,7 @@ def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, no
         )
     if section.deterministic:
         check_deterministic(device, dtype, attention)
+    lanes = resolve_two_lanes(section, device, attention, notes)
     page, chunk = (64, 8192) if on_cuda else (16, 512)
     graph_mode: GraphMode = graphs if graphs != "auto" else "round" if attention != "torch" else "none"
     return EngineSettings(
@@ -329,7 +332,8 @@ def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, no
         section.memory_fraction or MEMORY_FRACTION[device.type],
         resolve_prompt_graphs(config.prefill.graphs, section, on_cuda, attention, graph_mode),
         section.compile == "auto",
-        *resolve_two_lanes(section, device, attention, notes),
+        *lanes,
+        compiles_ahead=resolve_compile_ahead(section, device, attention, two_lanes=lanes.two_lanes),
         left_open=frozenset(
             name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None
         ),

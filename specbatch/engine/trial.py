@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from specbatch.batch import ALL_EDITS, LogitsIndices, PagedBatch
-from specbatch.cache.request_table import RequestTable
 from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
@@ -77,13 +76,7 @@ class Trials:
         prompt = rounds.items[0]  # for prompts, which no draft method changes
         prompt_bytes = self._prompt_peak(prompt, prefill_chunk_tokens)
         padded_bytes = self._prompt_peak(prompt, chunk_cost.graph_tokens) if chunk_cost.graph_tokens else 0
-        num_prompts = 1
-        while num_prompts * _SHORT_PROMPT < prefill_chunk_tokens:  # compiles what other chunks need
-            num_tokens = num_prompts * _SHORT_PROMPT
-            trial_prompt(prompt, table, num_tokens, size, device)
-            if 1 < num_prompts <= max_batch_size:
-                trial_prompt(prompt, table, num_tokens, size, device, num_prompts)
-            num_prompts *= 2
+        trial_short_prompts(prompt, max_batch_size, prefill_chunk_tokens)
         padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=device)
         table.add_rules(target.config.vocab_size).add_node_masks(self.parts.num_lookahead)
         rule_bytes = table.rule_bytes
@@ -136,8 +129,7 @@ class Trials:
         return kept * 5 // 4 if fits else None
 
     def _prompt_peak(self, round_: Round, num_tokens: int) -> int:
-        device, size = self.parts.device, self.parts.page_size
-        return _peak(device, lambda: trial_prompt(round_, round_.state, num_tokens, size, device))
+        return _peak(self.parts.device, lambda: trial_prompt(round_, num_tokens))
 
     def _round_peak(self, round_: Round, req_idx_B: torch.Tensor) -> int:
         return _peak(self.parts.device, lambda: trial_round(round_, req_idx_B, MAX_TOP_LOGPROBS))
@@ -162,12 +154,23 @@ def trial_round(round_: Round, padding: torch.Tensor, num_top: int | None) -> No
     round_(padding, sampled=True, num_top=num_top, edits=ALL_EDITS)
 
 
+def trial_short_prompts(round_: Round, max_batch_size: int, prefill_chunk_tokens: int) -> None:
+    """Chunks of other sizes. They take less memory, and other kernels."""
+    num_prompts = 1
+    while num_prompts * _SHORT_PROMPT < prefill_chunk_tokens:
+        num_tokens = num_prompts * _SHORT_PROMPT
+        trial_prompt(round_, num_tokens)
+        if 1 < num_prompts <= max_batch_size:
+            trial_prompt(round_, num_tokens, num_prompts)
+        num_prompts *= 2
+
+
 @torch.inference_mode()
-def trial_prompt(
-    round_: Round, state: RequestTable, num_tokens: int, page_size: int, device: torch.device, num_prompts: int = 1
-) -> None:
+def trial_prompt(round_: Round, num_tokens: int, num_prompts: int = 1) -> None:
     """A chunk of prompts of equal length, which end there. If it is one prompt, as many of its tokens as slots are
     chosen after it, as if short prompts ended there. All is in padding's slot, which stays done."""
+    state, page_size = round_.state, round_.page_size
+    device = state.ints_SF.device
     pages = -(-num_tokens // page_size)
     table = torch.arange(max(pages + 1, state.page_table_SP.shape[1]), dtype=torch.int32, device=device)[None]
     index = torch.arange(num_tokens, device=device)

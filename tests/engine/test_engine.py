@@ -203,7 +203,7 @@ def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) ->
     before = state.ints_SF.clone()
     for num_tokens in (4, 32, 64):
         for num_prompts in (1, num_tokens // 4):
-            trial_prompt(round_of(engine), state, num_tokens, 4, torch.device("cpu"), num_prompts)
+            trial_prompt(round_of(engine), num_tokens, num_prompts)
     state.add_rules(VOCAB).add_node_masks(round_of(engine).method.num_lookahead)
     trial_round(round_of(engine), torch.full((8,), state.padding), num_top=20)
     assert torch.equal(state.ints_SF, before)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specbatch.batch import NO_TOKEN
 from specbatch.kernels.triton.parts.draws import block_sums, blocks_of, pick_block, pick_id, probabilities
+from specbatch.kernels.triton.parts.launch import launch
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
@@ -91,7 +92,8 @@ def accept_chain(
         inverse = torch.full((vocab,), -1, dtype=torch.int32, device=device)
         inverse.scatter_(0, target_ids_W, torch.arange(width, dtype=torch.int32, device=device))
     block, blocks, num_warps = blocks_of(p_BNV)
-    _accept_chain[(batch,)](
+    launch(
+        _accept_chain, (batch,),
         drafts_BD.contiguous(), q_BDW.contiguous(), inverse, p_BNV.contiguous(), num_drafts_B.contiguous(),
         temperature_B.contiguous(), u_accept_BD.contiguous(), u_residual_BD.contiguous(), u_sample_BN.contiguous(),
         num_path, next_token, num_broken, vocab, width,

@@ -30,7 +30,7 @@ from specbatch.batch import PREFIX_UNIT, PagedBatch, PrefixParts
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded, tile_for
 from specbatch.kernels.triton.parts.attention_walk import merge_prefix, walk
 from specbatch.kernels.triton.parts.fp8 import half_queries
-from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 from specbatch.kernels.triton.workspace import Workspace
 
@@ -283,7 +283,9 @@ def attend_by(
     has_pairs = is_fp8 and tile.fp8 == "pairs"
     assert not is_half or q_THD.element_size() == 2, "wider queries would lose bits in float16"
     values = kv_2KSD[1].view(torch.int16) if has_pairs else kv_2KSD[1]
-    _attend[grid](
+    launch(
+        _attend,
+        grid,
         q_THD,
         out,
         kv_2KSD[0],

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.batch import Beam, Candidates
+from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.parts.ordering import LOWEST, pack, packed_index, packed_number
 
 
@@ -53,7 +54,8 @@ def beam_start(
     tokens, index = torch.empty((2, batch, k), dtype=torch.int64, device=device)
     seen = torch.empty((batch, k, num_words), dtype=torch.int32, device=device)
     scores = scores_BK.contiguous()
-    _beam_start[(batch,)](
+    launch(
+        _beam_start, (batch,),
         scores, ids_BK.contiguous(), ids_BK if target_ids_W is None else target_ids_W,
         cand_tokens, cand_scores, cand_parents, tokens, index, seen, num_candidates, num_words,
         K=k, BLOCK_K=triton.next_power_of_2(k), BLOCK_W=triton.next_power_of_2(max(num_words, 1)),
@@ -113,7 +115,8 @@ def beam_expand(
     scores = torch.empty((batch, k), dtype=torch.float32, device=device)
     tokens, index, parent = torch.empty((3, batch, k), dtype=torch.int64, device=device)
     seen = torch.empty_like(beam.seen_BKW)
-    _beam_expand[(batch,)](
+    launch(
+        _beam_expand, (batch,),
         beam.scores_BK, beam.index_BK, beam.seen_BKW, step_scores_BKK.contiguous(), step_ids_BKK.contiguous(),
         tokens if target_ids_W is None else target_ids_W,
         *candidates, scores, tokens, index, parent, seen, candidates.tokens_BC.shape[1], num_words, step,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.batch import ANY_TOKEN, NO_TEXT, Edits, RuleBuffers, TreeNodes
-from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
 _TOKENS = 2048  # of one program
 _WORDS, _BIASES, _TEXT = 64, 256, 1024  # likewise
@@ -201,14 +201,16 @@ def edit_logits(logits_TV: Tensor, nodes: TreeNodes, rules: RuleBuffers, tokens_
         with_nodes = bool(edits & Edits.NODE_MASK)
         node_masks = rules.node_masks_SNW if with_nodes else rules.masks_S2W
         assert node_masks is not None, "no room for masks of nodes"
-        _forbid[(triton.cdiv(vocab, _TOKENS), rows)](
+        launch(
+            _forbid, (triton.cdiv(vocab, _TOKENS), rows),
             logits_TV, lines_B, length_B, depths, rules.edits_S, rules.num_prompt_S, rules.min_tokens_S,
             rules.masks_S2W, node_masks, vocab, stride, rules.masks_S2W.shape[2], num_nodes, node_masks.shape[1],
             IS_CHAIN=is_chain, NODE_MASK=with_nodes, BLOCK=_TOKENS, **options,
         )  # fmt: skip
     if edits & Edits.BAD_WORDS:
         _, num_bad, num_back = rules.bad_starts_SCM.shape
-        _forbid_bad_words[(triton.cdiv(num_bad, _WORDS), rows)](
+        launch(
+            _forbid_bad_words, (triton.cdiv(num_bad, _WORDS), rows),
             logits_TV, lines_B, length_B, tokens_BN, depths, mask, rules.edits_S, rules.num_prompt_S,
             rules.bad_starts_SCM, rules.bad_ends_SC, tokens_SL, stride, mask_words, num_nodes, num_bad, num_back,
             text_width, IS_CHAIN=is_chain, NODES=triton.next_power_of_2(num_nodes), BLOCK=_WORDS, **options,
@@ -216,16 +218,19 @@ def edit_logits(logits_TV: Tensor, nodes: TreeNodes, rules: RuleBuffers, tokens_
     if edits & Edits.VALUES:
         assert logits_TV.dtype == torch.float32
         num_biases = rules.biases_SK.shape[1]
-        _add_biases[(triton.cdiv(num_biases, _BIASES), rows)](
+        launch(
+            _add_biases, (triton.cdiv(num_biases, _BIASES), rows),
             logits_TV, lines_B, rules.edits_S, rules.bias_ids_SK, rules.biases_SK, stride, num_nodes, num_biases,
             BLOCK=_BIASES, **options,
         )  # fmt: skip
         counts_BV = torch.zeros((batch, vocab), dtype=torch.int32, device=logits_TV.device)
-        _count_text[(triton.cdiv(text_width, _TEXT), batch)](
+        launch(
+            _count_text, (triton.cdiv(text_width, _TEXT), batch),
             counts_BV, lines_B, length_B, rules.edits_S, rules.penalties_S3, rules.num_prompt_S, tokens_SL, vocab,
             text_width, BLOCK=_TEXT, **options,
         )  # fmt: skip
-        _penalise[(triton.cdiv(vocab, _TOKENS), rows)](
+        launch(
+            _penalise, (triton.cdiv(vocab, _TOKENS), rows),
             logits_TV, counts_BV, lines_B, tokens_BN, mask, rules.edits_S, rules.penalties_S3, vocab, stride,
             mask_words, num_nodes, IS_CHAIN=is_chain, BLOCK=_TOKENS, **options,
         )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.kernels.quantised import GROUP, SMALLEST_SCALE, Quantised
-from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.scaled import ops as scaled
 from specbatch.kernels.triton.scaled.tile import scaled_tile_for
 
@@ -129,7 +129,8 @@ def _launch(kernel, x: Tensor, size: int, norm: tuple, static: float | None, gro
         # A norm's warps are those of `rms_norm`: they decide the order of its sum.
         warps = min(8 if norm else 32, max(1, block // 512))
         weight, rest = norm[:1], norm[1:]
-        kernel[(num_tokens,)](
+        launch(
+            kernel, (num_tokens,),
             x.contiguous(), *weight, values, scales, 1.0 if static is None else static, *rest,
             SIZE=size, BLOCK=block, GROUP=GROUP if grouped else 0, STATIC=static is not None, PDL=pdl,
             num_warps=warps, **launch_options(pdl),

@@ -39,7 +39,7 @@ from specbatch.kernels.triton.parts.invariant_steps import (
     slots_of,
     store_split,
 )
-from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.tree_paths import TreePaths
 from specbatch.kernels.triton.workspace import Workspace
 
@@ -276,7 +276,8 @@ def attend(
     assert tile.fp8 != "pairs", "this kernel does not read values as pairs"
     # The interpreter does not have the option.
     options = {**launch_options(pdl), **({"enable_fp_fusion": False} if q_THD.is_cuda else {})}
-    _attend[(num_kv_heads, row_blocks, num_seqs + (splits.parts - 1) * splits.num_seqs)](
+    launch(
+        _attend, (num_kv_heads, row_blocks, num_seqs + (splits.parts - 1) * splits.num_seqs),
         q_THD, out, kv_2KSD[0], kv_2KSD[1], batch.page_table_BP, batch.starts_B, batch.query_starts,
         batch.positions_T, batch.starts_B if batch.mask_starts_B is None else batch.mask_starts_B,
         limits, leaves, nodes, bounds, *(listed or (batch.starts_B, batch.starts_B)),

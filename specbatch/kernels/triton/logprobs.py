@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.kernels.triton.parts.filters import NO_ID
+from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.tree import draft_topk
 
 _PART_ROWS = 64  # of which the most likely tokens are found at once: their logits are copied
@@ -66,8 +67,9 @@ def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int)
     peak, log_sum, chosen = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3))
     best = torch.empty(rows, dtype=torch.int64, device=device)
     index_R, tokens_R, stride = index_R.contiguous(), tokens_R.contiguous(), logits_TV.stride(0)
-    _sum_of_chunk[(rows, num_chunks)](logits_TV, index_R, peaks, sums, ids, stride, vocab, CHUNK=chunk)
-    _logprobs_of_chunks[(rows,)](
+    launch(_sum_of_chunk, (rows, num_chunks), logits_TV, index_R, peaks, sums, ids, stride, vocab, CHUNK=chunk)
+    launch(
+        _logprobs_of_chunks, (rows,),
         logits_TV, index_R, tokens_R, peaks, sums, ids, peak, log_sum, chosen, best, stride, vocab, num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1,
     )  # fmt: skip

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.triton.parts.launch import launch
+
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def _long_sequences(
@@ -37,7 +39,8 @@ def long_sequences(starts_B: Tensor, query_starts: Tensor, min_tokens: int, coun
     num_seqs = starts_B.shape[0]
     indices = torch.empty(num_seqs, dtype=torch.int32, device=starts_B.device)
     listed = torch.empty(count, dtype=torch.int32, device=starts_B.device)
-    _long_sequences[(1,)](
+    launch(
+        _long_sequences, (1,),
         starts_B, query_starts, indices, listed, num_seqs, min_tokens, count,
         SEQS=triton.next_power_of_2(num_seqs), COUNT=triton.next_power_of_2(count), num_warps=4,
     )  # fmt: skip

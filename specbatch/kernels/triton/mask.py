@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
 _BLOCK = 512  # bytes of one program
 
@@ -56,7 +56,9 @@ def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num
     num_bytes = triton.cdiv(num_queries * max_keys, 8)
     out = torch.empty((batch, num_bytes), dtype=torch.uint8, device=mask_TW.device)
     pdl = dependent_launch(mask_TW)
-    _tree_mask_bits[(triton.cdiv(num_bytes, _BLOCK), batch)](
+    launch(
+        _tree_mask_bits,
+        (triton.cdiv(num_bytes, _BLOCK), batch),
         mask_TW,
         mask_starts_B,
         starts_B,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
 _PLANES = 32  # (layer, key or value, head) triples of one program that moves a slot
 
@@ -38,7 +38,8 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     if num_rows:
         block = triton.next_power_of_2(size)
         pdl = dependent_launch(x_TE)
-        _rms_norm[(num_rows,)](
+        launch(
+            _rms_norm, (num_rows,),
             x_TE, weight_E, y, eps, E=size, BLOCK=block, PDL=pdl, num_warps=min(8, max(1, block // 512)),
             **launch_options(pdl),
         )  # fmt: skip
@@ -64,8 +65,16 @@ def silu_mul(gate_up_T2I: Tensor) -> Tensor:
     if num_rows:
         block = min(2048, triton.next_power_of_2(width // 2))
         pdl = dependent_launch(gate_up_T2I)
-        _silu_mul[(num_rows, triton.cdiv(width // 2, block))](
-            gate_up_T2I, y, width // 2, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+        launch(
+            _silu_mul,
+            (num_rows, triton.cdiv(width // 2, block)),
+            gate_up_T2I,
+            y,
+            width // 2,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=4,
+            **launch_options(pdl),
         )
     return y
 
@@ -201,7 +210,9 @@ def rotary_write(
     block_h = 8 if num_tokens <= 64 else 16
     has_norm = q_norm_D is not None and k_norm_D is not None
     pdl = dependent_launch(qkv_TZ)
-    _rotary_write[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_h))](
+    launch(
+        _rotary_write,
+        (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_h)),
         qkv_TZ,
         q,
         kv_2KSD[0],
@@ -255,7 +266,8 @@ def move_slots(kv_L2KSD: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
     *planes, num_slots, head_dim = kv_L2KSD.shape
     num_planes = planes[0] * planes[1] * planes[2]
     num_rows, width = source_BM.shape
-    _move_slots[(num_rows, triton.cdiv(num_planes, _PLANES))](
+    launch(
+        _move_slots, (num_rows, triton.cdiv(num_planes, _PLANES)),
         kv_L2KSD, source_BM, target_BM, num_planes, num_slots * head_dim,
         M=width, D=head_dim, BLOCK=triton.next_power_of_2(head_dim), PLANES=_PLANES, num_warps=4,
     )  # fmt: skip

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.triton.parts.launch import launch
+
 
 @triton.jit
 def _longest_of_chunk(
@@ -80,10 +82,20 @@ def ngram_lookup(
     best = torch.empty((batch, num_chunks), dtype=torch.int64, device=device)
     drafts = torch.empty((batch, num_drafts), dtype=torch.int64, device=device)
     num_drafts_B = torch.empty(batch, dtype=torch.int64, device=device)
-    _longest_of_chunk[(batch, num_chunks)](
-        tokens_SL, req_idx_B, num_tokens_S, best, tokens_SL.stride(0), min_match, max_match, CHUNK=chunk
+    launch(
+        _longest_of_chunk,
+        (batch, num_chunks),
+        tokens_SL,
+        req_idx_B,
+        num_tokens_S,
+        best,
+        tokens_SL.stride(0),
+        min_match,
+        max_match,
+        CHUNK=chunk,
     )
-    _continue[(batch,)](
+    launch(
+        _continue, (batch,),
         tokens_SL, req_idx_B, num_tokens_S, limit_S, best, drafts, num_drafts_B, tokens_SL.stride(0), num_chunks,
         num_drafts, CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_D=max(16, triton.next_power_of_2(num_drafts)),
         num_warps=1,

@@ -24,7 +24,7 @@ from specbatch.kernels.triton.attention import LOG2E
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded, prefix_tile_for
 from specbatch.kernels.triton.parts.attention_walk import walk
 from specbatch.kernels.triton.parts.fp8 import half_queries
-from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 
 _PROGRAMS = 264  # two for each multiprocessor of an H200; it changes no bit
@@ -112,7 +112,8 @@ def attend_prefixes_by(
     rows = num_seqs * batch.max_queries * (num_heads // num_kv_heads)
     max_jobs = (rows // tile.block_m + min(num_groups, num_seqs)) * num_kv_heads * num_parts
     pdl = dependent_launch(q_THD)
-    _attend_prefixes[(min(programs, max_jobs),)](
+    launch(
+        _attend_prefixes, (min(programs, max_jobs),),
         q_THD, kv_2KSD[0], kv_2KSD[1], batch.page_table_BP, batch.query_starts, groups.sizes_G, groups.firsts_G,
         groups.tokens_G, groups.members_B, sums, weights, scale * LOG2E, kv_2KSD.stride(1),
         batch.page_table_BP.stride(0), num_tokens * num_heads,

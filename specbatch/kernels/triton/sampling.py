@@ -14,6 +14,7 @@ from torch import Tensor
 from specbatch.batch import NO_TOKEN
 from specbatch.kernels.triton.parts.draws import block_sums, blocks_of, pick_block, pick_id, probabilities
 from specbatch.kernels.triton.parts.filters import LOWEST, NO_ID, bar_of_filters, kept_weight, range_of
+from specbatch.kernels.triton.parts.launch import launch
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
@@ -83,10 +84,20 @@ def _argmax(logits_RV: Tensor, otherwise: int, margin_R: Tensor | None) -> Tenso
     ids = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits_RV.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     has_margin = margin_R is not None
-    _argmax_of_chunk[(rows, num_chunks)](
-        logits_RV, value, second, ids, logits_RV.stride(0), vocab, CHUNK=chunk, HAS_MARGIN=has_margin
+    launch(
+        _argmax_of_chunk,
+        (rows, num_chunks),
+        logits_RV,
+        value,
+        second,
+        ids,
+        logits_RV.stride(0),
+        vocab,
+        CHUNK=chunk,
+        HAS_MARGIN=has_margin,
     )
-    _argmax_of_chunks[(rows,)](
+    launch(
+        _argmax_of_chunks, (rows,),
         value, second, ids, out, out if margin_R is None else margin_R, num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks), OTHERWISE=otherwise, HAS_MARGIN=has_margin, num_warps=1,
     )  # fmt: skip
@@ -134,7 +145,7 @@ def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tens
     keys = [x.contiguous() for x in torch.broadcast_tensors(seed_R, stream_R, sample_R, position_R)]
     out = torch.empty(keys[0].shape, dtype=torch.float64, device=seed_R.device)
     count = out.numel()
-    _uniform[(triton.cdiv(count, 128),)](*keys, out, count, purpose, BLOCK=128)
+    launch(_uniform, (triton.cdiv(count, 128),), *keys, out, count, purpose, BLOCK=128)
     return out
 
 
@@ -172,7 +183,8 @@ def sample(
     rows, vocab = logits_RV.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     block, blocks, num_warps = blocks_of(logits_RV)
-    _sample[(rows,)](
+    launch(
+        _sample, (rows,),
         logits_RV, temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous(), min_p_R.contiguous(),
         uniform_R.contiguous(), out, logits_RV.stride(0), vocab, BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
     )  # fmt: skip
@@ -212,7 +224,8 @@ def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_
     rows, vocab = logits_RV.shape
     out = torch.empty((rows, vocab), dtype=torch.float32, device=logits_RV.device)
     block, blocks, num_warps = blocks_of(logits_RV)
-    _distribution[(rows,)](
+    launch(
+        _distribution, (rows,),
         logits_RV, temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous(), min_p_R.contiguous(),
         out, logits_RV.stride(0), vocab, BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
     )  # fmt: skip
@@ -237,7 +250,16 @@ def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     rows, vocab = p_RV.shape
     out = torch.empty(rows, dtype=torch.int64, device=p_RV.device)
     block, blocks, num_warps = blocks_of(p_RV)
-    _draw[(rows,)](
-        p_RV, uniform_R.contiguous(), out, p_RV.stride(0), vocab, BLOCK=block, BLOCKS=blocks, num_warps=num_warps
+    launch(
+        _draw,
+        (rows,),
+        p_RV,
+        uniform_R.contiguous(),
+        out,
+        p_RV.stride(0),
+        vocab,
+        BLOCK=block,
+        BLOCKS=blocks,
+        num_warps=num_warps,
     )
     return out

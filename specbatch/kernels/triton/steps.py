@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.batch import MAX_STOP_IDS, NO_TOKEN, Committed, Field, Output, Spans
+from specbatch.kernels.triton.parts.launch import launch
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _TOKENS = (tl.constexpr(int(column)) for column in Output)
@@ -70,7 +71,8 @@ def span_layout(
     slots, positions = torch.empty((2, total), dtype=torch.int64, device=device)
     ints = torch.empty(3 * batch + 1, dtype=torch.int32, device=device)
     starts, mask_starts, query_starts = ints[:batch], ints[batch : 2 * batch], ints[2 * batch :]
-    _span_layout[(triton.cdiv(total, 128),)](
+    launch(
+        _span_layout, (triton.cdiv(total, 128),),
         page_table_BP, length_B, done_B,
         length_B if depths_BQ is None else depths_BQ.contiguous(),
         length_B if num_written_B is None else num_written_B,
@@ -237,7 +239,8 @@ def commit_round(
     def given(x: Tensor | None) -> Tensor:
         return req_idx_B if x is None else x.contiguous()  # any tensor: it is not read
 
-    _commit_round[(batch,)](
+    launch(
+        _commit_round, (batch,),
         ints_SF, tokens_SL, page_table_SP, req_idx_B, eos_K,
         tokens_BN.contiguous(), given(choice_BN), given(parents_BN), given(depths_BN), given(num_nodes_B),
         given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B), given(margin_BN),

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.parts.ordering import LOWEST, ordered, pack, packed_index, packed_number
 
 
@@ -63,10 +64,21 @@ def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
     peak, total = torch.empty((2, rows, num_chunks), dtype=torch.float32, device=logits_RW.device)
     scores = torch.empty((rows, k), dtype=torch.float32, device=logits_RW.device)
     ids = torch.empty((rows, k), dtype=torch.int64, device=logits_RW.device)
-    _topk_of_chunk[(rows, num_chunks)](
-        logits_RW, best, peak, total, logits_RW.stride(0), width, K=k, CHUNK=chunk, num_warps=8
+    launch(
+        _topk_of_chunk,
+        (rows, num_chunks),
+        logits_RW,
+        best,
+        peak,
+        total,
+        logits_RW.stride(0),
+        width,
+        K=k,
+        CHUNK=chunk,
+        num_warps=8,
     )
-    _topk_of_chunks[(rows,)](
+    launch(
+        _topk_of_chunks, (rows,),
         best, peak, total, scores, ids, num_chunks,
         K=k, CHUNKS=triton.next_power_of_2(num_chunks), BLOCK=triton.next_power_of_2(num_chunks * k),
     )  # fmt: skip
@@ -133,7 +145,8 @@ def select_nodes(
     words = triton.cdiv(num_draft_tokens, 32)
     tokens, parents, depths = torch.empty((3, batch, num_draft_tokens), dtype=torch.int64, device=tokens_BC.device)
     mask = torch.empty((batch, num_draft_tokens, words), dtype=torch.int32, device=tokens_BC.device)
-    _select_nodes[(batch,)](
+    launch(
+        _select_nodes, (batch,),
         root_B.contiguous(), tokens_BC.contiguous(), scores_BC.contiguous(), parents_BC.contiguous(),
         tokens, parents, depths, mask, num_candidates,
         N=num_draft_tokens, LOG_STEPS=(num_steps - 1).bit_length(), BLOCK_C=triton.next_power_of_2(num_candidates),

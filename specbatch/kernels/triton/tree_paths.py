@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
+from specbatch.kernels.triton.parts.launch import launch
 
 
 class TreePaths(NamedTuple):
@@ -55,7 +56,8 @@ def tree_paths(batch: PagedBatch) -> TreePaths:
     num_tokens, num_words = batch.mask_TW.shape
     limits, leaves = torch.empty((2, num_tokens), dtype=torch.int32, device=batch.mask_TW.device)
     paths = torch.empty((num_tokens, num_words * 32), dtype=torch.int32, device=batch.mask_TW.device)
-    _tree_paths[(batch.max_queries, batch.starts_B.shape[0])](
+    launch(
+        _tree_paths, (batch.max_queries, batch.starts_B.shape[0]),
         batch.mask_TW, batch.mask_starts_B, batch.starts_B, batch.query_starts, limits, leaves, paths, num_words * 32,
         BITS=triton.next_power_of_2(num_words * 32), QUERIES=triton.next_power_of_2(batch.max_queries), num_warps=1,
     )  # fmt: skip

@@ -1,18 +1,21 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Programmatic dependent launch (Hopper): a kernel starts while the one before it drains.
+"""How kernels are launched, or only compiled.
 
-A kernel launched so must call `await_former` before it reads what another kernel wrote, or writes what another may
-still read; everything before the call (addresses, weights) overlaps. A chain stays in order: a kernel is complete only
-after its own wait, so waiting for the last one is waiting for all.
+Programmatic dependent launch (Hopper): a kernel starts while the one before it drains. A kernel launched so must call
+`await_former` before it reads what another kernel wrote, or writes what another may still read; everything before the
+call (addresses, weights) overlaps. A chain stays in order: a kernel is complete only after its own wait, so waiting for
+the last one is waiting for all.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @triton.jit
@@ -36,3 +39,21 @@ def dependent_launch(tensor: torch.Tensor) -> bool:
 
 def launch_options(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}  # the interpreter does not have the option
+
+
+def launch(kernel, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)`. Over fake tensors, which have no memory, the kernel is only compiled."""
+    if FakeTensor not in map(type, args):
+        kernel[grid](*args, **options)
+        return
+    kernel.warmup(*(_Address(arg) if type(arg) is FakeTensor else arg for arg in args), grid=grid, **options)
+
+
+class _Address:
+    """What Triton asks of a tensor: its dtype and its address, for its alignment. Memory begins at address 0 here."""
+
+    def __init__(self, fake: FakeTensor) -> None:
+        self.dtype, self._offset = fake.dtype, int(fake.storage_offset()) * fake.element_size()
+
+    def data_ptr(self) -> int:
+        return self._offset

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.quantised import GROUP, Quantised
-from specbatch.kernels.triton.parts.launch import dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 from specbatch.kernels.triton.scaled.kernel import scaled_kernel
 from specbatch.kernels.triton.scaled.tile import FAST_LIBRARY, ScaledTile, fitting
@@ -78,7 +78,8 @@ def linear(
         operand = TensorDescriptor.from_tensor(weight_OI, [tile.block_o, tile.block_i])
     prefetch = tile.prefetch if pdl and tile.prefetch * tile.splits <= num_in else 0
     tiles = triton.cdiv(num_out, tile.block_o) * triton.cdiv(num_tokens, tile.block_m)
-    scaled_kernel[(tiles, tile.splits)](
+    launch(
+        scaled_kernel, (tiles, tile.splits),
         y_MO, x.values_TI, x.scale_TG, weight_OI, operand, scale_OG, bias_O, residual_MO, partial, num_tokens,
         OUT=num_out, IN=num_in, BLOCK_M=tile.block_m, BLOCK_O=tile.block_o, BLOCK_I=tile.block_i,
         STAGES=tile.num_stages, SPLITS=tile.splits, GROUPED=grouped, IMPRECISE=tile.imprecise,
@@ -86,7 +87,8 @@ def linear(
         PREFETCH=prefetch, THREADS=32 * tile.num_warps, PDL=pdl, num_warps=tile.num_warps, **options,
     )  # fmt: skip
     if partial is not None:
-        combine_kernel[(num_tokens, triton.cdiv(num_out, _COMBINE_BLOCK))](
+        launch(
+            combine_kernel, (num_tokens, triton.cdiv(num_out, _COMBINE_BLOCK)),
             y_MO, partial, bias_O, residual_MO, num_tokens, OUT=num_out, SPLITS=tile.splits, GATED=False,
             HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, BLOCK=_COMBINE_BLOCK, PDL=pdl,
             num_warps=4, **options,

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.triton.model import rms_norm
-from specbatch.kernels.triton.parts.launch import has_dependent_launch, launch_options
+from specbatch.kernels.triton.parts.launch import has_dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 from specbatch.kernels.triton.skinny.dot import combine_kernel, dot_kernel
 from specbatch.kernels.triton.skinny.fma import fma_kernel
@@ -131,7 +131,8 @@ def _multiply(
     norm_block = min(triton.next_power_of_2(size), 64 * threads // tile.block_m if tile.kind == "dot" else 4096)
     options = launch_options(tile.pdl)
     if tile.kind == "fma":
-        fma_kernel[(tiles,)](
+        launch(
+            fma_kernel, (tiles,),
             y_MO, x_MI, weight, norm_weight_I, bias_O, residual_MO, num_tokens, x_MI.stride(0), eps,
             OUT=num_out, IN=size, BLOCK_M=tile.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
             STAGES=tile.num_stages, NORM=norm_weight_I is not None, GATED=gated, HAS_BIAS=bias_O is not None,
@@ -148,7 +149,8 @@ def _multiply(
         operand = TensorDescriptor.from_tensor(weight.view(2, num_out, size), [2, block_o, block_i])
     elif tile.tma:
         operand = TensorDescriptor.from_tensor(weight, [block_o, block_i])
-    dot_kernel[(tiles * tile.splits,)](
+    launch(
+        dot_kernel, (tiles * tile.splits,),
         y_MO, x_MI, weight, operand, norm_weight_I, bias_O, residual_MO, partial, num_tokens, x_MI.stride(0), eps,
         OUT=num_out, IN=size, BLOCK_M=tile.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
         STAGES=tile.num_stages, SPLITS=tile.splits, NORM=norm_weight_I is not None, GATED=gated,
@@ -156,7 +158,8 @@ def _multiply(
         EARLY=tile.early, PREFETCH=prefetch, THREADS=threads, PDL=tile.pdl, num_warps=tile.num_warps, **options,
     )  # fmt: skip
     if partial is not None:
-        combine_kernel[(num_tokens, triton.cdiv(num_out, _COMBINE_BLOCK))](
+        launch(
+            combine_kernel, (num_tokens, triton.cdiv(num_out, _COMBINE_BLOCK)),
             y_MO, partial, bias_O, residual_MO, num_tokens, OUT=num_out, SPLITS=tile.splits, GATED=gated,
             HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, BLOCK=_COMBINE_BLOCK, PDL=tile.pdl,
             num_warps=4, **options,

@@ -1,0 +1,61 @@
+"""The start of an engine compiles its kernels in several threads: see `kernels/triton/compile_ahead.py`.
+
+Rounds and prompt chunks of all sizes run over fake tensors. So the trial run and the graphs after it find their kernels
+compiled. Without this, Triton compiles one after the other, each where it is launched first.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from specbatch.engine.cpu_threads import usable_cores
+from specbatch.engine.executor import padded_sizes
+from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
+from specbatch.engine.round_parts import RoundParts
+from specbatch.engine.trial import trial_prompt, trial_round, trial_short_prompts
+from specbatch.models.outline import outlined
+
+_MAX_THREADS = 16  # there are about 70 kernels
+
+
+def compile_kernels(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int) -> str:
+    """Returns a note on what was done. `max_length`: of the longest row. What fails here is only said: kernels are
+    compiled at their first launch then."""
+    from specbatch.kernels.triton.compile_ahead import compile_ahead  # Triton need not exist where CUDA does not
+
+    began, num_threads = time.perf_counter(), max(1, min(_MAX_THREADS, int(usable_cores())))
+    short = replace(parts, target=outlined(parts.target))
+    try:
+        count = compile_ahead(lambda: _run(short, max_batch_size, prefill_chunk_tokens, max_length), num_threads)
+    except Exception as error:
+        return f"engine: kernels were not compiled ahead ({type(error).__name__}: {_first_line(error)})"
+    finally:
+        net = parts.methods.items[0].net
+        if net is not None:
+            net.cache.resize(parts.page_size)  # it became fake
+    seconds = time.perf_counter() - began
+    return f"engine: {count} kernels compiled ahead in {seconds:.1f} s by {num_threads} threads"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int) -> None:
+    """What the trial runs, and rounds of all sizes that are captured after it."""
+    size = parts.page_size
+    rounds = parts.make(max_batch_size, max_length, (-(-prefill_chunk_tokens // size) + 2) * size).items
+    table, sizes = rounds.items[0].state, padded_sizes(rounds, max_batch_size)
+    padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=parts.device)
+    table.add_rules(parts.target.config.vocab_size).add_node_masks(parts.num_lookahead)
+    for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest of each
+        trial_round(rounds.items[i], padding[:rows], MAX_TOP_LOGPROBS)
+    table.remove_rules()
+    for (rows, _), i in sizes:
+        for sampled in (False, True):
+            rounds.items[i](padding[:rows], sampled)
+    trial_prompt(rounds.items[0], prefill_chunk_tokens)
+    trial_short_prompts(rounds.items[0], max_batch_size, prefill_chunk_tokens)

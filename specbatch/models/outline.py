@@ -1,0 +1,31 @@
+"""A decoder without most of its layers, for a run that only shows which kernels there are."""
+
+from __future__ import annotations
+
+from copy import copy
+
+from torch import Tensor
+
+from specbatch.batch import LogitsIndices
+from specbatch.models.decoder import Decoder, ForwardPass
+from specbatch.models.stages import Stages
+
+
+class _Skipped:
+    """Takes the place of a layer, so that the numbers of layers stay as they are."""
+
+    def stages(self, x_TI: Tensor, step: ForwardPass, logits_indices: LogitsIndices | None = None) -> Stages[Tensor]:
+        yield
+        return x_TI
+
+
+def outlined(decoder: Decoder) -> Decoder:
+    """The same decoder with one layer of each window and the last layer. The others launch the same kernels."""
+    other, last = copy(decoder), len(decoder.layers) - 1
+    first_of_window = {layer.attention.window: i for i, layer in reversed(list(enumerate(decoder.layers)))}
+    kept = {*first_of_window.values(), last}
+    other.layers = [
+        layer if i in kept else _Skipped()  # type: ignore[misc]
+        for i, layer in enumerate(decoder.layers)
+    ]
+    return other

@@ -1,0 +1,51 @@
+"""Where kernels are compiled ahead, and what becomes of a failure. What is compiled: `tests/kernels`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.config_load import load_config
+from specbatch.engine import resolve_compile_ahead
+from specbatch.engine.compile_ahead import compile_kernels
+from specbatch.engine.round_parts import RoundParts
+from tests.tiny_models import as_schedule, tiny_config, tiny_decoder
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("sets", "device", "attention", "two_lanes", "expected"),
+    [
+        ([], CUDA, "triton", False, True),
+        ([], CPU, "torch", False, False),
+        ([], CUDA, "flashinfer", False, False),
+        ([], CUDA, "triton", True, False),
+        (["engine.deterministic=true"], CUDA, "triton", False, False),
+        (["engine.tensor_parallel=2"], CUDA, "triton", False, False),
+    ],
+)
+def test_where_kernels_are_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch, sets: list[str], device: torch.device, attention: str, two_lanes: bool,
+    expected: bool,
+) -> None:  # fmt: skip
+    def decided() -> bool:
+        section = load_config(None, sets).engine
+        return resolve_compile_ahead.resolve_compile_ahead(section, device, attention, two_lanes=two_lanes)
+
+    monkeypatch.setattr(resolve_compile_ahead, "MEASURED_ON_CUDA", False)
+    assert not decided()
+    monkeypatch.setattr(resolve_compile_ahead, "MEASURED_ON_CUDA", True)
+    assert decided() == expected
+
+
+def test_a_failure_is_a_note() -> None:
+    """The engine of a CPU reads numbers on the host, and fake tensors have none."""
+    pytest.importorskip("triton")
+    from specbatch.draft.none import NoDraft
+
+    target = tiny_decoder(tiny_config(), torch.float32)
+    parts = RoundParts(target, as_schedule(None).map(lambda shape: NoDraft()), torch.float32, 4, (1,))
+    note = compile_kernels(parts, 4, 64, 100)
+    assert note.startswith("engine: kernels were not compiled ahead (DataDependentOutputException: "), note
+    assert type(torch.zeros(1)) is torch.Tensor

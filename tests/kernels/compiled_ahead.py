@@ -1,0 +1,164 @@
+"""What `test_compile_ahead.py` runs in a process of its own: `python -m tests.kernels.compiled_ahead CHECK`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime._async_compile import active_mode
+
+from specbatch import kernels
+from specbatch.kernels import triton as triton_ops
+from specbatch.kernels.triton.compile_ahead import compile_ahead
+from specbatch.kernels.triton.parts.launch import launch
+from specbatch.kernels.triton.skinny import ops
+from specbatch.kernels.triton.skinny.tile import GemmTile
+from tests.kernels.fake_gpu import FakeGpu
+
+PLAIN = GemmTile("dot", 16, 32, 64, num_stages=2, num_warps=2, splits=2, fuse_norm=False)
+HOPPER = GemmTile("dot", 8, 32, 64, num_stages=2, num_warps=4, tma=True, fuse_norm=False, pdl=True)
+
+
+@triton.jit
+def _add(x_ptr, number, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    tl.store(x_ptr + index, tl.load(x_ptr + index) + number)
+
+
+@triton.jit
+def _broken(x_ptr, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK == 1, "only one element")
+
+
+def gemms(gpu: FakeGpu) -> None:
+    """Real calls of the same shapes find all kernels compiled, and launch them."""
+    weight, norm = torch.randn(64, 128).bfloat16(), torch.ones(128).bfloat16()
+
+    def run() -> None:
+        x, one = torch.zeros(12, 128).bfloat16(), torch.zeros(1, 128).bfloat16()
+        ops.linear(x, weight, None, torch.zeros(12, 64).bfloat16(), PLAIN)
+        ops.norm_gated_linear(x[:8], norm, 1e-5, weight, HOPPER)
+        ops.norm_linear(one, norm, 1e-5, weight)
+
+    assert compile_ahead(run, 2) == 5
+    assert not gpu.launched
+    expected = ["_rms_norm", "combine_kernel", "dot_kernel", "dot_kernel", "fma_kernel"]
+    assert sorted(gpu.compiled) == expected, gpu.compiled
+    run()
+    assert sorted(gpu.launched) == expected, gpu.launched
+    assert len(gpu.compiled) == 5, gpu.compiled
+
+
+def specialised(gpu: FakeGpu) -> None:
+    """By the alignment of addresses and by numbers, as the real calls are."""
+
+    def run() -> None:
+        x = torch.zeros(256)
+        for first, number in ((0, 16), (4, 16), (1, 16), (0, 1), (0, 3)):
+            launch(_add, (1,), x[first:], number, BLOCK=64)
+
+    assert compile_ahead(run, 2) == 4  # 4 floats are 16 bytes
+    run()
+    assert (len(gpu.launched), len(gpu.compiled)) == (5, 4)
+
+
+def failures(gpu: FakeGpu) -> None:
+    """They leave no threads, and what was compiled before them stays."""
+
+    def broken() -> None:
+        launch(_broken, (1,), torch.zeros(64), BLOCK=64)
+        launch(_add, (1,), torch.zeros(64), 1, BLOCK=64)
+
+    def reads() -> None:
+        launch(_add, (1,), torch.zeros(128), 1, BLOCK=128)
+        print(int(torch.zeros(1).cumsum(0) > 0))
+
+    def asks() -> None:
+        print(torch.zeros(1).data_ptr())
+
+    assert compile_ahead(broken, 2) == 2
+    assert "only one element" in _error(broken)
+    assert _error(lambda: compile_ahead(reads, 2))
+    assert "data pointer" in _error(lambda: compile_ahead(asks, 2))
+    assert (gpu.launched, gpu.compiled) == ([], ["_add", "_add"])
+    assert threading.active_count() == 1
+    assert active_mode.get() is None
+    assert type(torch.zeros(1)) is torch.Tensor
+
+
+def rounds(gpu: FakeGpu) -> None:
+    """Of an engine, with real weights. The reference kernels are replaced by Triton's."""
+    kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
+    from specbatch.draft.shape import DraftShape
+    from specbatch.engine.compile_ahead import compile_kernels
+
+    _follow_cuda()
+    for method, shape in (("none", None), ("eagle3", DraftShape(2, 2, 4)), ("draft_model", DraftShape(2, 1, 3))):
+        parts, before = _parts(method, shape), len(gpu.compiled)
+        embedding = parts.target.embedding_VE.clone()
+        note = compile_kernels(parts, 4, 64, 100)
+        assert "kernels compiled ahead" in note, note
+        assert len(gpu.compiled) - before == int(note.split()[1]) > 8, note
+        assert not gpu.launched
+        assert "engine: 0 kernels compiled ahead" in compile_kernels(parts, 4, 64, 100)
+        assert torch.equal(parts.target.embedding_VE, embedding)
+        made = parts.make(4, 100, 64)
+        tensors = [parts.target.embedding_VE, *(cache.all_layers for cache in made.caches)]
+        assert all(type(tensor) is torch.Tensor for tensor in tensors), "fake ones are left"
+
+
+def _follow_cuda() -> None:
+    """Where a CPU has a way of its own."""
+    from specbatch.cache.request_table import RequestTable
+    from specbatch.models.decoder import ForwardPass
+
+    made_pass, made_table = ForwardPass.__init__, RequestTable.__init__
+
+    def make_pass(step: Any, *args: Any, **rest: Any) -> None:
+        made_pass(step, *args, **rest)
+        step.angles = None  # they are computed in each layer
+
+    def make_table(table: Any, *args: Any, **rest: Any) -> None:
+        made_table(table, *args, **rest)
+        table.floats_S3 = table.floats_S3.float()
+
+    ForwardPass.__init__ = make_pass  # type: ignore[method-assign]
+    RequestTable.__init__ = make_table  # type: ignore[method-assign]
+
+
+def _parts(method: str, shape: Any) -> Any:
+    from specbatch.attention.triton import PagedAttention
+    from specbatch.draft import DraftParts, make_method
+    from specbatch.draft.schedule import ByBatch
+    from specbatch.engine.round_parts import RoundParts
+    from tests.tiny_models import num_target_layers, tiny_config, tiny_decoder, tiny_draft_net
+
+    def attention(config: Any, device: torch.device) -> Any:
+        return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
+
+    config, device = tiny_config(num_target_layers(method), head_dim=16), torch.device("cpu")
+    target = tiny_decoder(config, torch.bfloat16, attention=attention, num_positions=160)
+    net = None
+    if method != "none":
+        net = tiny_draft_net(
+            method, target, 64, torch.bfloat16, draft_vocab=None, draft_seed=0, scale=0.25, attention=attention
+        )
+    made = make_method(method, shape, DraftParts(device, triton_ops, net))
+    return RoundParts(target, ByBatch.always(made), torch.bfloat16, 16, (1,), fixed_shapes=True)
+
+
+def _error(function: Any) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{error} {error.__cause__}"
+    return ""
+
+
+if __name__ == "__main__":
+    {check.__name__: check for check in (gemms, specialised, failures, rounds)}[sys.argv[1]](FakeGpu())
