@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from specbatch.engine.grammar_round import write_node_masks
 from specbatch.engine.transfers import Transfers
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
+from specbatch.grammar.matcher import Matcher
 from specbatch.grammar.reasoning import AfterReasoning
 from specbatch.matcher import GrammarMatcher, Walk
 from specbatch.models.formats.tokenizer import byte_tokenizer
@@ -118,3 +120,25 @@ def test_a_walk_to_a_text_that_the_tokenizer_has_as_a_mark() -> None:
     matchers[0].write_masks([Walk(one, tokens, 2 * i) for i, one in enumerate(matchers)], masks_KW)
     assert masks_KW[0::2].any(1).all()
     assert not masks_KW[1::2].any()
+
+
+@pytest.mark.parametrize("pattern", ["[a-z]*", "(a|b|na)+", "[a-z]{0,6}"])
+def test_masks_of_texts_that_may_end_anywhere_are_computed_once(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library says only that a text may end: each place is looked at, but its mask is there already."""
+    written: list[int] = []
+
+    def slowly(self: Matcher, walk: Walk, *args: Any) -> None:
+        written.append(args[-1])
+        original(self, walk, *args)
+
+    original = Matcher._write_slowly
+    monkeypatch.setattr(Matcher, "_write_slowly", slowly)
+    matcher = COMPILER.matcher(Constraint("regex", "regex", pattern))
+    tokens = [TOKENIZER.convert_tokens_to_ids(text) for text in ("a", "na", "a")]
+    masks_KW = np.full((len(tokens) + 1, matcher.num_words), 77, dtype=np.int32)
+    is_complete_K = matcher.write_masks([Walk(matcher, tokens, 0)], masks_KW)
+    assert written == [len(tokens) + 1]
+    for i, mask_W in enumerate(masks_KW):
+        assert not i or matcher.advance(tokens[i - 1])
+        assert (mask_W == matcher.mask()).all()
+        assert is_complete_K[i] == matcher.is_complete()
