@@ -142,3 +142,36 @@ def test_masks_of_texts_that_may_end_anywhere_are_computed_once(pattern: str, mo
         assert not i or matcher.advance(tokens[i - 1])
         assert (mask_W == matcher.mask()).all()
         assert is_complete_K[i] == matcher.is_complete()
+
+
+def test_forced_tokens_that_may_not_come() -> None:
+    """Those that the model lacks, those after one that ends the request, and marks that the library refuses."""
+    name = Constraint("regex", "regex", '"name": (1|10)')
+    tokens = GrammarState(COMPILER.matcher(name), (END,), (), VOCAB).forced(9)
+    assert len(tokens) == 4
+    assert GrammarState(COMPILER.matcher(name), (END,), (), tokens[2]).forced(9) == tokens[:2]
+    stopped = grow(GrammarState(COMPILER.matcher(name), (END,), (tokens[1],), VOCAB), [BEGIN], None, 9, 9)
+    assert stopped.tokens == [BEGIN, *tokens[:2]]
+    tokenizer = byte_tokenizer(300, [0])
+    tokenizer.add_tokens(["<think>"])
+    a, x, y = tokenizer.encode("axy", add_special_tokens=False)
+    matcher = GrammarCompiler(tokenizer, 2).matcher(Constraint("regex", "regex", "[ab]xy<think>c"))
+    assert matcher.advance(a)
+    assert matcher.forced_tokens(9) == [x, y]
+
+
+@pytest.mark.parametrize("pattern", ["(na|name|nam_)+[0-9]{2}", "[a-z]*"])
+def test_a_walk_of_a_matcher_with_an_error(pattern: str) -> None:
+    """It begins again: what came before the error goes on."""
+    matcher, other = (COMPILER.matcher(Constraint("regex", "regex", pattern)) for _ in range(2))
+    tokens = [TOKENIZER.convert_tokens_to_ids(text) for text in ("na", "name")]
+    assert matcher.advance(tokens[0])
+    assert other.advance(tokens[0])
+    matcher._matcher.consume_token(BEGIN)
+    assert matcher._matcher.is_error()
+    masks_KW = np.full((3, matcher.num_words), 77, dtype=np.int32)
+    is_complete_K = matcher.write_masks([Walk(matcher, tokens, 0)], masks_KW)
+    for i, mask_W in enumerate(masks_KW):
+        assert not i or other.advance(tokens[i - 1])
+        assert (mask_W == other.mask()).all()
+        assert is_complete_K[i] == other.is_complete()
