@@ -23,7 +23,7 @@ class Threads:
 
 
 class Matcher:
-    """See `types.GrammarMatcher`."""
+    """See `specbatch.matcher.GrammarMatcher`."""
 
     def __init__(self, compiled: Any, vocab_size: int, threads: Threads) -> None:
         """`compiled`: a matcher of the library at the beginning of a text, which does not move. Its copies share a
@@ -134,21 +134,25 @@ class Matcher:
         has_next = masks_KW[lines, nexts >> 5] >> (nexts & 31) & 1 != 0
         has_next[starts[1:] - 1] = True  # the last one has no next one
         is_open = np.logical_or.reduceat(may_end | ~has_next, starts[:-1]).tolist()
-        for walk, is_one_open in zip(walks, is_open, strict=True):
+        for walk, start, is_one_open in zip(walks, starts[:-1].tolist(), is_open, strict=True):
             matcher, last_W = walk.matcher, masks_KW[walk.line + len(walk.tokens)]
             if is_one_open or matcher._has_ended:
-                matcher._write_slowly(walk, masks_KW, is_complete_K)
+                has_next_here = has_next[start : start + len(walk.tokens)].tolist()
+                matcher._write_slowly(walk, masks_KW, is_complete_K, (*has_next_here, False).index(False) + 1)
             elif (token := only_token(last_W)) is not None and not matcher._takes(*walk.tokens, token):
                 last_W[:] = 0
 
-    def _write_slowly(self, walk: Walk, masks_KW: NDArray[np.int32], is_complete_K: NDArray[np.bool_]) -> None:
-        """One mask after the other."""
+    def _write_slowly(
+        self, walk: Walk, masks_KW: NDArray[np.int32], is_complete_K: NDArray[np.bool_], num_written: int
+    ) -> None:
+        """One place after the other. The first masks are the library's already, unless an error came."""
         if self._matcher.is_error():
             self._restart()
+            num_written = 0
         for i, mask_W in enumerate(masks_KW[walk.line : walk.line + len(walk.tokens) + 1]):
             if i:
                 self.advance(walk.tokens[i - 1])
-            if not self._has_ended:
+            if i >= num_written and not self._has_ended:
                 self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
             is_complete_K[walk.line + i] = self.is_complete()
             self._clear_wrong(mask_W)

@@ -18,7 +18,7 @@ class _At(Enum):
 
 
 class AfterReasoning:
-    """A matcher (see `types.GrammarMatcher`): reasoning is any text up to the token `end`; what comes after is in the
+    """A matcher (see `GrammarMatcher`): reasoning is any text up to the token `end`; what comes after is in the
     grammar of `answer`. `begin`: the token with which the output may begin its reasoning; it can also begin its answer.
     None: the prompt has begun the reasoning."""
 

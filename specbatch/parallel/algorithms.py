@@ -23,10 +23,11 @@ class Limits(NamedTuple):
 
 
 _KIB = 1024
-# By number of GPUs. Two: measured on H100s (docs/bench/2026-11-25-h100x2-sums.json). To 64 KiB all of them take 9 us.
-# At 1 MiB one_shot takes 17 us and nccl 16, at 4 MiB two_shot 30 and nccl 36, at 8 MiB nccl wins. Four and eight: not
-# measured, first values from the sizes at which others change over on one host with NVLink. Torch's kernels for other
-# numbers of GPUs add in an order that differs from rank to rank, so that ranks would get different bits.
+# By number of GPUs. Two: measured on H100s (docs/bench/2026-11-25-h100x2-sums.json). To 64 KiB two_shot takes 14 us,
+# all others 9. At 1 MiB one_shot takes 17 us and nccl 16, at 4 MiB two_shot 30 and nccl 36, at 8 MiB nccl wins. Four
+# and eight: not measured, first values from the sizes at which others change over on one host with NVLink. Torch's
+# kernels for other numbers of GPUs add in an order that differs from rank to rank, so that ranks would get different
+# bits.
 LIMITS = {
     1: Limits(1024 * _KIB, 4096 * _KIB),  # for tests on one GPU
     2: Limits(1024 * _KIB, 4096 * _KIB),

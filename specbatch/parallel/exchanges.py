@@ -17,19 +17,20 @@ class ExchangeStore(dist.Store):
     """`inner`, with exchanges numbered from 0: those of this store alone count. Every rank makes the same exchanges
     in the same order. Keep it while torch has it: torch calls its methods, and does not hold it.
 
-    A key is `.../NUMBER` or `.../NUMBER/...`.
+    A key is `KIND/NUMBER` or `KIND/NUMBER/...`. Torch counts each kind by itself.
     """
 
     def __init__(self, inner: dist.Store) -> None:
         super().__init__()
         self._inner = inner
-        self._numbers: dict[str, int] = {}  # torch's -> ours
+        self._numbers: dict[str, dict[str, int]] = {}  # of each kind: torch's -> ours
 
     def _key(self, key: str) -> str:
         parts = key.split("/")
         at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
         if at is not None:
-            parts[at] = str(self._numbers.setdefault(parts[at], len(self._numbers)))
+            numbers = self._numbers.setdefault("/".join(parts[:at]), {})
+            parts[at] = str(numbers.setdefault(parts[at], len(numbers)))
         return "/".join(parts)
 
     def set(self, key: str, value: Any) -> None:

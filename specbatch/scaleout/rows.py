@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress, islice
 
 from specbatch.job.runner import FinishedRow
 from specbatch.job.sources import RawRow
@@ -170,16 +170,19 @@ class PoolRows:
     def _deal(self, count: int) -> list[RawRow]:
         """`count` waiting rows, from all places of the queue, in its order. The last rows of a file are the longest
         first: without this, one worker would get the long ones, and the others would have nothing to do at the end."""
-        waiting, self._waiting = list(self._waiting), deque()
+        waiting, num_taken = list(self._waiting), 0
+        is_taken = [False] * len(waiting)
         size = min(_BLOCK, max(1, count // _BLOCK))
-        rows: list[RawRow] = []
         for start in range(0, len(waiting), size):
-            block = waiting[start : start + size]
-            missing = count * (start + len(block)) // len(waiting) - len(rows)
-            (rows if missing >= len(block) else self._waiting).extend(block)
-        missing = count - len(rows)  # less than two blocks
-        rows += [self._waiting.pop() for _ in range(missing)][::-1]
-        return rows
+            end = min(start + size, len(waiting))
+            if count * end // len(waiting) - num_taken >= end - start:
+                is_taken[start:end] = [True] * (end - start)
+                num_taken += end - start
+        left = (i for i in reversed(range(len(waiting))) if not is_taken[i])
+        for i in islice(left, count - num_taken):  # less than two blocks
+            is_taken[i] = True
+        self._waiting = deque(row for row, taken in zip(waiting, is_taken, strict=True) if not taken)
+        return list(compress(waiting, is_taken))
 
     def _take_over(self, holding: Holding) -> list[RawRow]:
         """Rows of another worker for an idle one: half, but none that the worker has begun, because it goes on with

@@ -332,3 +332,22 @@ def test_gathering_in_a_tight_cache_changes_no_text(shared: int) -> None:
     actual = run(engine, prompts, params)
     assert engine.stats.preemptions > 0
     assert [c.token_ids for c in actual] == [c.token_ids for c in expected]
+
+
+def test_preemption_makes_room_only_for_those_that_go_on() -> None:
+    """All need pages, and none is free. The youngest gives its own back for the oldest, and nobody does for it."""
+    pool = PagePool(9, 4)
+    scheduler = Scheduler(pool, None, 1, lambda seq: None, 16, 64)
+    for number in range(3):
+        wait(scheduler, number, [1] * 4)
+    compute(scheduler)
+    oldest, second, youngest = scheduler.running
+    for seq in scheduler.running:
+        seq.pages += pool.allocate(3 - len(seq.pages))
+        seq.num_computed_tokens, seq.max_length = 12, 100
+    youngest.num_in_flight = 16
+    assert scheduler.would_preempt()
+    assert scheduler.plan_round() == [oldest, second]
+    assert scheduler.num_preemptions == 1
+    assert [len(seq.pages) for seq in (oldest, second, youngest)] == [4, 4, 0]
+    scheduler.check_integrity()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from specbatch.engine.grammar_round import write_node_masks
 from specbatch.engine.transfers import Transfers
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
+from specbatch.grammar.matcher import Matcher
 from specbatch.grammar.reasoning import AfterReasoning
 from specbatch.matcher import GrammarMatcher, Walk
 from specbatch.models.formats.tokenizer import byte_tokenizer
@@ -118,3 +120,58 @@ def test_a_walk_to_a_text_that_the_tokenizer_has_as_a_mark() -> None:
     matchers[0].write_masks([Walk(one, tokens, 2 * i) for i, one in enumerate(matchers)], masks_KW)
     assert masks_KW[0::2].any(1).all()
     assert not masks_KW[1::2].any()
+
+
+@pytest.mark.parametrize("pattern", ["[a-z]*", "(a|b|na)+", "[a-z]{0,6}"])
+def test_masks_of_texts_that_may_end_anywhere_are_computed_once(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library says only that a text may end: each place is looked at, but its mask is there already."""
+    written: list[int] = []
+
+    def slowly(self: Matcher, walk: Walk, *args: Any) -> None:
+        written.append(args[-1])
+        original(self, walk, *args)
+
+    original = Matcher._write_slowly
+    monkeypatch.setattr(Matcher, "_write_slowly", slowly)
+    matcher = COMPILER.matcher(Constraint("regex", "regex", pattern))
+    tokens = [TOKENIZER.convert_tokens_to_ids(text) for text in ("a", "na", "a")]
+    masks_KW = np.full((len(tokens) + 1, matcher.num_words), 77, dtype=np.int32)
+    is_complete_K = matcher.write_masks([Walk(matcher, tokens, 0)], masks_KW)
+    assert written == [len(tokens) + 1]
+    for i, mask_W in enumerate(masks_KW):
+        assert not i or matcher.advance(tokens[i - 1])
+        assert (mask_W == matcher.mask()).all()
+        assert is_complete_K[i] == matcher.is_complete()
+
+
+def test_forced_tokens_that_may_not_come() -> None:
+    """Those that the model lacks, those after one that ends the request, and marks that the library refuses."""
+    name = Constraint("regex", "regex", '"name": (1|10)')
+    tokens = GrammarState(COMPILER.matcher(name), (END,), (), VOCAB).forced(9)
+    assert len(tokens) == 4
+    assert GrammarState(COMPILER.matcher(name), (END,), (), tokens[2]).forced(9) == tokens[:2]
+    stopped = grow(GrammarState(COMPILER.matcher(name), (END,), (tokens[1],), VOCAB), [BEGIN], None, 9, 9)
+    assert stopped.tokens == [BEGIN, *tokens[:2]]
+    tokenizer = byte_tokenizer(300, [0])
+    tokenizer.add_tokens(["<think>"])
+    a, x, y = tokenizer.encode("axy", add_special_tokens=False)
+    matcher = GrammarCompiler(tokenizer, 2).matcher(Constraint("regex", "regex", "[ab]xy<think>c"))
+    assert matcher.advance(a)
+    assert matcher.forced_tokens(9) == [x, y]
+
+
+@pytest.mark.parametrize("pattern", ["(na|name|nam_)+[0-9]{2}", "[a-z]*"])
+def test_a_walk_of_a_matcher_with_an_error(pattern: str) -> None:
+    """It begins again: what came before the error goes on."""
+    matcher, other = (COMPILER.matcher(Constraint("regex", "regex", pattern)) for _ in range(2))
+    tokens = [TOKENIZER.convert_tokens_to_ids(text) for text in ("na", "name")]
+    assert matcher.advance(tokens[0])
+    assert other.advance(tokens[0])
+    matcher._matcher.consume_token(BEGIN)
+    assert matcher._matcher.is_error()
+    masks_KW = np.full((3, matcher.num_words), 77, dtype=np.int32)
+    is_complete_K = matcher.write_masks([Walk(matcher, tokens, 0)], masks_KW)
+    for i, mask_W in enumerate(masks_KW):
+        assert not i or other.advance(tokens[i - 1])
+        assert (mask_W == other.mask()).all()
+        assert is_complete_K[i] == other.is_complete()

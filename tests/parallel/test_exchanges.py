@@ -61,3 +61,13 @@ def test_other_keys_stay() -> None:
     assert inner.add("many/0/members", 1) == 3
     assert store.delete_key("name")
     assert not store.check(["name"])
+
+
+def test_kinds_of_exchanges_are_numbered_by_themselves() -> None:
+    """One process has counted both to 5, the other one of them only."""
+    inner = dist.HashStore()
+    one, other = ExchangeStore(inner), ExchangeStore(inner)
+    one.set("a/5/0", "x")
+    one.set("b/5/0", "y")
+    assert other.get("a/5/0") == b"x"
+    assert other.check(["b/0/0"])

@@ -94,12 +94,13 @@ class Process:
     num_exchanges: int = 0  # without an answer
     num_begun: int = 0
     num_finished: int = 0
+    num_prefilled: float = 0.0
     most_finished: int = 0  # in a slice
 
 
 class Simulation:
     """`seconds_of`: what a row takes. `killers`: rows that end the process that starts them. `machines`: by number of
-    the process."""
+    the process. `row_speed`: tokens of a row's prompt that are computed in one of these seconds."""
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class Simulation:
         machines: dict[int, Machine] | None = None,
         seconds_of: Callable[[int], float] = lambda index: 0.3,
         killers: Sequence[int] = (),
+        row_speed: float = 0.0,
     ) -> None:
         self.batch = batch
         self.now = 1000.0
@@ -122,6 +124,7 @@ class Simulation:
         self._machines = machines or {}
         self._seconds_of = seconds_of
         self._killers = set(killers)
+        self._row_speed = row_speed
         self._due: list[tuple[float, int, Callable[[], Event | None]]] = []
         self._order = itertools.count()
 
@@ -273,6 +276,7 @@ class Simulation:
                 break
             step = min(seconds - passed, *process.running.values())
             passed += step
+            process.num_prefilled += step * process.machine.speed * len(process.running) * self._row_speed
             for index in list(process.running):
                 process.running[index] -= step
                 if process.running[index] <= 1e-9:
@@ -280,7 +284,7 @@ class Simulation:
                     finished.add(index, process.digests[index], result(index))
                     process.num_finished += 1
         load = Load(
-            EngineStats(generated_tokens=process.num_finished),
+            EngineStats(generated_tokens=process.num_finished, prefill_tokens=int(process.num_prefilled)),
             num_submitted=process.num_begun,
             num_admitted=process.num_begun,
             running=[(1, 2)] * len(process.running),

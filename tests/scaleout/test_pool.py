@@ -78,6 +78,14 @@ class TestEnd:
         assert drops[0] == moved[:3]
         assert job.indices == list(range(12))
 
+    def test_a_worker_with_long_rows_is_not_slow(self) -> None:
+        """It finishes no row while the other finishes all of its own, but it computes as many tokens a second."""
+        seconds = {1: 10.0, 3: 10.0, 4: 10.0}  # the first worker has these
+        simulation = Simulation(batch=4, seconds_of=lambda index: seconds.get(index, 2.0), row_speed=100)
+        job = loaded_job(simulation, 2).run(5)
+        assert job.indices == list(range(5))
+        assert sorted(index for _, _, (rows, *_) in exchanges(simulation) for index in indices(rows)) == list(range(5))
+
     def test_the_second_result_of_a_row_is_not_counted(self) -> None:
         """Both workers finish copies: the sums are those of each row once."""
         seconds = {1: 1.0, 3: 1.0, 4: 4.0, 0: 4.0}  # the first worker has 1, 3 and 4

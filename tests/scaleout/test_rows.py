@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
+import pytest
+
 from specbatch.job.runner import FinishedRow
 from specbatch.job.sources import RawRow
 from specbatch.scaleout.rows import Holding, PoolRows
@@ -79,6 +81,17 @@ def test_a_few_last_rows_are_dealt_one_by_one() -> None:
     rows, (a, b) = pool_rows(9, 9, num_rows=7)
     dealt = hand_out(rows, a), hand_out(rows, b)
     assert dealt == ([1, 3, 5, 6], [0, 2, 4])
+
+
+@pytest.mark.parametrize("num_rows", [1, 9, 17, 18, 100])
+def test_dealt_rows_stay_in_their_order(num_rows: int) -> None:
+    """Whatever a worker has room for: the longest come first."""
+    for credit in range(1, num_rows):
+        rows, (a, b) = pool_rows(credit, 300, num_rows=num_rows)
+        dealt = hand_out(rows, a), hand_out(rows, b)
+        assert sorted(chain(*dealt)) == list(range(num_rows))
+        for indices in dealt:
+            assert indices == sorted(indices), credit
 
 
 def test_few_rows_go_to_the_worker_with_the_fewest() -> None:
