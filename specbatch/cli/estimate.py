@@ -23,7 +23,10 @@ def estimate(
     input: Annotated[str, typer.Argument(metavar="INPUT", help="As for generate.")],
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N rows.")] = None,
     trial_rows: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Rows of the trial. Default: two batches, and more for 5 s.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Rows of the trial. Default: two batches, or more if these take less than 5 s."
+        ),
     ] = None,
     trial_seconds: Annotated[float, typer.Option(min=1, metavar="S", help="The longest time of the trial.")] = 60.0,
     as_json: Annotated[bool, flag("--json", help="Print JSON.")] = False,

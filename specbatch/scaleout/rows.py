@@ -86,9 +86,8 @@ class PoolRows:
         if holding.alone or (not last and holding.credit - holding.num_rows < holding.credit // _PORTIONS):
             return []
         if self._waiting:
-            count = self._share(holding)
-            is_enough = len(self._waiting) >= self._credit - self._num_handed_out  # for all workers
-            rows = [self._waiting.popleft() for _ in range(count)] if is_enough else self._deal(count)
+            free = holding.credit - holding.num_rows
+            rows = [self._waiting.popleft() for _ in range(free)] if self._has_enough else self._deal(holding)
             holding.own.update((row.index, row) for row in rows)
             return rows
         if not last or holding.num_rows:
@@ -148,12 +147,15 @@ class PoolRows:
                 self._waiting.appendleft(row)
         return None
 
+    @property
+    def _has_enough(self) -> bool:
+        """Whether the waiting rows fill all workers."""
+        num_handed_out = self.num_rows - len(self._waiting) - len(self._suspects)
+        return len(self._waiting) >= self._credit - num_handed_out
+
     def _share(self, holding: Holding) -> int:
-        """How many waiting rows a worker gets, if each goes to the worker with the fewest."""
-        free = holding.credit - holding.num_rows
-        waiting = len(self._waiting)
-        if waiting >= self._credit - self._num_handed_out:  # enough for all workers
-            return free
+        """How many of too few waiting rows a worker gets, if each goes to the worker with the fewest."""
+        free, waiting = holding.credit - holding.num_rows, len(self._waiting)
         counts = sorted(h.num_rows for h in self._holdings if not h.alone and h.num_rows < h.credit)
         level = total = 0
         for workers, count in enumerate(counts, 1):
@@ -163,13 +165,11 @@ class PoolRows:
             level = -(-(waiting + total) // workers)
         return max(0, min(free, level - holding.num_rows, waiting))
 
-    @property
-    def _num_handed_out(self) -> int:
-        return self.num_rows - len(self._waiting) - len(self._suspects)
-
-    def _deal(self, count: int) -> list[RawRow]:
-        """`count` waiting rows, from all places of the queue, in its order. The last rows of a file are the longest
-        first: without this, one worker would get the long ones, and the others would have nothing to do at the end."""
+    def _deal(self, holding: Holding) -> list[RawRow]:
+        """A worker's share, from all places of the queue, in its order. The last rows of a file are the longest first:
+        without this, one worker would get the long ones, and the others would have nothing to do at the end."""
+        if not (count := self._share(holding)):
+            return []
         waiting, num_taken = list(self._waiting), 0
         is_taken = [False] * len(waiting)
         size = min(_BLOCK, max(1, count // _BLOCK))
