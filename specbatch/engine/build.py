@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import torch
@@ -89,6 +89,13 @@ def build(
         ) from error
 
 
+def _identity(run: ResolvedRun) -> str:
+    """Of the run's kernels: what they depend on, and more."""
+    card = torch.cuda.get_device_name(run.device), torch.cuda.get_device_capability(run.device)
+    engine = replace(run.engine, left_open=frozenset())  # a set has another order in each process
+    return repr((run.config.model, run.config.speculation, run.config.engine, engine, run.target.config, card))
+
+
 def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | None) -> Built:
     on_cuda, clock = run.device.type == "cuda", StartClock()
     threads = None if on_cuda else _prepare_cpu(run, group)
@@ -111,7 +118,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         if run.engine.compiles_ahead:
             on_progress("compiling kernels ahead")
             sizes = run.engine.max_batch_size, run.engine.prefill_chunk_tokens
-            run.notes.append(compile_kernels(rounds, *sizes, run.cache.capacity))
+            run.notes.append(compile_kernels(rounds, *sizes, run.cache.capacity, _identity(run)))
             clock.passed("kernels compiled ahead")
         on_progress("compiling kernels, trial run")
         sized = _measured(run, rounds, pieces, available, group)

@@ -2,12 +2,18 @@
 
 Rounds and prompt chunks of all sizes run over fake tensors. So the trial run and the graphs after it find their kernels
 compiled. Without this, Triton compiles one after the other, each where it is launched first.
+
+A warm start finds all kernels on disk, and the rounds over fake tensors would cost it seconds. So a start leaves an
+empty file beside Triton's kernels, named by what it compiled for. A start that finds its file has nothing to do here.
+If a kernel was deleted since then, it is compiled at its first launch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,12 +27,17 @@ from specbatch.models.outline import outlined
 _MAX_THREADS = 16  # there are about 70 kernels
 
 
-def compile_kernels(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int) -> str:
-    """Returns a note on what was done. `max_length`: of the longest row. What fails here is only said: kernels are
-    compiled at their first launch then."""
+def compile_kernels(
+    parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int, identity: str
+) -> str:
+    """Returns a note on what was done. `max_length`: of the longest row. `identity`: of the run; two runs with the same
+    one need the same kernels. What fails here is only said: kernels are compiled at their first launch then."""
     from specbatch.kernels.triton.compile_ahead import compile_ahead  # Triton need not exist where CUDA does not
 
     began, num_threads = time.perf_counter(), max(1, min(_MAX_THREADS, int(usable_cores())))
+    done = _sign_of(f"{identity} {max_batch_size} {prefill_chunk_tokens} {max_length}")
+    if done.exists():
+        return "engine: kernels were compiled by an earlier start"
     short = replace(parts, target=outlined(parts.target))
     try:
         count = compile_ahead(lambda: _run(short, max_batch_size, prefill_chunk_tokens, max_length), num_threads)
@@ -37,7 +48,28 @@ def compile_kernels(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens
         if net is not None:
             net.cache.resize(parts.page_size)  # it became fake
     seconds = time.perf_counter() - began
+    _leave(done)
     return f"engine: {count} kernels compiled ahead in {seconds:.1f} s by {num_threads} threads"
+
+
+def _sign_of(identity: str) -> Path:
+    """The file that says that kernels are compiled. Its name has what else they depend on: their own code."""
+    import triton
+
+    import specbatch
+
+    code = Path(specbatch.__file__).parent
+    changed = max(path.stat().st_mtime_ns for path in code.rglob("*.py"))
+    name = f"{identity} {triton.__version__} {torch.__version__} {code} {changed}"
+    return Path(triton.knobs.cache.dir) / f"specbatch-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+def _leave(sign: Path) -> None:
+    try:
+        sign.parent.mkdir(parents=True, exist_ok=True)
+        sign.touch()
+    except OSError:  # a cache that cannot be written: then the next start compiles, too
+        pass
 
 
 def _first_line(error: Exception) -> str:

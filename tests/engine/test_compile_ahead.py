@@ -46,6 +46,6 @@ def test_a_failure_is_a_note() -> None:
 
     target = tiny_decoder(tiny_config(), torch.float32)
     parts = RoundParts(target, as_schedule(None).map(lambda shape: NoDraft()), torch.float32, 4, (1,))
-    note = compile_kernels(parts, 4, 64, 100)
+    note = compile_kernels(parts, 4, 64, 100, "a run")
     assert note.startswith("engine: kernels were not compiled ahead (DataDependentOutputException: "), note
     assert type(torch.zeros(1)) is torch.Tensor

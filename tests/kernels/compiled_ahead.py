@@ -101,11 +101,12 @@ def rounds(gpu: FakeGpu) -> None:
     for method, shape in (("none", None), ("eagle3", DraftShape(2, 2, 4)), ("draft_model", DraftShape(2, 1, 3))):
         parts, before = _parts(method, shape), len(gpu.compiled)
         embedding = parts.target.embedding_VE.clone()
-        note = compile_kernels(parts, 4, 64, 100)
+        note = compile_kernels(parts, 4, 64, 100, method)
         assert "kernels compiled ahead" in note, note
         assert len(gpu.compiled) - before == int(note.split()[1]) > 8, note
         assert not gpu.launched
-        assert "engine: 0 kernels compiled ahead" in compile_kernels(parts, 4, 64, 100)
+        assert "engine: 0 kernels compiled ahead" in compile_kernels(parts, 4, 64, 100, f"{method}, another run")
+        assert compile_kernels(parts, 4, 64, 100, method) == "engine: kernels were compiled by an earlier start"
         assert torch.equal(parts.target.embedding_VE, embedding)
         made = parts.make(4, 100, 64)
         tensors = [parts.target.embedding_VE, *(cache.all_layers for cache in made.caches)]
