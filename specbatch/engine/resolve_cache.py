@@ -41,7 +41,7 @@ class CacheRequest:
     # On a GPU, whose memory is measured when the engine is built: (nodes of a request in a round, tokens of a prompt
     # chunk). None: on a CPU, where the size is decided here.
     measured: tuple[int, int] | None
-    num_ranks: int = 1  # processes that share this memory
+    num_ranks: int = 1  # processes that share this memory: on a CPU; each rank has a GPU of its own
     saved: int = 0  # bytes that the weights take less, where layers are quantised
 
     @property
