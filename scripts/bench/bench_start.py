@@ -7,10 +7,7 @@ kernels: the caches of Triton, Inductor and CUDA are an empty folder. The next o
 line for each run: `first_row_s`, to the first line of the output; `seconds`, to the end of the process; `session`, the
 job's own seconds (`load` begins with the command); `parts`, which the tool says of its start. Weights are made at
 random, so reading them from a disk is not in it. A run that fails is a line with its error. `kernels`: that Triton has
-compiled, in all runs with these caches.
-
-`--ahead both`: with kernels that are compiled ahead, in threads, and without. Each has caches of its own. With them
-comes first, so that the faster reads of files that were read before are on the other side. `rows`: a digest.
+compiled, in all runs with these caches. `rows`: a digest, which must be the same in all runs.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from specbatch.job.stats import commit, device_name, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
-_SHOWN = re.compile(r"engine: ready|engine: .*compiled ahead|engine\.cuda_graphs: \d|prefill\.graphs: \w+,")
-_AHEAD = {"off": (False,), "on": (True,), "both": (True, False)}
+_SHOWN = re.compile(r"engine: ready|engine: .*compiled (ahead|by)|engine\.cuda_graphs: \d|prefill\.graphs: \w+,")
 
 
 def main() -> None:
@@ -40,7 +36,6 @@ def main() -> None:
     parser.add_argument("--target", default="random:llama-3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
-    parser.add_argument("--ahead", choices=_AHEAD, default="off", help="compile kernels ahead, in threads")
     parser.add_argument("--warm", type=int, default=1, help="runs after the first")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=80.0, help="a run that takes longer is ended")
@@ -51,28 +46,26 @@ def main() -> None:
         "commit": commit(), "device": device_name(args.device), "versions": versions(),
     }  # fmt: skip
     lines: list[dict[str, Any]] = []
-    for ahead in _AHEAD[args.ahead]:
-        with tempfile.TemporaryDirectory() as folder:
-            for number in range(1 + args.warm):
-                line = {"target": args.target, "set": args.set, "start": "warm" if number else "cold", "ahead": ahead}
-                try:
-                    line |= start(args, Path(folder), number, ahead=ahead)
-                except Exception as error:
-                    line["error"] = f"{type(error).__name__}: {str(error)[-1500:]}"
-                lines.append(line)
-                print(json.dumps(line), flush=True)
-                if args.output is not None:
-                    args.output.write_text(json.dumps(head | {"lines": lines}, indent=1) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(1 + args.warm):
+            line = {"target": args.target, "set": args.set, "start": "warm" if number else "cold"}
+            try:
+                line |= start(args, Path(folder), number)
+            except Exception as error:
+                line["error"] = f"{type(error).__name__}: {str(error)[-1500:]}"
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+            if args.output is not None:
+                args.output.write_text(json.dumps(head | {"lines": lines}, indent=1) + "\n", encoding="utf-8")
 
 
-def start(args: argparse.Namespace, folder: Path, number: int, *, ahead: bool) -> dict[str, Any]:
+def start(args: argparse.Namespace, folder: Path, number: int) -> dict[str, Any]:
     data, output, log = folder / "rows.jsonl", folder / f"{number}.jsonl", folder / f"{number}.log"
     rows = [{"id": str(i), "prompt": f"{i} clips were sold to friends in April. " * 12} for i in range(args.rows)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     sets = [f"model.target={args.target}", f"engine.device={args.device}", "speculation.method=none"]
     sets += ["sampling.max_tokens=16", "sampling.ignore_eos=true", *args.set]
-    allowed = [str(ROOT / "scripts/check/allow_unmeasured.py"), "compile"] if ahead else []
-    command = [sys.executable, *allowed, "-m", "specbatch", "generate", str(data), "-o", str(output)]
+    command = [sys.executable, "-m", "specbatch", "generate", str(data), "-o", str(output)]
     command += [part for one in sets for part in ("--set", one)]
     caches = {name: str(folder / name) for name in _CACHES}
     search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -3,7 +3,7 @@
 python scripts/check/allow_unmeasured.py ranks -m specbatch generate ... --set engine.tensor_parallel=2
 
 `ranks`: engine.tensor_parallel. `lanes`: the `auto` of engine.two_batch_overlap, the
-default of that option: it changes every run. `compile`: kernels are compiled ahead, in threads.
+default of that option: it changes every run.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from specbatch.engine import resolve_compile_ahead, resolve_lanes, resolve_ranks
+from specbatch.engine import resolve_lanes, resolve_ranks
 
-REFUSED = {"ranks": resolve_ranks, "lanes": resolve_lanes, "compile": resolve_compile_ahead}
+REFUSED = {"ranks": resolve_ranks, "lanes": resolve_lanes}
 
 
 def allow(what: str) -> None:

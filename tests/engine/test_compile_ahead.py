@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specbatch.config_load import load_config
-from specbatch.engine import resolve_compile_ahead
 from specbatch.engine.compile_ahead import compile_kernels
+from specbatch.engine.resolve_compile_ahead import resolve_compile_ahead
 from specbatch.engine.round_parts import RoundParts
 from tests.tiny_models import as_schedule, tiny_config, tiny_decoder
 
@@ -26,17 +26,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_where_kernels_are_compiled_ahead(
-    monkeypatch: pytest.MonkeyPatch, sets: list[str], device: torch.device, attention: str, two_lanes: bool,
-    expected: bool,
-) -> None:  # fmt: skip
-    def decided() -> bool:
-        section = load_config(None, sets).engine
-        return resolve_compile_ahead.resolve_compile_ahead(section, device, attention, two_lanes=two_lanes)
-
-    monkeypatch.setattr(resolve_compile_ahead, "MEASURED_ON_CUDA", False)
-    assert not decided()
-    monkeypatch.setattr(resolve_compile_ahead, "MEASURED_ON_CUDA", True)
-    assert decided() == expected
+    sets: list[str], device: torch.device, attention: str, two_lanes: bool, expected: bool
+) -> None:
+    section = load_config(None, sets).engine
+    assert resolve_compile_ahead(section, device, attention, two_lanes=two_lanes) == expected
 
 
 def test_a_failure_is_a_note() -> None:
