@@ -8,8 +8,8 @@
 
 Each schema of `json_schemas.jsonl` gets `--rows` rows, greedy and sampled. Every text that ends is parsed and validated
 by the `jsonschema` package. Greedy texts must be those of plain decoding; sampled ones too with ngram and trees. On a
-GPU in bfloat16 some texts can differ, because rounding depends on the batch: there the number is a figure to look at, and
-with `--set engine.deterministic=true` it is 0. Without `none` among the methods nothing is compared (`null`).
+GPU in bfloat16 some texts can differ, because rounding depends on the batch: there the number is a figure to look at,
+and with `--set engine.deterministic=true` it is 0. Without `none` among the methods nothing is compared (`null`).
 The same prompts run without schemas, each with as many tokens as it had with its schema: `share_of_free` compares the
 speeds, and both have an acceptance length. The first of `--repeats` compiles and captures; the last one counts. Texts
 of random weights end because the schemas bound them: strings have a maxLength, arrays a maxItems.
