@@ -4,8 +4,8 @@ Rounds and prompt chunks of all sizes run over fake tensors. So the trial run an
 compiled. Without this, Triton compiles one after the other, each where it is launched first.
 
 A warm start finds all kernels on disk, and the rounds over fake tensors would cost it seconds. So a start leaves an
-empty file in the folder of Triton's kernels, named by what it compiled for. A start that finds its file has nothing to do here.
-If a kernel was deleted since then, it is compiled at its first launch.
+empty file in the folder of Triton's kernels, named by what it compiled for. A start that finds its file has nothing to
+do here. If a kernel was deleted since then, it is compiled at its first launch.
 """
 
 from __future__ import annotations
