@@ -162,7 +162,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     )
     num_nodes = max((shape.num_draft_tokens for shape in shapes), default=1)
     measured = (num_nodes, engine.prefill_chunk_tokens) if on_cuda else None
-    num_ranks, fraction = 1 if on_cuda else config.engine.tensor_parallel, engine.memory_fraction
+    num_ranks, fraction = config.engine.tensor_parallel, engine.memory_fraction
     saved = saved_bytes(quantization, held, device, dtype)
     wanted = CacheRequest(models, rows, dtype, device, given, fraction, measured, num_ranks, saved)
     # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.

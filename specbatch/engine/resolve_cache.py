@@ -41,12 +41,18 @@ class CacheRequest:
     # On a GPU, whose memory is measured when the engine is built: (nodes of a request in a round, tokens of a prompt
     # chunk). None: on a CPU, where the size is decided here.
     measured: tuple[int, int] | None
-    num_ranks: int = 1  # processes that share this memory: on a CPU; each rank has a GPU of its own
+    num_ranks: int = 1  # processes that each hold such a part of the target
     saved: int = 0  # bytes that the weights take less, where layers are quantised
 
     @property
     def weights(self) -> int:
         return sum(model.num_parameters() for model in self.models) * self.dtype.itemsize - self.saved
+
+    @property
+    def available(self) -> int:
+        """Bytes free for one rank. A rank on CUDA has a GPU of its own; on a CPU they share the memory."""
+        free = available_memory(self.device)
+        return free if self.device.type == "cuda" else free // self.num_ranks
 
     def of_batch(self, max_batch_size: int) -> CacheRequest:
         return replace(self, rows=replace(self.rows, max_batch_size=max_batch_size))
@@ -75,7 +81,7 @@ def default_batch_size(wanted: CacheRequest, available: int, max_tokens: int) ->
 
 def with_default_batch(wanted: CacheRequest, max_tokens: int, notes: list[str]) -> CacheRequest:
     """`wanted` with `default_batch_size`."""
-    batch = default_batch_size(wanted, available_memory(wanted.device), max_tokens)
+    batch = default_batch_size(wanted, wanted.available, max_tokens)
     notes.append(f"engine.max_batch_size: {batch} (by what the KV cache holds)")
     return wanted.of_batch(batch)
 
@@ -85,8 +91,7 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
 
     Raises ConfigError where it does not fit into memory, or does not hold one request.
     """
-    available = available_memory(wanted.device) // wanted.num_ranks
-    weights, rows = wanted.weights, wanted.rows
+    available, weights, rows = wanted.available, wanted.weights, wanted.rows
     kib = f"{rows.token_bytes / 1024:g}"
     if wanted.given_tokens is not None:
         plan = given_cache(wanted.given_tokens, rows)
@@ -156,6 +161,7 @@ def _refuse(wanted: CacheRequest, plan: CachePlan, available: int) -> None:
     hint = "free memory, use a smaller model or a smaller model.dtype, or raise engine.memory_fraction"
     num_cards = None if wanted.measured is None else cards_for(wanted, available)
     if num_cards is not None:
+        num_cards *= wanted.num_ranks
         # What `part_of_a_rank` refuses today.
         option = f"engine.tensor_parallel: {num_cards}"
         hint += f"; {num_cards} GPUs like this one hold it: {option}, once it is measured on CUDA"
@@ -168,8 +174,8 @@ def _refuse(wanted: CacheRequest, plan: CachePlan, available: int) -> None:
 
 
 def cards_for(wanted: CacheRequest, available: int) -> int | None:
-    """How many GPUs with as much free memory hold the model and _ENOUGH_ROWS rows; None: more than _MAX_CARDS, or more
-    than can divide it."""
+    """How many GPUs with as much free memory hold the model (or the part of it that a rank has) and _ENOUGH_ROWS rows;
+    None: more than _MAX_CARDS, or more than can divide it."""
     heads, tokens = wanted.models[0].config.num_heads, _ENOUGH_ROWS * min(ENOUGH_ROW, wanted.rows.max_positions)
     for count in range(1, _MAX_CARDS + 1):
         part = (wanted.weights + tokens * wanted.rows.token_bytes) / count

@@ -33,6 +33,7 @@ from specbatch.engine.resolve_cache import CacheRequest, cards_for, default_batc
 from specbatch.errors import ConfigError
 from specbatch.models.config import ModelConfig
 from specbatch.models.random_weights import geometries
+from specbatch.models.sharded import local_config
 from tests.tiny_models import CPU, tiny_config
 
 BF16 = torch.bfloat16
@@ -116,6 +117,21 @@ def test_a_model_that_one_gpu_does_not_hold_names_how_many_do(
     with pytest.raises(ConfigError, match=r"weights take 131\.4 GiB, a token 320 KiB") as error:
         resolve_cache(wanted, [])
     assert "engine.tensor_parallel: 2" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(("device", "share"), [("cuda", 1), ("cpu", 2)])
+def test_what_a_rank_may_take(device: str, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on CUDA have a GPU each. Those of a CPU share its memory."""
+    model = local_config(geometries()["llama-3-70b"], 0, 2)
+    wanted = dataclasses.replace(cache_request(model, (1, 2048)), device=torch.device(device), num_ranks=2)
+    assert 60 * GIB < wanted.weights < 70 * GIB
+    monkeypatch.setattr("specbatch.engine.resolve_cache.available_memory", lambda device: share * 78 * GIB)
+    resolve_cache(wanted, notes := [])
+    assert "78.0 GiB are free" in notes[-1]
+    monkeypatch.setattr("specbatch.engine.resolve_cache.available_memory", lambda device: share * 39 * GIB)
+    with pytest.raises(ConfigError) as error:
+        resolve_cache(wanted, [])
+    assert "8 GPUs like this one hold it" in str(error.value.hint)
 
 
 def cache_request(model: ModelConfig, measured: tuple[int, int] | None) -> CacheRequest:
