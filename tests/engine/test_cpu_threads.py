@@ -241,7 +241,12 @@ class Changing:
 
 
 @pytest.mark.parametrize(
-    ("method", "shape"), [("none", None), ("ngram", DraftShape(3, 1, 4)), ("eagle3", DraftShape(3, 2, 6))]
+    ("method", "shape"),
+    [
+        ("none", None),
+        pytest.param("ngram", DraftShape(3, 1, 4), marks=pytest.mark.slow),
+        ("eagle3", DraftShape(3, 2, 6)),
+    ],
 )
 def test_engine_has_the_same_bits_while_threads_change(method: str, shape: DraftShape | None) -> None:
     params = SamplingParams(max_tokens=24, logprobs=2)

@@ -32,6 +32,7 @@ METHODS = [
     ("eagle", TREE),
     ("eagle3", CHAIN),
 ]
+SOME_SLOW = [pytest.param(*one, marks=pytest.mark.slow if one[0] in ("ngram", "eagle") else ()) for one in METHODS]
 ENGINES: dict[str, Callable[..., Engine]] = {"cpu": tiny_engine, "fixed": tiny_device_engine}
 WITH_ORACLE: tuple[Callable[..., Any], ...] = (tiny_oracle, *ENGINES.values())
 GREEDY = SamplingParams(max_tokens=10, logprobs=2)
@@ -92,7 +93,7 @@ def assert_same_logprobs(found: Completion, expected: Completion, exact: bool) -
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("method", "shape"), METHODS)
+@pytest.mark.parametrize(("method", "shape"), SOME_SLOW)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_bad_prompt_fails_alone(engine: str, method: str, shape: DraftShape | None, params: SamplingParams) -> None:
     """The other rows have the tokens, counts and bits of a run without the bad ones, wherever the bad token is."""
@@ -127,7 +128,7 @@ def written_token(method: str, params: SamplingParams, rows: dict[int, list[int]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("method", "shape"), METHODS)
+@pytest.mark.parametrize(("method", "shape"), SOME_SLOW)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_bad_token_ends_the_text(engine: str, method: str, shape: DraftShape | None, params: SamplingParams) -> None:
     """The text is the healthy model's up to the first token that the broken one cannot read. Drafts of that token that

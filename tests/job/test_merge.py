@@ -28,8 +28,8 @@ def run(tmp_path: Path) -> Shards:
 @pytest.mark.parametrize(
     ("rows", "count", "options"),
     [
-        (native(400), 16, {}),
-        (native(400), 16, {"limit": 123}),
+        (native(160), 16, {}),
+        (native(160), 16, {"limit": 123}),
         (native(50), 1, {}),
         (openai(60), 7, {}),
         ([*native(40), *openai(40)], 3, {}),
