@@ -79,8 +79,10 @@ class Faults:
         return {"exit_code": second.process.returncode, "message": errors_of(second)}, problems
 
     def stuck(self) -> tuple[dict[str, Any], list[str]]:
-        """A worker that hangs is killed, and replaced."""
-        session, processes = self.at_work("stuck.jsonl", 2, None, "--set", f"cluster.stuck_seconds={_STUCK_SECONDS}")
+        """A worker that hangs is killed, and replaced. Steps are slow: else the other worker has done its rows by then,
+        and the job ends without it."""
+        slow = Jobs("stub", self.folder, sleep=0.5)
+        session, processes = self.at_work("stuck.jsonl", 2, slow, "--set", f"cluster.stuck_seconds={_STUCK_SECONDS}")
         session.workers()[0].send_signal(signal.SIGSTOP)
         session.wait()
         problems = self.problems_of(session, "stuck.jsonl")
