@@ -59,7 +59,7 @@ def _sign_of(identity: str) -> Path:
     import specbatch
 
     code = Path(specbatch.__file__).parent
-    changed = max(path.stat().st_mtime_ns for path in code.rglob("*.py"))
+    changed = max((path.stat().st_mtime_ns for path in code.rglob("*.py")), default=0)
     name = f"{identity} {triton.__version__} {torch.__version__} {code} {changed}"
     return Path(triton.knobs.cache.dir) / f"specbatch-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
