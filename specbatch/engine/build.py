@@ -93,7 +93,9 @@ def _identity(run: ResolvedRun) -> str:
     """Of the run's kernels: what they depend on, and more."""
     card = torch.cuda.get_device_name(run.device), torch.cuda.get_device_capability(run.device)
     engine = replace(run.engine, left_open=frozenset())  # a set has another order in each process
-    return repr((run.config.model, run.config.speculation, run.config.engine, engine, run.target.config, card))
+    # What differs from file to file changes no kernel.
+    section = replace(run.config.engine, seed=0, shared_tokens=None)
+    return repr((run.config.model, run.config.speculation, section, engine, run.target.config, card))
 
 
 def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | None) -> Built:

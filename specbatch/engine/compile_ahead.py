@@ -36,11 +36,13 @@ def compile_kernels(
 
     began, num_threads = time.perf_counter(), max(1, min(_MAX_THREADS, int(usable_cores())))
     done = _sign_of(f"{identity} {max_batch_size} {prefill_chunk_tokens} {max_length}")
-    if done.exists():
+    if done is not None and done.exists():
         return "engine: kernels were compiled by an earlier start"
     short = replace(parts, target=outlined(parts.target))
     try:
-        count = compile_ahead(lambda: _run(short, max_batch_size, prefill_chunk_tokens, max_length), num_threads)
+        count, failed = compile_ahead(
+            lambda: _run(short, max_batch_size, prefill_chunk_tokens, max_length), num_threads
+        )
     except Exception as error:
         return f"engine: kernels were not compiled ahead ({type(error).__name__}: {_first_line(error)})"
     finally:
@@ -48,20 +50,28 @@ def compile_kernels(
         if net is not None:
             net.cache.resize(parts.page_size)  # it became fake
     seconds = time.perf_counter() - began
-    _leave(done)
-    return f"engine: {count} kernels compiled ahead in {seconds:.1f} s by {num_threads} threads"
+    if done is not None and not failed:
+        _leave(done)
+    failures = f", {failed} more failed" if failed else ""
+    return f"engine: {count} kernels compiled ahead in {seconds:.1f} s by {num_threads} threads{failures}"
 
 
-def _sign_of(identity: str) -> Path:
-    """The file that says that kernels are compiled. Its name has what else they depend on: their own code."""
+def _sign_of(identity: str) -> Path | None:
+    """The file that says that kernels are compiled. Its name has what else they depend on: their own code. None: a file
+    cannot be looked at."""
     import triton
 
     import specbatch
 
     code = Path(specbatch.__file__).parent
-    changed = max((path.stat().st_mtime_ns for path in code.rglob("*.py")), default=0)
-    name = f"{identity} {triton.__version__} {torch.__version__} {code} {changed}"
-    return Path(triton.knobs.cache.dir) / f"specbatch-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    try:
+        changed = max((path.stat().st_mtime_ns for path in code.rglob("*.py")), default=0)
+        name = f"{identity} {triton.__version__} {torch.__version__} {specbatch.__version__} {code} {changed}"
+        sign = Path(triton.knobs.cache.dir) / f"specbatch-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        sign.exists()
+    except OSError:
+        return None
+    return sign
 
 
 def _leave(sign: Path) -> None:

@@ -161,7 +161,6 @@ def _refuse(wanted: CacheRequest, plan: CachePlan, available: int) -> None:
     hint = "free memory, use a smaller model or a smaller model.dtype, or raise engine.memory_fraction"
     num_cards = None if wanted.measured is None else cards_for(wanted, available)
     if num_cards is not None:
-        num_cards *= wanted.num_ranks
         # What `part_of_a_rank` refuses today.
         option = f"engine.tensor_parallel: {num_cards}"
         hint += f"; {num_cards} GPUs like this one hold it: {option}, once it is measured on CUDA"
@@ -177,8 +176,8 @@ def cards_for(wanted: CacheRequest, available: int) -> int | None:
     """How many GPUs with as much free memory hold the model (or the part of it that a rank has) and _ENOUGH_ROWS rows;
     None: more than _MAX_CARDS, or more than can divide it."""
     heads, tokens = wanted.models[0].config.num_heads, _ENOUGH_ROWS * min(ENOUGH_ROW, wanted.rows.max_positions)
-    for count in range(1, _MAX_CARDS + 1):
+    for count in range(1, _MAX_CARDS // wanted.num_ranks + 1):
         part = (wanted.weights + tokens * wanted.rows.token_bytes) / count
         if heads % count == 0 and part <= available * wanted.memory_fraction:
-            return count
+            return count * wanted.num_ranks
     return None

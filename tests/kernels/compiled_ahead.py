@@ -45,7 +45,7 @@ def gemms(gpu: FakeGpu) -> None:
         ops.norm_gated_linear(x[:8], norm, 1e-5, weight, HOPPER)
         ops.norm_linear(one, norm, 1e-5, weight)
 
-    assert compile_ahead(run, 2) == 5
+    assert compile_ahead(run, 2) == (5, 0)
     assert not gpu.launched
     expected = ["_rms_norm", "combine_kernel", "dot_kernel", "dot_kernel", "fma_kernel"]
     assert sorted(gpu.compiled) == expected, gpu.compiled
@@ -62,7 +62,7 @@ def specialised(gpu: FakeGpu) -> None:
         for first, number in ((0, 16), (4, 16), (1, 16), (0, 1), (0, 3)):
             launch(_add, (1,), x[first:], number, BLOCK=64)
 
-    assert compile_ahead(run, 2) == 4  # 4 floats are 16 bytes
+    assert compile_ahead(run, 2) == (4, 0)  # 4 floats are 16 bytes
     run()
     assert (len(gpu.launched), len(gpu.compiled)) == (5, 4)
 
@@ -81,7 +81,7 @@ def failures(gpu: FakeGpu) -> None:
     def asks() -> None:
         print(torch.zeros(1).data_ptr())
 
-    assert compile_ahead(broken, 2) == 2
+    assert compile_ahead(broken, 2) == (1, 1)
     assert "only one element" in _error(broken)
     assert _error(lambda: compile_ahead(reads, 2))
     assert "data pointer" in _error(lambda: compile_ahead(asks, 2))
@@ -111,6 +111,26 @@ def rounds(gpu: FakeGpu) -> None:
         made = parts.make(4, 100, 64)
         tensors = [parts.target.embedding_VE, *(cache.all_layers for cache in made.caches)]
         assert all(type(tensor) is torch.Tensor for tensor in tensors), "fake ones are left"
+
+
+def failed_rounds(gpu: FakeGpu) -> None:
+    """A start in which a kernel failed, for want of space on the disk for instance, leaves no sign for the next one."""
+    kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
+    from triton.runtime.cache import FileCacheManager
+
+    from specbatch.engine.compile_ahead import compile_kernels
+
+    def put(*args: Any, **rest: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    _follow_cuda()
+    parts, kept = _parts("none", None), FileCacheManager.put
+    FileCacheManager.put = put  # type: ignore[method-assign]
+    assert "more failed" in compile_kernels(parts, 4, 64, 100, "a run")
+    FileCacheManager.put = kept  # type: ignore[method-assign]
+    note = compile_kernels(parts, 4, 64, 100, "a run")
+    assert "kernels compiled ahead" in note, note
+    assert "failed" not in note, note
 
 
 def _follow_cuda() -> None:
@@ -162,4 +182,4 @@ def _error(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    {check.__name__: check for check in (gemms, specialised, failures, rounds)}[sys.argv[1]](FakeGpu())
+    {check.__name__: check for check in (gemms, specialised, failures, rounds, failed_rounds)}[sys.argv[1]](FakeGpu())

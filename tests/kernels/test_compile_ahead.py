@@ -30,8 +30,9 @@ def test_kernels_are_compiled_and_not_launched(check: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_rounds_of_an_engine(tmp_path: Path) -> None:
-    run("rounds", tmp_path)
+@pytest.mark.parametrize("check", ["rounds", "failed_rounds"])
+def test_the_rounds_of_an_engine(check: str, tmp_path: Path) -> None:
+    run(check, tmp_path)
 
 
 def test_all_kernels_are_launched_in_one_place() -> None:

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime._async_compile import AsyncCompileMode
 
 
-def compile_ahead(function: Callable[[], None], num_threads: int) -> int:
-    """Compiles the kernels that `function` launches; returns their number. Tensors that `function` makes are fake. It
-    may read real ones, such as weights. It must not write into them: operations and kernels over real tensors alone do
-    run, on the numbers that are there.
+def compile_ahead(function: Callable[[], None], num_threads: int) -> tuple[int, int]:
+    """Compiles the kernels that `function` launches; returns how many were compiled and how many failed. Tensors that
+    `function` makes are fake. It may read real ones, such as weights. It must not write into them: operations and
+    kernels over real tensors alone do run, on the numbers that are there.
 
     A kernel that cannot be compiled is left out: its launch will raise. Raises what `function` raises, when the kernels
     before that are compiled.
@@ -31,13 +31,15 @@ def compile_ahead(function: Callable[[], None], num_threads: int) -> int:
     return copy_context().run(_compiled, function, num_threads)
 
 
-def _compiled(function: Callable[[], None], num_threads: int) -> int:
+def _compiled(function: Callable[[], None], num_threads: int) -> tuple[int, int]:
     pool = ThreadPoolExecutor(num_threads)
     try:
         with AsyncCompileMode(pool, ignore_errors=True) as mode:  # its end waits for all kernels
             with _without_addresses(), FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
                 function()
-            return len(mode.raw_futures)
+            futures = list(mode.raw_futures)
+        failed = sum(future.exception() is not None for future in futures)
+        return len(futures) - failed, failed
     finally:
         pool.shutdown(cancel_futures=True)  # where the wait was interrupted
 
