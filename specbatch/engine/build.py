@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import assert_never
 
 import torch
@@ -16,7 +16,7 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import KVScales, PagePool
 from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
-from specbatch.engine.compile_ahead import compile_kernels
+from specbatch.engine.compile_ahead import compile_kernels, identity_of
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
@@ -89,15 +89,6 @@ def build(
         ) from error
 
 
-def _identity(run: ResolvedRun) -> str:
-    """Of the run's kernels: what they depend on, and more."""
-    card = torch.cuda.get_device_name(run.device), torch.cuda.get_device_capability(run.device)
-    engine = replace(run.engine, left_open=frozenset())  # a set has another order in each process
-    # What differs from file to file changes no kernel.
-    section = replace(run.config.engine, seed=0, shared_tokens=None)
-    return repr((run.config.model, run.config.speculation, section, engine, run.target.config, card))
-
-
 def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | None) -> Built:
     on_cuda, clock = run.device.type == "cuda", StartClock()
     threads = None if on_cuda else _prepare_cpu(run, group)
@@ -120,7 +111,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         if run.engine.compiles_ahead:
             on_progress("compiling kernels ahead")
             sizes = run.engine.max_batch_size, run.engine.prefill_chunk_tokens
-            run.notes.append(compile_kernels(rounds, *sizes, run.cache.capacity, _identity(run)))
+            run.notes.append(compile_kernels(rounds, *sizes, run.cache.capacity, identity_of(run)))
             clock.passed("kernels compiled ahead")
         on_progress("compiling kernels, trial run")
         sized = _measured(run, rounds, pieces, available, group)

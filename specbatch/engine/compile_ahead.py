@@ -11,6 +11,7 @@ do here. If a kernel was deleted since then, it is compiled at its first launch.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from specbatch.engine.cpu_threads import usable_cores
 from specbatch.engine.executor import padded_sizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
+from specbatch.engine.resolve import ResolvedRun
 from specbatch.engine.round_parts import RoundParts
 from specbatch.engine.trial import trial_prompt, trial_round, trial_short_prompts
 from specbatch.models.outline import outlined
@@ -36,7 +38,7 @@ def compile_kernels(
 
     began, num_threads = time.perf_counter(), max(1, min(_MAX_THREADS, int(usable_cores())))
     done = _sign_of(f"{identity} {max_batch_size} {prefill_chunk_tokens} {max_length}")
-    if done is not None and done.exists():
+    if _is_left(done):
         return "engine: kernels were compiled by an earlier start"
     short = replace(parts, target=outlined(parts.target))
     try:
@@ -50,28 +52,38 @@ def compile_kernels(
         if net is not None:
             net.cache.resize(parts.page_size)  # it became fake
     seconds = time.perf_counter() - began
-    if done is not None and not failed:
+    if not failed:
         _leave(done)
     failures = f", {failed} more failed" if failed else ""
     return f"engine: {count} kernels compiled ahead in {seconds:.1f} s by {num_threads} threads{failures}"
 
 
-def _sign_of(identity: str) -> Path | None:
-    """The file that says that kernels are compiled. Its name has what else they depend on: their own code. None: a file
-    cannot be looked at."""
+def identity_of(run: ResolvedRun) -> str:
+    """Of the run's kernels: what they depend on, and more."""
+    card = torch.cuda.get_device_name(run.device), torch.cuda.get_device_capability(run.device)
+    engine = replace(run.engine, left_open=frozenset())  # a set has another order in each process
+    # What differs from file to file changes no kernel.
+    section = replace(run.config.engine, seed=0, shared_tokens=None)
+    return repr((run.config.model, run.config.speculation, section, engine, run.target.config, card))
+
+
+def _sign_of(identity: str) -> Path:
+    """The file that says that kernels are compiled. Its name has what else they depend on: their own code."""
     import triton
 
     import specbatch
 
     code = Path(specbatch.__file__).parent
+    changed = max((os.lstat(path).st_mtime_ns for path in code.rglob("*.py")), default=0)
+    name = f"{identity} {triton.__version__} {torch.__version__} {specbatch.__version__} {code} {changed}"
+    return Path(triton.knobs.cache.dir) / f"specbatch-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+def _is_left(sign: Path) -> bool:
     try:
-        changed = max((path.stat().st_mtime_ns for path in code.rglob("*.py")), default=0)
-        name = f"{identity} {triton.__version__} {torch.__version__} {specbatch.__version__} {code} {changed}"
-        sign = Path(triton.knobs.cache.dir) / f"specbatch-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-        sign.exists()
-    except OSError:
-        return None
-    return sign
+        return sign.exists()
+    except OSError:  # a cache that cannot be looked at
+        return False
 
 
 def _leave(sign: Path) -> None:
