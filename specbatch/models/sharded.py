@@ -120,8 +120,7 @@ class SummedLinear(Linear):
         return self._group.sum(self._part(x_TI))
 
     def start_with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Callable[[], Tensor]:
-        total = self._group.start_sum(self._part(x_TI))
-        return lambda: residual_TO + total()
+        return self._group.start_sum(self._part(x_TI), residual_TO)
 
 
 class GatheredLinear(Linear):

@@ -2,10 +2,11 @@
 
 Everything is launched on the caller's stream, so that a CUDA graph holds it together with what comes before and after.
 Memory that the others read is allocated, and made known to them, before the first graph is captured: a graph holds its
-address. Two passes at the same time (`models/stages.py`) have a buffer each: an operation signals by words that belong
-to its buffer.
+address. Two passes at the same time (`models/stages.py`) have an inbox and a buffer each: an operation signals by words
+that belong to them.
 
-The kernels are those of torch (`torch.ops.symm_mem`) and of NCCL.
+One-shot sums are a kernel of this project (`kernels/triton/one_shot.py`), two-shot sums are torch's
+(`torch.ops.symm_mem`), and the rest is NCCL's.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from specbatch.marks import marked
-from specbatch.parallel.algorithms import ALIGNMENT, Algorithm, algorithm_for, buffer_bytes
+from specbatch.parallel.algorithms import ALIGNMENT, Algorithm, algorithm_for, buffer_bytes, inbox_capacity
 from specbatch.parallel.exchanges import ExchangeStore
 from specbatch.parallel.group import Group
 from specbatch.parallel.multicast import disable_multicast
+
+if TYPE_CHECKING:
+    from specbatch.kernels.triton.one_shot import Inbox  # needs Triton
 
 _FIRST_CONTACT = timedelta(minutes=5)  # until all ranks have started
 _NUM_PASSES = 2  # at the same time
@@ -38,7 +42,13 @@ class Collectives(Protocol):
         """That the other ranks can read. All ranks call it in the same order."""
         ...
 
-    def one_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None: ...
+    def new_inbox(self, capacity: int) -> Inbox:
+        """Of tensors of up to `capacity` bytes. All ranks call it in the same order."""
+        ...
+
+    def one_shot(self, x: Tensor, residual: Tensor | None, inbox: Inbox) -> Tensor:
+        """The sum, and the residual to it. `inbox`: one of `new_inbox`, as for a buffer."""
+        ...
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None: ...
 
@@ -59,7 +69,8 @@ class CudaGroup(Group):
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._collectives, self._fixed_order = collectives, fixed_order
-        num_bytes = buffer_bytes(size)
+        capacity, num_bytes = inbox_capacity(size), buffer_bytes(size)
+        self._inboxes = [collectives.new_inbox(capacity) for _ in range(_NUM_PASSES)] if capacity else []
         self._buffers = [collectives.new_buffer(num_bytes) for _ in range(_NUM_PASSES)] if num_bytes else []
         self._pass, self._is_closed = 0, False
 
@@ -81,34 +92,44 @@ class CudaGroup(Group):
                 self._collectives.gather(x.contiguous(), parts)
         return lambda: parts
 
-    def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_sum(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
         algorithm = algorithm_for(x.nbytes, x.dtype, self.size, fixed_order=self._fixed_order)
+        is_one_shot = algorithm == "one_shot"
         with marked("communication"):
-            total = self.added(x, algorithm) if x.numel() else x
-        return lambda: total
+            total = self.added(x, algorithm, residual if is_one_shot else None) if x.numel() else x
+        return lambda: total if residual is None or is_one_shot else residual + total
 
-    def added(self, x: Tensor, algorithm: Algorithm) -> Tensor:
-        """The sum by one of the algorithms, in memory of its own."""
+    def added(self, x: Tensor, algorithm: Algorithm, residual: Tensor | None = None) -> Tensor:
+        """The sum by one of the algorithms, in memory of its own. `residual`: to add to a one-shot sum."""
         if algorithm == "gather":
             return super().start_sum(x)()
         x, run = x.contiguous(), self._collectives
         if x.storage_offset() * x.itemsize % ALIGNMENT:
             x = x.clone()
+        if algorithm == "one_shot":
+            return self._added_in_inbox(x, residual)
         out = torch.empty_like(x)
         if algorithm == "nccl":
             run.nccl(x, out)
-            return out
-        buffer, add = self._buffers[self._pass], run.one_shot if algorithm == "one_shot" else run.two_shot
-        for piece, part in zip(*(one.view(-1).split(len(buffer) // x.itemsize) for one in (x, out)), strict=True):
-            add(piece, part, buffer)
+        else:
+            run.two_shot(x, out, self._buffers[self._pass])
         return out
+
+    def _added_in_inbox(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        inbox, run = self._inboxes[self._pass], self._collectives.one_shot
+        if x.nbytes <= inbox.capacity:
+            return run(x, residual, inbox)
+        pieces = x.view(-1).split(inbox.capacity // x.itemsize)
+        residuals = [None] * len(pieces) if residual is None else residual.view(-1).split(len(pieces[0]))
+        return torch.cat([run(*both, inbox) for both in zip(pieces, residuals, strict=True)]).view(x.shape)
 
     def close(self) -> None:
         """No graph may hold an operation any more: NCCL would wait for its end."""
         if not self._is_closed:
             self._is_closed = True
             self._collectives.close()
-            self._buffers.clear()  # after operations that still used them have been ended
+            self._inboxes.clear()  # after operations that still used them have been ended
+            self._buffers.clear()
 
 
 class TorchCollectives:
@@ -121,7 +142,7 @@ class TorchCollectives:
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
         disable_multicast()
         torch.cuda.set_device(device)
-        self._device, self._name = device, f"specbatch {meeting}"
+        self._rank, self._size, self._device, self._name = rank, size, device, f"specbatch {meeting}"
         c10d: Any = torch._C._distributed_c10d
         self._symmetric: Any = c10d._SymmetricMemory
         store = dist.FileStore(meeting, size)
@@ -130,19 +151,37 @@ class TorchCollectives:
         self._nccl: Any = c10d.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         self._exchanges = ExchangeStore(store)  # kept: torch holds no reference to the part of it that is Python
         self._processes = named_group(self._name, self._exchanges, rank, size, device, self._nccl)
-        # The first operation connects the ranks, which a capture could not.
-        first = torch.ones(1, device=device)
-        self.nccl(first, first)
-        assert first.item() == size, "the ranks do not add up"
+        self._meet()  # the first operation connects the ranks, which a capture could not
+
+    def _meet(self) -> None:
+        """Wait for all ranks."""
+        one = torch.ones(1, device=self._device)
+        self.nccl(one, one)
+        assert one.item() == self._size, "the ranks do not add up"
 
     def new_buffer(self, num_bytes: int) -> Tensor:
+        return self._shared(num_bytes)[0]
+
+    def _shared(self, num_bytes: int) -> tuple[Tensor, list[int]]:
+        """Memory, and its addresses on all ranks."""
         # Not `symmetric_memory.empty`: buffers of its pool can share the words by which operations signal.
         buffer: Tensor = self._symmetric.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device, self._name)
-        self._symmetric.rendezvous(buffer, self._name)
-        return buffer
+        return buffer, self._symmetric.rendezvous(buffer, self._name).buffer_ptrs
 
-    def one_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
-        torch.ops.symm_mem.one_shot_all_reduce_copy_out(_as(x, buffer), x, "sum", self._name, out)
+    def new_inbox(self, capacity: int) -> Inbox:
+        from specbatch.kernels.triton import one_shot
+
+        memory, addresses = self._shared(one_shot.inbox_bytes(capacity, self._size))
+        memory.zero_()
+        counts_K = torch.zeros(one_shot.num_blocks(capacity), dtype=torch.int32, device=self._device)
+        self._meet()  # nobody writes into memory that is not zeroed yet
+        addresses_G = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+        return one_shot.Inbox(memory, addresses_G, counts_K, self._rank, capacity)
+
+    def one_shot(self, x: Tensor, residual: Tensor | None, inbox: Inbox) -> Tensor:
+        from specbatch.kernels.triton.one_shot import one_shot_sum
+
+        return one_shot_sum(x, None if residual is None else residual.contiguous(), inbox)
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
         torch.ops.symm_mem.two_shot_all_reduce_out(_as(x, buffer).copy_(x), "sum", self._name, out)

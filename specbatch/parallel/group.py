@@ -30,15 +30,15 @@ class Group(Protocol):
         """(size, *x.shape): the x of each rank. All have the same shape."""
         return self.start_gather(x)()
 
-    def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """Launches `sum`, as `start_gather` does."""
+    def start_sum(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
+        """Launches `sum`, as `start_gather` does. `residual`: to add after it."""
         gathered = self.start_gather(x)
 
         def total() -> Tensor:
             first, *others = gathered()
             for part in others:
                 first = first + part
-            return first
+            return first if residual is None else residual + first
 
         return total
 

@@ -25,7 +25,7 @@ from specbatch.engine import resolve_ranks
 from specbatch.engine.ranks import OtherRanks, RankedEngine
 from specbatch.engine.resolve_prefill import resolve_prompt_graphs
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
-from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes
+from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes, inbox_capacity
 from specbatch.parallel.cuda import CudaGroup, named_group
 from specbatch.parallel.group import Group
 from specbatch.parallel.multicast import disable_multicast
@@ -45,18 +45,22 @@ class FakeCollectives:
         self.made.append(torch.empty(num_bytes, dtype=torch.uint8))
         return self.made[-1]
 
-    def one_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
-        self._in_buffer("one_shot", x, out, buffer)
+    def new_inbox(self, capacity: int) -> Any:
+        return SimpleNamespace(memory=self.new_buffer(capacity), capacity=capacity)
+
+    def one_shot(self, x: Tensor, residual: Tensor | None, inbox: Any) -> Tensor:
+        total = self._in_buffer("one_shot", x, inbox.memory)
+        return total if residual is None else residual + total
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
-        self._in_buffer("two_shot", x, out, buffer)
+        out.copy_(self._in_buffer("two_shot", x, buffer))
 
-    def _in_buffer(self, name: str, x: Tensor, out: Tensor, buffer: Tensor) -> None:
+    def _in_buffer(self, name: str, x: Tensor, buffer: Tensor) -> Tensor:
         assert x.nbytes <= len(buffer), "it does not fit"
         self.calls.append(name)
         self.buffers.append(buffer.data_ptr())
-        buffer[: x.nbytes].view(x.dtype).copy_(x)
-        out.copy_(self._group.sum(buffer[: x.nbytes].view(x.dtype).view(x.shape).clone()))
+        part = buffer[: x.nbytes].view(x.dtype).view(x.shape)
+        return self._group.sum(part.copy_(x).clone())
 
     def nccl(self, x: Tensor, out: Tensor) -> None:
         """In another order."""
@@ -78,16 +82,18 @@ def cuda_group(group: Group, *, fixed_order: bool = False) -> tuple[CudaGroup, F
 
 def test_the_algorithm_follows_the_size() -> None:
     for size, limits in LIMITS.items():
-        assert limits.one_shot <= limits.two_shot == buffer_bytes(size)
-        sizes = (16, limits.one_shot, limits.one_shot + 16, limits.two_shot, limits.two_shot + 16)
+        assert limits.one_shot == inbox_capacity(size)
+        has_two_shot = limits.one_shot < limits.two_shot
+        assert buffer_bytes(size) == (limits.two_shot if has_two_shot else 0)
+        sizes = (16, limits.one_shot, *[limits.one_shot + 16, limits.two_shot] * has_two_shot, limits.two_shot + 16)
         for dtype in (torch.bfloat16, torch.float32):
             found = [algorithm_for(n, dtype, size, fixed_order=False) for n in sizes]
-            assert found == ["one_shot", "one_shot", "two_shot", "two_shot", "nccl"]
+            assert found == ["one_shot", "one_shot", *["two_shot", "two_shot"] * has_two_shot, "nccl"]
             assert {algorithm_for(n, dtype, size, fixed_order=True) for n in sizes} == {"one_shot"}
     for what in ((64, torch.float16, 2), (64, torch.float64, 2), (64, torch.bfloat16, 3), (6, torch.bfloat16, 2)):
         assert algorithm_for(*what, fixed_order=False) == "nccl"
         assert algorithm_for(*what, fixed_order=True) == "gather"
-    assert buffer_bytes(3) == 0
+    assert buffer_bytes(3) == inbox_capacity(3) == 0
 
 
 @pytest.mark.parametrize("fixed_order", [False, True])
@@ -109,6 +115,8 @@ def test_sums_of_all_sizes(size: int, fixed_order: bool, monkeypatch: pytest.Mon
             assert total.data_ptr() != x.data_ptr()
             torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
             assert not fixed_order or torch.equal(total, expected)
+            assert torch.equal(mine.start_sum(x, before)(), before + total)
+            assert torch.equal(x, before)
         assert mine.sum(torch.empty(0, 8)).shape == (0, 8)
         assert torch.equal(mine.gather(x), group.gather(x))
         assert mine.least(5 - group.rank) == 6 - size
@@ -122,9 +130,9 @@ def test_sums_of_all_sizes(size: int, fixed_order: bool, monkeypatch: pytest.Mon
     if size == 3:
         assert set(sums) == {"gather" if fixed_order else "nccl"}
     elif fixed_order:
-        assert sums == ["gather"] + ["one_shot"] * 5, "the last is added in two pieces"
+        assert sums == ["gather"] * 2 + ["one_shot"] * (1 + 1 + 4 + 5) * 2, "large ones are added in pieces"
     else:
-        assert sums == ["nccl", "one_shot", "one_shot", "two_shot", "nccl"]
+        assert [sums[::2], sums[1::2]] == [["nccl", "one_shot", "one_shot", "two_shot", "nccl"]] * 2
 
 
 def test_a_second_pass_has_a_buffer_of_its_own() -> None:
@@ -146,7 +154,7 @@ def test_a_part_of_a_tensor_that_is_not_aligned_is_copied() -> None:
         mine, fake = cuda_group(group)
         aligned = list[bool]()
         one_shot = fake.one_shot
-        fake.one_shot = lambda x, *rest: (aligned.append(x.storage_offset() == 0), one_shot(x, *rest))  # type: ignore
+        fake.one_shot = lambda x, *rest: (aligned.append(x.storage_offset() == 0), one_shot(x, *rest))[1]  # type: ignore
         assert torch.equal(mine.sum(torch.arange(9.0)[1:]), 2 * torch.arange(1.0, 9.0))
         assert aligned == [True]
 
@@ -182,14 +190,9 @@ def test_a_group_has_a_name_by_which_kernels_find_it(tmp_path: Path) -> None:
     del group
 
 
-def test_torch_has_the_kernels_with_these_arguments() -> None:
-    names = {
-        "one_shot_all_reduce_copy_out": ["symm_buffer", "local_input", "reduce_op", "group_name", "out"],
-        "two_shot_all_reduce_out": ["input", "reduce_op", "group_name", "output"],
-    }
-    for name, arguments in names.items():
-        schema = getattr(torch.ops.symm_mem, name).default._schema
-        assert [argument.name for argument in schema.arguments] == arguments
+def test_torch_has_the_kernel_with_these_arguments() -> None:
+    schema = torch.ops.symm_mem.two_shot_all_reduce_out.default._schema
+    assert [argument.name for argument in schema.arguments] == ["input", "reduce_op", "group_name", "output"]
 
 
 def test_multicast_stays_off() -> None:

@@ -1,0 +1,117 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""One-shot sums over the GPUs of one host (Triton): each GPU writes its tensor into the inboxes of all others, and adds
+what has come into its own.
+
+The tensor is cut into blocks. A program writes one block to each other GPU and then its flag, waits for the same block
+of the others, and adds in the order of GPUs. So all of it is one launch, and data crosses NVLink once.
+
+A flag holds the number of the sum, counted by each block for itself. An inbox has two halves, which sums take in turns:
+a GPU writes into a half again only in the next sum but one, and it cannot end the sum between them before each other
+GPU has begun that one. Then the others have read the half. So nobody waits at the end. For that the blocks of a group
+have one size in bytes, whatever is added.
+
+Shape suffixes: G GPUs, K blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
+
+BLOCK_BYTES = 4096
+
+
+class Inbox(NamedTuple):
+    """`memory`: uint8, of `inbox_bytes`, which the other GPUs can write; all zeros at first. `addresses_G`: int64, of
+    the memory of each GPU, as this one sees it. `counts_K`: int32, all zeros at first."""
+
+    memory: Tensor
+    addresses_G: Tensor
+    counts_K: Tensor
+    rank: int
+    capacity: int  # bytes of the largest tensor
+
+    @property
+    def size(self) -> int:
+        return len(self.addresses_G)
+
+
+def num_blocks(capacity: int) -> int:
+    return -(-capacity // BLOCK_BYTES)
+
+
+def inbox_bytes(capacity: int, size: int) -> int:
+    """Of tensors of up to `capacity` bytes from each of `size` GPUs, and their flags."""
+    return 2 * size * num_blocks(capacity) * (BLOCK_BYTES + 4)
+
+
+@triton.jit
+def _one_shot(
+    x_ptr, residual_ptr, out_ptr, addresses_ptr, counts_ptr, count,
+    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    ok = at < count
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    await_former(PDL)
+    number = tl.load(counts_ptr + block) + 1
+    half = ((number & 1) * SIZE).to(tl.int64)
+    x = tl.load(x_ptr + at, mask=ok, other=0.0)
+    flags: tl.constexpr = 2 * SIZE * NUM_BLOCKS * BLOCK_BYTES  # where they begin
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            address = tl.load(addresses_ptr + peer)
+            start = address + (half + RANK) * NUM_BLOCKS * BLOCK_BYTES
+            tl.store(tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + at, x, mask=ok)
+    tl.debug_barrier()  # all of the block is written
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            address = tl.load(addresses_ptr + peer) + flags + 4 * ((half + RANK) * NUM_BLOCKS + block)
+            tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), number, sem="release", scope="sys")
+    own = tl.load(addresses_ptr + RANK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for peer in tl.static_range(SIZE):
+        if peer == RANK:
+            total += x.to(tl.float32)
+        else:
+            flag = (own + flags + 4 * ((half + peer) * NUM_BLOCKS + block)).to(tl.pointer_type(tl.int32))
+            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
+                pass
+            tl.debug_barrier()
+            start = own + (half + peer) * NUM_BLOCKS * BLOCK_BYTES
+            # Not from the cache of this multiprocessor, which does not see what other GPUs write.
+            part = tl.load(
+                tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + at, mask=ok, other=0.0, cache_modifier=".cg"
+            )
+            total += part.to(tl.float32)
+    y = total.to(dtype)
+    if HAS_RESIDUAL:
+        y = (tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+    tl.store(out_ptr + at, y, mask=ok)
+    tl.store(counts_ptr + block, number)
+
+
+def one_shot_sum(x: Tensor, residual: Tensor | None, inbox: Inbox) -> Tensor:
+    """The sum of each GPU's x, added in float32 and rounded to the dtype of x, + residual, rounded again. Contiguous
+    tensors of equal shapes, bfloat16 or float32, of at most `inbox.capacity` bytes."""
+    assert x.is_contiguous(), x.stride()
+    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    assert x.nbytes <= inbox.capacity, (x.nbytes, inbox.capacity)
+    out = torch.empty_like(x)
+    block = BLOCK_BYTES // x.itemsize
+    pdl = dependent_launch(x)
+    launch(
+        _one_shot, (triton.cdiv(x.numel(), block),),
+        x, residual, out, inbox.addresses_G, inbox.counts_K, x.numel(),
+        RANK=inbox.rank, SIZE=inbox.size, NUM_BLOCKS=num_blocks(inbox.capacity), BLOCK=block, BLOCK_BYTES=BLOCK_BYTES,
+        HAS_RESIDUAL=residual is not None, PDL=pdl, num_warps=8, **launch_options(pdl),
+    )  # fmt: skip
+    return out
