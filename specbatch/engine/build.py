@@ -111,7 +111,8 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         if run.engine.compiles_ahead:
             on_progress("compiling kernels ahead")
             sizes = run.engine.max_batch_size, run.engine.prefill_chunk_tokens
-            run.notes.append(compile_kernels(rounds, *sizes, run.cache.capacity, identity_of(run)))
+            identity = identity_of(run, 0 if group is None else group.rank)
+            run.notes.append(compile_kernels(rounds, *sizes, run.cache.capacity, identity))
             clock.passed("kernels compiled ahead")
         on_progress("compiling kernels, trial run")
         sized = _measured(run, rounds, pieces, available, group)

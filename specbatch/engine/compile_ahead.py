@@ -58,13 +58,13 @@ def compile_kernels(
     return f"engine: {count} kernels compiled ahead in {seconds:.1f} s by {num_threads} threads{failures}"
 
 
-def identity_of(run: ResolvedRun) -> str:
-    """Of the run's kernels: what they depend on, and more."""
+def identity_of(run: ResolvedRun, rank: int) -> str:
+    """Of the kernels of a rank of the run: what they depend on, and more."""
     card = torch.cuda.get_device_name(run.device), torch.cuda.get_device_capability(run.device)
     engine = replace(run.engine, left_open=frozenset())  # a set has another order in each process
     # What differs from file to file changes no kernel.
     section = replace(run.config.engine, seed=0, shared_tokens=None)
-    return repr((run.config.model, run.config.speculation, section, engine, run.target.config, card))
+    return repr((run.config.model, run.config.speculation, section, engine, run.target.config, card, rank))
 
 
 def _sign_of(identity: str) -> Path:

@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ([], CUDA, "flashinfer", False, False),
         ([], CUDA, "triton", True, False),
         (["engine.deterministic=true"], CUDA, "triton", False, False),
-        (["engine.tensor_parallel=2"], CUDA, "triton", False, False),
+        (["engine.tensor_parallel=2"], CUDA, "triton", False, True),
     ],
 )
 def test_where_kernels_are_compiled_ahead(

@@ -113,6 +113,30 @@ def rounds(gpu: FakeGpu) -> None:
         assert all(type(tensor) is torch.Tensor for tensor in tensors), "fake ones are left"
 
 
+def ranks(gpu: FakeGpu) -> None:
+    """Rounds of a rank: nothing is sent, and the other rank is not there."""
+    kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
+    from specbatch.engine.compile_ahead import compile_kernels
+    from specbatch.kernels.triton import one_shot
+    from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+
+    class Alone(TorchCollectives):
+        def __init__(self) -> None: ...
+
+        def new_inbox(self, capacity: int) -> one_shot.Inbox:
+            counts_K = torch.zeros(one_shot.num_blocks(capacity), dtype=torch.int32)
+            return one_shot.Inbox(
+                torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), counts_K, 1, capacity
+            )
+
+    _follow_cuda()
+    group = CudaGroup(1, 2, torch.device("cpu"), Alone(), fixed_order=False)
+    note = compile_kernels(_parts("none", None, group), 4, 64, 100, "a rank")
+    assert "kernels compiled ahead" in note, note
+    assert not gpu.launched
+    assert "_one_shot" in gpu.compiled, gpu.compiled
+
+
 def failed_rounds(gpu: FakeGpu) -> None:
     """A start in which a kernel failed, for want of space on the disk for instance, leaves no sign for the next one."""
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
@@ -152,7 +176,7 @@ def _follow_cuda() -> None:
     RequestTable.__init__ = make_table  # type: ignore[method-assign]
 
 
-def _parts(method: str, shape: Any) -> Any:
+def _parts(method: str, shape: Any, group: Any = None) -> Any:
     from specbatch.attention.triton import PagedAttention
     from specbatch.draft import DraftParts, make_method
     from specbatch.draft.schedule import ByBatch
@@ -163,14 +187,14 @@ def _parts(method: str, shape: Any) -> Any:
         return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
 
     config, device = tiny_config(num_target_layers(method), head_dim=16), torch.device("cpu")
-    target = tiny_decoder(config, torch.bfloat16, attention=attention, num_positions=160)
+    target = tiny_decoder(config, torch.bfloat16, attention=attention, num_positions=160, group=group)
     net = None
     if method != "none":
         net = tiny_draft_net(
             method, target, 64, torch.bfloat16, draft_vocab=None, draft_seed=0, scale=0.25, attention=attention
         )
     made = make_method(method, shape, DraftParts(device, triton_ops, net))
-    return RoundParts(target, ByBatch.always(made), torch.bfloat16, 16, (1,), fixed_shapes=True)
+    return RoundParts(target, ByBatch.always(made), torch.bfloat16, 16, (1,), fixed_shapes=True, group=group)
 
 
 def _error(function: Any) -> str:
@@ -182,4 +206,6 @@ def _error(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    {check.__name__: check for check in (gemms, specialised, failures, rounds, failed_rounds)}[sys.argv[1]](FakeGpu())
+    {check.__name__: check for check in (gemms, specialised, failures, rounds, ranks, failed_rounds)}[sys.argv[1]](
+        FakeGpu()
+    )
