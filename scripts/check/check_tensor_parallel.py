@@ -46,7 +46,7 @@ from specbatch.models.sharded import local_config
 from specbatch.parallel.algorithms import LIMITS, buffer_bytes
 
 _IDS = 500  # token ids are below, so that each model has them
-_SUMS = [1 << n for n in range(13, 27)]
+_SUMS = [1 << n for n in range(13, 28)]
 Line = dict[str, Any]
 
 
@@ -90,7 +90,7 @@ def main() -> int:
                     except StopIteration:
                         break
                     except Exception as error:
-                        line |= {"error": f"{type(error).__name__}: {error}"[-1500:]}
+                        line |= {"error": f"{type(error).__name__}: {error}"[-3500:]}
                 failed |= not line.get("ok", "error" not in line)
                 say(args.output, line | {"seconds": round(time.monotonic() - began, 1)})
                 if "error" in line or "skipped" in line:
@@ -230,7 +230,8 @@ def check_kill(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
     rows = [{"prompt_token_ids": [7, i % 100 + 5, 9], "max_tokens": 200, "ignore_eos": True} for i in range(args.rows)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shared = set(os.listdir("/dev/shm"))
-    start_job(args, folder, "whole.jsonl").wait(args.case_limit)
+    code = end_of(start_job(args, folder, "whole.jsonl"), args, folder)
+    yield {"whole": code, "ok": code == 0}
     whole, output = (folder / "whole.jsonl").read_bytes(), folder / "killed.jsonl"
     for victim in ("rank 1", "rank 0", "SIGINT"):
         lines = kept(folder)
@@ -243,8 +244,8 @@ def check_kill(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
         if victim == "SIGINT":
             job.send_signal(signal.SIGINT)
         elif others:
-            (job if victim == "rank 0" else others[-1]).kill()
-        code = job.wait(args.case_limit)
+            (job if victim == "rank 0" else rank_of(others)).kill()
+        code = end_of(job, args, folder)
         left = psutil.wait_procs(others, timeout=10)[1]
         yield {
             "victim": victim,
@@ -257,10 +258,26 @@ def check_kill(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
         }
         for process in left:
             process.kill()
-    code = start_job(args, folder, output.name).wait(args.case_limit)
+    code = end_of(start_job(args, folder, output.name), args, folder)
     is_equal = output.exists() and output.read_bytes() == whole
     found = sorted(set(os.listdir("/dev/shm")) - shared)
     yield {"resumed": code, "equal_bytes": is_equal, "shared_memory_left": found, "ok": is_equal and not found}
+
+
+def rank_of(processes: list[psutil.Process]) -> psutil.Process:
+    """The process of rank 1: compilers and others can be there, too."""
+    return next(process for process in processes if "rank_process" in " ".join(process.cmdline()))
+
+
+def end_of(job: subprocess.Popen[bytes], args: argparse.Namespace, folder: Path) -> int:
+    """The exit code. Raises RuntimeError with what the job was doing, if it does not end."""
+    try:
+        return job.wait(args.case_limit)
+    except subprocess.TimeoutExpired:
+        job.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER it says where it is
+        time.sleep(2)
+        job.kill()
+        raise RuntimeError(f"the job did not end: {(folder / 'stderr').read_text()[-2500:]}") from None
 
 
 def start_job(args: argparse.Namespace, folder: Path, output: str) -> subprocess.Popen[bytes]:
@@ -277,7 +294,8 @@ def start_job(args: argparse.Namespace, folder: Path, output: str) -> subprocess
     ):
         command += ["--set", option]
     with (folder / "stderr").open("w") as stderr:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+        env = os.environ | {"PYTHONFAULTHANDLER": "1"}
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=env)
 
 
 def kept(folder: Path) -> int:

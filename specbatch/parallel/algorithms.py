@@ -23,16 +23,18 @@ class Limits(NamedTuple):
     two_shot: int
 
 
-_KIB = 1024
-# By number of GPUs. Four and eight: not measured, first values from the sizes at which others change over on one host
-# with NVLink. Torch's two-shot kernel for other numbers of GPUs adds in an order that differs from rank to rank, so
-# that ranks would get different bits.
+_KIB, _MIB = 1024, 1024**2
+# By number of GPUs. Two: measured on H100s (docs/bench/2026-11-25-h100x2-one-shot.json). one_shot takes half the time
+# of nccl up to 4 MiB, and 0.8 of it at 64 MiB. Four and eight: not measured, first values from the sizes at which
+# others change over on one host with NVLink. Torch's two-shot kernel for other numbers of GPUs adds in an order that
+# differs from rank to rank, so that ranks would get different bits.
 LIMITS = {
-    1: Limits(1024 * _KIB, 1024 * _KIB),  # for tests on one GPU
-    2: Limits(16384 * _KIB, 16384 * _KIB),
+    1: Limits(16 * _MIB, 16 * _MIB),  # for tests on one GPU
+    2: Limits(128 * _MIB, 128 * _MIB),
     4: Limits(256 * _KIB, 4096 * _KIB),
     8: Limits(128 * _KIB, 2048 * _KIB),
 }
+_INBOX = 16 * _MIB  # larger tensors are added in pieces; each GPU has memory for four times as many bytes from each
 _DTYPES = (torch.bfloat16, torch.float32)  # that the kernels add
 ALIGNMENT = 16  # bytes: their widest load. Torch's refuse less than 4, and are slow below 16
 
@@ -50,7 +52,7 @@ def algorithm_for(num_bytes: int, dtype: torch.dtype, size: int, *, fixed_order:
 
 def inbox_capacity(size: int) -> int:
     """Bytes of the largest tensor that is added by `one_shot` at once."""
-    return LIMITS[size].one_shot if size in LIMITS else 0
+    return min(LIMITS[size].one_shot, _INBOX) if size in LIMITS else 0
 
 
 def buffer_bytes(size: int) -> int:

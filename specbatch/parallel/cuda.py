@@ -47,7 +47,7 @@ class Collectives(Protocol):
         """Of tensors of up to `capacity` bytes. All ranks call it in the same order."""
         ...
 
-    def one_shot(self, x: Tensor, residual: Tensor | None, inbox: Inbox) -> Tensor:
+    def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
         """The sum, and the residual to it. `inbox`: one of `new_inbox`, as for a buffer."""
         ...
 
@@ -107,22 +107,23 @@ class CudaGroup(Group):
         x, run = x.contiguous(), self._collectives
         if x.storage_offset() * x.itemsize % ALIGNMENT:
             x = x.clone()
-        if algorithm == "one_shot":
-            return self._added_in_inbox(x, residual)
         out = torch.empty_like(x)
-        if algorithm == "nccl":
+        if algorithm == "one_shot":
+            self._add_in_inbox(x, residual, out)
+        elif algorithm == "nccl":
             run.nccl(x, out)
         else:
             run.two_shot(x, out, self._buffers[self._pass])
         return out
 
-    def _added_in_inbox(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        inbox, run = self._inboxes[self._pass], self._collectives.one_shot
-        if x.nbytes <= inbox.capacity:
-            return run(x, residual, inbox)
-        pieces = x.view(-1).split(inbox.capacity // x.itemsize)
-        residuals = [None] * len(pieces) if residual is None else residual.view(-1).split(len(pieces[0]))
-        return torch.cat([run(*both, inbox) for both in zip(pieces, residuals, strict=True)]).view(x.shape)
+    def _add_in_inbox(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """In pieces, where it is large."""
+        inbox = self._inboxes[self._pass]
+        count = inbox.capacity // x.itemsize
+        xs, outs = x.view(-1).split(count), out.view(-1).split(count)
+        residuals = [None] * len(xs) if residual is None else residual.contiguous().view(-1).split(count)
+        for piece, added, part in zip(xs, residuals, outs, strict=True):
+            self._collectives.one_shot(piece, added, part, inbox)
 
     def close(self) -> None:
         """No graph may hold an operation any more: NCCL would wait for its end."""
@@ -179,10 +180,10 @@ class TorchCollectives:
         addresses_G = torch.tensor(addresses, dtype=torch.int64, device=self._device)
         return one_shot.Inbox(memory, addresses_G, counts_K, self._rank, capacity)
 
-    def one_shot(self, x: Tensor, residual: Tensor | None, inbox: Inbox) -> Tensor:
+    def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
         from specbatch.kernels.triton.one_shot import one_shot_sum
 
-        return one_shot_sum(x, None if residual is None else residual.contiguous(), inbox)
+        one_shot_sum(x, residual, out, inbox)
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
         if _is_fake(x):

@@ -73,7 +73,7 @@ def test_nccl_alone_on_one_gpu(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_memory_that_others_read_alone_on_one_gpu(tmp_path: Path, dtype: torch.dtype) -> None:
     group = CudaGroup(0, 1, torch.device("cuda", 0), one_gpu(tmp_path), fixed_order=False)
-    for shape in ((8,), (3, 576), (1, 4096), (64, 2048), (1024, 1024)):  # the last in pieces
+    for shape in ((8,), (3, 576), (1, 4096), (64, 2048), (9, 1 << 20)):  # the last in pieces
         x, residual = torch.randn((2, *shape), device="cuda").to(dtype)
         assert torch.equal(group.added(x, "one_shot"), x)
         assert torch.equal(group.added(x, "one_shot", residual), residual + x)
@@ -102,7 +102,7 @@ def _two_gpus(rank: int, meeting: str) -> None:
     device = torch.device("cuda", rank)
     group = CudaGroup(rank, 2, device, TorchCollectives(rank, 2, meeting, device), fixed_order=False)
     for dtype in (torch.bfloat16, torch.float32):
-        for count in (8, 8 * 577, 1 << 18, (1 << 20) + 8, 9 << 20):
+        for count in (8, 8 * 577, 1 << 18, (1 << 20) + 8, 9 << 20):  # the last in pieces
             both = [torch.randn(count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2)]
             x, expected = both[rank].to(device), both[0] + both[1]
             for algorithm in ("one_shot", "nccl", "gather"):

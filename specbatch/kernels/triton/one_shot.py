@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -99,13 +98,13 @@ def _one_shot(
     tl.store(counts_ptr + block, number)
 
 
-def one_shot_sum(x: Tensor, residual: Tensor | None, inbox: Inbox) -> Tensor:
-    """The sum of each GPU's x, added in float32 and rounded to the dtype of x, + residual, rounded again. Contiguous
-    tensors of equal shapes, bfloat16 or float32, of at most `inbox.capacity` bytes."""
-    assert x.is_contiguous(), x.stride()
-    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
+    """out: the sum of each GPU's x, added in float32 and rounded to its dtype, + residual, rounded again. Contiguous
+    tensors of one shape, bfloat16 or float32, of at most `inbox.capacity` bytes."""
+    tensors = (x, out) if residual is None else (x, out, residual)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert all(tensor.shape == x.shape for tensor in tensors)
     assert x.nbytes <= inbox.capacity, (x.nbytes, inbox.capacity)
-    out = torch.empty_like(x)
     block = BLOCK_BYTES // x.itemsize
     pdl = dependent_launch(x)
     launch(
@@ -114,4 +113,3 @@ def one_shot_sum(x: Tensor, residual: Tensor | None, inbox: Inbox) -> Tensor:
         RANK=inbox.rank, SIZE=inbox.size, NUM_BLOCKS=num_blocks(inbox.capacity), BLOCK=block, BLOCK_BYTES=BLOCK_BYTES,
         HAS_RESIDUAL=residual is not None, PDL=pdl, num_warps=8, **launch_options(pdl),
     )  # fmt: skip
-    return out
