@@ -81,8 +81,8 @@ class RuleBuffers:
     biases_SK: Tensor  # 0 where there is none
     bad_ends_SC: Tensor  # int64, the last tokens of bad words
     bad_starts_SCM: Tensor  # int64, the tokens before, the nearest first
-    # As masks_S2W, of each node of the next round's trees; of a prompt's first token in node 0. The host fills the
-    # lines whose `Edits` have NODE_MASK between drafting and verifying. None: there is no room yet.
+    # As masks_S2W, of each node of the next round's trees; of a prompt's first token in node 0. The host writes those
+    # that acceptance has to know, after drafting; the others allow everything. None: there is no room yet.
     node_masks_SNW: Tensor | None
 
 

@@ -77,10 +77,12 @@ class GrammarCounts:
 
     forced: int = 0  # nodes that they added to draft trees
     forbidden: int = 0  # drafts that they took out of them
-    masks: int = 0
+    refused: int = 0  # nodes at which they refused a greedy request's choice: they needed a mask
+    masks: int = 0  # that were computed
     tree_seconds: float = 0.0  # between drafting and the target's forward pass
     advance_seconds: float = 0.0  # following what was committed, while the device drafts or runs the target
-    mask_seconds: float = 0.0  # while a device can compute
+    check_seconds: float = 0.0  # between the target's forward pass and acceptance: looking at choices, masks for them
+    mask_seconds: float = 0.0  # other masks, and what is done in advance, while the device runs the target
 
     def add(self, other: GrammarCounts) -> None:
         for item in fields(self):

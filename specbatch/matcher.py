@@ -28,6 +28,11 @@ class GrammarMatcher(Protocol):
 
     def back(self, num_tokens: int) -> None: ...
 
+    def only_token(self) -> int | None:
+        """None: `mask` has the tokens that `allows` takes. Else it has this one, if that may come, and no other; below
+        0: only the mask shows what it has. It costs less than that."""
+        ...
+
     def fork(self) -> Any:
         """A matcher at the same place, which goes on by itself."""
         ...

@@ -17,9 +17,11 @@ of random weights end because the schemas bound them: strings have a maxLength, 
 With `--host` no model runs: milliseconds of the host in a round of `--max-batch-size` requests, the median, for plain
 decoding, a chain of 4 nodes and trees of 8 and 16, with a vocabulary of 151,936 tokens (the target's, and pairs of
 short ones). Texts are drawn at random from the masks, which fills their strings, or have words and strings that end
-early, as those of a model. Two of three drafts are what comes next. `advance`: the matchers follow the last tokens,
-while the device drafts (in plain decoding: while the target runs). `trees`: the device waits. `masks`: while the target
-runs; `masks_cpu`: of all threads together. `begin`: a request's start.
+early, as those of a model. Two of three drafts are what comes next. Requests are greedy, of whose choices the grammars
+refuse one in fifty, or sampled. `advance`: the matchers follow the last tokens, while the device drafts (in plain
+decoding: while the target runs). `trees` and `check`: the device waits. `masks`: masks of sampled requests, and what is
+looked up for greedy ones, while the target runs, as if it ran for as long as that; `cpu`: these and `check`, of all
+threads together. `begin`: a request's start.
 
 One JSON line for each method and temperature, also where it fails. No method begins after `--time-limit`.
 """
@@ -111,7 +113,8 @@ def run(llm: LLM, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     rounds = after.speculation.rounds - before.speculation.rounds
     committed = after.speculation.committed - before.speculation.committed
     tokens = after.generated_tokens - before.generated_tokens
-    masks, host = new.masks - old.masks, new.mask_seconds - old.mask_seconds + new.tree_seconds - old.tree_seconds
+    masks = new.masks - old.masks
+    host = sum(getattr(new, name) - getattr(old, name) for name in ("mask_seconds", "check_seconds", "tree_seconds"))
     return results, {
         "rows": len(rows),
         "ended": sum(result["finish_reason"] == "stop" for result in results),
@@ -126,11 +129,13 @@ def run(llm: LLM, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
         "late_graph_seconds": round(after.late_graph_seconds - before.late_graph_seconds, 2),
         "forced_nodes": new.forced - old.forced,
         "forbidden_drafts": new.forbidden - old.forbidden,
+        "refused_choices": new.refused - old.refused,
         "masks": masks,
-        "us_per_mask": round(1e6 * (new.mask_seconds - old.mask_seconds) / max(masks, 1), 1),
+        "masks_per_token": round(masks / max(tokens, 1), 3),
         "us_per_token": round(1e6 * host / max(tokens, 1), 1),
         "advance_share_of_time": round((new.advance_seconds - old.advance_seconds) / seconds, 4),
         "tree_share_of_time": round((new.tree_seconds - old.tree_seconds) / seconds, 4),
+        "check_share_of_time": round((new.check_seconds - old.check_seconds) / seconds, 4),
         "mask_share_of_time": round((new.mask_seconds - old.mask_seconds) / seconds, 4),
     }
 
@@ -206,8 +211,9 @@ def main() -> int:
             for num_schemas in (1, 3, 20):
                 host = Host(args.target, args.max_batch_size, texts, num_schemas, args.threads)
                 for name, parents in TREES.items():
-                    case = f"host, {texts}, {num_schemas} schemas, {name}"
-                    add(case, {"cpus": os.cpu_count(), **host.run(parents, 30)})
+                    for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+                        case = f"host, {texts}, {num_schemas} schemas, {name}, {kind}"
+                        add(case, {"cpus": os.cpu_count(), **host.run(parents, 30, temperature)})
         return 0
     for name, method in chosen.items():
         if time.perf_counter() - began > args.time_limit:

@@ -17,7 +17,8 @@ from specbatch.cache.rule_table import RuleTable
 from specbatch.draft.method import DraftTrees
 from specbatch.engine.grammar import GrammarState
 from specbatch.engine.grammar_round import GrammarRound
-from specbatch.engine.transfers import Transfers
+from specbatch.engine.node_masks import NodeMasks
+from specbatch.engine.transfers import Download, Transfers
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
 from specbatch.models.download import resolve_model
@@ -37,11 +38,24 @@ def read_schemas() -> list[dict[str, Any]]:
     return [json.loads(line) for line in SCHEMAS.read_text(encoding="utf-8").splitlines()]
 
 
+class _OfABusyDevice(Download):
+    """The target runs for as long as the host has other work."""
+
+    is_there = False
+
+
+class _Transfers(Transfers):
+    def download(self, tensor: torch.Tensor) -> Download:
+        found = super().download(tensor)
+        return _OfABusyDevice(found._host, found._event)
+
+
 class Host:
     """Rounds without a model. `batch`: requests, which share `num_schemas` schemas. `texts`: drawn from the masks, or
     like those of a model: of words, with strings that end early."""
 
     vocab_size = 151936
+    refused = 0.02  # of the choices
 
     def __init__(
         self,
@@ -91,7 +105,7 @@ class Host:
                     return int(likely[self.random.randrange(len(likely))])
         return int(legal[min(int(self.random.expovariate(0.02)), len(legal) - 1)])
 
-    def request(self, i: int) -> Any:
+    def request(self, i: int, temperature: float) -> Any:
         """Somewhere in its text."""
         schema = i % self.num_schemas
         text = self.texts[4 * schema + self.random.randrange(4)]
@@ -102,6 +116,7 @@ class Host:
         return SimpleNamespace(
             req_idx=i, grammar=state, text=text, tokens=tokens, begin=begin, num_prompt=0, is_finished=False,
             max_length=10**6, num_forced_room=0,
+            request=SimpleNamespace(params=SimpleNamespace(temperature=temperature)),
         )  # fmt: skip
 
     def drafts(self, request: Any, parents: Sequence[int], depths: Sequence[int]) -> list[int]:
@@ -114,7 +129,12 @@ class Host:
             tokens.append(next_one[0] if is_next else 1000 + 97 * node + other % 97)
         return tokens
 
-    def run(self, parents: Sequence[int], num_rounds: int) -> dict[str, Any]:
+    def choices(self, request: Any, depths: Sequence[int]) -> list[int]:
+        """What comes next in the text; now and then another token."""
+        ahead = [*request.text[len(request.tokens) :], *[self.eos] * len(depths)]
+        return [999 if self.random.random() < self.refused else ahead[depth] for depth in depths]
+
+    def run(self, parents: Sequence[int], num_rounds: int, temperature: float) -> dict[str, Any]:
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
@@ -123,31 +143,45 @@ class Host:
         parents_BN = torch.tensor([parents] * self.batch, device=self.device) if is_tree else None
         rules = RuleTable(self.batch, self.vocab_size, torch.float32, self.device)
         rules.add_node_masks(len(parents))
-        requests, transfers = [self.request(i) for i in range(self.batch)], Transfers(self.device)
-        times: dict[str, list[float]] = {"advance": [], "trees": [], "masks": [], "masks_cpu": [], "begin": []}
-        num_masks = 0
+        requests, transfers = [self.request(i, temperature) for i in range(self.batch)], _Transfers(self.device)
+        masks = NodeMasks(rules, transfers)
+        names = ("advance", "trees", "masks", "check", "cpu", "begin")
+        times: dict[str, list[float]] = {name: [] for name in names}
+        num_masks = num_refused = num_tokens = 0
         for _ in range(num_rounds):
             tokens_BN = torch.tensor([self.drafts(one, parents, depths) for one in requests], device=self.device)
-            grammar = GrammarRound(requests, method, rules, transfers, lambda: None, fixed_shapes=True)
+            choice_BN = torch.tensor([self.choices(one, depths) for one in requests], device=self.device)
+            masks.clear()
+            grammar = GrammarRound(requests, method, masks, transfers, lambda: None, fixed_shapes=True)
             began = time.perf_counter()
             grammar.reshape(DraftTrees(tokens_BN, parents_BN=parents_BN))
             reshaped = time.perf_counter()
             early = grammar.counts.advance_seconds
             cpu_began = time.process_time()
-            grammar.write_masks()
+            grammar.write_masks(choice_BN)
             cpu = time.process_time() - cpu_began
             late = grammar.counts.advance_seconds - early
             times["advance"].append(early + late)
             times["trees"].append(reshaped - began - early)
-            times["masks"].append(time.perf_counter() - reshaped - late)
-            times["masks_cpu"].append(cpu - late)
+            times["masks"].append(grammar.counts.mask_seconds)
+            times["cpu"].append(cpu - late)
+            times["check"].append(grammar.counts.check_seconds)
             num_masks += grammar.counts.masks
+            num_refused += grammar.counts.refused
             for i, one in enumerate(requests):
-                one.tokens = one.text[: len(one.tokens) + self.random.randrange(1, max(depths) + 2)]
+                # Greedy: what was accepted. Sampled: nobody has drawn.
+                count = self.random.randrange(1, max(depths) + 2) if temperature else max(1, one.grammar.num_ahead)
+                num_tokens += count
+                one.tokens = one.text[: len(one.tokens) + count]
                 if len(one.tokens) == len(one.text):
-                    requests[i] = self.request(i)
+                    requests[i] = self.request(i, temperature)
                     times["begin"].append(requests[i].begin)
         found: dict[str, Any] = {
             f"ms_{name}": round(1e3 * float(np.median(seconds)), 3) for name, seconds in times.items() if seconds
         }
-        return found | {"batch": self.batch, "masks_of_a_round": round(num_masks / num_rounds, 1)}
+        return found | {
+            "batch": self.batch,
+            "masks_of_a_round": round(num_masks / num_rounds, 1),
+            "masks_of_a_token": round(num_masks / num_tokens, 3),
+            "refused_of_a_round": round(num_refused / num_rounds, 1),
+        }

@@ -51,8 +51,9 @@ def edited_logits(
     kinds, ends = rules.edits_S[view.req_idx_B].tolist(), (view.length_B + 1).tolist()
     row = 0
     for i, count in enumerate(counts):
-        if kinds[i]:
+        if kinds[i] & edits:
             text_SL = state.tokens_SL[:, : ends[i]]
-            ops.edit_logits(logits_TV[row : row + count], nodes.of_request(i, count), rules, text_SL, Edits(kinds[i]))
+            kind = Edits(kinds[i]) & edits
+            ops.edit_logits(logits_TV[row : row + count], nodes.of_request(i, count), rules, text_SL, kind)
         row += count
     return logits_TV

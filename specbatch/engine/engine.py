@@ -101,8 +101,8 @@ class Engine(EngineBase):
         sizes = executor.lanes
         self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
-        num_mask_nodes = lookahead + self.max_forced
-        self._grammars = Grammars(self._rows, self._transfers, num_mask_nodes, self._round.fixed_shapes)
+        traits = {"fixed_shapes": self._round.fixed_shapes, "simulates": self._round.simulates}
+        self._grammars = Grammars(self._rows, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
         self._reports: deque[Report] = deque()
         self._failed = 0  # launches in a row that ran out of memory

@@ -23,7 +23,8 @@ from specbatch.engine.grammar_graphs import PARTS, GrammarGraphs
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.lanes import LaneSizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, LogprobLayout, with_logprobs
-from specbatch.engine.round import Round, Verified
+from specbatch.engine.round import Round
+from specbatch.engine.round_results import Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.kernels.out_of_memory import is_out_of_memory

@@ -1,5 +1,5 @@
 """Draft trees under grammars, on the host: which nodes a grammar forbids, which tokens it forces, and what may come
-after each node.
+after each node. `grammar_check` says which nodes need a mask.
 
 A forbidden node is not verified, nor are those after it. Where only one token may come next, and no draft has it, the
 token becomes a node: it is sure to be accepted, whatever the model says. So a whole span that the grammar forces is
@@ -21,6 +21,7 @@ from specbatch.matcher import GrammarMatcher, Walk
 
 MAX_FORCED = 15  # nodes that a tree may have in addition to those of its draft shape, where shapes are free
 _FORCED = -1  # in place of a draft node's index
+FREE, ODD = -1, -2  # in place of the only token that may come: more may come; the mask has to be computed
 
 
 class GrammarState:
@@ -40,14 +41,46 @@ class GrammarState:
         self._text_bits = np.array([_word(w, lambda t: t < vocab_size and t not in self._eos) for w in sorted(words)])
         self._stop_bits = np.array([_word(w, lambda t: t < vocab_size and t in self._stops) for w in sorted(words)])
         self._num_followed = 0  # tokens of the output that the matcher has seen
+        self._ahead: list[int] = []  # tokens after these that it has seen, too, and that will most likely be committed
 
     def follow(self, tokens: Sequence[int], num_prompt: int = 0) -> None:
         """Go to the end of the output, which comes after the prompt. It has grown by tokens that the masks allowed,
-        none of which ends it."""
+        none of which ends it. What `choose` took and was not committed after all, because a launch failed, is taken
+        back."""
         new = tokens[num_prompt + self._num_followed :]
-        num_legal = self._matcher.advance_by(new)
-        assert num_legal == len(new), f"token {new[num_legal]} is not allowed here"
         self._num_followed += len(new)
+        if new != self._ahead:
+            pairs = zip(new, self._ahead, strict=False)
+            known = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(new), len(self._ahead)))
+            self.back(len(self._ahead) - known)
+            new = new[known:]
+            num_legal = self._matcher.advance_by(new)
+            assert num_legal == len(new), f"token {new[num_legal]} is not allowed here"
+        self._ahead = []
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that `choose` took since `follow`."""
+        return len(self._ahead)
+
+    def only_token(self) -> int:
+        """The token that alone `mask` has, or FREE, or ODD."""
+        if self._matcher.is_complete() or (token := self._matcher.only_token()) is None:
+            return FREE
+        return token if token >= 0 and token < self._vocab_size and self.allows(token) else ODD
+
+    def takes(self, token: int, only: int) -> bool:
+        """Whether `mask` has the token. `only`: what `only_token` says."""
+        return token == only if only != FREE else token >= 0 and self.allows(token)
+
+    def choose(self, token: int, only: int) -> bool:
+        """As `takes`. A token that it has and that does not end the request is gone on with, in the same step."""
+        if token in self._stops or token < 0:
+            return self.takes(token, only)
+        if (only != FREE and token != only) or token >= self._vocab_size or not self._matcher.advance(token):
+            return False
+        self._ahead.append(token)
+        return True
 
     def mask(self) -> NDArray[np.int32]:
         """(W,) what may come next. A token that ends the request may come where the output is complete."""
@@ -115,8 +148,9 @@ class GrammarState:
         wrong = (i for i, token in enumerate(tokens) if token >= self._vocab_size or token in self._eos)
         return tokens[: next(wrong, len(tokens))]
 
-    def write_forced(self, token: int, mask_W: NDArray[np.int32]) -> None:
+    def write_forced(self, token: int | None, mask_W: NDArray[np.int32]) -> None:
         """`mask`, where it is known that this token alone may come."""
+        assert token is not None
         mask_W[:] = 0
         mask_W.view(np.uint32)[token >> 5] = 1 << (token & 31)
 
@@ -129,7 +163,8 @@ class GrammarTree:
     tokens: list[int]
     parents: list[int]  # -1: the root
     drafts: list[int]  # the node of the draft tree; below 0: the grammar forces it, or most likely does
-    forced: list[int | None]  # the only token that may come after each node, where that is known
+    # The only token that may come after each node, or FREE, or ODD. None: it is not known.
+    forced: list[int | None]
     # Of a chain that ends before its drafts do: the token of the next draft, which the grammar forbids.
     forbidden: list[int]
 
@@ -158,6 +193,11 @@ class GrammarTree:
             self.add(token, node, _FORCED)
             node = len(self.tokens) - 1
         return end
+
+    def is_known(self, node: int) -> bool:
+        """Whether one token alone may come after a node, and which one is known."""
+        token = self.forced[node]
+        return token is not None and token >= 0
 
     @property
     def num_drafts(self) -> int:
@@ -236,38 +276,38 @@ def _grow_chain(
     return tree
 
 
-def write_masks(grown: Sequence[tuple[GrammarState, GrammarTree]], masks_KW: NDArray[np.int32]) -> None:
-    """The masks of all nodes, one tree after the other, computed at once. Each state is after the root."""
+def write_masks(wanted: Sequence[tuple[GrammarState, GrammarTree, Sequence[int]]], masks_KW: NDArray[np.int32]) -> int:
+    """The masks of these nodes, one tree after the other. Each state is after the root, or where `choose` led it, which
+    is at a node before all of these or at the first of them. Returns the number of masks that were computed, all at
+    once; where only one token may come, nothing has to be."""
     walks: list[tuple[GrammarState, Walk]] = []
-    known: list[tuple[GrammarState, int, int | None]] = []  # (state, line, the only token); None: an end
     start = 0
-    for state, tree in grown:
-        is_known = [False] * len(tree.tokens)
-        for node, token in enumerate(tree.forced):
-            if token is not None or (node and state.is_end(tree.tokens[node])):
-                is_known[node] = True
-                known.append((state, start + node, token))
-        walks += [(state, walk) for walk in _walks(state, tree, is_known, start)]
-        start += len(tree.tokens)
+    for state, tree, nodes in wanted:
+        walks += [(state, walk) for walk in _walks(state, tree, nodes, start, masks_KW)]
+        start += len(nodes)
     GrammarState.write_masks(walks, masks_KW)
-    for state, line, token in known:  # after the walks: these pass them
-        if token is None:
-            masks_KW[line] = -1  # nothing of what comes after it counts
-        else:
-            state.write_forced(token, masks_KW[line])
+    return sum(len(walk.tokens) + 1 for _, walk in walks)
 
 
-def _walks(state: GrammarState, tree: GrammarTree, is_known: Sequence[bool], start: int) -> Iterator[Walk]:
-    """To each node whose mask is not known. In a tree, a first child comes right after its parent: one walk."""
-    count, node = len(tree.tokens), 0
-    while node < count:
-        end = node + 1
-        while end < count and tree.parents[end] == end - 1:
+def _walks(
+    state: GrammarState, tree: GrammarTree, nodes: Sequence[int], start: int, masks_KW: NDArray[np.int32]
+) -> Iterator[Walk]:
+    """To each of these nodes whose mask is not known; those are written. Nodes that follow each other are one walk."""
+    first = 0
+    while first < len(nodes):
+        node = nodes[first]
+        if tree.is_known(node):
+            state.write_forced(tree.forced[node], masks_KW[start + first])
+            first += 1
+            continue
+        end = first + 1
+        while end < len(nodes) and nodes[end] == nodes[end - 1] + 1 and tree.parents[nodes[end]] == nodes[end - 1]:
+            if tree.is_known(nodes[end]):
+                break
             end += 1
-        last = next((i for i in range(end - 1, node - 1, -1) if not is_known[i]), None)
-        if last is not None:
-            yield state.walk(_path(tree, node), tree.tokens[node + 1 : last + 1], start + node)
-        node = end
+        tokens = [tree.tokens[other] for other in nodes[first + 1 : end]]
+        yield state.walk(_path(tree, node)[state.num_ahead :], tokens, start + first)
+        first = end
 
 
 def _path(tree: GrammarTree, node: int) -> list[int]:

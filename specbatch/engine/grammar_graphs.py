@@ -1,6 +1,7 @@
 """Rounds with grammars as CUDA graphs: one to draft, one for the target's forward pass, one to accept and extend.
 
-Between the first two the host changes the draft trees. The second and third read them from buffers of their own.
+Between the first two the host changes the draft trees. The second and third read them from buffers of their own. The
+second gives the target's choices, of which the host makes masks for the third.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from specbatch.batch import Edits
 from specbatch.cache.request_table import BatchView
 from specbatch.draft.method import DraftTrees
 from specbatch.engine.grammar_round import GrammarRound
-from specbatch.engine.round import Round, Verified
+from specbatch.engine.round import Round
+from specbatch.engine.round_results import Verified
 from specbatch.graphs.runner import GraphRunner
 
 PARTS = ("grammar draft", "grammar forward", "grammar accept")
@@ -58,7 +60,7 @@ class GrammarGraphs:
 
         def forward() -> Any:
             view = BatchView.gather(round_.state, req_idx_B, round_.page_size, round_.ops)
-            return view, round_.forward(view, given)
+            return view, round_.choose(view, given, round_.forward(view, given), num_top, edits)
 
         def accept() -> Any:
             verified = round_.accept(view, given, forwarded, sampled, num_top, edits)
@@ -70,15 +72,14 @@ class GrammarGraphs:
         _copy(trees, buffers, size)  # probabilities are drafted by now
         view, forwarded = self._runner.capture(names[1], forward)
         self._runner.capture(names[2], accept)
-        self._runner.replace_output(names[1], None)
+        self._runner.replace_output(names[1], forwarded.choice_BN)
 
     def run(self, key: tuple[int, int, bool, int | None, Edits, int], grammar: GrammarRound) -> Any:
         """A round of the captured kind; returns what `report` made of it."""
         names = [(part, *key) for part in PARTS]
         trees = grammar.reshape(self._runner.replay(names[0]))
         _copy(trees, self._buffers[key[1], key[2]], key[0])
-        self._runner.replay(names[1])
-        grammar.write_masks()  # the device computes meanwhile
+        grammar.write_masks(self._runner.replay(names[1]))
         return self._runner.replay(names[2])
 
     def _like(self, trees: DraftTrees) -> DraftTrees:

@@ -1,13 +1,14 @@
 """The draft trees of one round under the grammars of its requests.
 
-After drafting, the trees come to the host: forbidden nodes leave them, forced ones are added (`grammar.grow`). While
-the target runs over what is left, the masks of the nodes are computed; acceptance reads them from the table of rules.
-So a round has three parts, which the host joins: draft, forward, accept.
+After drafting, the trees come to the host: forbidden nodes leave them, forced ones are added (`grammar.grow`). The
+target runs over what is left, and its own choices come to the host: of greedy requests, nodes at which the grammar
+refuses the choice get a mask (`grammar_check`). The masks of sampled requests are computed while the target runs.
+Acceptance reads them from the table of rules. So a round has three parts, which the host joins: draft, forward, accept.
 
 The round before it may be under way when a round is launched. Its tokens are read while the drafts are computed; in
 plain decoding, where the host changes no tree, while the target runs.
 
-Shape suffixes: B requests, N nodes, K nodes of all trees, D drafts of a chain, S request indices, W words of a mask.
+Shape suffixes: B requests, N nodes, D drafts of a chain, W words of a mask.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.cache.rule_table import RuleTable
 from specbatch.counts import GrammarCounts
 from specbatch.draft.host import HostTrees, ancestry
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.engine.grammar import GrammarState, GrammarTree, grow, write_masks
+from specbatch.engine.grammar import GrammarState, GrammarTree, grow
+from specbatch.engine.grammar_check import find_forced, refused_nodes
+from specbatch.engine.node_masks import NodeMasks, WantedMasks
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Download, Transfers
@@ -35,31 +37,33 @@ from specbatch.engine.transfers import Download, Transfers
 class GrammarRound:
     """`sequences`: of the batch, without its padding. `read`: reads what was launched before this round, after which
     requests may be finished. `fixed_shapes`: of the round. Trees keep the size of `method` then, else they have as many
-    nodes as they need."""
+    nodes as they need. `all_masks`: compute the masks of all nodes, whatever the target chooses."""
 
     def __init__(
         self,
         sequences: Seq[Sequence],
         method: DraftMethod,
-        rules: RuleTable,
+        masks: NodeMasks,
         transfers: Transfers,
         read: Callable[[], object],
         *,
         fixed_shapes: bool,
+        all_masks: bool = False,
     ) -> None:
         self._sequences = sequences
         self._read = read
         self._method = method
-        self._rules = rules
+        self._masks = masks
         self._transfers = transfers
         self._fixed_shapes = fixed_shapes
+        self._all_masks = all_masks
         self._trees: list[tuple[int, GrammarState, GrammarTree]] = []  # of requests with a grammar: index, state, tree
         self.counts = GrammarCounts()
 
     def of_padding(self) -> GrammarRound:
         """Of a batch that is all padding."""
         nothing = functools.partial(list[None])
-        return GrammarRound([], self._method, self._rules, self._transfers, nothing, fixed_shapes=self._fixed_shapes)
+        return GrammarRound([], self._method, self._masks, self._transfers, nothing, fixed_shapes=self._fixed_shapes)
 
     def reshape(self, trees: DraftTrees) -> DraftTrees:
         """The trees to verify. The host waits for the drafts, unless no other tree is possible."""
@@ -142,27 +146,63 @@ class GrammarRound:
         index = torch.arange(num_drafts, device=kept_BDW.device)
         return torch.where((index < drawn_B[:, None])[:, :, None], kept_BDW[:, :num_drafts], 0.0)
 
-    def write_masks(self) -> None:
-        """Compute what may come after each node, and write it to the table."""
+    def write_masks(self, choice_BN: Tensor) -> None:
+        """Write what may come after each node to the table, where acceptance has to know it. `choice_BN`: what greedy
+        requests choose without masks; the target is computing it."""
+        choices = self._transfers.download(choice_BN) if any(map(self._is_checked, self._sequences)) else None
         if self._fixed_shapes and self._method.num_nodes == 1:
             self._follow()
             for i, seq in enumerate(self._sequences):
                 if seq.grammar is not None and not seq.is_finished:
                     self._trees.append((i, seq.grammar, GrammarTree.of(seq.tokens[-1:], None)))
         began = time.perf_counter()
-        grown = [(self._sequences[i].req_idx, state, tree) for i, state, tree in self._trees]
-        self.counts.masks += write_node_masks(self._rules, grown, self._transfers)
+        checked = [one for one in self._trees if self._is_checked(self._sequences[one[0]])]
+        others = [one for one in self._trees if not self._is_checked(self._sequences[one[0]])]
+        self.counts.masks += self._masks.write(
+            [
+                WantedMasks(self._sequences[i].req_idx, state, tree, _nodes_that_go_on(state, tree))
+                for i, state, tree in others
+            ]
+        )
+        if choices is not None:
+            for _, state, tree in checked:
+                if choices.is_there:
+                    break
+                find_forced(state, tree)
         self.counts.mask_seconds += time.perf_counter() - began
+        if choices is not None:
+            self._check(choices, checked)
+
+    def _is_checked(self, seq: Sequence) -> bool:
+        """Whether it gets masks only where its grammar refuses what it chooses."""
+        return seq.grammar is not None and seq.request.params.temperature == 0 and not self._all_masks
+
+    def _check(self, choices: Download, trees: Seq[tuple[int, GrammarState, GrammarTree]]) -> None:
+        """The device waits for this."""
+        rows = choices.wait().tolist()
+        began = time.perf_counter()
+        wanted = []
+        for i, state, tree in trees:
+            if nodes := refused_nodes(state, tree, rows[i]):
+                wanted.append(WantedMasks(self._sequences[i].req_idx, state, tree, nodes))
+                self.counts.refused += len(nodes)
+        self.counts.masks += self._masks.write(wanted)
+        self.counts.check_seconds += time.perf_counter() - began
 
 
 class Grammars:
-    """The grammars of an engine's requests. `num_nodes`: of the largest tree. `fixed_shapes`: of its rounds."""
+    """The grammars of an engine's requests. `num_nodes`: of the largest tree. `fixed_shapes`: of its rounds.
+    `simulates`: they commit what the target does not choose, so its choices say nothing about masks."""
 
-    def __init__(self, table: TableWriter, transfers: Transfers, num_nodes: int, fixed_shapes: bool) -> None:
+    def __init__(
+        self, table: TableWriter, transfers: Transfers, num_nodes: int, *, fixed_shapes: bool, simulates: bool
+    ) -> None:
         self._table = table
         self._transfers = transfers
         self._num_nodes = num_nodes
         self._fixed_shapes = fixed_shapes
+        self._all_masks = simulates
+        self._masks: NodeMasks | None = None  # made for the first request with a grammar
 
     def of_round(
         self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]
@@ -170,34 +210,37 @@ class Grammars:
         """None: no request of the batch has a grammar. `read`: see `GrammarRound`."""
         if all(seq.grammar is None for seq in sequences):
             return None
-        rules = self._table.node_masks(self._num_nodes)
-        return GrammarRound(sequences, method, rules, self._transfers, read, fixed_shapes=self._fixed_shapes)
+        return GrammarRound(
+            sequences,
+            method,
+            self._cleared_masks(),
+            self._transfers,
+            read,
+            fixed_shapes=self._fixed_shapes,
+            all_masks=self._all_masks,
+        )
 
     def write_first_masks(self, ready: Seq[Sequence]) -> None:
-        """Of the first tokens of prompts that end."""
-        roots = [(seq.req_idx, seq.grammar, GrammarTree.of([0], None)) for seq in ready if seq.grammar is not None]
+        """Of the first tokens of prompts that end. A request that is computed again has its first token."""
+        roots = [
+            WantedMasks(seq.req_idx, seq.grammar, GrammarTree.of([0], None), [0])
+            for seq in ready
+            if seq.grammar is not None and len(seq.tokens) == seq.num_prompt
+        ]
         if roots:
-            write_node_masks(self._table.node_masks(self._num_nodes), roots, self._transfers)
+            self._cleared_masks().write(roots)
+
+    def _cleared_masks(self) -> NodeMasks:
+        rules = self._table.node_masks(self._num_nodes)
+        if self._masks is None or self._masks.rules is not rules:
+            self._masks = NodeMasks(rules, self._transfers)
+        self._masks.clear()
+        return self._masks
 
 
-def write_node_masks(rules: RuleTable, grown: Seq[tuple[int, GrammarState, GrammarTree]], transfers: Transfers) -> int:
-    """The masks of these trees' nodes, by request index, with the state after the root. Returns their number."""
-    table_SNW = rules.node_masks_SNW
-    assert table_SNW is not None
-    lines = [req_idx * table_SNW.shape[1] + node for req_idx, _, tree in grown for node in range(len(tree.tokens))]
-    if not lines:
-        return 0
-    assert max(len(tree.tokens) for _, _, tree in grown) <= table_SNW.shape[1], "no room for masks of so large a tree"
-    # A model has more tokens than its tokenizer, most often. Masks of the width that the matchers write need no copy.
-    width = max(state.num_words for _, state, _ in grown)
-    masks_KW = transfers.host_tensor((len(lines), width), torch.int32)
-    write_masks([(state, tree) for _, state, tree in grown], masks_KW.numpy())
-    index_K = transfers.upload(np.array(lines, dtype=np.int64))
-    table_KW = table_SNW.flatten(0, 1)
-    table_KW[:, :width].index_copy_(0, index_K, transfers.upload(masks_KW))
-    if width < table_KW.shape[1]:
-        table_KW[:, width:].index_fill_(0, index_K, 0)
-    return len(lines)
+def _nodes_that_go_on(state: GrammarState, tree: GrammarTree) -> list[int]:
+    """Nothing of what comes after the others counts."""
+    return [node for node, token in enumerate(tree.tokens) if not node or not state.is_end(token)]
 
 
 def _padded(lines: Seq[list[int]], width: int, fill: int) -> np.ndarray:

@@ -10,7 +10,7 @@ W words of a mask or draft vocabulary, R selected tokens, Z columns of the round
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -26,6 +26,7 @@ from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import Logprobs
 from specbatch.engine.prompt_chunk import PromptChunk
 from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
+from specbatch.engine.round_results import Forwarded, Verified
 from specbatch.engine.two_lanes import TwoLanes
 from specbatch.marks import marked
 from specbatch.models.decoder import Decoder, Trunk
@@ -33,29 +34,6 @@ from specbatch.models.decoder import Decoder, Trunk
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
 _SCORED_ROWS = 32  # prompt tokens whose log-probabilities are computed at once
-
-
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    """What the target computed for the T nodes of a round."""
-
-    hidden_TE: Tensor
-    aux_hidden_states: list[Tensor]
-    logits_TV: Tensor
-    index_T: Tensor | None  # int64, (B * N) of the computed token of each node; None: all nodes are computed
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What draft-extend needs of a verification."""
-
-    view: BatchView
-    committed: Committed
-    accept_index_T: Tensor  # int64, (B * M) computed tokens of the path's nodes
-    hidden_TE: Tensor
-    aux_hidden_states: list[Tensor]
-    logprobs: Logprobs | None
-    num_reusable: int  # see `DraftMethod`
 
 
 class Round:
@@ -105,6 +83,10 @@ class Round:
         self._reads_hidden = method.net is not None and method.net.reads_hidden
 
     @property
+    def simulates(self) -> bool:
+        return self._acceptance.simulate is not None
+
+    @property
     def num_positions(self) -> int:
         return self._target.num_positions
 
@@ -129,7 +111,9 @@ class Round:
         with marked("target"):
             forwarded = self.forward(view, trees, lane)
         if grammar is not None:
-            grammar.write_masks()  # the device computes meanwhile
+            forwarded = self.choose(view, trees, forwarded, num_top, edits)
+            assert forwarded.choice_BN is not None
+            grammar.write_masks(forwarded.choice_BN)
         with marked("accept"):
             verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
         with marked("extend"):
@@ -171,6 +155,17 @@ class Round:
             hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
         return Forwarded(hidden, aux_hidden_states, self._target.raw_logits(hidden), index_T)
 
+    def choose(
+        self, view: BatchView, trees: DraftTrees, forwarded: Forwarded, num_top: int | None, edits: Edits
+    ) -> Forwarded:
+        """With what grammars need to know of a forward pass. A mask comes to the same after all other changes as before
+        them: it makes logits -inf."""
+        edits &= ~Edits.NODE_MASK
+        edited = self._edited(view, trees, forwarded.logits_TV, edits, keep=num_top is not None)
+        index_BN = None if forwarded.index_T is None else forwarded.index_T.view(trees.tokens_BN.shape)
+        choice_BN, _ = self._acceptance.choose(view, trees, edited, index_BN, sampled=False)
+        return replace(forwarded, edited_TV=edited, choice_BN=choice_BN)
+
     def accept(
         self,
         view: BatchView,
@@ -184,7 +179,10 @@ class Round:
         (batch, num_nodes), logits, index_T = trees.tokens_BN.shape, forwarded.logits_TV, forwarded.index_T
         target_ids = None if self.method.net is None else self.method.net.target_ids
         index_BN = None if index_T is None else index_T.view(batch, num_nodes)
-        edited = self._edited(view, trees, logits, edits, keep=num_top is not None)
+        edited = logits
+        if forwarded.edited_TV is not None:
+            edited, edits = forwarded.edited_TV, edits & Edits.NODE_MASK
+        edited = self._edited(view, trees, edited, edits, keep=num_top is not None and edited is logits)
         decision = self._acceptance.decide(view, trees, edited, index_BN, target_ids, sampled)
         committed = self._commit(view, trees, decision)
         accept_index_T = committed.accept_index_T if index_T is None else index_T[committed.accept_index_T]

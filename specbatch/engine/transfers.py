@@ -51,6 +51,10 @@ class Download:
         self._host = host
         self._event = event
 
+    @property
+    def is_there(self) -> bool:
+        return self._event is None or self._event.query()
+
     def wait(self) -> np.ndarray:
         if self._event is not None:
             self._event.synchronize()

@@ -42,7 +42,11 @@ class Matcher:
         return other
 
     def advance(self, token: int) -> bool:
-        return self.advance_by([token]) == 1
+        # As `advance_by`, in fewer steps: the device may wait for it.
+        if token >= self._vocab_size or self._matcher.is_stopped() or self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._tokens.append(token)
+        return True
 
     def advance_by(self, tokens: Sequence[int]) -> int:
         if not tokens or self._matcher.is_stopped():
@@ -66,6 +70,10 @@ class Matcher:
 
     def may_be_forced(self) -> bool:
         return bool(self._matcher.compute_ff_bytes()) or self._matcher.is_stopped()
+
+    def only_token(self) -> int | None:
+        tokens = [] if self._has_ended or not self._matcher.compute_ff_bytes() else self._matcher.compute_ff_tokens()
+        return tokens[0] if tokens else None
 
     def forced_tokens(self, most: int) -> list[int]:
         if self._has_ended or not self.may_be_forced():

@@ -67,6 +67,13 @@ class AfterReasoning:
     def may_be_forced(self) -> bool:
         return self._at is _At.ANSWER and self._answer.may_be_forced()
 
+    def only_token(self) -> int | None:
+        if self._at is _At.REASONING:
+            return None
+        token = self._answer.only_token()
+        # With the token that begins the reasoning, there are two.
+        return token if self._at is _At.ANSWER or token is None else -1
+
     def forced_tokens(self, most: int) -> list[int]:
         return self._answer.forced_tokens(most) if self._at is _At.ANSWER else []
 

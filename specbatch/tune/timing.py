@@ -25,7 +25,8 @@ from specbatch.engine.base import check_finite
 from specbatch.engine.dummies import dummy_batch, dummy_requests, fits
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import PHASES
-from specbatch.engine.round import Round, Verified
+from specbatch.engine.round import Round
+from specbatch.engine.round_results import Verified
 from specbatch.graphs.runner import GraphRunner
 from specbatch.tune.costs import Measurement
 from specbatch.tune.session import Session

@@ -11,7 +11,7 @@ import torch
 
 from specbatch.cache.rule_table import RuleTable
 from specbatch.engine.grammar import GrammarState, GrammarTree, grow
-from specbatch.engine.grammar_round import write_node_masks
+from specbatch.engine.node_masks import NodeMasks, WantedMasks
 from specbatch.engine.transfers import Transfers
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
@@ -101,8 +101,8 @@ def test_words_past_the_tokenizers_are_cleared() -> None:
     rules = RuleTable(2, VOCAB + 100, torch.float32, torch.device("cpu"))
     rules.add_node_masks(2)
     assert rules.node_masks_SNW is not None
-    trees = [(1, state, GrammarTree.of([0], None))]
-    assert write_node_masks(rules, trees, Transfers(torch.device("cpu"))) == 1
+    masks = NodeMasks(rules, Transfers(torch.device("cpu")))
+    assert masks.write([WantedMasks(1, state, GrammarTree.of([0], None), [0])]) == 1
     assert state.num_words < rules.node_masks_SNW.shape[2]
     assert (rules.node_masks_SNW[1, 0, state.num_words :] == 0).all()
     assert torch.equal(rules.node_masks_SNW[1, 0, : state.num_words], torch.from_numpy(state.mask()))
