@@ -43,7 +43,7 @@ from specbatch.engine.memory import GIB
 from specbatch.models.config import expected_tensors
 from specbatch.models.random_weights import geometries
 from specbatch.models.sharded import local_config
-from specbatch.parallel.algorithms import LIMITS, buffer_bytes
+from specbatch.parallel.algorithms import buffer_bytes, limits_for
 
 _IDS = 500  # token ids are below, so that each model has them
 _SUMS = [1 << n for n in range(13, 28)]
@@ -277,7 +277,8 @@ def end_of(job: subprocess.Popen[bytes], args: argparse.Namespace, folder: Path)
         job.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER it says where it is
         time.sleep(2)
         job.kill()
-        raise RuntimeError(f"the job did not end: {(folder / 'stderr').read_text()[-2500:]}") from None
+        said = (folder / "stderr").read_text().partition("Extension modules:")[0]
+        raise RuntimeError(f"the job did not end: {said[-3000:]}") from None
 
 
 def start_job(args: argparse.Namespace, folder: Path, output: str) -> subprocess.Popen[bytes]:
@@ -342,7 +343,7 @@ def time_sums(rank: int, size: int, meeting: str, output: str) -> None:
 
     device = torch.device("cuda", rank)
     group = CudaGroup(rank, size, device, TorchCollectives(rank, size, meeting, device), fixed_order=False)
-    lines = []
+    limits, lines = limits_for(size, two_passes=False), []
     for num_bytes in _SUMS:
         generators = [torch.Generator().manual_seed(i) for i in range(size)]
         parts = [torch.randn(num_bytes // 2, generator=one).bfloat16() for one in generators]
@@ -352,9 +353,7 @@ def time_sums(rank: int, size: int, meeting: str, output: str) -> None:
         times: dict[str, float] = {}
         wrong = []
         for name in ("one_shot", "two_shot", "nccl", "gather"):
-            if name == "two_shot" and (num_bytes > buffer_bytes(size) or size not in LIMITS):
-                continue
-            if name == "one_shot" and size not in LIMITS:
+            if (name == "two_shot" and num_bytes > buffer_bytes(limits)) or (name == "one_shot" and limits is None):
                 continue
             total = group.added(x, name)  # type: ignore[arg-type]
             if not torch.equal(total.cpu(), expected) and name != "nccl":

@@ -48,8 +48,8 @@ def open_group(run: ResolvedRun, rank: int, meeting: str) -> tuple[ResolvedRun, 
         return run, GlooGroup(rank, size, meeting)
     device = torch.device("cuda", rank)
     collectives = TorchCollectives(rank, size, meeting, device)
-    fixed_order = run.config.engine.deterministic
-    return replace(run, device=device), CudaGroup(rank, size, device, collectives, fixed_order=fixed_order)
+    traits = {"fixed_order": run.config.engine.deterministic, "two_passes": run.engine.two_lanes}
+    return replace(run, device=device), CudaGroup(rank, size, device, collectives, **traits)
 
 
 def main() -> None:

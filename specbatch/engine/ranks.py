@@ -37,6 +37,7 @@ from specbatch.types import Completion, EngineLimits, Request, StopCheck
 _END_SECONDS = 5.0  # a rank ends when its connection does
 _NOTICE_SECONDS = 2.0  # from a broken connection to the end of the process that had it
 _LOOK_SECONDS = 0.2
+_IS_EXITING = 0x4  # PF_EXITING of Linux
 _STUCK_SECONDS = 5.0  # from a rank's end to the end of a process that waits for it
 
 
@@ -177,12 +178,24 @@ def _ended(number: int, code: int | None, message: Any) -> SpecbatchError:
     )
 
 
+def _has_ended(process: RankProcess) -> bool:
+    """Also where the process is ending: one that was killed is waited for until its GPU is free, which can last as long
+    as that GPU waits for this one."""
+    if process.poll() is not None:
+        return True
+    try:  # on Linux; field 9 is its flags
+        flags = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[6])
+    except (OSError, ValueError, IndexError):
+        return False
+    return bool(flags & _IS_EXITING)
+
+
 def _watch(
     ranks: Sequence[_Rank], folder: Path, calls: _Calls, end: Callable[[SpecbatchError], None], stuck_seconds: float
 ) -> None:
     found = None
     while not calls.is_closing.wait(_LOOK_SECONDS):
-        ended = next((rank for rank in list(ranks) if rank.process.poll() is not None), None)
+        ended = next((rank for rank in list(ranks) if _has_ended(rank.process)), None)
         if ended is None:
             continue
         now, since = time.monotonic(), calls.shared_since
@@ -206,7 +219,8 @@ def _end(ranks: Sequence[_Rank], folder: Path, calls: _Calls) -> None:
             rank.process.wait(_END_SECONDS)
         except (subprocess.TimeoutExpired, TimeoutError):
             rank.process.kill()
-            rank.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):
+                rank.process.wait(_END_SECONDS)  # it may wait for this process's GPU
     shutil.rmtree(folder, ignore_errors=True)
 
 

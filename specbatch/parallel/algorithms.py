@@ -29,20 +29,31 @@ _KIB, _MIB = 1024, 1024**2
 # others change over on one host with NVLink. Torch's two-shot kernel for other numbers of GPUs adds in an order that
 # differs from rank to rank, so that ranks would get different bits.
 LIMITS = {
-    1: Limits(16 * _MIB, 16 * _MIB),  # for tests on one GPU
+    1: Limits(128 * _MIB, 128 * _MIB),  # for tests on one GPU: torch has no two-shot sum for it
     2: Limits(128 * _MIB, 128 * _MIB),
     4: Limits(256 * _KIB, 4096 * _KIB),
     8: Limits(128 * _KIB, 2048 * _KIB),
 }
+_TWO_PASSES_ONE_SHOT = 512 * _KIB
 _INBOX = 16 * _MIB  # larger tensors are added in pieces; each GPU has memory for four times as many bytes from each
 _DTYPES = (torch.bfloat16, torch.float32)  # that the kernels add
 ALIGNMENT = 16  # bytes: their widest load. Torch's refuse less than 4, and are slow below 16
 
 
-def algorithm_for(num_bytes: int, dtype: torch.dtype, size: int, *, fixed_order: bool) -> Algorithm:
-    """`size`: GPUs. `fixed_order`: an element's bits may not depend on how many others there are: then large tensors
-    are added by `one_shot`, too, in pieces."""
+def limits_for(size: int, *, two_passes: bool) -> Limits | None:
+    """Of a group of `size` GPUs. None: torch's kernels and ours do not add for this number. `two_passes`: they may run
+    at the same time. Then a one-shot sum has few programs, and takes turns with what the other pass computes: large
+    tensors are better left to NCCL. Not measured."""
     limits = LIMITS.get(size)
+    if limits is None or not two_passes:
+        return limits
+    one_shot = min(limits.one_shot, _TWO_PASSES_ONE_SHOT)
+    return Limits(one_shot, one_shot if limits.two_shot == limits.one_shot else limits.two_shot)
+
+
+def algorithm_for(num_bytes: int, dtype: torch.dtype, limits: Limits | None, *, fixed_order: bool) -> Algorithm:
+    """`limits`: of the group, see `limits_for`. `fixed_order`: an element's bits may not depend on how many others
+    there are: then large tensors are added by `one_shot`, too, in pieces."""
     if limits is None or dtype not in _DTYPES or num_bytes % ALIGNMENT:
         return "gather" if fixed_order else "nccl"
     if fixed_order or num_bytes <= limits.one_shot:
@@ -50,11 +61,11 @@ def algorithm_for(num_bytes: int, dtype: torch.dtype, size: int, *, fixed_order:
     return "two_shot" if num_bytes <= limits.two_shot else "nccl"
 
 
-def inbox_capacity(size: int) -> int:
+def inbox_capacity(limits: Limits | None) -> int:
     """Bytes of the largest tensor that is added by `one_shot` at once."""
-    return min(LIMITS[size].one_shot, _INBOX) if size in LIMITS else 0
+    return 0 if limits is None else min(limits.one_shot, _INBOX)
 
 
-def buffer_bytes(size: int) -> int:
+def buffer_bytes(limits: Limits | None) -> int:
     """Of the memory in which `two_shot` adds."""
-    return LIMITS[size].two_shot if size in LIMITS and LIMITS[size].two_shot > LIMITS[size].one_shot else 0
+    return 0 if limits is None or limits.two_shot <= limits.one_shot else limits.two_shot

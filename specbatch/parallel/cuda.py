@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specbatch.marks import marked
-from specbatch.parallel.algorithms import ALIGNMENT, Algorithm, algorithm_for, buffer_bytes, inbox_capacity
+from specbatch.parallel.algorithms import ALIGNMENT, Algorithm, algorithm_for, buffer_bytes, inbox_capacity, limits_for
 from specbatch.parallel.exchanges import ExchangeStore
 from specbatch.parallel.group import Group
 from specbatch.parallel.multicast import disable_multicast
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from specbatch.kernels.triton.one_shot import Inbox  # needs Triton
 
 _FIRST_CONTACT = timedelta(minutes=5)  # until all ranks have started
-_NUM_PASSES = 2  # at the same time
 
 
 class Collectives(Protocol):
@@ -43,8 +42,8 @@ class Collectives(Protocol):
         """That the other ranks can read. All ranks call it in the same order."""
         ...
 
-    def new_inbox(self, capacity: int) -> Inbox:
-        """Of tensors of up to `capacity` bytes. All ranks call it in the same order."""
+    def new_inbox(self, capacity: int, *, is_alone: bool) -> Inbox:
+        """Of tensors of up to `capacity` bytes. All ranks call it in the same order. `is_alone`: see `Inbox`."""
         ...
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
@@ -63,16 +62,26 @@ class Collectives(Protocol):
 
 
 class CudaGroup(Group):
-    """`fixed_order`: sums are added in the order of ranks whatever their size, for engine.deterministic."""
+    """`fixed_order`: sums are added in the order of ranks whatever their size, for engine.deterministic. `two_passes`:
+    they may run at the same time."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, collectives: Collectives, *, fixed_order: bool
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        collectives: Collectives,
+        *,
+        fixed_order: bool,
+        two_passes: bool = False,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._collectives, self._fixed_order = collectives, fixed_order
-        capacity, num_bytes = inbox_capacity(size), buffer_bytes(size)
-        self._inboxes = [collectives.new_inbox(capacity) for _ in range(_NUM_PASSES)] if capacity else []
-        self._buffers = [collectives.new_buffer(num_bytes) for _ in range(_NUM_PASSES)] if num_bytes else []
+        self._limits = limits_for(size, two_passes=two_passes)
+        capacity, num_bytes, passes = inbox_capacity(self._limits), buffer_bytes(self._limits), range(1 + two_passes)
+        is_alone = not two_passes
+        self._inboxes = [collectives.new_inbox(capacity, is_alone=is_alone) for _ in passes] if capacity else []
+        self._buffers = [collectives.new_buffer(num_bytes) for _ in passes] if num_bytes else []
         self._pass, self._is_closed = 0, False
 
     @contextlib.contextmanager
@@ -94,7 +103,7 @@ class CudaGroup(Group):
         return lambda: parts
 
     def start_sum(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
-        algorithm = algorithm_for(x.nbytes, x.dtype, self.size, fixed_order=self._fixed_order)
+        algorithm = algorithm_for(x.nbytes, x.dtype, self._limits, fixed_order=self._fixed_order)
         is_one_shot = algorithm == "one_shot"
         with marked("communication"):
             total = self.added(x, algorithm, residual if is_one_shot else None) if x.numel() else x
@@ -170,7 +179,7 @@ class TorchCollectives:
         buffer: Tensor = self._symmetric.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device, self._name)
         return buffer, self._symmetric.rendezvous(buffer, self._name).buffer_ptrs
 
-    def new_inbox(self, capacity: int) -> Inbox:
+    def new_inbox(self, capacity: int, *, is_alone: bool) -> Inbox:
         from specbatch.kernels.triton import one_shot
 
         memory, addresses = self._shared(one_shot.inbox_bytes(capacity, self._size))
@@ -178,7 +187,7 @@ class TorchCollectives:
         counts_K = torch.zeros(one_shot.num_blocks(capacity), dtype=torch.int32, device=self._device)
         self._meet()  # nobody writes into memory that is not zeroed yet
         addresses_G = torch.tensor(addresses, dtype=torch.int64, device=self._device)
-        return one_shot.Inbox(memory, addresses_G, counts_K, self._rank, capacity)
+        return one_shot.Inbox(memory, addresses_G, counts_K, self._rank, capacity, is_alone)
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
         from specbatch.kernels.triton.one_shot import one_shot_sum

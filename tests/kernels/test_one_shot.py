@@ -29,12 +29,13 @@ class Memory:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rank", range(SIZE))
-def test_sums_in_turns(rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("rank", "alone"), [(0, True), (1, True), (2, True), (1, False)])
+def test_sums_in_turns(rank: int, alone: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_shot, "_FEW", 2)
     memories = [Memory() for _ in range(SIZE)]
     addresses = torch.tensor([memory.bytes.data_ptr() for memory in memories], device=DEVICE)
     inbox = one_shot.Inbox(
-        memories[rank].bytes, addresses, torch.zeros(3, dtype=torch.int32, device=DEVICE), rank, CAPACITY
+        memories[rank].bytes, addresses, torch.zeros(3, dtype=torch.int32, device=DEVICE), rank, CAPACITY, alone
     )
     num_in_block = one_shot.BLOCK_BYTES // dtype.itemsize
     others = [i for i in range(SIZE) if i != rank]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from specbatch.engine import resolve_ranks
 from specbatch.engine.ranks import OtherRanks, RankedEngine
 from specbatch.engine.resolve_prefill import resolve_prompt_graphs
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
-from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes, inbox_capacity
+from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes, inbox_capacity, limits_for
 from specbatch.parallel.cuda import CudaGroup, named_group
 from specbatch.parallel.group import Group
 from specbatch.parallel.multicast import disable_multicast
@@ -45,7 +47,7 @@ class FakeCollectives:
         self.made.append(torch.empty(num_bytes, dtype=torch.uint8))
         return self.made[-1]
 
-    def new_inbox(self, capacity: int) -> Any:
+    def new_inbox(self, capacity: int, *, is_alone: bool) -> Any:
         return SimpleNamespace(memory=self.new_buffer(capacity), capacity=capacity)
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Any) -> None:
@@ -75,25 +77,36 @@ class FakeCollectives:
         self.calls.append("close")
 
 
-def cuda_group(group: Group, *, fixed_order: bool = False) -> tuple[CudaGroup, FakeCollectives]:
+def cuda_group(group: Group, **traits: bool) -> tuple[CudaGroup, FakeCollectives]:
     fake = FakeCollectives(group)
-    return CudaGroup(group.rank, group.size, CPU, fake, fixed_order=fixed_order), fake
+    return CudaGroup(group.rank, group.size, CPU, fake, **{"fixed_order": False, **traits}), fake
 
 
-def test_the_algorithm_follows_the_size() -> None:
-    for size, limits in LIMITS.items():
-        assert 0 < inbox_capacity(size) <= limits.one_shot
+@pytest.mark.parametrize("two_passes", [False, True])
+def test_the_algorithm_follows_the_size(two_passes: bool) -> None:
+    for size, found_limits in LIMITS.items():
+        limits = limits_for(size, two_passes=two_passes)
+        assert limits is not None
+        assert (limits == found_limits) or two_passes
+        assert 0 < inbox_capacity(limits) <= limits.one_shot
         has_two_shot = limits.one_shot < limits.two_shot
-        assert buffer_bytes(size) == (limits.two_shot if has_two_shot else 0)
+        assert buffer_bytes(limits) == (limits.two_shot if has_two_shot else 0)
         sizes = (16, limits.one_shot, *[limits.one_shot + 16, limits.two_shot] * has_two_shot, limits.two_shot + 16)
         for dtype in (torch.bfloat16, torch.float32):
-            found = [algorithm_for(n, dtype, size, fixed_order=False) for n in sizes]
+            found = [algorithm_for(n, dtype, limits, fixed_order=False) for n in sizes]
             assert found == ["one_shot", "one_shot", *["two_shot", "two_shot"] * has_two_shot, "nccl"]
-            assert {algorithm_for(n, dtype, size, fixed_order=True) for n in sizes} == {"one_shot"}
-    for what in ((64, torch.float16, 2), (64, torch.float64, 2), (64, torch.bfloat16, 3), (6, torch.bfloat16, 2)):
+            assert {algorithm_for(n, dtype, limits, fixed_order=True) for n in sizes} == {"one_shot"}
+    two = LIMITS[2]
+    for what in (
+        (64, torch.float16, two),
+        (64, torch.float64, two),
+        (64, torch.bfloat16, None),
+        (6, torch.bfloat16, two),
+    ):
         assert algorithm_for(*what, fixed_order=False) == "nccl"
         assert algorithm_for(*what, fixed_order=True) == "gather"
-    assert buffer_bytes(3) == inbox_capacity(3) == 0
+    assert limits_for(3, two_passes=two_passes) is None
+    assert buffer_bytes(None) == inbox_capacity(None) == 0
 
 
 @pytest.mark.parametrize("fixed_order", [False, True])
@@ -137,7 +150,7 @@ def test_sums_of_all_sizes(size: int, fixed_order: bool, monkeypatch: pytest.Mon
 
 def test_a_second_pass_has_a_buffer_of_its_own() -> None:
     def work(group: Group) -> list[int]:
-        mine, fake = cuda_group(group)
+        mine, fake = cuda_group(group, two_passes=True)
         first = mine.start_sum(torch.ones(8))
         with mine.second_pass():
             second = mine.start_sum(torch.full((8,), 2.0))
@@ -167,7 +180,7 @@ def test_an_engine_over_them(lanes: int | None) -> None:
     expected = run(tiny_engine(num_pages=256), prompts, params)
 
     def work(group: Group) -> tuple[list[Any], int]:
-        mine, fake = cuda_group(group)
+        mine, fake = cuda_group(group, two_passes=lanes is not None)
         engine = tiny_engine(num_pages=256, group=mine, min_lane=lanes, dtype=torch.float32)
         return run(engine, prompts, params), len(set(fake.buffers))
 
@@ -270,7 +283,7 @@ def test_an_engine_that_is_closed_gives_the_group_back(fails: bool) -> None:
     assert fake.calls.count("close") == (not fails)
     assert fake.calls[:3] == ([] if fails else ["rounds", "prompts", "close"])
     assert all((buffer() is None) != fails for buffer in buffers)
-    assert len(buffers) == 2
+    assert len(buffers) == 1
     assert not others.meeting.parent.exists()
 
 
@@ -289,6 +302,28 @@ def test_a_rank_gets_copies_of_tensors() -> None:
     others.close()
     assert b"storage_fd" not in sent
     assert pickle.loads(sent).run.vocab_map.tolist() == [0, 1, 2]
+
+
+def test_a_rank_that_cannot_end_counts_as_ended() -> None:
+    """A process that was killed can wait for its GPU, which waits for this process's."""
+    killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started, ends = list[FakeProcess](), list[SpecbatchError]()
+
+    def start(connection: Connection) -> FakeProcess:
+        started.append(FakeProcess(connection))
+        started[-1].pid = killed.pid
+        return started[-1]
+
+    fake: Any = SimpleNamespace(on_cuda=True, config=load_config(None, ["engine.tensor_parallel=2"]))
+    others = OtherRanks(fake, start, ends.append, stuck_seconds=0.1)
+    with others.shared():
+        _until(lambda: bool(ends), 0.6)
+        assert ends == []
+        killed.kill()  # nobody waits for it, so it stays
+        _until(lambda: bool(ends), 5.0)
+    assert [error.message for error in ends] == ["rank 1 of engine.tensor_parallel ended"]
+    others.close()
+    killed.communicate()
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> None:

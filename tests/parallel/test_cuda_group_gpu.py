@@ -89,7 +89,7 @@ def test_an_engine_of_one_rank_on_a_gpu(tmp_path: Path, lanes: int | None) -> No
     options: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, "device": device}
     prompts, params = random_prompts(12, shared=10), SamplingParams(max_tokens=12, temperature=0.8, seed=5)
     expected = run(tiny_device_engine("ngram", CHAIN, graphs="round", **options), prompts, params)
-    group = CudaGroup(0, 1, device, one_gpu(tmp_path), fixed_order=False)
+    group = CudaGroup(0, 1, device, one_gpu(tmp_path), fixed_order=False, two_passes=lanes is not None)
     engine = tiny_device_engine("ngram", CHAIN, graphs="round", group=group, min_lane=lanes, **options)
     assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
     del engine
@@ -113,11 +113,16 @@ def _two_gpus(rank: int, meeting: str) -> None:
         for algorithm in ("one_shot", "nccl", "gather"):
             replays_follow_the_input(lambda x, a=algorithm: group.added(x, a), 2, dtype, 4096)  # type: ignore
     _many_sizes(group, device)
-    _two_streams(group, device)
+    two = CudaGroup(
+        rank, 2, device, TorchCollectives(rank, 2, f"{meeting} two", device), fixed_order=False, two_passes=True
+    )
+    _many_sizes(two, device)
+    _two_streams(two, device)
     assert group.least(7 - rank) == 6
     assert group.of_first([float(rank)]) == [0.0]
     torch.cuda.synchronize()
     group.close()
+    two.close()
 
 
 def _many_sizes(group: CudaGroup, device: torch.device) -> None:

@@ -10,6 +10,10 @@ a GPU writes into a half again only in the next sum but one, and it cannot end t
 GPU has begun that one. Then the others have read the half. So nobody waits at the end. For that the blocks of a group
 have one size in bytes, whatever is added.
 
+A program that waits keeps others from its multiprocessor. Two sums at the same time, in two lanes, must not keep out
+what the other GPU waits for: then a few programs take turns with the blocks, and the next kernel starts when all parts
+have come. A sum that is alone has a program for each block. The next kernel starts at once, and reads its first weights.
+
 Shape suffixes: G GPUs, K blocks.
 """
 
@@ -24,17 +28,20 @@ from torch import Tensor
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
 BLOCK_BYTES = 4096
+_FEW = 32  # programs of one of two sums at the same time: most multiprocessors have neither
 
 
 class Inbox(NamedTuple):
     """`memory`: uint8, of `inbox_bytes`, which the other GPUs can write; all zeros at first. `addresses_G`: int64, of
-    the memory of each GPU, as this one sees it. `counts_K`: int32, all zeros at first."""
+    the memory of each GPU, as this one sees it. `counts_K`: int32, all zeros at first. `is_alone`: no other sum runs at
+    the same time."""
 
     memory: Tensor
     addresses_G: Tensor
     counts_K: Tensor
     rank: int
     capacity: int  # bytes of the largest tensor
+    is_alone: bool = True
 
     @property
     def size(self) -> int:
@@ -54,48 +61,58 @@ def inbox_bytes(capacity: int, size: int) -> int:
 def _one_shot(
     x_ptr, residual_ptr, out_ptr, addresses_ptr, counts_ptr, count,
     RANK: tl.constexpr, SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    ok = at < count
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    await_former(PDL)
-    number = tl.load(counts_ptr + block) + 1
-    half = ((number & 1) * SIZE).to(tl.int64)
-    x = tl.load(x_ptr + at, mask=ok, other=0.0)
     flags: tl.constexpr = 2 * SIZE * NUM_BLOCKS * BLOCK_BYTES  # where they begin
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            address = tl.load(addresses_ptr + peer)
-            start = address + (half + RANK) * NUM_BLOCKS * BLOCK_BYTES
-            tl.store(tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + at, x, mask=ok)
-    tl.debug_barrier()  # all of the block is written
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            address = tl.load(addresses_ptr + peer) + flags + 4 * ((half + RANK) * NUM_BLOCKS + block)
-            tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), number, sem="release", scope="sys")
+    if ALONE:
+        await_former(PDL)
+    elif PDL:
+        tl.extra.cuda.gdc_wait()
+    blocks = tl.cdiv(count, BLOCK)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        ok = at < count
+        number = tl.load(counts_ptr + block) + 1
+        half = ((number & 1) * SIZE).to(tl.int64)
+        x = tl.load(x_ptr + at, mask=ok, other=0.0)
+        for peer in tl.static_range(SIZE):
+            if peer != RANK:
+                start = tl.load(addresses_ptr + peer) + (half + RANK) * NUM_BLOCKS * BLOCK_BYTES
+                tl.store(tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + at, x, mask=ok)
+        tl.debug_barrier()  # all of the block is written
+        for peer in tl.static_range(SIZE):
+            if peer != RANK:
+                flag = tl.load(addresses_ptr + peer) + flags + 4 * ((half + RANK) * NUM_BLOCKS + block)
+                tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), number, sem="release", scope="sys")
     own = tl.load(addresses_ptr + RANK)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for peer in tl.static_range(SIZE):
-        if peer == RANK:
-            total += x.to(tl.float32)
-        else:
-            flag = (own + flags + 4 * ((half + peer) * NUM_BLOCKS + block)).to(tl.pointer_type(tl.int32))
-            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
-                pass
-            tl.debug_barrier()
-            start = own + (half + peer) * NUM_BLOCKS * BLOCK_BYTES
-            # Not from the cache of this multiprocessor, which does not see what other GPUs write.
-            part = tl.load(
-                tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + at, mask=ok, other=0.0, cache_modifier=".cg"
-            )
-            total += part.to(tl.float32)
-    y = total.to(dtype)
-    if HAS_RESIDUAL:
-        y = (tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
-    tl.store(out_ptr + at, y, mask=ok)
-    tl.store(counts_ptr + block, number)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        ok = at < count
+        number = tl.load(counts_ptr + block) + 1
+        half = ((number & 1) * SIZE).to(tl.int64)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for peer in tl.static_range(SIZE):
+            if peer == RANK:
+                total += tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
+            else:
+                flag = (own + flags + 4 * ((half + peer) * NUM_BLOCKS + block)).to(tl.pointer_type(tl.int32))
+                while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
+                    pass
+                tl.debug_barrier()
+                start = own + (half + peer) * NUM_BLOCKS * BLOCK_BYTES
+                # Not from the cache of this multiprocessor, which does not see what other GPUs write.
+                part = tl.load(
+                    tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + at, mask=ok, other=0.0, cache_modifier=".cg"
+                )
+                total += part.to(tl.float32)
+        y = total.to(dtype)
+        if HAS_RESIDUAL:
+            y = (tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+        tl.store(out_ptr + at, y, mask=ok)
+        tl.store(counts_ptr + block, number)
+    if PDL and not ALONE:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
@@ -106,10 +123,11 @@ def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) 
     assert all(tensor.shape == x.shape for tensor in tensors)
     assert x.nbytes <= inbox.capacity, (x.nbytes, inbox.capacity)
     block = BLOCK_BYTES // x.itemsize
+    programs = triton.cdiv(x.numel(), block)
     pdl = dependent_launch(x)
     launch(
-        _one_shot, (triton.cdiv(x.numel(), block),),
+        _one_shot, (programs if inbox.is_alone else min(programs, _FEW),),
         x, residual, out, inbox.addresses_G, inbox.counts_K, x.numel(),
         RANK=inbox.rank, SIZE=inbox.size, NUM_BLOCKS=num_blocks(inbox.capacity), BLOCK=block, BLOCK_BYTES=BLOCK_BYTES,
-        HAS_RESIDUAL=residual is not None, PDL=pdl, num_warps=8, **launch_options(pdl),
+        HAS_RESIDUAL=residual is not None, PDL=pdl, ALONE=inbox.is_alone, num_warps=8, **launch_options(pdl),
     )  # fmt: skip
