@@ -12,7 +12,7 @@ have one size in bytes, whatever is added.
 
 A program that waits keeps others from its multiprocessor. Two sums at the same time, in two lanes, must not keep out
 what the other GPU waits for: then a few programs take turns with the blocks, and the next kernel starts when all parts
-have come. A sum that is alone has a program for each block. The next kernel starts at once, and reads its first weights.
+have come. A sum that is alone has a program for each block, and the next kernel starts at once, to read its weights.
 
 Shape suffixes: G GPUs, K blocks.
 """
