@@ -12,8 +12,8 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.sharded import local_config
 
 # Whether ranks may run on CUDA. On two GPUs all was right but two things: a job did not end when a rank was killed, and
-# one with two lanes was not done in 90 s. Set it to True when, on such a machine, `pytest -m gpu tests/parallel` passes,
-# none of it skipped, and `scripts/check/check_tensor_parallel.py` ends with "tensor parallel: ok".
+# one with two lanes was not done in 90 s. Set it to True when, on such a machine, `pytest -m gpu tests/parallel`
+# passes, none of it skipped, and `scripts/check/check_tensor_parallel.py` ends with "tensor parallel: ok".
 MEASURED_ON_CUDA = False
 
 
