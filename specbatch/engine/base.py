@@ -160,5 +160,6 @@ def _leaves_none(seq: Sequence) -> bool:
     allowed_W = seq.rules.allowed(seq.generated)
     if seq.grammar is not None:
         seq.grammar.follow(seq.tokens, seq.num_prompt)
-        allowed_W &= seq.grammar.mask()
+        mask_W = seq.grammar.mask()  # a model can have more tokens than its tokenizer
+        allowed_W = allowed_W[: len(mask_W)] & mask_W
     return not allowed_W.any()

@@ -33,10 +33,12 @@ def compile_kernels(
     parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int, identity: str
 ) -> str:
     """Returns a note on what was done. `max_length`: of the longest row. `identity`: of the run; two runs with the same
-    one need the same kernels. What fails here is only said: kernels are compiled at their first launch then."""
+    one need the same kernels. What fails here is only said: kernels are compiled at their first launch then. Ranks
+    share the cores."""
     from specbatch.kernels.triton.compile_ahead import compile_ahead  # Triton need not exist where CUDA does not
 
-    began, num_threads = time.perf_counter(), max(1, min(_MAX_THREADS, int(usable_cores())))
+    num_ranks = 1 if parts.group is None else parts.group.size
+    began, num_threads = time.perf_counter(), max(1, min(_MAX_THREADS, int(usable_cores()) // num_ranks))
     done = _sign_of(f"{identity} {max_batch_size} {prefill_chunk_tokens} {max_length}")
     if _is_left(done):
         return "engine: kernels were compiled by an earlier start"

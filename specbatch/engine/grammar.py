@@ -70,7 +70,7 @@ class GrammarState:
         return token if token >= 0 and token < self._vocab_size and self.allows(token) else ODD
 
     def takes(self, token: int, only: int) -> bool:
-        """Whether `mask` has the token. `only`: what `only_token` says."""
+        """Whether `mask` has the token; False where only the mask shows it. `only`: what `only_token` says."""
         return token == only if only != FREE else token >= 0 and self.allows(token)
 
     def choose(self, token: int, only: int) -> bool:
@@ -148,9 +148,8 @@ class GrammarState:
         wrong = (i for i, token in enumerate(tokens) if token >= self._vocab_size or token in self._eos)
         return tokens[: next(wrong, len(tokens))]
 
-    def write_forced(self, token: int | None, mask_W: NDArray[np.int32]) -> None:
+    def write_forced(self, token: int, mask_W: NDArray[np.int32]) -> None:
         """`mask`, where it is known that this token alone may come."""
-        assert token is not None
         mask_W[:] = 0
         mask_W.view(np.uint32)[token >> 5] = 1 << (token & 31)
 
@@ -194,10 +193,10 @@ class GrammarTree:
             node = len(self.tokens) - 1
         return end
 
-    def is_known(self, node: int) -> bool:
-        """Whether one token alone may come after a node, and which one is known."""
+    def known(self, node: int) -> int | None:
+        """The token that alone may come after a node, where it is known."""
         token = self.forced[node]
-        return token is not None and token >= 0
+        return None if token is None or token < 0 else token
 
     @property
     def num_drafts(self) -> int:
@@ -296,13 +295,13 @@ def _walks(
     first = 0
     while first < len(nodes):
         node = nodes[first]
-        if tree.is_known(node):
-            state.write_forced(tree.forced[node], masks_KW[start + first])
+        if (token := tree.known(node)) is not None:
+            state.write_forced(token, masks_KW[start + first])
             first += 1
             continue
         end = first + 1
         while end < len(nodes) and nodes[end] == nodes[end - 1] + 1 and tree.parents[nodes[end]] == nodes[end - 1]:
-            if tree.is_known(nodes[end]):
+            if tree.known(nodes[end]) is not None:
                 break
             end += 1
         tokens = [tree.tokens[other] for other in nodes[first + 1 : end]]

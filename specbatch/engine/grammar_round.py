@@ -227,7 +227,7 @@ class Grammars:
             for seq in ready
             if seq.grammar is not None and len(seq.tokens) == seq.num_prompt
         ]
-        if roots:
+        if any(seq.grammar is not None for seq in ready):
             self._cleared_masks().write(roots)
 
     def _cleared_masks(self) -> NodeMasks:

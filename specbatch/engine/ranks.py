@@ -133,8 +133,8 @@ class OtherRanks:
         end = time.monotonic() + _NOTICE_SECONDS
         while time.monotonic() < end:
             for rank in self._ranks:
-                if (code := rank.process.poll()) is not None:
-                    return _ended(rank.number, code, _last_word(rank))
+                if _has_ended(rank.process):
+                    return _ended(rank.number, rank.process.poll(), _last_word(rank))
             time.sleep(0.01)
         return None
 

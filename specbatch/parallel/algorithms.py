@@ -35,7 +35,7 @@ LIMITS = {
     8: Limits(128 * _KIB, 2048 * _KIB),
 }
 _TWO_PASSES_ONE_SHOT = 512 * _KIB
-_INBOX = 16 * _MIB  # larger tensors are added in pieces; each GPU has memory for four times as many bytes from each
+_INBOX = 16 * _MIB  # larger tensors are added in pieces; a GPU has room for two such pieces of each GPU
 _DTYPES = (torch.bfloat16, torch.float32)  # that the kernels add
 ALIGNMENT = 16  # bytes: their widest load. Torch's refuse less than 4, and are slow below 16
 

@@ -104,15 +104,19 @@ class CudaGroup(Group):
 
     def start_sum(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
         algorithm = algorithm_for(x.nbytes, x.dtype, self._limits, fixed_order=self._fixed_order)
-        is_one_shot = algorithm == "one_shot"
+        fuses = algorithm == "one_shot" and residual is not None and residual.dtype == x.dtype
         with marked("communication"):
-            total = self.added(x, algorithm, residual if is_one_shot else None) if x.numel() else x
-        return lambda: total if residual is None or is_one_shot else residual + total
+            total = self.added(x, algorithm, residual if fuses else None) if x.numel() else x
+        return lambda: total if residual is None or fuses else residual + total
 
     def added(self, x: Tensor, algorithm: Algorithm, residual: Tensor | None = None) -> Tensor:
         """The sum by one of the algorithms, in memory of its own. `residual`: to add to a one-shot sum."""
         if algorithm == "gather":
-            return super().start_sum(x)()
+            first, *others = self.gather(x)
+            total = first.to(torch.promote_types(x.dtype, torch.float32))  # rounded once, as by a one-shot sum
+            for part in others:
+                total = total + part
+            return total.to(x.dtype)
         x, run = x.contiguous(), self._collectives
         if x.storage_offset() * x.itemsize % ALIGNMENT:
             x = x.clone()

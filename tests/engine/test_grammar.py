@@ -292,3 +292,19 @@ def exact_probabilities(prompt: list[int]) -> dict[tuple[int, ...], float]:
                 ended = token == END or len(prefix) + 1 == CHI_SQUARE.max_tokens
                 (result if ended else open_)[*prefix, token] = mass * p
     return result
+
+
+@pytest.mark.parametrize("engine", [tiny_engine, tiny_device_engine])
+def test_rules_that_leave_no_token_where_the_model_has_more_than_its_tokenizer(engine: Any) -> None:
+    """The masks of rules are wider than those of the grammar. The row fails alone."""
+    other = tuple(TOKENIZER.vocab[text] for text in ("a", "b", "c"))
+    prompts, wanted = random_prompts(2, shared=9), []
+    for i, more in enumerate([{"allowed_token_ids": other}, {}]):
+        params = SamplingParams(max_tokens=8, regex="[0-9]{5}", **more)  # type: ignore[arg-type]
+        constraint = constraint_of(params)
+        assert constraint is not None
+        wanted.append(Request(i, prompts[i], params, RngKey(7, i, 0), matcher=COMPILER.matcher(constraint)))
+    failed, good = run_requests(engine(eos=(0,), vocab=75), wanted)
+    assert (failed.finish_reason, failed.no_token_left, failed.token_ids) == (FinishReason.ERROR, True, [])
+    assert good.finish_reason is not FinishReason.ERROR
+    assert len(good.token_ids) > 4

@@ -129,6 +129,7 @@ def test_sums_of_all_sizes(size: int, fixed_order: bool, monkeypatch: pytest.Mon
             torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
             assert not fixed_order or torch.equal(total, expected)
             assert torch.equal(mine.start_sum(x, before)(), before + total)
+            assert mine.start_sum(x, before.double())().dtype == torch.float64, "as if it was added afterwards"
             assert torch.equal(x, before)
         assert mine.sum(torch.empty(0, 8)).shape == (0, 8)
         assert torch.equal(mine.gather(x), group.gather(x))
@@ -143,9 +144,9 @@ def test_sums_of_all_sizes(size: int, fixed_order: bool, monkeypatch: pytest.Mon
     if size == 3:
         assert set(sums) == {"gather" if fixed_order else "nccl"}
     elif fixed_order:
-        assert sums == ["gather"] * 2 + ["one_shot"] * (1 + 1 + 4 + 5) * 2, "large ones are added in pieces"
+        assert sums == ["gather"] * 3 + ["one_shot"] * (1 + 1 + 4 + 5) * 3, "large ones are added in pieces"
     else:
-        assert [sums[::2], sums[1::2]] == [["nccl", "one_shot", "one_shot", "two_shot", "nccl"]] * 2
+        assert [sums[i::3] for i in range(3)] == [["nccl", "one_shot", "one_shot", "two_shot", "nccl"]] * 3
 
 
 def test_a_second_pass_has_a_buffer_of_its_own() -> None:

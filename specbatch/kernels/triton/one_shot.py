@@ -120,7 +120,7 @@ def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) 
     tensors of one shape, bfloat16 or float32, of at most `inbox.capacity` bytes."""
     tensors = (x, out) if residual is None else (x, out, residual)
     assert all(tensor.is_contiguous() for tensor in tensors)
-    assert all(tensor.shape == x.shape for tensor in tensors)
+    assert all((tensor.shape, tensor.dtype) == (x.shape, x.dtype) for tensor in tensors)
     assert x.nbytes <= inbox.capacity, (x.nbytes, inbox.capacity)
     block = BLOCK_BYTES // x.itemsize
     programs = triton.cdiv(x.numel(), block)
