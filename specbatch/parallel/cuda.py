@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specbatch.marks import marked
 from specbatch.parallel.algorithms import ALIGNMENT, Algorithm, algorithm_for, buffer_bytes, inbox_capacity, limits_for
 from specbatch.parallel.exchanges import ExchangeStore
-from specbatch.parallel.group import Group
+from specbatch.parallel.group import Group, in_order
 from specbatch.parallel.multicast import disable_multicast
 
 if TYPE_CHECKING:
@@ -112,11 +112,8 @@ class CudaGroup(Group):
     def added(self, x: Tensor, algorithm: Algorithm, residual: Tensor | None = None) -> Tensor:
         """The sum by one of the algorithms, in memory of its own. `residual`: to add to a one-shot sum."""
         if algorithm == "gather":
-            first, *others = self.gather(x)
-            total = first.to(torch.promote_types(x.dtype, torch.float32))  # rounded once, as by a one-shot sum
-            for part in others:
-                total = total + part
-            return total.to(x.dtype)
+            wide = torch.promote_types(x.dtype, torch.float32)  # rounded once, as by a one-shot sum
+            return in_order(self.gather(x).to(wide)).to(x.dtype)
         x, run = x.contiguous(), self._collectives
         if x.storage_offset() * x.itemsize % ALIGNMENT:
             x = x.clone()
@@ -155,7 +152,10 @@ class TorchCollectives:
     `torch.distributed`: several engines of a process have one each."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
+        from specbatch.kernels.triton import one_shot  # Triton need not exist where CUDA does not
+
         disable_multicast()
+        self._kernel = one_shot
         torch.cuda.set_device(device)
         self._rank, self._size, self._device, self._name = rank, size, device, f"specbatch {meeting}"
         c10d: Any = torch._C._distributed_c10d
@@ -184,19 +184,15 @@ class TorchCollectives:
         return buffer, self._symmetric.rendezvous(buffer, self._name).buffer_ptrs
 
     def new_inbox(self, capacity: int, *, is_alone: bool) -> Inbox:
-        from specbatch.kernels.triton import one_shot
-
-        memory, addresses = self._shared(one_shot.inbox_bytes(capacity, self._size))
+        memory, addresses = self._shared(self._kernel.inbox_bytes(capacity, self._size))
         memory.zero_()
-        counts_K = torch.zeros(one_shot.num_blocks(capacity), dtype=torch.int32, device=self._device)
+        counts_K = torch.zeros(self._kernel.num_blocks(capacity), dtype=torch.int32, device=self._device)
         self._meet()  # nobody writes into memory that is not zeroed yet
         addresses_G = torch.tensor(addresses, dtype=torch.int64, device=self._device)
-        return one_shot.Inbox(memory, addresses_G, counts_K, self._rank, capacity, is_alone)
+        return self._kernel.Inbox(memory, addresses_G, counts_K, self._rank, capacity, is_alone)
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
-        from specbatch.kernels.triton.one_shot import one_shot_sum
-
-        one_shot_sum(x, residual, out, inbox)
+        self._kernel.one_shot_sum(x, residual, out, inbox)
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
         if _is_fake(x):

@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 
 
+def in_order(parts: Tensor) -> Tensor:
+    """The sum of the ranks' parts, (size, ...), one after the other."""
+    first, *others = parts
+    for part in others:
+        first = first + part
+    return first
+
+
 class Group(Protocol):
     rank: int
     size: int
@@ -35,10 +43,8 @@ class Group(Protocol):
         gathered = self.start_gather(x)
 
         def total() -> Tensor:
-            first, *others = gathered()
-            for part in others:
-                first = first + part
-            return first if residual is None else residual + first
+            added = in_order(gathered())
+            return added if residual is None else residual + added
 
         return total
 

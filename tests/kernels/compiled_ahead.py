@@ -121,7 +121,8 @@ def ranks(gpu: FakeGpu) -> None:
     from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 
     class Alone(TorchCollectives):
-        def __init__(self) -> None: ...
+        def __init__(self) -> None:
+            self._kernel = one_shot
 
         def new_inbox(self, capacity: int, *, is_alone: bool) -> one_shot.Inbox:
             counts_K = torch.zeros(one_shot.num_blocks(capacity), dtype=torch.int32)
