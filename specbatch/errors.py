@@ -5,6 +5,8 @@ from __future__ import annotations
 import reprlib
 from typing import Literal
 
+USAGE_ERROR, INTERNAL_ERROR, TOO_MANY_FAILED = 2, 3, 4  # exit codes
+
 
 class SpecbatchError(Exception):
     """A mistake of the user or the environment, printed as `error: ...` and `hint: ...`, never as a traceback."""

@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specbatch.errors import SpecbatchError, TooManyFailed, WorkerFailed
+from specbatch.errors import (
+    INTERNAL_ERROR,
+    TOO_MANY_FAILED,
+    USAGE_ERROR,
+    SpecbatchError,
+    TooManyFailed,
+    WorkerFailed,
+)
 from specbatch.signals import INTERRUPTED, interrupt, on_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-USAGE_ERROR, INTERNAL_ERROR, TOO_MANY_FAILED = 2, 3, 4
 _MORE_MEMORY = "free memory, or raise the limit (ulimit -v); finished rows are kept"
 # Texts of ImportError and OSError if there is no memory to load a library.
 _NO_MEMORY = ("cannot allocate memory", "failed to map segment")

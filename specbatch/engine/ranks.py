@@ -30,6 +30,7 @@ from specbatch.engine.build import build
 from specbatch.engine.engine import Engine
 from specbatch.engine.rank_process import RankStart, open_group
 from specbatch.engine.resolve import ResolvedRun
+from specbatch.engine.stuck_gpu import end_process, end_without_gpu
 from specbatch.errors import ModelError, SpecbatchError
 from specbatch.parallel.group import Group
 from specbatch.types import Completion, EngineLimits, Request, StopCheck
@@ -78,14 +79,6 @@ class _Calls:
     shared_since: float | None = None  # when it began what needs the other ranks; None: it does nothing of that
 
 
-def end_process(error: SpecbatchError) -> None:
-    """This process cannot go on: its thread waits for a GPU that waits for a rank that is no more. Finished rows are
-    kept, as they are when it is killed."""
-    hint = "" if error.hint is None else f"hint: {error.hint}\n"
-    os.write(2, f"error: {error.message}\n{hint}".encode())
-    os._exit(2)
-
-
 class OtherRanks:
     """All ranks but this one. `end` is called where a rank has ended and this process waits for it on a GPU, which
     nothing can interrupt: `stuck_seconds` later it is still in the same block `with others.shared()`."""
@@ -128,7 +121,7 @@ class OtherRanks:
             except OSError:
                 raise self.failure() or _ended(rank.number, None, None) from None
 
-    def failure(self) -> SpecbatchError | None:
+    def failure(self) -> ModelError | None:
         """The error of a rank that has ended, if there is one."""
         end = time.monotonic() + _NOTICE_SECONDS
         while time.monotonic() < end:
@@ -167,7 +160,7 @@ def _last_word(rank: _Rank) -> Any:
         return None
 
 
-def _ended(number: int, code: int | None, message: Any) -> SpecbatchError:
+def _ended(number: int, code: int | None, message: Any) -> ModelError:
     """`message`: ("failed", message, hint) of a rank that could say why."""
     if isinstance(message, tuple) and message[0] == "failed":
         return ModelError(f"rank {number} of engine.tensor_parallel: {message[1]}", message[2])
@@ -252,22 +245,26 @@ class RankedEngine:
 
     def limit_length(self, tokens: int | None) -> int:
         limit = self._engine.limit_length(tokens)
-        self._others.send("limit_length", tokens)
+        self._send("limit_length", tokens)
         return limit
 
     def submit(self, request: Request) -> None:
         check = request.check_stop
         self._engine.submit(request if check is None else replace(request, check_stop=self._sent(check)))
-        self._others.send("submit", replace(request, check_stop=None), check is not None)
+        self._send("submit", replace(request, check_stop=None), check is not None)
 
     def step(self) -> list[Completion]:
         self._is_sound = False  # until it returns
-        self._others.send("step", self._engine.stats.generated_tokens)
+        self._send("step", self._engine.stats.generated_tokens)
         try:
             with self._others.shared():
                 done = self._engine.step()
         except RuntimeError as error:  # of Gloo, when the other side of a connection is gone
-            raise self._others.failure() or error from error
+            lost = self._others.failure()
+            if lost is None:
+                raise
+            self._ending_with(lost)
+            raise lost from error
         self._is_sound = True
         return done
 
@@ -286,12 +283,25 @@ class RankedEngine:
         finally:
             self._others.close()
 
+    def _send(self, *message: Any) -> None:
+        try:
+            self._others.send(*message)
+        except ModelError as error:
+            self._ending_with(error)
+            raise
+
+    def _ending_with(self, lost: ModelError) -> None:
+        """A rank has ended, and this process's GPU may wait for it."""
+        self._is_sound = False
+        if self._group.device.type == "cuda":
+            end_without_gpu(lost)
+
     def _sent(self, check: StopCheck) -> StopCheck:
         """As `check`; the other ranks get each answer, in this order."""
 
         def answer(tokens: Sequence[int], start: int, num_new: int) -> int | None:
             keep = check(tokens, start, num_new)
-            self._others.send("stop", keep)
+            self._send("stop", keep)
             return keep
 
         return answer

@@ -18,13 +18,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from specbatch.config_load import load_config
+from specbatch.engine import ranks
 from specbatch.engine.build import build_engine
 from specbatch.engine.rank_process import run_rank
 from specbatch.engine.ranks import RankedEngine, build_ranked
 from specbatch.engine.resolve import ResolvedRun, resolve
-from specbatch.errors import ConfigError, ModelError
+from specbatch.errors import ConfigError, ModelError, SpecbatchError
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
 
 _CONTEXT = multiprocessing.get_context("fork")
@@ -118,6 +120,48 @@ def test_a_rank_that_is_killed_is_an_error(ranked: RankedEngine) -> None:
     with pytest.raises(ModelError, match=r"rank 1 .* ended") as error:
         answers(ranked)
     assert "run the same command again" in str(error.value.hint)
+
+
+def test_where_a_gpu_waits_for_a_killed_rank_the_process_ends_without_it(
+    ranked: RankedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rank,) = ranked._others._ranks
+    found: list[SpecbatchError] = []
+    monkeypatch.setattr(ranks, "end_without_gpu", found.append)
+    monkeypatch.setattr(ranked._group, "device", torch.device("cuda"))
+    answers(ranked)
+    os.kill(rank.process.pid, signal.SIGKILL)
+    with pytest.raises(ModelError) as error:
+        answers(ranked)
+    assert found == [error.value]
+    monkeypatch.setattr(ranked._group, "close", lambda: pytest.fail("it would wait for the GPU"))
+    ranked.close()
+
+
+def test_a_process_that_ends_without_its_gpu_frees_nothing() -> None:
+    code = """
+import sys, time
+from specbatch.engine.stuck_gpu import end_without_gpu
+from specbatch.errors import SpecbatchError
+
+class Waits:
+    def __del__(self):
+        print("freed", flush=True)
+        time.sleep(60)
+
+def step():
+    group = Waits()
+    raise SpecbatchError("a rank has ended")
+
+try:
+    step()
+except SpecbatchError as error:
+    end_without_gpu(error)
+print("results", end="")
+sys.exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "results", "")
 
 
 def test_a_rank_that_runs_other_calls_is_an_error(ranked: RankedEngine) -> None:
