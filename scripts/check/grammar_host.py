@@ -158,7 +158,8 @@ class Host:
             reshaped = time.perf_counter()
             early = grammar.counts.advance_seconds
             cpu_began = time.process_time()
-            grammar.write_masks(choice_BN)
+            grammar.look_ahead(choice_BN)
+            grammar.check()
             cpu = time.process_time() - cpu_began
             late = grammar.counts.advance_seconds - early
             times["advance"].append(early + late)

@@ -14,6 +14,8 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 
@@ -27,10 +29,10 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.engine.base import EngineBase
 from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.cpu_threads import ThreadGovernor
-from specbatch.engine.executor import GraphMode, RoundExecutor
+from specbatch.engine.executor import Begun, GraphMode, Launched, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.grammar import MAX_FORCED
-from specbatch.engine.grammar_round import Grammars
+from specbatch.engine.grammar_round import GrammarRound, Grammars
 from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs
 from specbatch.engine.prompt_graphs import PromptGraphs
@@ -48,6 +50,14 @@ from specbatch.types import Completion, FinishReason
 
 # What cannot be made smaller is tried so often: other programs may take memory for a moment.
 _SMALLEST_CHUNK, _TRIES = 32, 4
+
+
+class _OpenRound(NamedTuple):
+    """A round that is begun."""
+
+    rows: list[Sequence]
+    grammar: GrammarRound
+    begun: Begun
 
 
 class Engine(EngineBase):
@@ -105,6 +115,7 @@ class Engine(EngineBase):
         self._grammars = Grammars(self._rows, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
         self._reports: deque[Report] = deque()
+        self._open: _OpenRound | None = None  # launched last
         self._failed = 0  # launches in a row that ran out of memory
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
@@ -121,7 +132,7 @@ class Engine(EngineBase):
         graphs_now, seconds_now = self._captured()
         self._stats.late_graphs += max(0, graphs_now - graphs)
         self._stats.late_graph_seconds += max(0.0, seconds_now - seconds)
-        while len(self._reports) > (self.executor.async_depth if launched else 0):
+        while self._num_unread > (self.executor.async_depth if launched else 0):
             finished += self._read()
             if not launched:
                 break  # what was read may have made room: launch before reading on
@@ -139,7 +150,7 @@ class Engine(EngineBase):
         spans = self._scheduler.plan_prefill()
         if spans:
             return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans), finished)
-        if self._reports and self._scheduler.would_preempt():
+        if self._num_unread and self._scheduler.would_preempt():
             finished += self.drain()  # who is preempted is decided with everything known
         rows = [seq for seq in self._scheduler.plan_round() if seq.can_go_on]
         if not rows:
@@ -195,30 +206,52 @@ class Engine(EngineBase):
         return True
 
     def _run(self, rows: list[Sequence], finished: list[Completion]) -> None:
-        self._rows.upload_pages(rows)
         params = [seq.request.params for seq in rows]
         method = self.executor.rounds.at(len(rows)).method
+        sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
+        edits, groups = self._edits(rows), self._groups.of(rows, method.num_nodes)
+        self._close_round()
+        self._rows.upload_pages(rows)
         if isinstance(method, HostDraftMethod):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
-        sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         # After a part of a round with grammars is launched: they follow all tokens.
         grammar = self._grammars.of_round(rows, method, lambda: finished.extend(self.drain()))
         # A batch with grammars waits for the host: it is one lane.
         batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
         slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
-        self.executor.write_groups(self._groups.of(rows, method.num_nodes))
-        launched = self.executor.run(slots, sampled, num_top, self._edits(rows), grammar, batch.lane)
-        if grammar is not None:
-            self._stats.grammar.add(grammar.counts)
-        max_path = launched.max_path
-        report = self._transfers.download(launched.output_BZ)
+        self.executor.write_groups(groups)
+        launched = self.executor.run(slots, sampled, num_top, edits, grammar, batch.lane)
         for seq in rows:
-            seq.num_in_flight += max_path
+            seq.num_in_flight += launched.max_path
             seq.rounds_in_flight += 1
-        self._reports.append(Report(batch.sequences, report, launched.logprobs, max_path))
         self._stats.rounds += 1
+        if isinstance(launched, Launched):
+            self._report(batch.sequences, launched)
+        else:
+            assert grammar is not None
+            self._open = _OpenRound(rows, grammar, launched)
+
+    def _close_round(self) -> None:
+        """Launch the rest of a round whose target is running, if there is one."""
+        if self._open is None:
+            return
+        (rows, grammar, begun), self._open = self._open, None
+        try:
+            launched = begun.complete()
+        except Exception:  # its slots are as they were before it
+            for seq in rows:
+                seq.num_in_flight -= begun.max_path
+                seq.rounds_in_flight -= 1
+            raise
+        self._stats.grammar.add(grammar.counts)
+        self._report(rows, launched)
+
+    def _report(self, sequences: Seq[Sequence | None], launched: Launched) -> None:
+        report = self._transfers.download(launched.output_BZ)
+        self._reports.append(Report(sequences, report, launched.logprobs, launched.max_path))
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
+        self._close_round()
         self._rows.upload_started()
         self._rows.upload_pages([s.seq for s in spans])
         packed = self._packer.pack(spans)
@@ -258,6 +291,11 @@ class Engine(EngineBase):
 
     def _read(self) -> list[Completion]:
         """Wait for the oldest report and do what it says."""
+        if not self._reports and self._open is not None:
+            finished: list[Completion] = []
+            size = len(self._open.rows) // 2
+            if not self._fits(self._close_round, lambda: self._lower_batch(size, finished), finished):
+                return finished
         report = self._reports.popleft()
         began = time.perf_counter()
         rows = report.rows.wait()
@@ -326,9 +364,13 @@ class Engine(EngineBase):
     def drain(self) -> list[Completion]:
         """Wait for everything that was launched; returns the requests that finished with it."""
         finished: list[Completion] = []
-        while self._reports:
+        while self._num_unread:
             finished += self._read()
         return finished
+
+    @property
+    def _num_unread(self) -> int:
+        return len(self._reports) + (self._open is not None)
 
     def prepare_round(self) -> list[int]:
         """The request indices of the next round, whose page tables are on the device then: to run it by hand."""

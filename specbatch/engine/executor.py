@@ -7,6 +7,7 @@ as in other engines; with `none` every kernel is launched by the host.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -80,6 +81,15 @@ class Launched:
         committed, logprobs = verified.committed, verified.logprobs
         layout = None if logprobs is None else LogprobLayout.of(logprobs)
         return Launched(with_logprobs(committed.output_BZ, logprobs), layout, committed.path_BM.shape[1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """A round whose target runs. `complete` launches the rest, for which the host waits for the target's choices; until
+    then nothing else may be launched that a round reads, nor another round or prompt chunk."""
+
+    max_path: int  # see `Launched`
+    complete: Callable[[], Launched]
 
 
 class RoundExecutor:
@@ -224,9 +234,9 @@ class RoundExecutor:
         edits: Edits = Edits.NONE,
         grammar: GrammarRound | None = None,
         lane: int = 0,
-    ) -> Launched:
-        """Launch a round of these slots, among which padding may be. `sampled`, `num_top`, `edits`, `grammar`, `lane`:
-        see `Round`."""
+    ) -> Launched | Begun:
+        """Launch a round of these slots, among which padding may be. `sampled`, `num_top`, `edits`, `lane`: see
+        `Round`. `grammar`: of requests that have one; then the round is only begun."""
         size, i = self.padded_size(len(slots), lane), self.rounds.index(len(slots) - slots.count(self._padding))
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._req_idx_B[:size]
@@ -241,8 +251,8 @@ class RoundExecutor:
         launched: Launched
         if grammar is not None:
             assert self._grammars is not None
-            launched = self._grammars.run(key, grammar)
-            return launched
+            max_path = self._grammars.begin(key, grammar).max_path
+            return Begun(max_path, functools.partial(self._grammars.complete, key, grammar))
         if self.mode == "round":
             launched = self.runner.replay(("round", *key))
             return launched
@@ -251,16 +261,14 @@ class RoundExecutor:
         self.runner.replay(("extend", *key))
         return launched
 
-    def _eager(self, round_: Round, req_idx_B: Tensor, key: _Key, grammar: GrammarRound | None = None) -> Launched:
-        restore = round_.state.saved()
-        try:
-            return Launched.of(round_(req_idx_B, key.sampled, key.num_top, key.edits, grammar, key.lane))
-        except Exception as error:
-            # Past the commit, the slots have moved on, and nobody would ever read where to. What else a round writes
-            # lies past the committed slots of each row: the next one writes it again.
-            if is_out_of_memory(error):
-                restore()
-            raise
+    def _eager(
+        self, round_: Round, req_idx_B: Tensor, key: _Key, grammar: GrammarRound | None = None
+    ) -> Launched | Begun:
+        restore, wanted = round_.state.saved(), (req_idx_B, key.sampled, key.num_top, key.edits)
+        if grammar is None:
+            return _restoring(restore, lambda: Launched.of(round_(*wanted, key.lane)))
+        max_path, complete = round_.begin(*wanted, grammar)
+        return Begun(max_path, lambda: _restoring(restore, lambda: Launched.of(complete())))
 
     def padded_size(self, batch_size: int, lane: int = 0) -> int:
         """The size that a batch is padded to where shapes are fixed: of the ladder, or that of two equal lanes."""
@@ -269,3 +277,14 @@ class RoundExecutor:
         if lane:
             return 2 * lane
         return next(size for size in self._sizes if size >= batch_size)
+
+
+def _restoring(restore: Callable[[], None], launch: Callable[[], Launched]) -> Launched:
+    try:
+        return launch()
+    except Exception as error:
+        # Past the commit, the slots have moved on, and nobody would ever read where to. What else a round writes lies
+        # past the committed slots of each row: the next one writes it again.
+        if is_out_of_memory(error):
+            restore()
+        raise

@@ -74,13 +74,18 @@ class GrammarGraphs:
         self._runner.capture(names[2], accept)
         self._runner.replace_output(names[1], forwarded.choice_BN)
 
-    def run(self, key: tuple[int, int, bool, int | None, Edits, int], grammar: GrammarRound) -> Any:
-        """A round of the captured kind; returns what `report` made of it."""
-        names = [(part, *key) for part in PARTS]
-        trees = grammar.reshape(self._runner.replay(names[0]))
+    def begin(self, key: tuple[int, int, bool, int | None, Edits, int], grammar: GrammarRound) -> Any:
+        """A round of the captured kind, but for its last part; returns what `report` made of it."""
+        draft, forward, accept = ((part, *key) for part in PARTS)
+        trees = grammar.reshape(self._runner.replay(draft))
         _copy(trees, self._buffers[key[1], key[2]], key[0])
-        grammar.write_masks(self._runner.replay(names[1]))
-        return self._runner.replay(names[2])
+        grammar.look_ahead(self._runner.replay(forward))
+        return self._runner.output(accept)
+
+    def complete(self, key: tuple[int, int, bool, int | None, Edits, int], grammar: GrammarRound) -> Any:
+        """The last part, before anything else is launched that could write into memory of the others."""
+        grammar.check()
+        return self._runner.replay((PARTS[2], *key))
 
     def _like(self, trees: DraftTrees) -> DraftTrees:
         def zeros(tensor: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ target runs over what is left, and its own choices come to the host: of greedy r
 refuses the choice get a mask (`grammar_check`). The masks of sampled requests are computed while the target runs.
 Acceptance reads them from the table of rules. So a round has three parts, which the host joins: draft, forward, accept.
 
-The round before it may be under way when a round is launched. Its tokens are read while the drafts are computed; in
-plain decoding, where the host changes no tree, while the target runs.
+A round is left open while its target runs: the host does what comes between two rounds, and closes it when it is about
+to launch the next. The tokens of a closed round are read while the next one's drafts are computed; in plain decoding,
+where the host changes no tree, while its target runs.
 
 Shape suffixes: B requests, N nodes, D drafts of a chain, W words of a mask.
 """
@@ -33,6 +34,8 @@ from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Download, Transfers
 
+_Tree = tuple[int, GrammarState, GrammarTree]  # of a request with a grammar: index, state, tree
+
 
 class GrammarRound:
     """`sequences`: of the batch, without its padding. `read`: reads what was launched before this round, after which
@@ -57,7 +60,8 @@ class GrammarRound:
         self._transfers = transfers
         self._fixed_shapes = fixed_shapes
         self._all_masks = all_masks
-        self._trees: list[tuple[int, GrammarState, GrammarTree]] = []  # of requests with a grammar: index, state, tree
+        self._trees: list[_Tree] = []
+        self._to_check: tuple[Download, list[_Tree]] | None = None
         self.counts = GrammarCounts()
 
     def of_padding(self) -> GrammarRound:
@@ -146,9 +150,9 @@ class GrammarRound:
         index = torch.arange(num_drafts, device=kept_BDW.device)
         return torch.where((index < drawn_B[:, None])[:, :, None], kept_BDW[:, :num_drafts], 0.0)
 
-    def write_masks(self, choice_BN: Tensor) -> None:
-        """Write what may come after each node to the table, where acceptance has to know it. `choice_BN`: what greedy
-        requests choose without masks; the target is computing it."""
+    def look_ahead(self, choice_BN: Tensor) -> None:
+        """While the target computes `choice_BN`, what greedy requests choose without masks: write the masks of sampled
+        requests to the table, and find out what the check needs besides."""
         choices = self._transfers.download(choice_BN) if any(map(self._is_checked, self._sequences)) else None
         if self._fixed_shapes and self._method.num_nodes == 1:
             self._follow()
@@ -165,20 +169,18 @@ class GrammarRound:
             ]
         )
         if choices is not None:
+            self._to_check = choices, checked
             for _, state, tree in checked:
                 if choices.is_there:
                     break
                 find_forced(state, tree)
         self.counts.mask_seconds += time.perf_counter() - began
-        if choices is not None:
-            self._check(choices, checked)
 
-    def _is_checked(self, seq: Sequence) -> bool:
-        """Whether it gets masks only where its grammar refuses what it chooses."""
-        return seq.grammar is not None and seq.request.params.temperature == 0 and not self._all_masks
-
-    def _check(self, choices: Download, trees: Seq[tuple[int, GrammarState, GrammarTree]]) -> None:
-        """The device waits for this."""
+    def check(self) -> None:
+        """Write masks where a grammar refuses what the target has chosen. The device waits for this."""
+        if self._to_check is None:
+            return
+        choices, trees = self._to_check
         rows = choices.wait().tolist()
         began = time.perf_counter()
         wanted = []
@@ -188,6 +190,10 @@ class GrammarRound:
                 self.counts.refused += len(nodes)
         self.counts.masks += self._masks.write(wanted)
         self.counts.check_seconds += time.perf_counter() - began
+
+    def _is_checked(self, seq: Sequence) -> bool:
+        """Whether it gets masks only where its grammar refuses what it chooses."""
+        return seq.grammar is not None and seq.request.params.temperature == 0 and not self._all_masks
 
 
 class Grammars:

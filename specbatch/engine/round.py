@@ -9,6 +9,7 @@ W words of a mask or draft vocabulary, R selected tokens, Z columns of the round
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from types import ModuleType
@@ -91,34 +92,48 @@ class Round:
         return self._target.num_positions
 
     def __call__(
-        self,
-        req_idx_B: Tensor,
-        sampled: bool,
-        num_top: int | None = None,
-        edits: Edits = Edits.NONE,
-        grammar: GrammarRound | None = None,
-        lane: int = 0,
+        self, req_idx_B: Tensor, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE, lane: int = 0
     ) -> Verified:
         """One round of the requests `req_idx_B` (int64; padding's index may repeat). `sampled`: some request may have a
         positive temperature. `num_top`: with log-probabilities, of this number of most likely tokens, too; None:
-        without. `edits`: what the requests' rules change in logits. `grammar`: of requests that have one; the host then
-        takes part in the round. `lane`: requests of the first of two lanes, which the target computes at the same time;
-        0: there is one lane."""
+        without. `edits`: what the requests' rules change in logits. `lane`: requests of the first of two lanes, which
+        the target computes at the same time; 0: there is one lane."""
         with marked("draft"):
             view, trees = self.draft(req_idx_B, sampled)
-        if grammar is not None:
-            trees = grammar.reshape(trees)
         with marked("target"):
             forwarded = self.forward(view, trees, lane)
-        if grammar is not None:
-            forwarded = self.choose(view, trees, forwarded, num_top, edits)
-            assert forwarded.choice_BN is not None
-            grammar.write_masks(forwarded.choice_BN)
         with marked("accept"):
             verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
         with marked("extend"):
             self.extend(verified)
         return verified
+
+    def begin(
+        self, req_idx_B: Tensor, sampled: bool, num_top: int | None, edits: Edits, grammar: GrammarRound
+    ) -> tuple[int, Callable[[], Verified]]:
+        """A round in which the host takes part: draft, and the target's forward pass. Returns how many tokens a request
+        may get, and what launches the rest."""
+        with marked("draft"):
+            view, trees = self.draft(req_idx_B, sampled)
+        trees = grammar.reshape(trees)
+        with marked("target"):
+            forwarded = self.choose(view, trees, self.forward(view, trees), num_top, edits)
+        assert forwarded.choice_BN is not None
+        grammar.look_ahead(forwarded.choice_BN)
+
+        def complete() -> Verified:
+            grammar.check()
+            with marked("accept"):
+                verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
+            with marked("extend"):
+                self.extend(verified)
+            return verified
+
+        return self.max_path(trees), complete
+
+    def max_path(self, trees: DraftTrees) -> int:
+        """Tokens that a round may commit of a request."""
+        return self.method.max_path if trees.max_path is None else trees.max_path
 
     def draft(self, req_idx_B: Tensor, sampled: bool) -> tuple[BatchView, DraftTrees]:
         view = BatchView.gather(self.state, req_idx_B, self.page_size, self.ops)
@@ -218,7 +233,7 @@ class Round:
             view.req_idx_B,
             self.page_size,
             self._eos,
-            self.method.max_path if trees.max_path is None else trees.max_path,
+            self.max_path(trees),
             trees.tokens_BN,
             decision.choice_BN,
             parents_BN=trees.parents_BN,

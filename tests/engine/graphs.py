@@ -89,6 +89,9 @@ class Replays:
     def replace_output(self, key: Any, output: Any) -> None:
         self.outputs[key] = output
 
+    def output(self, key: Any) -> Any:
+        return self.outputs[key]
+
     def replay(self, key: Any) -> Any:
         self.num_replays += 1
         function, memory = self._captured[key]

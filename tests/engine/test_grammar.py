@@ -157,6 +157,29 @@ def test_a_round_is_read_while_the_next_one_computes(case: str, part: str) -> No
     assert {one for (one, before), (_, after) in pairwise(seen) if after > before} == {part}
 
 
+@pytest.mark.parametrize("case", ["none", "eagle-chain", "draft_model-tree"])
+def test_a_round_is_open_between_two_steps(case: str) -> None:
+    """While its target runs, what comes between them takes no time of the device."""
+    engine, launched = tiny_device_engine(*SHAPES[case], eos=(END,)), []
+
+    class Recorded(Replays):
+        def replay(self, key: Any) -> Any:
+            launched.append(key[0])
+            return super().replay(key)
+
+    engine.executor.mode, engine.executor.runner = "round", Recorded(lambda key: False)  # type: ignore[assignment]
+    for request in requests((0.0,), ["schema", "regex"]):
+        engine.submit(request)
+    num_open = 0
+    while engine.num_running or engine.num_waiting:
+        launched.clear()
+        engine.step()
+        if "grammar forward" in launched:
+            num_open += 1
+            assert launched[-1] == "grammar forward"
+    assert num_open > 10
+
+
 def test_a_round_whose_graphs_do_not_fit() -> None:
     """One of the three: it runs eagerly, and is not tried again."""
     case, names = "draft_model-tree", ROWS[::-1]  # small batches at the end have grammars
