@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--variants", default="", help="of `tokens`: whose names hold one of these (A;B)")
+    parser.add_argument("--variants", default="", help="of `tokens`: whose names hold A, then B (A;B)")
     parser.add_argument("--margin", type=float, default=1e-4)
     parser.add_argument("--only", default="sums,tokens,deterministic,kill,memory")
     parser.add_argument("--time-limit", type=float, default=540.0, metavar="SECONDS", help="start nothing after that")
@@ -171,9 +171,10 @@ def variants(args: argparse.Namespace) -> dict[str, Line]:
 def check_tokens(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
     common = {"dtype": "float32", "max_batch_size": 32}
     one = answers(args, folder, args.rows, **common, method="none")["results"]
-    for name, options in variants(args).items():
-        if not any(part in name for part in args.variants.split(";")):
-            continue
+    named = variants(args)
+    wanted = dict.fromkeys(name for part in args.variants.split(";") for name in named if part in name)
+    for name in wanted:
+        options = named[name]
         try:
             many = answers(args, folder, args.rows, **common, **options, tensor_parallel=args.ranks)
         except Exception as error:
