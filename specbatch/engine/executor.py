@@ -264,11 +264,11 @@ class RoundExecutor:
     def _eager(
         self, round_: Round, req_idx_B: Tensor, key: _Key, grammar: GrammarRound | None = None
     ) -> Launched | Begun:
-        restore, wanted = round_.state.saved(), (req_idx_B, key.sampled, key.num_top, key.edits)
+        wanted = req_idx_B, key.sampled, key.num_top, key.edits
         if grammar is None:
-            return _restoring(restore, lambda: Launched.of(round_(*wanted, key.lane)))
+            return _restoring(round_, lambda: Launched.of(round_(*wanted, key.lane)))
         max_path, complete = round_.begin(*wanted, grammar)
-        return Begun(max_path, lambda: _restoring(restore, lambda: Launched.of(complete())))
+        return Begun(max_path, lambda: _restoring(round_, lambda: Launched.of(complete())))
 
     def padded_size(self, batch_size: int, lane: int = 0) -> int:
         """The size that a batch is padded to where shapes are fixed: of the ladder, or that of two equal lanes."""
@@ -279,7 +279,8 @@ class RoundExecutor:
         return next(size for size in self._sizes if size >= batch_size)
 
 
-def _restoring(restore: Callable[[], None], launch: Callable[[], Launched]) -> Launched:
+def _restoring(round_: Round, launch: Callable[[], Launched]) -> Launched:
+    restore = round_.state.saved()
     try:
         return launch()
     except Exception as error:

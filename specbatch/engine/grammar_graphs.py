@@ -63,9 +63,7 @@ class GrammarGraphs:
             return view, round_.choose(view, given, round_.forward(view, given), num_top, edits)
 
         def accept() -> Any:
-            verified = round_.accept(view, given, forwarded, sampled, num_top, edits)
-            round_.extend(verified)
-            return report(verified)
+            return report(round_.finish(view, given, forwarded, sampled, num_top, edits))
 
         names = [(part, *key) for part in PARTS]
         self._runner.capture(names[0], draft)

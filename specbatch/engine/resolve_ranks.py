@@ -11,8 +11,8 @@ from specbatch.errors import ConfigError
 from specbatch.models.config import ModelConfig
 from specbatch.models.sharded import local_config
 
-# Whether ranks may run on CUDA. On two GPUs all was right but two things: a job did not end when a rank was killed, and
-# one with two lanes was not done in 90 s. Set it to True when, on such a machine, `pytest -m gpu tests/parallel`
+# Whether ranks may run on CUDA. On two GPUs all was right but one thing: a draft model with two lanes was not done in
+# 90 s, and the mend for that has not run there. Set it to True when, on such a machine, `pytest -m gpu tests/parallel`
 # passes, none of it skipped, and `scripts/check/check_tensor_parallel.py` ends with "tensor parallel: ok".
 MEASURED_ON_CUDA = False
 
@@ -37,7 +37,7 @@ def _check_cuda(num_ranks: int, device: torch.device) -> None:
     option = f"engine.tensor_parallel: {num_ranks}"
     if not MEASURED_ON_CUDA:
         raise ConfigError(
-            "engine.tensor_parallel does not run on CUDA yet: a job there may not end when a process of it is killed",
+            "engine.tensor_parallel does not run on CUDA yet: not all of its checks have passed on two GPUs",
             hint="leave it out; --workers N runs N engines on N GPUs",
         )
     if device.index is not None:

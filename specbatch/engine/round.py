@@ -102,11 +102,7 @@ class Round:
             view, trees = self.draft(req_idx_B, sampled)
         with marked("target"):
             forwarded = self.forward(view, trees, lane)
-        with marked("accept"):
-            verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
-        with marked("extend"):
-            self.extend(verified)
-        return verified
+        return self.finish(view, trees, forwarded, sampled, num_top, edits)
 
     def begin(
         self, req_idx_B: Tensor, sampled: bool, num_top: int | None, edits: Edits, grammar: GrammarRound
@@ -123,13 +119,19 @@ class Round:
 
         def complete() -> Verified:
             grammar.check()
-            with marked("accept"):
-                verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
-            with marked("extend"):
-                self.extend(verified)
-            return verified
+            return self.finish(view, trees, forwarded, sampled, num_top, edits)
 
         return self.max_path(trees), complete
+
+    def finish(
+        self, view: BatchView, trees: DraftTrees, forwarded: Forwarded, sampled: bool, num_top: int | None, edits: Edits
+    ) -> Verified:
+        """What comes after the target's forward pass."""
+        with marked("accept"):
+            verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
+        with marked("extend"):
+            self.extend(verified)
+        return verified
 
     def max_path(self, trees: DraftTrees) -> int:
         """Tokens that a round may commit of a request."""
