@@ -17,6 +17,7 @@ from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft import METHODS, DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
+from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.cpu_threads import ThreadGovernor
@@ -284,11 +285,9 @@ def tiny_device_engine(
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
 
     config = tiny_config(num_layers or num_target_layers(method), hidden, vocab, head_dim=head_dim)
-    lookahead, schedule = 1, as_schedule(shape)
-    for one in schedule.items:
-        if one is not None and method != "none":
-            kind = METHODS[method].net
-            lookahead = max(lookahead, num_lookahead(one, None if kind is None else kind.draft_kv_offset))
+    schedule, kind = as_schedule(shape), METHODS[method].net
+    offset = None if kind is None else kind.draft_kv_offset
+    lookahead = MAX_ROOM if method == "none" else max(num_lookahead(one, offset) for one in schedule.items)
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
     # As large as they are in earnest: what reads past them must show.
     target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil, group)

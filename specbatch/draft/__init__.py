@@ -15,7 +15,7 @@ from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.draft.ngram import HostNgramDraft, NgramDraft
-from specbatch.draft.none import NoDraft
+from specbatch.draft.none import MAX_ROOM, NoDraft
 from specbatch.draft.shape import DraftShape
 from specbatch.draft.tree import TreeDraft
 
@@ -55,7 +55,7 @@ def _ngram(shape: DraftShape, parts: DraftParts) -> DraftMethod:
 
 
 METHODS: dict[str, MethodEntry] = {
-    "none": MethodEntry(lambda shape, parts: NoDraft()),
+    "none": MethodEntry(lambda shape, parts: NoDraft(room=MAX_ROOM)),
     "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True),
     "draft_model": MethodEntry(_from_network, ModelNet),
     "eagle": MethodEntry(_from_network, EagleNet),
@@ -65,4 +65,6 @@ METHODS: dict[str, MethodEntry] = {
 
 def make_method(name: str, shape: DraftShape | None, parts: DraftParts) -> DraftMethod:
     """The draft method for one draft shape. None: rounds that draft nothing, in a schedule whose others may."""
-    return NoDraft(parts.net) if shape is None else METHODS[name].make(shape, parts)
+    if shape is None:
+        return NoDraft(parts.net, room=MAX_ROOM if name == "none" else 1)
+    return METHODS[name].make(shape, parts)

@@ -46,7 +46,13 @@ class DraftMethod(ABC):
     # would compute the same.
     num_reusable = 0
     reads_tokens = False  # whether `draft` reads `RequestTable.tokens_SL`
+    has_drafts = True  # else trees have the root alone
     num_host_columns = 0  # of `RequestTable.host_trees_SZ`, for trees that the host uploads
+
+    def with_room(self, batch_size: int) -> DraftMethod:
+        """What drafts where shapes are fixed and rows have grammars: its trees have room for forced tokens. Batches of
+        this size, padding included."""
+        return self
 
     @abstractmethod
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:

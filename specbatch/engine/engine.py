@@ -136,8 +136,10 @@ class Engine(EngineBase):
             finished += self._read()
             if not launched:
                 break  # what was read may have made room: launch before reading on
-        if self._threads is not None and not (self.num_running or self.num_waiting):
-            self._threads.rest()
+        if not (self.num_running or self.num_waiting):
+            self._open = None  # all of its requests have ended: it is not needed, and it holds graphs and tensors
+            if self._threads is not None:
+                self._threads.rest()
         return finished
 
     def _captured(self) -> tuple[int, float]:
@@ -165,7 +167,8 @@ class Engine(EngineBase):
         launched."""
         try:
             launch()
-            self._failed = 0
+            if self._open is None:  # what is begun can still run out of memory
+                self._failed = 0
             return True
         except Exception as error:
             if not is_out_of_memory(error):
@@ -184,8 +187,13 @@ class Engine(EngineBase):
 
     def _release_graphs(self, finished: list[Completion]) -> bool:
         finished += self.drain()  # a graph that runs must not go
+        return self.release_graphs()
+
+    def release_graphs(self) -> bool:
+        """Give the memory of all graphs back; nothing may run on the device. Returns whether there were graphs."""
+        self._open = None  # it would replay one
         released = [self.executor.release_graphs(), self.prompts.release_graphs()]
-        gc.collect()
+        gc.collect()  # they can be in cycles
         return any(released)
 
     def _give_up(self, spans: list[PrefillSpan]) -> bool:
@@ -207,7 +215,8 @@ class Engine(EngineBase):
 
     def _run(self, rows: list[Sequence], finished: list[Completion]) -> None:
         params = [seq.request.params for seq in rows]
-        method = self.executor.rounds.at(len(rows)).method
+        method, padded_size = self.executor.rounds.at(len(rows)).method, self.executor.padded_size(len(rows))
+        method = self._grammars.method(rows, method, padded_size)
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         edits, groups = self._edits(rows), self._groups.of(rows, method.num_nodes)
         self._close_round()
@@ -224,8 +233,8 @@ class Engine(EngineBase):
         for seq in rows:
             seq.num_in_flight += launched.max_path
             seq.rounds_in_flight += 1
-        self._stats.rounds += 1
         if isinstance(launched, Launched):
+            self._stats.rounds += 1
             self._report(batch.sequences, launched)
         else:
             assert grammar is not None
@@ -238,11 +247,13 @@ class Engine(EngineBase):
         (rows, grammar, begun), self._open = self._open, None
         try:
             launched = begun.complete()
-        except Exception:  # its slots are as they were before it
+        except BaseException:  # its slots are as they were before it
             for seq in rows:
                 seq.num_in_flight -= begun.max_path
                 seq.rounds_in_flight -= 1
             raise
+        self._failed = 0
+        self._stats.rounds += 1
         self._stats.grammar.add(grammar.counts)
         self._report(rows, launched)
 
@@ -361,6 +372,7 @@ class Engine(EngineBase):
             for kind in [False, True] if sampled else [False]:
                 self.executor.capture(kind, on_progress)
 
+    @torch.inference_mode()
     def drain(self) -> list[Completion]:
         """Wait for everything that was launched; returns the requests that finished with it."""
         finished: list[Completion] = []

@@ -25,6 +25,7 @@ from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.lanes import LaneSizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, LogprobLayout, with_logprobs
 from specbatch.engine.round import Round
+from specbatch.engine.round_key import RoundKey
 from specbatch.engine.round_results import Verified
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
@@ -55,17 +56,6 @@ def padded_sizes(
         {(padded(batch_size), i) for i in range(len(items.items)) for batch_size in items.batches(i, max_batch_size)},
         reverse=True,
     )
-
-
-class _Key(NamedTuple):
-    """What a captured round depends on."""
-
-    size: int  # of the batch, padding included
-    item: int  # of the schedule
-    sampled: bool  # this and the next two: see `Round`
-    num_top: int | None = None
-    edits: Edits = Edits.NONE  # with NODE_MASK, the host takes part in the round
-    lane: int = 0  # of the size, see `PaddedSize`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +112,7 @@ class RoundExecutor:
         most = max(max_batch_size, self._captures[0][0].size)
         self._req_idx_B = torch.full((most,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
-        self._uncaptured: set[_Key] = set()  # for want of memory
+        self._uncaptured: set[RoundKey] = set()  # for want of memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
         self._grammars: GrammarGraphs | None = None  # made for the first batch with a grammar
 
@@ -154,19 +144,19 @@ class RoundExecutor:
         gc.collect()  # graphs of a round that is no more keep memory: once, for it takes as long as a capture
         for number, ((size, lane), i) in enumerate(self._captures, start=1):
             on_progress(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
-            self._capture(_Key(size, i, sampled, num_top, lane=lane))
+            self._capture(RoundKey(size, i, sampled, num_top, lane=lane))
 
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""
         largest = {i: size for size, i in reversed(self._captures)}
         for i, (size, lane) in largest.items():
             for key in (
-                _Key(size, i, sampled=False, lane=lane),
-                _Key(size, i, True, MAX_TOP_LOGPROBS, ALL_EDITS, lane=lane),
+                RoundKey(size, i, sampled=False, lane=lane),
+                RoundKey(size, i, True, MAX_TOP_LOGPROBS, ALL_EDITS, lane=lane),
             ):
                 self._capture(key)
 
-    def _capture(self, key: _Key, grammar: GrammarRound | None = None) -> None:
+    def _capture(self, key: RoundKey, grammar: GrammarRound | None = None) -> None:
         """Leaves the kind of batch uncaptured where memory runs out. `grammar`: of a batch that has one."""
         assert self.runner is not None
         saved, groups = self._uploaded, self.groups
@@ -185,9 +175,10 @@ class RoundExecutor:
             self._upload(saved)
         self.write_groups(groups)
 
-    def _capture_round(self, runner: GraphRunner, key: _Key, grammar: GrammarRound | None) -> None:
+    def _capture_round(self, runner: GraphRunner, key: RoundKey, grammar: GrammarRound | None) -> None:
         req_idx_B, round_ = self._req_idx_B[: key.size], self.rounds.items[key.item]
         if grammar is not None:
+            round_ = round_.drafting(grammar.method)
             if self._grammars is None:
                 self._grammars = GrammarGraphs(runner, len(self._req_idx_B))
             self._grammars.capture(round_, req_idx_B, key, grammar.of_padding(), Launched.of)
@@ -240,7 +231,9 @@ class RoundExecutor:
         size, i = self.padded_size(len(slots), lane), self.rounds.index(len(slots) - slots.count(self._padding))
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._req_idx_B[:size]
-        round_, key = self.rounds.items[i], _Key(size, i, sampled, num_top, edits, lane)
+        round_, key = self.rounds.items[i], RoundKey(size, i, sampled, num_top, edits, lane)
+        if grammar is not None:
+            round_, key = round_.drafting(grammar.method), key._replace(num_nodes=grammar.method.num_nodes)
         if self.runner is None:
             return self._eager(round_, req_idx_B, key, grammar)
         name = PARTS[0] if grammar is not None else "round" if self.mode == "round" else "draft"
@@ -262,7 +255,7 @@ class RoundExecutor:
         return launched
 
     def _eager(
-        self, round_: Round, req_idx_B: Tensor, key: _Key, grammar: GrammarRound | None = None
+        self, round_: Round, req_idx_B: Tensor, key: RoundKey, grammar: GrammarRound | None = None
     ) -> Launched | Begun:
         wanted = req_idx_B, key.sampled, key.num_top, key.edits
         if grammar is None:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specbatch.batch import Edits
 from specbatch.cache.request_table import BatchView
 from specbatch.draft.method import DraftTrees
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.round import Round
+from specbatch.engine.round_key import RoundKey
 from specbatch.engine.round_results import Verified
 from specbatch.graphs.runner import GraphRunner
 
@@ -31,22 +31,21 @@ class GrammarGraphs:
     def __init__(self, runner: GraphRunner, max_batch_size: int) -> None:
         self._runner = runner
         self._max_batch_size = max_batch_size
-        self._buffers: dict[tuple[int, bool], DraftTrees] = {}  # by item of the schedule and `sampled`
+        self._buffers: dict[tuple[int, bool, int | None], DraftTrees] = {}  # by item of the schedule, `sampled`, nodes
 
     def capture(
         self,
         round_: Round,
         req_idx_B: Tensor,
-        key: tuple[int, int, bool, int | None, Edits, int],
+        key: RoundKey,
         padding: GrammarRound,
         report: Callable[[Verified], Any],
     ) -> None:
-        """`key`: size, item, sampled, num_top, edits, lane. `padding`: of a batch without requests. `report`: what is
-        kept of a round."""
-        size, item, sampled, num_top, edits, _ = key
+        """`padding`: of a batch without requests. `report`: what is kept of a round."""
+        size, sampled = key.size, key.sampled
         _, drafted = round_.draft(req_idx_B, sampled)
         trees = padding.reshape(drafted)
-        buffers = self._buffers.setdefault((item, sampled), self._like(trees))
+        buffers = self._buffers.setdefault(_kind(key), self._like(trees))
         _copy(trees, buffers, size)
         given = _map(buffers, lambda tensor: tensor[:size])
 
@@ -60,10 +59,10 @@ class GrammarGraphs:
 
         def forward() -> Any:
             view = BatchView.gather(round_.state, req_idx_B, round_.page_size, round_.ops)
-            return view, round_.choose(view, given, round_.forward(view, given), num_top, edits)
+            return view, round_.choose(view, given, round_.forward(view, given), key.num_top, key.edits)
 
         def accept() -> Any:
-            return report(round_.finish(view, given, forwarded, sampled, num_top, edits))
+            return report(round_.finish(view, given, forwarded, sampled, key.num_top, key.edits))
 
         names = [(part, *key) for part in PARTS]
         self._runner.capture(names[0], draft)
@@ -72,15 +71,16 @@ class GrammarGraphs:
         self._runner.capture(names[2], accept)
         self._runner.replace_output(names[1], forwarded.choice_BN)
 
-    def begin(self, key: tuple[int, int, bool, int | None, Edits, int], grammar: GrammarRound) -> Any:
-        """A round of the captured kind, but for its last part; returns what `report` made of it."""
+    def begin(self, key: RoundKey, grammar: GrammarRound) -> Any:
+        """A round of the captured kind, but for its last part; returns what `report` made of it, whose tensors mean
+        nothing until that part has run."""
         draft, forward, accept = ((part, *key) for part in PARTS)
         trees = grammar.reshape(self._runner.replay(draft))
-        _copy(trees, self._buffers[key[1], key[2]], key[0])
+        _copy(trees, self._buffers[_kind(key)], key.size)
         grammar.look_ahead(self._runner.replay(forward))
         return self._runner.output(accept)
 
-    def complete(self, key: tuple[int, int, bool, int | None, Edits, int], grammar: GrammarRound) -> Any:
+    def complete(self, key: RoundKey, grammar: GrammarRound) -> Any:
         """The last part, before anything else is launched that could write into memory of the others."""
         grammar.check()
         return self._runner.replay((PARTS[2], *key))
@@ -91,6 +91,10 @@ class GrammarGraphs:
             return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
 
         return _map(trees, zeros)
+
+
+def _kind(key: RoundKey) -> tuple[int, bool, int | None]:
+    return key.item, key.sampled, key.num_nodes
 
 
 def _map(trees: DraftTrees, function: Callable[[Tensor], Tensor]) -> DraftTrees:

@@ -27,6 +27,7 @@ from torch import Tensor
 from specbatch.counts import GrammarCounts
 from specbatch.draft.host import HostTrees, ancestry
 from specbatch.draft.method import DraftMethod, DraftTrees
+from specbatch.engine.forced_room import ForcedRoom
 from specbatch.engine.grammar import GrammarState, GrammarTree, grow
 from specbatch.engine.grammar_check import find_forced, refused_nodes
 from specbatch.engine.node_masks import NodeMasks, WantedMasks
@@ -40,7 +41,8 @@ _Tree = tuple[int, GrammarState, GrammarTree]  # of a request with a grammar: in
 class GrammarRound:
     """`sequences`: of the batch, without its padding. `read`: reads what was launched before this round, after which
     requests may be finished. `fixed_shapes`: of the round. Trees keep the size of `method` then, else they have as many
-    nodes as they need. `all_masks`: compute the masks of all nodes, whatever the target chooses."""
+    nodes as they need. `room`: gets to know what grammars force in plain decoding. `all_masks`: compute the masks of
+    all nodes, whatever the target chooses."""
 
     def __init__(
         self,
@@ -49,15 +51,17 @@ class GrammarRound:
         masks: NodeMasks,
         transfers: Transfers,
         read: Callable[[], object],
+        room: ForcedRoom,
         *,
         fixed_shapes: bool,
         all_masks: bool = False,
     ) -> None:
         self._sequences = sequences
         self._read = read
-        self._method = method
+        self.method = method
         self._masks = masks
         self._transfers = transfers
+        self._room = room
         self._fixed_shapes = fixed_shapes
         self._all_masks = all_masks
         self._trees: list[_Tree] = []
@@ -67,29 +71,20 @@ class GrammarRound:
     def of_padding(self) -> GrammarRound:
         """Of a batch that is all padding."""
         nothing = functools.partial(list[None])
-        return GrammarRound([], self._method, self._masks, self._transfers, nothing, fixed_shapes=self._fixed_shapes)
+        fixed = self._fixed_shapes
+        return GrammarRound([], self.method, self._masks, self._transfers, nothing, self._room, fixed_shapes=fixed)
 
     def reshape(self, trees: DraftTrees) -> DraftTrees:
         """The trees to verify. The host waits for the drafts, unless no other tree is possible."""
-        if self._fixed_shapes and self._method.num_nodes == 1:
+        if self._fixed_shapes and self.method.num_nodes == 1:
             return trees
-        is_chain = trees.parents_BN is None
-
-        def download(tensor: Tensor | None) -> Download | None:
-            return None if tensor is None else self._transfers.download(tensor)
-
-        drafts, counts, links = map(download, (trees.tokens_BN, trees.num_nodes_B, trees.parents_BN))
-        self._follow()  # meanwhile
-        assert drafts is not None
-        tokens = drafts.wait().tolist()
-        sizes = [len(line) for line in tokens] if counts is None else counts.wait().tolist()
-        parents = [None] * len(tokens) if links is None else links.wait().tolist()
+        is_chain, is_drawn = trees.parents_BN is None, trees.probs_BDW is not None
+        drafted = self._drafted(trees)
         began = time.perf_counter()
-        grown = []
-        is_drawn = trees.probs_BDW is not None
-        for i, (line, size, above) in enumerate(zip(tokens, sizes, parents, strict=True)):
-            grown.append(self._grow(i, line[:size], None if above is None else above[:size], is_drawn))
+        grown = [self._grow(i, tokens, parents, is_drawn) for i, (tokens, parents) in enumerate(drafted)]
         self.counts.tree_seconds += time.perf_counter() - began
+        if not self.method.has_drafts:
+            self._room.saw(self.counts.forced, len(self._trees))
         lines = [tree.tokens + (tree.forbidden if is_drawn else []) for tree in grown]
         width = trees.tokens_BN.shape[1] if self._fixed_shapes else max(map(len, lines))
         host = HostTrees(
@@ -106,7 +101,7 @@ class GrammarRound:
         if is_chain:
             return made
         parents_BN, depths_BN, mask_BNW = ancestry(host, -(-width // 32))
-        max_path = self._method.max_path if self._fixed_shapes else int(depths_BN.max()) + 1
+        max_path = self.method.max_path if self._fixed_shapes else int(depths_BN.max()) + 1
         return dataclasses.replace(
             made,
             parents_BN=upload(parents_BN[:, :, 0]),
@@ -114,6 +109,27 @@ class GrammarRound:
             mask_BNW=upload(mask_BNW),
             max_path=max_path,
         )
+
+    def _drafted(self, trees: DraftTrees) -> list[tuple[list[int], list[int] | None]]:
+        """Tokens and parents (None: of a chain) of each tree."""
+        if not self.method.has_drafts:
+            self._follow()  # then the roots are known
+            roots = [seq.tokens[-1:] for seq in self._sequences]
+            return [(root, None) for root in roots + [[0]] * (len(trees.tokens_BN) - len(roots))]
+
+        def download(tensor: Tensor | None) -> Download | None:
+            return None if tensor is None else self._transfers.download(tensor)
+
+        drafts, counts, links = map(download, (trees.tokens_BN, trees.num_nodes_B, trees.parents_BN))
+        self._follow()  # meanwhile
+        assert drafts is not None
+        tokens = drafts.wait().tolist()
+        sizes = [len(line) for line in tokens] if counts is None else counts.wait().tolist()
+        parents = [None] * len(tokens) if links is None else links.wait().tolist()
+        return [
+            (line[:size], None if above is None else above[:size])
+            for line, size, above in zip(tokens, sizes, parents, strict=True)
+        ]
 
     def _follow(self) -> None:
         """Go to the end of what is committed."""
@@ -129,8 +145,8 @@ class GrammarRound:
         if seq is None or seq.grammar is None or seq.is_finished:
             return GrammarTree.of(tokens, parents)
         room = seq.max_length - len(seq.tokens)  # tokens after the root that count
-        max_depth = min(room, self._method.max_path - 1) if self._fixed_shapes else room
-        max_nodes = self._method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
+        max_depth = min(room, self.method.max_path - 1) if self._fixed_shapes else room
+        max_nodes = self.method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
         # Where drafts are drawn, a forced token has no probability: it has to be accepted without a draw.
         tree = grow(seq.grammar, tokens, parents, max_nodes, max_depth, all_sure=is_drawn)
         self.counts.forced += len(tree.drafts) - 1 - tree.num_drafts
@@ -154,7 +170,7 @@ class GrammarRound:
         """While the target computes `choice_BN`, what greedy requests choose without masks: write the masks of sampled
         requests to the table, and find out what the check needs besides."""
         choices = self._transfers.download(choice_BN) if any(map(self._is_checked, self._sequences)) else None
-        if self._fixed_shapes and self._method.num_nodes == 1:
+        if self._fixed_shapes and self.method.num_nodes == 1:
             self._follow()
             for i, seq in enumerate(self._sequences):
                 if seq.grammar is not None and not seq.is_finished:
@@ -208,13 +224,19 @@ class Grammars:
         self._num_nodes = num_nodes
         self._fixed_shapes = fixed_shapes
         self._all_masks = simulates
+        self._room = ForcedRoom()
         self._masks: NodeMasks | None = None  # made for the first request with a grammar
+
+    def method(self, sequences: Seq[Sequence], method: DraftMethod, padded_size: int) -> DraftMethod:
+        """What drafts in the next round of these requests, where that is `method` without grammars."""
+        has_room = self._fixed_shapes and not method.has_drafts and _has_grammars(sequences)
+        return self._room.method(method, padded_size) if has_room else method
 
     def of_round(
         self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]
     ) -> GrammarRound | None:
-        """None: no request of the batch has a grammar. `read`: see `GrammarRound`."""
-        if all(seq.grammar is None for seq in sequences):
+        """None: no request of the batch has a grammar. `method`: see `method`. `read`: see `GrammarRound`."""
+        if not _has_grammars(sequences):
             return None
         return GrammarRound(
             sequences,
@@ -222,6 +244,7 @@ class Grammars:
             self._cleared_masks(),
             self._transfers,
             read,
+            self._room,
             fixed_shapes=self._fixed_shapes,
             all_masks=self._all_masks,
         )
@@ -242,6 +265,10 @@ class Grammars:
             self._masks = NodeMasks(rules, self._transfers)
         self._masks.clear()
         return self._masks
+
+
+def _has_grammars(sequences: Seq[Sequence]) -> bool:
+    return any(seq.grammar is not None for seq in sequences)
 
 
 def _nodes_that_go_on(state: GrammarState, tree: GrammarTree) -> list[int]:

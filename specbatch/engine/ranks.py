@@ -8,7 +8,6 @@ pages without asking. Only stop strings are looked for here alone, and the other
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import pickle
@@ -134,12 +133,13 @@ class OtherRanks:
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """For what needs all ranks: where one of them has ended, it cannot succeed. Outside of it this process finds
-        that by its next message, and may do something else for as long as it likes."""
-        self._calls.shared_since = time.monotonic()
+        that by its next message, and may do something else for as long as it likes. Blocks may be nested."""
+        before = self._calls.shared_since
+        self._calls.shared_since = time.monotonic() if before is None else before
         try:
             yield
         finally:
-            self._calls.shared_since = None
+            self._calls.shared_since = before
 
     def close(self) -> None:
         self._finalizer()
@@ -276,16 +276,15 @@ class RankedEngine:
         try:
             if self._is_sound:
                 with self._others.shared():
-                    self._engine.executor.release_graphs()
-                    self._engine.prompts.release_graphs()
-                    gc.collect()  # they can be in cycles, and closing waits for the last one
+                    self._engine.release_graphs()  # closing waits for the last one
                     self._group.close()
         finally:
             self._others.close()
 
     def _send(self, *message: Any) -> None:
         try:
-            self._others.send(*message)
+            with self._others.shared():  # a connection that nobody reads any more takes only so much
+                self._others.send(*message)
         except ModelError as error:
             self._ending_with(error)
             raise
@@ -315,13 +314,21 @@ def build_ranked(
     """As `build_engine`, on `engine.tensor_parallel` ranks. They end with the engine, or with this process."""
     size = run.config.engine.tensor_parallel
     on_progress(f"starting {size - 1} more ranks")
-    others = OtherRanks(run, start)
+    others, is_built = OtherRanks(run, start), False
     try:
         with others.shared():
             own, group = open_group(run, 0, str(others.meeting))
             engine = build(own, on_progress, group).engine
+            is_built = True
         others.wait_ready()
-    except BaseException:
+    except BaseException as error:
+        lost = error if is_built and isinstance(error, ModelError) else None
+        if isinstance(error, RuntimeError):  # of Gloo or NCCL, when the other side of a connection is gone
+            lost = others.failure()
+        if lost is not None and run.on_cuda:
+            end_without_gpu(lost)
         others.close()
-        raise
+        if lost is None or lost is error:
+            raise
+        raise lost from error
     return RankedEngine(engine, others, group)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from specbatch.config import ScheduleSection, SpeculationSection
 from specbatch.draft import METHODS, MethodEntry
+from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.errors import ConfigError
@@ -41,6 +42,8 @@ class Speculation:
     @property
     def num_lookahead(self) -> int:
         """Slots past the committed ones that a round of the largest shape may write, in either cache."""
+        if self.method == "none":
+            return MAX_ROOM
         net = METHODS[self.method].net
         draft_kv_offset = None if net is None else net.draft_kv_offset
         return max(num_lookahead(shape, draft_kv_offset) for shape in self.schedule.items)

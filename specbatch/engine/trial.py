@@ -151,7 +151,8 @@ def trial_round(round_: Round, padding: torch.Tensor, num_top: int | None) -> No
     log-probabilities and rules, which take the most memory; the table of rules is there."""
     round_(padding, sampled=False)
     round_(padding, sampled=True, num_top=num_top)
-    round_(padding, sampled=True, num_top=num_top, edits=ALL_EDITS)
+    with_room = round_.drafting(round_.method.with_room(len(padding)))
+    with_room(padding, sampled=True, num_top=num_top, edits=ALL_EDITS)
 
 
 def trial_short_prompts(round_: Round, max_batch_size: int, prefill_chunk_tokens: int) -> None:

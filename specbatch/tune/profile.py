@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import Schedule
 from specbatch.draft.shape import num_lookahead
 from specbatch.engine.gathering import ChunkCost
@@ -66,8 +67,9 @@ class Limits:
 
     def lookahead(self, schedule: Schedule) -> int:
         """Slots past the committed ones that a round may write, whatever the batch: the scheduler has one figure."""
-        drafts = any(shape is not None for shape in schedule.items)
-        return max(num_lookahead(shape, self.draft_kv_offset if drafts else None) for shape in schedule.items)
+        if all(shape is None for shape in schedule.items):
+            return MAX_ROOM
+        return max(num_lookahead(shape, self.draft_kv_offset) for shape in schedule.items)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

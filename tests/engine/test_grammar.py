@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +14,12 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from specbatch.draft.none import NoDraft
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.engine import Engine
 from specbatch.engine.executor import Launched
+from specbatch.engine.forced_room import ForcedRoom
+from specbatch.engine.grammar_round import GrammarRound
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import constraint_of
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
@@ -70,6 +76,10 @@ def requests(temperatures: tuple[float, ...], names: list[str] = ROWS, **samplin
         matcher = None if constraint is None else COMPILER.matcher(constraint)
         wanted.append(Request(i, prompts[i], params, RngKey(7, i, 0), matcher=matcher))
     return wanted
+
+
+def texts(completions: list[Completion]) -> list[Any]:
+    return [(c.token_ids, c.finish_reason, c.no_token_left) for c in completions]
 
 
 def decided(completions: list[Completion]) -> list[Any]:
@@ -141,10 +151,16 @@ def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> N
         assert key[0] != "grammar draft" or output.mask_BNW is None
 
 
-@pytest.mark.parametrize(("case", "part"), [("none", "grammar forward"), ("eagle-chain", "grammar draft")])
-def test_a_round_is_read_while_the_next_one_computes(case: str, part: str) -> None:
-    """After that part of the next one is launched, which is before the host does anything with it."""
+@pytest.mark.parametrize(
+    ("case", "forces", "part"),
+    [("none", False, "grammar forward"), ("none", True, "grammar draft"), ("eagle-chain", True, "grammar draft")],
+)
+def test_a_round_is_read_while_the_next_one_computes(case: str, forces: bool, part: str) -> None:
+    """After that part of the next one is launched, which is before the host does anything with it. `forces`: grammars
+    force much, else plain decoding leaves no room for that."""
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
+    if not forces:
+        engine._grammars._room.method = lambda method, _: method  # type: ignore[method-assign]
     seen: list[tuple[str, int]] = []
 
     class Recorded(Replays):
@@ -331,3 +347,82 @@ def test_rules_that_leave_no_token_where_the_model_has_more_than_its_tokenizer(e
     assert (failed.finish_reason, failed.no_token_left, failed.token_ids) == (FinishReason.ERROR, True, [])
     assert good.finish_reason is not FinishReason.ERROR
     assert len(good.token_ids) > 4
+
+
+def test_plain_decoding_with_fixed_shapes_drafts_what_is_forced() -> None:
+    """With the same texts; with fewer nodes in larger batches."""
+    expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0, 0.8), ["schema", "regex", "none"]))
+    for batch in (2, 64):
+        engine = tiny_device_engine(eos=(END,), max_batch_size=batch)
+        found = run_requests(engine, requests((0.0, 0.8), ["schema", "regex", "none"]))
+        engine.check_integrity()
+        assert texts(found) == texts(expected)
+        assert engine.stats.speculation.accepted > 20
+    assert [NoDraft(room=8).with_room(batch).num_nodes for batch in (1, 64, 128, 300)] == [8, 4, 2, 1]
+    assert NoDraft().with_room(1).num_nodes == 1
+
+
+def test_room_for_forced_tokens_is_left_where_there_are_some() -> None:
+    room, plain = ForcedRoom(), NoDraft(room=8)
+
+    def sizes(count: int, forced: int) -> list[int]:
+        """Of rounds in which grammars force so many tokens of ten requests."""
+        found = []
+        for _ in range(count):
+            found.append(room.method(plain, 32).num_nodes)
+            if found[-1] > 1:
+                room.saw(forced, 10)
+        return found
+
+    assert set(sizes(100, 8)) == {8}
+    free = sizes(400, 0)
+    assert free[:10] == [8] * 10
+    assert 8 <= free[100:].count(8) <= 10, "it looks again at times"
+    forced = sizes(400, 9)
+    assert forced[-50:] == [8] * 50
+
+
+@pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
+def test_an_interrupt_while_a_round_is_closed(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on, and the texts are the same."""
+    expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0,), ["object", "schema"]))
+    check, calls, interrupts = GrammarRound.check, 0, 0
+
+    def interrupted(self: GrammarRound) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (3, 5, 7):
+            raise KeyboardInterrupt
+        check(self)
+
+    monkeypatch.setattr(GrammarRound, "check", interrupted)
+    engine, done = make(eos=(END,)), list[Completion]()
+    for request in requests((0.0,), ["object", "schema"]):
+        engine.submit(request)
+    for _ in range(400):
+        try:
+            done += engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 3
+    assert texts(sorted(done, key=lambda one: one.request_id)) == texts(expected)
+
+
+@pytest.mark.parametrize("what", ["drain", "abort_all", "release_graphs", "end"])
+def test_a_round_that_is_open_is_closed_or_forgotten(what: str) -> None:
+    """Outside of torch's inference mode, too. With it, the graphs go."""
+    engine = tiny_device_engine(*SHAPES["eagle-chain"], eos=(END,))
+    engine.executor.mode, engine.executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
+    for request in requests((0.0,), ["schema", "regex"]):
+        engine.submit(request)
+    while engine._open is None:
+        engine.step()
+    runner = weakref.ref(engine.executor.runner)
+    if what == "end":
+        while engine.num_running or engine.num_waiting:
+            engine.step()
+    else:
+        getattr(engine, what)()
+    assert engine._open is None
+    engine.release_graphs()
+    assert runner() is None

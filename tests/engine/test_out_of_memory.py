@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,8 @@ from specbatch.errors import MemoryShortage
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays, Shortage
+from tests.engine.test_grammar import requests as grammar_requests
+from tests.grammar.tiny_tokenizer import END
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 4, 8)
@@ -46,6 +49,11 @@ def compare(done: dict[int, Completion], expected: list[Completion]) -> None:
     for i, theirs in enumerate(expected):
         mine = [one.logprob for one in done[i].logprobs or []]
         assert mine == pytest.approx([one.logprob for one in theirs.logprobs or []], abs=1e-6)
+
+
+def steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
 
 
 PROMPTS = random_prompts(3, shared=9, longest=30)
@@ -284,3 +292,20 @@ def test_a_cpu_goes_on_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
     limit[0] = 0
     with pytest.raises(MemoryShortage, match="the machine's memory ran out while 1 rows ran"):
         run(engine, prompts, GREEDY)
+
+
+@pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
+def test_a_round_that_can_be_begun_and_never_be_closed(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows with grammars."""
+
+    def finish(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr(Round, "finish", finish)
+    engine = make("ngram", CHAIN, eos=(END,), max_batch_size=2)
+    for request in grammar_requests((0.0,), ["schema", "regex"]):
+        engine.submit(request)
+    with pytest.raises(MemoryShortage):
+        steps(engine, 50)

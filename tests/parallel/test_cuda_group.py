@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -259,6 +260,35 @@ def test_a_rank_that_ends_ends_the_process_that_waits_for_it_on_a_gpu() -> None:
     others.close()
 
 
+def test_a_message_that_nobody_reads_does_not_keep_the_process() -> None:
+    """A rank that was killed may wait for its GPU with its connection open, which takes only so much."""
+    started, ends = list[FakeProcess](), list[SpecbatchError]()
+
+    def start(connection: Connection) -> FakeProcess:
+        started.append(FakeProcess(connection))
+        return started[-1]
+
+    fake: Any = SimpleNamespace(on_cuda=True, config=load_config(None, ["engine.tensor_parallel=2"]))
+    others = OtherRanks(fake, start, ends.append, stuck_seconds=0.1)
+    group: Any = SimpleNamespace(device=CPU)
+    engine = RankedEngine(SimpleNamespace(limit_length=lambda tokens: tokens), others, group)  # type: ignore[arg-type]
+    started[0].code = -9
+
+    def fill() -> None:
+        with contextlib.suppress(OSError, ModelError):
+            for _ in range(100):
+                engine.limit_length([0] * 3000)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
+    _until(lambda: bool(ends), 5.0)
+    assert [error.message for error in ends] == ["rank 1 of engine.tensor_parallel ended by signal 9"]
+    started[0].connection.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    others.close()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_engine_that_is_closed_gives_the_group_back(fails: bool) -> None:
     """After the last graph, and once. Not after a failed step, whose traceback can hold graphs."""
@@ -274,15 +304,15 @@ def test_an_engine_that_is_closed_gives_the_group_back(fails: bool) -> None:
     group = CudaGroup(0, 2, CPU, fake, fixed_order=False)
     buffers = [weakref.ref(buffer) for buffer in fake.made]
     fake.made.clear()
-    graphs = [SimpleNamespace(release_graphs=partial(fake.calls.append, name)) for name in ("rounds", "prompts")]
-    parts: Any = SimpleNamespace(executor=graphs[0], prompts=graphs[1], step=step, stats=EngineStats())
+    release = partial(fake.calls.append, "graphs")
+    parts: Any = SimpleNamespace(release_graphs=release, step=step, stats=EngineStats())
     engine = RankedEngine(parts, others, group)
     with contextlib.suppress(ModelError):
         engine.step()
     for _ in range(2):
         engine.close()
     assert fake.calls.count("close") == (not fails)
-    assert fake.calls[:3] == ([] if fails else ["rounds", "prompts", "close"])
+    assert fake.calls[:2] == ([] if fails else ["graphs", "close"])
     assert all((buffer() is None) != fails for buffer in buffers)
     assert len(buffers) == 1
     assert not others.meeting.parent.exists()

@@ -23,7 +23,7 @@ import torch
 from specbatch.config_load import load_config
 from specbatch.engine import ranks
 from specbatch.engine.build import build_engine
-from specbatch.engine.rank_process import run_rank
+from specbatch.engine.rank_process import open_group, run_rank
 from specbatch.engine.ranks import RankedEngine, build_ranked
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
@@ -120,6 +120,23 @@ def test_a_rank_that_is_killed_is_an_error(ranked: RankedEngine) -> None:
     with pytest.raises(ModelError, match=r"rank 1 .* ended") as error:
         answers(ranked)
     assert "run the same command again" in str(error.value.hint)
+
+
+def test_a_rank_that_is_killed_during_the_start_is_an_error(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Forked] = []
+
+    def start(connection: Connection) -> Forked:
+        started.append(Forked(connection))
+        return started[0]
+
+    def opened(*args: Any) -> Any:
+        found = open_group(*args)
+        os.kill(started[0].pid, signal.SIGKILL)
+        return found
+
+    monkeypatch.setattr(ranks, "open_group", opened)
+    with pytest.raises(ModelError, match=r"rank 1 .* ended"):
+        build_ranked(resolved(tiny_model, "engine.tensor_parallel=2"), start=start)
 
 
 def test_where_a_gpu_waits_for_a_killed_rank_the_process_ends_without_it(

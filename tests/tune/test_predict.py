@@ -288,7 +288,8 @@ def test_admissions_of_a_real_run(cost: ChunkCost, longest: int, pages: int) -> 
     assert (found.preemptions > 0) == (engine.stats.preemptions > 0) == (pages < 1024)
     assert found.prefill_seconds == pytest.approx(admissions, rel=0.25)
     ungathered = predict(profile, replace(limits, chunk_cost=None), COUNTS_CHUNKS, {}, ByBatch.always(None))
-    assert found.prefill_seconds < 0.8 * ungathered.prefill_seconds
+    most = 0.8 if pages == 1024 else 1.0  # a row that is preempted does not wait for others
+    assert found.prefill_seconds < most * ungathered.prefill_seconds
 
 
 def test_extrapolation_with_gathering() -> None:
