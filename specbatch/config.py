@@ -188,7 +188,8 @@ class EngineSection:
     )
     tensor_parallel: int = option(
         1,
-        "Processes that compute the target together. Each has a part of its weights and KV cache. On a CPU only.",
+        "Processes that compute the target together. Each has a part of its weights and KV cache. On "
+        "CUDA: GPUs of one host that NVLink connects.",
         AT_LEAST_1,
     )
     two_batch_overlap: Literal["off", "on", "auto"] = option(

@@ -1,9 +1,8 @@
 """Runs a script or a module with one thing that `resolve` refuses on CUDA until it is measured; can be imported.
 
-python scripts/check/allow_unmeasured.py ranks -m specbatch generate ... --set engine.tensor_parallel=2
+python scripts/check/allow_unmeasured.py lanes -m specbatch generate ...
 
-`ranks`: engine.tensor_parallel. `lanes`: the `auto` of engine.two_batch_overlap, the
-default of that option: it changes every run.
+`lanes`: the `auto` of engine.two_batch_overlap, the default of that option: it changes every run.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from specbatch.engine import resolve_lanes, resolve_ranks
+from specbatch.engine import resolve_lanes
 
-REFUSED = {"ranks": resolve_ranks, "lanes": resolve_lanes}
+REFUSED = {"lanes": resolve_lanes}
 
 
 def allow(what: str) -> None:

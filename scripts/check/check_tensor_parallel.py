@@ -34,7 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import allow_unmeasured
 import psutil
 import torch
 
@@ -127,7 +126,6 @@ def make_rows(count: int) -> list[Line]:
 
 def run_rows(task: Path) -> int:
     """In a process of its own."""
-    allow_unmeasured.allow("ranks")
     given = json.loads(task.read_text())
     with LLM(given["target"], certificate=True, **given["options"]) as llm:
         results = list(llm.generate(make_rows(given["rows"])))
@@ -283,8 +281,7 @@ def end_of(job: subprocess.Popen[bytes], args: argparse.Namespace, folder: Path)
 
 
 def start_job(args: argparse.Namespace, folder: Path, output: str) -> subprocess.Popen[bytes]:
-    script = Path(__file__).with_name("allow_unmeasured.py")
-    command = [sys.executable, str(script), "ranks", "-m", "specbatch", "generate", str(folder / "rows.jsonl")]
+    command = [sys.executable, "-m", "specbatch", "generate", str(folder / "rows.jsonl")]
     command += ["-o", str(folder / output)]
     for option in (
         f"model.target={args.target}",

@@ -125,7 +125,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
-    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device)
+    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
     quantization = resolve_quantization(config, target, device, dtype, notes)
     draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):

@@ -161,9 +161,7 @@ def _refuse(wanted: CacheRequest, plan: CachePlan, available: int) -> None:
     hint = "free memory, use a smaller model or a smaller model.dtype, or raise engine.memory_fraction"
     num_cards = None if wanted.measured is None else cards_for(wanted, available)
     if num_cards is not None:
-        # What `part_of_a_rank` refuses today.
-        option = f"engine.tensor_parallel: {num_cards}"
-        hint += f"; {num_cards} GPUs like this one hold it: {option}, once it is measured on CUDA"
+        hint += f"; {num_cards} GPUs like this one hold it: set engine.tensor_parallel to {num_cards}"
     raise ConfigError(
         f"the weights take {wanted.weights / GIB:.1f} GiB, a token {wanted.rows.token_bytes / 1024:g} KiB, and "
         f"{available / GIB:.1f} GiB of memory are available, of which engine.memory_fraction allows "

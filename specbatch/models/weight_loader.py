@@ -71,6 +71,11 @@ class WeightLoader:
         is_fp8 = kind == "weight" and self._covers(layer)
         stored = self._fp8_weight(layer).dequantised() if is_fp8 else self.stored(name)
         own = stored if self._shard is None else part_of(name, stored, self._shard)
+        is_whole_on_gpu = stored.is_cuda and own is not stored
+        del stored
+        if is_whole_on_gpu:
+            # Else small weights would lie in its place, and leave holes: 6 of 72 GiB for half of a 70B model.
+            torch.cuda.empty_cache()
         return own.to(device=self.device, dtype=self.dtype)
 
     def embedding(self, weight_VE: Tensor) -> Embedding:

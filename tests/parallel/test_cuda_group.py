@@ -363,23 +363,23 @@ def _until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_cuda_is_refused_until_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(resolve_ranks, "MEASURED_ON_CUDA", False)
-    with pytest.raises(ConfigError, match="does not run on CUDA yet"):
-        resolve_ranks.part_of_a_rank(tiny_config(), 2, cuda)
-    monkeypatch.setattr(resolve_ranks, "MEASURED_ON_CUDA", True)
+def test_gpus_that_cannot_be_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, notes = torch.device("cuda"), list[str]()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (1, 0))
     with pytest.raises(ConfigError, match="GPU 1 cannot read that of GPU 0"):
-        resolve_ranks.part_of_a_rank(tiny_config(), 2, cuda)
+        resolve_ranks.part_of_a_rank(tiny_config(), 2, cuda, notes)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    part = resolve_ranks.part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=2), 2, cuda)
+    part = resolve_ranks.part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=2), 2, cuda, notes)
     assert (part.num_heads, part.num_kv_heads) == (2, 1)
     with pytest.raises(ConfigError, match="is cuda:1"):
-        resolve_ranks.part_of_a_rank(tiny_config(), 2, torch.device("cuda:1"))
+        resolve_ranks.part_of_a_rank(tiny_config(), 2, torch.device("cuda:1"), notes)
     with pytest.raises(ConfigError, match="needs 3 GPUs, and 2"):
-        resolve_ranks.part_of_a_rank(tiny_config(), 3, cuda)
+        resolve_ranks.part_of_a_rank(tiny_config(), 3, cuda, notes)
+    assert notes == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    resolve_ranks.part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=4), 4, cuda, notes)
+    assert notes == ["engine.tensor_parallel: 4 GPUs have not been tested, 2 have: check some rows"]
     section = load_config(None, ["engine.tensor_parallel=2"]).engine
     with pytest.raises(ConfigError, match="ranks would capture other sizes"):
         resolve_prompt_graphs("both", section, True, "triton", "round")
