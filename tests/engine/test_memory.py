@@ -116,7 +116,7 @@ def test_a_model_that_one_gpu_does_not_hold_names_how_many_do(
         return
     with pytest.raises(ConfigError, match=r"weights take 131\.4 GiB, a token 320 KiB") as error:
         resolve_cache(wanted, [])
-    assert "engine.tensor_parallel: 2" in str(error.value.hint)
+    assert "2 GPUs like this one hold it: set engine.tensor_parallel to 2" in str(error.value.hint)
 
 
 @pytest.mark.parametrize(("device", "share"), [("cuda", 1), ("cpu", 2)])
