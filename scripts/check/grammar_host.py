@@ -15,6 +15,8 @@ import torch
 
 from specbatch.cache.rule_table import RuleTable
 from specbatch.draft.method import DraftTrees
+from specbatch.draft.none import MAX_ROOM, NoDraft
+from specbatch.engine.forced_room import ForcedRoom
 from specbatch.engine.grammar import GrammarState
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.node_masks import NodeMasks
@@ -25,7 +27,7 @@ from specbatch.models.download import resolve_model
 from specbatch.models.formats.tokenizer import load_tokenizer
 
 SCHEMAS = Path(__file__).with_name("json_schemas.jsonl")
-# Parents of the nodes. In the trees, the first child of a node has children.
+# Parents of the nodes. In the trees, the first child of a node has children. `none`: with room for forced tokens.
 TREES = {
     "none": [-1],
     "chain": [-1, 0, 1, 2],
@@ -139,20 +141,26 @@ class Host:
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
         is_tree = parents != list(range(-1, len(parents) - 1))
-        method: Any = SimpleNamespace(num_nodes=len(parents), max_path=max(depths) + 1)
+        method: Any = SimpleNamespace(num_nodes=len(parents), max_path=max(depths) + 1, has_drafts=True)
+        if len(parents) == 1:
+            method = NoDraft(room=MAX_ROOM).with_room(self.batch)
         parents_BN = torch.tensor([parents] * self.batch, device=self.device) if is_tree else None
         rules = RuleTable(self.batch, self.vocab_size, torch.float32, self.device)
-        rules.add_node_masks(len(parents))
+        rules.add_node_masks(method.num_nodes)
         requests, transfers = [self.request(i, temperature) for i in range(self.batch)], _Transfers(self.device)
         masks = NodeMasks(rules, transfers)
         names = ("advance", "trees", "masks", "check", "cpu", "begin")
         times: dict[str, list[float]] = {name: [] for name in names}
         num_masks = num_refused = num_tokens = 0
         for _ in range(num_rounds):
-            tokens_BN = torch.tensor([self.drafts(one, parents, depths) for one in requests], device=self.device)
-            choice_BN = torch.tensor([self.choices(one, depths) for one in requests], device=self.device)
+            empty = [0] * (method.num_nodes - len(parents))
+            drafts = [self.drafts(one, parents, depths) + empty for one in requests]
+            tokens_BN = torch.tensor(drafts, device=self.device)
+            nodes = depths if method.has_drafts else range(method.num_nodes)
+            choice_BN = torch.tensor([self.choices(one, nodes) for one in requests], device=self.device)
             masks.clear()
-            grammar = GrammarRound(requests, method, masks, transfers, lambda: None, fixed_shapes=True)
+            room = ForcedRoom()
+            grammar = GrammarRound(requests, method, masks, transfers, lambda: None, room, fixed_shapes=True)
             began = time.perf_counter()
             grammar.reshape(DraftTrees(tokens_BN, parents_BN=parents_BN))
             reshaped = time.perf_counter()

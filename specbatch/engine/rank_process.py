@@ -20,6 +20,7 @@ from specbatch.engine.build import build
 from specbatch.engine.engine import Engine
 from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import SpecbatchError
+from specbatch.grammar.compiler import GrammarCompiler, grammar_threads
 from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 from specbatch.parallel.gloo import GlooGroup
 from specbatch.parallel.group import Group
@@ -67,7 +68,7 @@ def run_rank(connection: Connection) -> None:
         run, group = open_group(start.run, start.rank, start.meeting)
         engine = build(run, group=group).engine
         connection.send(("ready",))
-        _repeat(engine, connection)
+        _repeat(engine, connection, GrammarCompiler(run.tokenizer, grammar_threads(group.size)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _leave(0)  # rank 0 has ended
     except SpecbatchError as error:
@@ -89,7 +90,7 @@ def _leave(code: int) -> None:
     raise SystemExit(code)
 
 
-def _repeat(engine: Engine, connection: Connection) -> None:
+def _repeat(engine: Engine, connection: Connection, grammars: GrammarCompiler) -> None:
     def answer(tokens: Sequence[int], start: int, num_new: int) -> int | None:
         """What rank 0 has found in these tokens."""
         name, keep = connection.recv()
@@ -100,7 +101,9 @@ def _repeat(engine: Engine, connection: Connection) -> None:
         message: tuple[Any, ...] = connection.recv()
         if message[0] == "submit":
             request: Request = message[1]
-            engine.submit(replace(request, check_stop=answer) if message[2] else request)
+            check, spec = answer if message[2] else None, request.matcher_spec
+            matcher = None if spec is None else spec.make(grammars)
+            engine.submit(replace(request, check_stop=check, matcher=matcher))
         elif message[0] == "step":
             mine = engine.stats.generated_tokens
             assert mine == message[1], f"rank 0 has {message[1]} tokens, and this rank {mine}"

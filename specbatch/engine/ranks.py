@@ -251,7 +251,8 @@ class RankedEngine:
     def submit(self, request: Request) -> None:
         check = request.check_stop
         self._engine.submit(request if check is None else replace(request, check_stop=self._sent(check)))
-        self._send("submit", replace(request, check_stop=None), check is not None)
+        # A matcher belongs to a process: the other ranks make theirs.
+        self._send("submit", replace(request, check_stop=None, matcher=None), check is not None)
 
     def step(self) -> list[Completion]:
         self._is_sound = False  # until it returns

@@ -30,12 +30,17 @@ _SLICES.append(r'[^"\\\x00-\x1F\x7F]+')
 _PIP = "pip install 'specbatch[grammar]'"
 
 
+def grammar_threads(num_processes: int = 1) -> int:
+    """That compute masks, of each of these processes of a host."""
+    return min(_MAX_THREADS, max(1, (os.cpu_count() or 1) * 3 // 4 // num_processes))
+
+
 class GrammarCompiler:
     """`tokenizer`: of transformers, a fast one. `num_threads`: that compute masks. Threads may share a compiler."""
 
     def __init__(self, tokenizer: Any, num_threads: int | None = None) -> None:
         self._hf_tokenizer = tokenizer
-        self._num_threads = num_threads or min(_MAX_THREADS, max(1, (os.cpu_count() or 1) * 3 // 4))
+        self._num_threads = num_threads or grammar_threads()
         self._threads: Threads | None = None  # made for the first grammar, as the next one
         self._tokenizer: Any = None  # llguidance's: it takes a third of a second
         self._compiled: OrderedDict[Constraint, _Grammar] = OrderedDict()

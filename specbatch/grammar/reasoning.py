@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.matcher import GrammarMatcher, Walk
+
+
+class Reasoning(NamedTuple):
+    """The tokens around it, see `AfterReasoning`."""
+
+    begin: int | None
+    end: int
+    vocab_size: int
 
 
 class _At(Enum):

@@ -172,8 +172,8 @@ class RowRunner:
                 seed = self._config.engine.seed if params.seed is None else params.seed
                 rng = RngKey(seed, row.index, sample)
             request_id, check_stop = self._add_request(in_flight, sample), self._texts.stop_check(params)
-            matcher = self._texts.matcher(prompt, prepared.reader.thinking)
-            self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, prepared.bad_words, matcher))
+            grammar = self._texts.matcher(prompt, prepared.reader.thinking) or (None, None)
+            self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, prepared.bad_words, *grammar))
 
     def _add_request(self, in_flight: _RowInFlight, number: int) -> int:
         """The id of a row's next request."""
@@ -290,10 +290,8 @@ class RowRunner:
 
 
 def _without_grammars(config: Config) -> str | None:
-    """The option with which no grammars run, if it is set: ranks have no matchers, and a simulated acceptance commits
-    tokens that a grammar forbids."""
-    if config.engine.tensor_parallel > 1:
-        return "engine.tensor_parallel"
+    """The option with which no grammars run, if it is set: a simulated acceptance commits tokens that a grammar
+    forbids."""
     return None if config.speculation.simulate_acceptance is None else "speculation.simulate_acceptance"
 
 

@@ -12,7 +12,8 @@ from specbatch.engine.resolve_data import runs_prompts_as_chat
 from specbatch.errors import ConfigError, FieldError, RowError
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint, constraint_of
-from specbatch.grammar.reasoning import AfterReasoning
+from specbatch.grammar.reasoning import Reasoning
+from specbatch.grammar.spec import MatcherSpec
 from specbatch.grammar.tool_calls import calls_of
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, ends_in_reasoning
@@ -126,9 +127,9 @@ class TextProcessor:
         calls = self._chat.tool_facts.calls if chat.tools else None
         return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
 
-    def matcher(self, prompt: Prompt, thinking: Thinking = "none") -> GrammarMatcher | None:
-        """Of an output that begins; None: it may be any text. Reasoning (see `answer_reader`) is any text, where its
-        end is a token. Raises RowError for a grammar that cannot be used."""
+    def matcher(self, prompt: Prompt, thinking: Thinking = "none") -> tuple[GrammarMatcher, MatcherSpec] | None:
+        """Of an output that begins, and what it is made of; None: it may be any text. Reasoning (see `answer_reader`)
+        is any text, where its end is a token. Raises RowError for a grammar that cannot be used."""
         constraint = _constraint(prompt.params)
         if prompt.chat.required:
             if constraint is not None:
@@ -136,15 +137,16 @@ class TextProcessor:
             constraint = self._required_calls(prompt)
         if constraint is None:
             return None
-        matcher = self._grammars.matcher(constraint)
         begin, end = (self._mark_ids.get(mark) for mark in REASONING_MARKS)
         if thinking == "open" and end is None:
             message = f"{constraint.option}: the prompt begins the model's reasoning, and </think> is not a token"
             hint = "give chat_template_kwargs that switch the reasoning off, or separate_reasoning: false"
             raise RowError("unsupported_parameter", f"{message}; {hint}")
-        if thinking == "none" or end is None or (thinking == "marked" and begin is None):
-            return matcher
-        return AfterReasoning(matcher, begin if thinking == "marked" else None, end, len(self._tokenizer))
+        spec = MatcherSpec(constraint)
+        if not (thinking == "none" or end is None or (thinking == "marked" and begin is None)):
+            reasoning = Reasoning(begin if thinking == "marked" else None, end, len(self._tokenizer))
+            spec = MatcherSpec(constraint, reasoning)
+        return spec.make(self._grammars), spec
 
     def _required_calls(self, prompt: Prompt) -> Constraint:
         if (calls := self._chat.tool_facts.calls) is None:

@@ -132,12 +132,14 @@ def test_a_job(tmp_path: Path) -> None:
 
 def test_options_without_grammars_make_error_rows() -> None:
     texts = TextProcessor(tiny_tokenizer(), DataSection(prompts_as_chat=False))
-    prepare = RowPreparer(RowParser(JSON, DataSection()), texts, EngineLimits(99, 61), "engine.tensor_parallel")
+    prepare = RowPreparer(
+        RowParser(JSON, DataSection()), texts, EngineLimits(99, 61), "speculation.simulate_acceptance"
+    )
     one, other = prepare(
         [RawRow(0, b'{"prompt": "a"}'), RawRow(1, b'{"prompt": "a", "response_format": {"type": "text"}}')]
     )
     assert isinstance(one.prompt, RowError)
-    assert "not supported with engine.tensor_parallel" in one.prompt.message
+    assert "not supported with speculation.simulate_acceptance" in one.prompt.message
     assert isinstance(other.prompt, Prompt)
 
 

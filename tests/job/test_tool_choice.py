@@ -50,7 +50,8 @@ class Row:
         assert isinstance(prompt, Prompt)
         ids = texts.encode(prompt, EngineLimits(4000, len(self.tokenizer)))
         self.reader = texts.answer_reader(prompt, ids)
-        self.matcher = texts.matcher(prompt, self.reader.thinking)
+        grammar = texts.matcher(prompt, self.reader.thinking)
+        self.matcher = None if grammar is None else grammar[0]
 
     def takes(self, text: str) -> bool:
         """And what it takes is taken back."""

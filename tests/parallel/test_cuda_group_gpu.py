@@ -16,6 +16,9 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import build_engine
 from specbatch.engine.ranks import RankedEngine, build_ranked
 from specbatch.engine.resolve import resolve
+from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.constraint import Constraint
+from specbatch.grammar.spec import MatcherSpec
 from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine
@@ -184,8 +187,11 @@ def test_two_gpus_answer_as_one(sets: list[str]) -> None:
     def answers(*more: str) -> list[list[int]]:
         resolved = resolve(load_config(None, [*common, "engine.kv_cache_tokens=65536", *more]))
         engine = (build_ranked if resolved.config.engine.tensor_parallel > 1 else build_engine)(resolved)
+        compiler = GrammarCompiler(resolved.tokenizer)
         for i, prompt in enumerate(prompts):
-            engine.submit(Request(i, prompt, SamplingParams(max_tokens=20), RngKey(0, i, 0)))
+            spec = None if i % 3 else MatcherSpec(Constraint("regex", "regex", "(name: [0-9]{2}, ){1,3}"))
+            matcher = None if spec is None else spec.make(compiler)
+            engine.submit(Request(i, prompt, SamplingParams(max_tokens=20), RngKey(0, i, 0), None, (), matcher, spec))
         done: dict[int, list[int]] = {}
         while len(done) < len(prompts):
             done |= {c.request_id: c.token_ids for c in engine.step()}

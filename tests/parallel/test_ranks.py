@@ -27,6 +27,10 @@ from specbatch.engine.rank_process import open_group, run_rank
 from specbatch.engine.ranks import RankedEngine, build_ranked
 from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
+from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.constraint import Constraint
+from specbatch.grammar.reasoning import Reasoning
+from specbatch.grammar.spec import MatcherSpec
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
 
 _CONTEXT = multiprocessing.get_context("fork")
@@ -100,6 +104,36 @@ def test_two_processes_answer_as_one(ranked: RankedEngine, tiny_model: Path) -> 
     assert ranked.limit_length(100) == alone.limit_length(100) == 100
     assert ranked.limits == alone.limits
     assert ranked.stats.speculation == alone.stats.speculation
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_two_processes_with_grammars_answer_as_one(tiny_model: Path, method: str) -> None:
+    """Each has matchers of its own; with reasoning before the answer, too."""
+    reasoning = Reasoning(None, 12, 512)
+    specs = [MatcherSpec(Constraint("regex", "regex", "(name: [0-9]{2}, ){1,3}")), None]
+    specs.append(MatcherSpec(Constraint("regex", "regex", "[ab]+ and the end"), reasoning))
+    specs.append(MatcherSpec(Constraint("response_format", "json_schema", '{"type": "object"}')))
+
+    def texts(engine: BatchEngine, run_: ResolvedRun) -> list[Any]:
+        compiler, found = GrammarCompiler(run_.tokenizer), dict[int, Completion]()
+        for i, spec in enumerate(3 * specs):
+            params = SamplingParams(max_tokens=24, temperature=(0.0, 0.8)[i % 2], seed=i)
+            matcher = None if spec is None else spec.make(compiler)
+            engine.submit(Request(i, [7 + i, 8, 9], params, RngKey(0, i, 0), None, (), matcher, spec))
+        while len(found) < 3 * len(specs):
+            found |= {c.request_id: c for c in engine.step()}
+        return [(found[i].token_ids, found[i].finish_reason, found[i].speculation) for i in sorted(found)]
+
+    options = [f"speculation.method={method}", "engine.max_batch_size=5"]
+    together, alone = resolved(tiny_model, "engine.tensor_parallel=2", *options), resolved(tiny_model, *options)
+    engine = build_ranked(together, start=Forked)
+    try:
+        found = texts(engine, together)
+    finally:
+        engine.close()
+    expected = texts(build_engine(alone), alone)
+    assert found == expected
+    assert engine.stats.grammar.forced > 10
 
 
 def test_two_processes_in_fp8_answer_as_one(tiny_model: Path) -> None:
