@@ -36,7 +36,8 @@ class FieldError(ConfigError):
 
 
 class ModelError(SpecbatchError):
-    """A model's files are missing, inconsistent or unsupported. Raised before its weights are read; exit code 2."""
+    """A model's files are missing, inconsistent or unsupported, or it does not fit: raised before rows run. Or a rank
+    that computes a part of it has ended; finished rows are kept. Exit code 2."""
 
 
 class InputError(SpecbatchError):
