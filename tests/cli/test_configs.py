@@ -28,7 +28,7 @@ from specbatch.evals.load import load_task
 from tests import processes
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
-NEED_DOWNLOADS = {"llama-3.1-8b-eagle3", "ngram-extraction", "qwen2.5-draft-model"}
+NEED_DOWNLOADS = {"llama-3.1-8b-eagle3", "llama-3.3-70b-two-gpus", "ngram-extraction", "qwen2.5-draft-model"}
 ON_CPU = ["engine.device=cpu", "model.dtype=float32"]
 
 
