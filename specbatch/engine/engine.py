@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import torch
 
@@ -29,12 +28,13 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.engine.base import EngineBase
 from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.cpu_threads import ThreadGovernor
-from specbatch.engine.executor import Begun, GraphMode, Launched, RoundExecutor
+from specbatch.engine.executor import GraphMode, Launched, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.grammar import MAX_FORCED
-from specbatch.engine.grammar_round import GrammarRound, Grammars
+from specbatch.engine.grammar_round import Grammars
 from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs
+from specbatch.engine.open_round import OpenRound
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
 from specbatch.engine.prompts import PromptPacker
@@ -50,14 +50,6 @@ from specbatch.types import Completion, FinishReason
 
 # What cannot be made smaller is tried so often: other programs may take memory for a moment.
 _SMALLEST_CHUNK, _TRIES = 32, 4
-
-
-class _OpenRound(NamedTuple):
-    """A round that is begun."""
-
-    rows: list[Sequence]
-    grammar: GrammarRound
-    begun: Begun
 
 
 class Engine(EngineBase):
@@ -115,7 +107,7 @@ class Engine(EngineBase):
         self._grammars = Grammars(self._rows, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
         self._reports: deque[Report] = deque()
-        self._open: _OpenRound | None = None  # launched last
+        self._open: OpenRound | None = None  # launched last
         self._failed = 0  # launches in a row that ran out of memory
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
@@ -238,24 +230,18 @@ class Engine(EngineBase):
             self._report(batch.sequences, launched)
         else:
             assert grammar is not None
-            self._open = _OpenRound(rows, grammar, launched)
+            self._open = OpenRound(rows, grammar, launched)
 
     def _close_round(self) -> None:
         """Launch the rest of a round whose target is running, if there is one."""
         if self._open is None:
             return
-        (rows, grammar, begun), self._open = self._open, None
-        try:
-            launched = begun.complete()
-        except BaseException:  # its slots are as they were before it
-            for seq in rows:
-                seq.num_in_flight -= begun.max_path
-                seq.rounds_in_flight -= 1
-            raise
+        round_, self._open = self._open, None
+        launched = round_.complete()
         self._failed = 0
         self._stats.rounds += 1
-        self._stats.grammar.add(grammar.counts)
-        self._report(rows, launched)
+        self._stats.grammar.add(round_.grammar.counts)
+        self._report(round_.rows, launched)
 
     def _report(self, sequences: Seq[Sequence | None], launched: Launched) -> None:
         report = self._transfers.download(launched.output_BZ)

@@ -1,0 +1,25 @@
+"""A round of requests with grammars whose target runs, while the host does what comes between two rounds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from specbatch.engine.executor import Begun, Launched
+from specbatch.engine.grammar_round import GrammarRound
+from specbatch.engine.sequence import Sequence
+
+
+class OpenRound(NamedTuple):
+    rows: list[Sequence]
+    grammar: GrammarRound
+    begun: Begun
+
+    def complete(self) -> Launched:
+        """Launch the rest: check and acceptance. Where that fails, the requests are as they were before the round."""
+        try:
+            return self.begun.complete()
+        except BaseException:
+            for seq in self.rows:
+                seq.num_in_flight -= self.begun.max_path
+                seq.rounds_in_flight -= 1
+            raise
