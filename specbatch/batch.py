@@ -84,6 +84,9 @@ class RuleBuffers:
     # As masks_S2W, of each node of the next round's trees; of a prompt's first token in node 0. The host writes those
     # that acceptance has to know, after drafting; the others allow everything. None: there is no room yet.
     node_masks_SNW: Tensor | None
+    # int64, the token that alone may come after each node of the next round's trees, of greedy requests whose choices
+    # nobody checks before acceptance; below 0: others may come. None: all choices are checked.
+    forced_SN: Tensor | None
 
 
 class TreeNodes(NamedTuple):

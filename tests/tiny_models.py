@@ -274,12 +274,13 @@ def tiny_device_engine(
     group: Group | None = None,
     min_lane: int | None = None,
     cascade: GroupLimits | None = None,
+    checks: bool = True,
     **traits: Any,
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
     `dtype`. `num_layers`: of the target; None: as many as `method` needs. `chunk_cost`: where shapes are fixed.
     `min_lane`: see `RoundParts`. `piece_sizes`: of prompts in pieces, captured by `piece_runner`; none: prompts are
-    computed as a whole."""
+    computed as a whole. `checks`: see `Grammars`; False: as `unchecked_round`, whatever that gains."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
@@ -312,7 +313,7 @@ def tiny_device_engine(
         trunks = piecewise_trunks(pieces, rounds.caches[0], net, piece_sizes, piece_runner)
     executor = RoundExecutor(rounds.items, max_batch_size, device, graphs, rounds.lanes)
     chunk_cost = chunk_cost or ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens)
-    return Engine(
+    engine = Engine(
         executor,
         pool,
         device,
@@ -326,6 +327,8 @@ def tiny_device_engine(
         threads=threads,
         trunks=trunks,
     )
+    engine._grammars._checks = checks
+    return engine
 
 
 def tiny_engine(method: str = "none", shape: DraftShape | Schedule | None = None, **settings: Any) -> Engine:

@@ -1,8 +1,9 @@
-"""Runs a script or a module with one thing that `resolve` refuses on CUDA until it is measured; can be imported.
+"""Runs a script or a module with one thing that is off on CUDA until it is measured; can be imported.
 
 python scripts/check/allow_unmeasured.py lanes -m specbatch generate ...
 
-`lanes`: the `auto` of engine.two_batch_overlap, the default of that option: it changes every run.
+`lanes`: the `auto` of engine.two_batch_overlap, the default of that option: it changes every run. `grammars`: rounds
+that do not wait for grammars, in plain decoding.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from specbatch.engine import resolve_lanes
+from specbatch.engine import grammars, resolve_lanes
 
-REFUSED = {"lanes": resolve_lanes}
+REFUSED = {"lanes": resolve_lanes, "grammars": grammars}
 
 
 def allow(what: str) -> None:

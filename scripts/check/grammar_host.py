@@ -16,7 +16,6 @@ import torch
 from specbatch.cache.rule_table import RuleTable
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.none import MAX_ROOM, NoDraft
-from specbatch.engine.forced_room import ForcedRoom
 from specbatch.engine.grammar import GrammarState
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.node_masks import NodeMasks
@@ -159,8 +158,7 @@ class Host:
             nodes = depths if method.has_drafts else range(method.num_nodes)
             choice_BN = torch.tensor([self.choices(one, nodes) for one in requests], device=self.device)
             masks.clear()
-            room = ForcedRoom()
-            grammar = GrammarRound(requests, method, masks, transfers, lambda: None, room, fixed_shapes=True)
+            grammar = GrammarRound(requests, method, masks, transfers, lambda: None, fixed_shapes=True)
             began = time.perf_counter()
             grammar.reshape(DraftTrees(tokens_BN, parents_BN=parents_BN))
             reshaped = time.perf_counter()

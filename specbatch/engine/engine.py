@@ -31,7 +31,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, Launched, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.grammar import MAX_FORCED
-from specbatch.engine.grammar_round import Grammars
+from specbatch.engine.grammars import Grammars, checks_choices
 from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs
 from specbatch.engine.open_round import OpenRound
@@ -104,6 +104,7 @@ class Engine(EngineBase):
         self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
         traits = {"fixed_shapes": self._round.fixed_shapes, "simulates": self._round.simulates}
+        traits["checks"] = checks_choices(device)
         self._grammars = Grammars(self._rows, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
         self._reports: deque[Report] = deque()
@@ -233,15 +234,19 @@ class Engine(EngineBase):
             self._open = OpenRound(rows, grammar, launched)
 
     def _close_round(self) -> None:
-        """Launch the rest of a round whose target is running, if there is one."""
-        if self._open is None:
-            return
-        round_, self._open = self._open, None
-        launched = round_.complete()
-        self._failed = 0
-        self._stats.rounds += 1
-        self._stats.grammar.add(round_.grammar.counts)
-        self._report(round_.rows, launched)
+        """Launch the rest of a round whose target is running, if there is one. Before anything else is launched."""
+        if self._open is not None:
+            round_, self._open = self._open, None
+            launched = round_.complete()
+            self._failed = 0
+            self._stats.rounds += 1
+            self._stats.grammar.add(round_.grammar.counts)
+            self._grammars.saw(round_.grammar)
+            self._report(round_.that_count(), launched)
+        if going_back := [seq for seq in self._scheduler.running if seq.goes_back]:
+            self._rows.set_back(going_back)
+            for seq in going_back:
+                seq.goes_back = False
 
     def _report(self, sequences: Seq[Sequence | None], launched: Launched) -> None:
         report = self._transfers.download(launched.output_BZ)
@@ -327,6 +332,7 @@ class Engine(EngineBase):
         self._groups.forget(seq.req_idx)
         seq.num_draft_computed = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
+        seq.goes_back = False
 
     @torch.inference_mode()
     def set_methods(

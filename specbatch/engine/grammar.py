@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,14 @@ from specbatch.matcher import GrammarMatcher, Walk
 MAX_FORCED = 15  # nodes that a tree may have in addition to those of its draft shape, where shapes are free
 _FORCED = -1  # in place of a draft node's index
 FREE, ODD = -1, -2  # in place of the only token that may come: more may come; the mask has to be computed
+
+
+class Plan(NamedTuple):
+    """What comes after a round whose tokens are known before it has run: see `unchecked_round`."""
+
+    num_tokens: int  # of the request after that round
+    num_new: int  # of these, those of the round
+    drafts: list[int]  # of the next one
 
 
 class GrammarState:
@@ -41,6 +50,9 @@ class GrammarState:
         self._text_bits = np.array([_word(w, lambda t: t < vocab_size and t not in self._eos) for w in sorted(words)])
         self._stop_bits = np.array([_word(w, lambda t: t < vocab_size and t in self._stops) for w in sorted(words)])
         self._num_followed = 0  # tokens of the output that the matcher has seen
+        self.plan: Plan | None = None
+        self.is_unchecked = False  # the tokens of its last round may be forbidden: see `admit`
+        self.was_refused = False  # one was: the next round has its mask
         self._ahead: list[int] = []  # tokens after these that it has seen, too, and that will most likely be committed
 
     def follow(self, tokens: Sequence[int], num_prompt: int = 0) -> None:
@@ -58,6 +70,16 @@ class GrammarState:
             assert num_legal == len(new), f"token {new[num_legal]} is not allowed here"
         self._ahead = []
 
+    def admit(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens that a round has committed the grammar allows: all, if that was known before."""
+        if not self.is_unchecked:
+            return len(tokens)
+        self.is_unchecked = False
+        count = next((i for i, token in enumerate(tokens) if not self.choose(token, FREE)), len(tokens))
+        if count < len(tokens):
+            self.plan, self.was_refused = None, True
+        return count
+
     @property
     def num_ahead(self) -> int:
         """Tokens that `choose` took since `follow`."""
@@ -68,6 +90,14 @@ class GrammarState:
         if self._matcher.is_complete() or (token := self._matcher.only_token()) is None:
             return FREE
         return token if token >= 0 and token < self._vocab_size and self.allows(token) else ODD
+
+    def only_tokens(self, most: int) -> tuple[int, list[int]]:
+        """`only_token`, and at most `most` - 1 tokens that most likely come after it, before one that ends the
+        request."""
+        if most > 1 and not self._matcher.is_complete() and (tokens := self.forced(most)):
+            end = next((i for i, token in enumerate(tokens) if self.is_end(token)), len(tokens))
+            return tokens[0], tokens[1 : max(1, end)]
+        return self.only_token(), []
 
     def takes(self, token: int, only: int) -> bool:
         """Whether `mask` has the token; False where only the mask shows it. `only`: what `only_token` says."""

@@ -27,12 +27,10 @@ from torch import Tensor
 from specbatch.counts import GrammarCounts
 from specbatch.draft.host import HostTrees, ancestry
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.engine.forced_room import ForcedRoom
 from specbatch.engine.grammar import GrammarState, GrammarTree, grow
 from specbatch.engine.grammar_check import find_forced, refused_nodes
 from specbatch.engine.node_masks import NodeMasks, WantedMasks
 from specbatch.engine.sequence import Sequence
-from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Download, Transfers
 
 _Tree = tuple[int, GrammarState, GrammarTree]  # of a request with a grammar: index, state, tree
@@ -41,7 +39,7 @@ _Tree = tuple[int, GrammarState, GrammarTree]  # of a request with a grammar: in
 class GrammarRound:
     """`sequences`: of the batch, without its padding. `read`: reads what was launched before this round, after which
     requests may be finished. `fixed_shapes`: of the round. Trees keep the size of `method` then, else they have as many
-    nodes as they need. `room`: gets to know what grammars force in plain decoding. `all_masks`: compute the masks of
+    nodes as they need. `all_masks`: compute the masks of
     all nodes, whatever the target chooses."""
 
     def __init__(
@@ -51,7 +49,6 @@ class GrammarRound:
         masks: NodeMasks,
         transfers: Transfers,
         read: Callable[[], object],
-        room: ForcedRoom,
         *,
         fixed_shapes: bool,
         all_masks: bool = False,
@@ -61,18 +58,22 @@ class GrammarRound:
         self.method = method
         self._masks = masks
         self._transfers = transfers
-        self._room = room
         self._fixed_shapes = fixed_shapes
         self._all_masks = all_masks
         self._trees: list[_Tree] = []
         self._to_check: tuple[Download, list[_Tree]] | None = None
         self.counts = GrammarCounts()
 
+    @property
+    def num_requests(self) -> int:
+        """Those that have a grammar and go on."""
+        return sum(seq.grammar is not None and not seq.is_finished for seq in self._sequences)
+
     def of_padding(self) -> GrammarRound:
         """Of a batch that is all padding."""
         nothing = functools.partial(list[None])
         fixed = self._fixed_shapes
-        return GrammarRound([], self.method, self._masks, self._transfers, nothing, self._room, fixed_shapes=fixed)
+        return type(self)([], self.method, self._masks, self._transfers, nothing, fixed_shapes=fixed)
 
     def reshape(self, trees: DraftTrees) -> DraftTrees:
         """The trees to verify. The host waits for the drafts, unless no other tree is possible."""
@@ -83,8 +84,6 @@ class GrammarRound:
         began = time.perf_counter()
         grown = [self._grow(i, tokens, parents, is_drawn) for i, (tokens, parents) in enumerate(drafted)]
         self.counts.tree_seconds += time.perf_counter() - began
-        if not self.method.has_drafts:
-            self._room.saw(self.counts.forced, len(self._trees))
         lines = [tree.tokens + (tree.forbidden if is_drawn else []) for tree in grown]
         width = trees.tokens_BN.shape[1] if self._fixed_shapes else max(map(len, lines))
         host = HostTrees(
@@ -112,10 +111,6 @@ class GrammarRound:
 
     def _drafted(self, trees: DraftTrees) -> list[tuple[list[int], list[int] | None]]:
         """Tokens and parents (None: of a chain) of each tree."""
-        if not self.method.has_drafts:
-            self._follow()  # then the roots are known
-            roots = [seq.tokens[-1:] for seq in self._sequences]
-            return [(root, None) for root in roots + [[0]] * (len(trees.tokens_BN) - len(roots))]
 
         def download(tensor: Tensor | None) -> Download | None:
             return None if tensor is None else self._transfers.download(tensor)
@@ -142,8 +137,9 @@ class GrammarRound:
 
     def _grow(self, index: int, tokens: list[int], parents: list[int] | None, is_drawn: bool) -> GrammarTree:
         seq = self._sequences[index] if index < len(self._sequences) else None
-        if seq is None or seq.grammar is None or seq.is_finished:
+        if seq is None or seq.grammar is None or seq.is_finished or seq.goes_back:
             return GrammarTree.of(tokens, parents)
+        seq.grammar.was_refused = False  # this round checks
         room = seq.max_length - len(seq.tokens)  # tokens after the root that count
         max_depth = min(room, self.method.max_path - 1) if self._fixed_shapes else room
         max_nodes = self.method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
@@ -173,14 +169,15 @@ class GrammarRound:
         if self._fixed_shapes and self.method.num_nodes == 1:
             self._follow()
             for i, seq in enumerate(self._sequences):
-                if seq.grammar is not None and not seq.is_finished:
+                if seq.grammar is not None and not seq.is_finished and not seq.goes_back:
+                    seq.grammar.was_refused = False
                     self._trees.append((i, seq.grammar, GrammarTree.of(seq.tokens[-1:], None)))
         began = time.perf_counter()
         checked = [one for one in self._trees if self._is_checked(self._sequences[one[0]])]
         others = [one for one in self._trees if not self._is_checked(self._sequences[one[0]])]
         self.counts.masks += self._masks.write(
             [
-                WantedMasks(self._sequences[i].req_idx, state, tree, _nodes_that_go_on(state, tree))
+                WantedMasks(self._sequences[i].req_idx, state, tree, nodes_that_go_on(state, tree))
                 for i, state, tree in others
             ]
         )
@@ -208,70 +205,15 @@ class GrammarRound:
         self.counts.check_seconds += time.perf_counter() - began
 
     def _is_checked(self, seq: Sequence) -> bool:
-        """Whether it gets masks only where its grammar refuses what it chooses."""
-        return seq.grammar is not None and seq.request.params.temperature == 0 and not self._all_masks
+        return is_checked(seq, all_masks=self._all_masks)
 
 
-class Grammars:
-    """The grammars of an engine's requests. `num_nodes`: of the largest tree. `fixed_shapes`: of its rounds.
-    `simulates`: they commit what the target does not choose, so its choices say nothing about masks."""
-
-    def __init__(
-        self, table: TableWriter, transfers: Transfers, num_nodes: int, *, fixed_shapes: bool, simulates: bool
-    ) -> None:
-        self._table = table
-        self._transfers = transfers
-        self._num_nodes = num_nodes
-        self._fixed_shapes = fixed_shapes
-        self._all_masks = simulates
-        self._room = ForcedRoom()
-        self._masks: NodeMasks | None = None  # made for the first request with a grammar
-
-    def method(self, sequences: Seq[Sequence], method: DraftMethod, padded_size: int) -> DraftMethod:
-        """What drafts in the next round of these requests, where that is `method` without grammars."""
-        has_room = self._fixed_shapes and not method.has_drafts and _has_grammars(sequences)
-        return self._room.method(method, padded_size) if has_room else method
-
-    def of_round(
-        self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]
-    ) -> GrammarRound | None:
-        """None: no request of the batch has a grammar. `method`: see `method`. `read`: see `GrammarRound`."""
-        if not _has_grammars(sequences):
-            return None
-        return GrammarRound(
-            sequences,
-            method,
-            self._cleared_masks(),
-            self._transfers,
-            read,
-            self._room,
-            fixed_shapes=self._fixed_shapes,
-            all_masks=self._all_masks,
-        )
-
-    def write_first_masks(self, ready: Seq[Sequence]) -> None:
-        """Of the first tokens of prompts that end. A request that is computed again has its first token."""
-        roots = [
-            WantedMasks(seq.req_idx, seq.grammar, GrammarTree.of([0], None), [0])
-            for seq in ready
-            if seq.grammar is not None and len(seq.tokens) == seq.num_prompt
-        ]
-        if any(seq.grammar is not None for seq in ready):
-            self._cleared_masks().write(roots)
-
-    def _cleared_masks(self) -> NodeMasks:
-        rules = self._table.node_masks(self._num_nodes)
-        if self._masks is None or self._masks.rules is not rules:
-            self._masks = NodeMasks(rules, self._transfers)
-        self._masks.clear()
-        return self._masks
+def is_checked(seq: Sequence, *, all_masks: bool) -> bool:
+    """Whether it gets masks only where its grammar refuses what it chooses."""
+    return seq.grammar is not None and seq.request.params.temperature == 0 and not all_masks
 
 
-def _has_grammars(sequences: Seq[Sequence]) -> bool:
-    return any(seq.grammar is not None for seq in sequences)
-
-
-def _nodes_that_go_on(state: GrammarState, tree: GrammarTree) -> list[int]:
+def nodes_that_go_on(state: GrammarState, tree: GrammarTree) -> list[int]:
     """Nothing of what comes after the others counts."""
     return [node for node, token in enumerate(tree.tokens) if not node or not state.is_end(token)]
 

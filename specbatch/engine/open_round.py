@@ -23,3 +23,11 @@ class OpenRound(NamedTuple):
                 seq.num_in_flight -= self.begun.max_path
                 seq.rounds_in_flight -= 1
             raise
+
+    def that_count(self) -> list[Sequence | None]:
+        """Its requests; None in place of those that had begun it with a token that their grammar refuses."""
+        for seq in self.rows:
+            if seq.goes_back:
+                seq.num_in_flight -= self.begun.max_path
+                seq.rounds_in_flight -= 1
+        return [None if seq.goes_back else seq for seq in self.rows]

@@ -94,11 +94,16 @@ def _read_round(
     assert count >= 1, f"request {seq.request.request_id} ended on the device only"
     seq.rounds_in_flight -= 1
     seq.num_in_flight -= max_path
+    tokens = report[_TOKENS : _TOKENS + count]
+    if seq.grammar is not None and (legal := seq.grammar.admit(tokens)) < count:
+        count, tokens, seq.goes_back = legal, tokens[:legal], True
+        if not legal:
+            return None
     seq.num_computed_tokens += count
     if broken:
         stats.broken_drafts += broken
     before = len(seq.tokens)
-    reason = append_tokens(seq, report[_TOKENS : _TOKENS + count], eos)
+    reason = append_tokens(seq, tokens, eos)
     committed = len(seq.tokens) - before
     seq.counts.record(drafted, depth, count - 1 if count <= committed else committed, committed)
     return reason

@@ -201,6 +201,8 @@ class Round:
             edited, edits = forwarded.edited_TV, edits & Edits.NODE_MASK
         edited = self._edited(view, trees, edited, edits, keep=num_top is not None and edited is logits)
         decision = self._acceptance.decide(view, trees, edited, index_BN, target_ids, sampled)
+        if edits & Edits.NODE_MASK and (rules := self.state.rules) is not None and rules.forced_SN is not None:
+            decision = _with_forced(decision, rules.forced_SN[view.req_idx_B, :num_nodes], edited)
         committed = self._commit(view, trees, decision)
         accept_index_T = committed.accept_index_T if index_T is None else index_T[committed.accept_index_T]
         if trees.parents_BN is not None:  # a chain's path is contiguous
@@ -359,3 +361,19 @@ class Round:
         features = net.features(hidden_TE, aux_hidden_states)
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected, trunk)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
+
+
+def _with_forced(decision: Decision, forced_BN: Tensor, logits_TV: Tensor) -> Decision:
+    """With the only tokens that may come (`RuleBuffers.forced_SN`) in place of other choices, as if masks had left
+    nothing else: NO_TOKEN where another rule forbids that."""
+    if decision.choice_BN is None or decision.margin_BN is None:
+        return decision
+    logits_BNV = logits_TV.view(*forced_BN.shape, -1)
+    of_forced_BN = logits_BNV.gather(2, forced_BN.clamp(min=0)[:, :, None])[:, :, 0]
+    is_other_BN = (forced_BN >= 0) & (decision.choice_BN != forced_BN) & (decision.choice_BN != NO_TOKEN)
+    taken_BN = torch.where(of_forced_BN > -torch.inf, forced_BN, NO_TOKEN)
+    return replace(
+        decision,
+        choice_BN=torch.where(is_other_BN, taken_BN, decision.choice_BN),
+        margin_BN=torch.where(is_other_BN, torch.inf, decision.margin_BN),
+    )

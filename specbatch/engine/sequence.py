@@ -41,6 +41,7 @@ class Sequence:
     rules: Rules | None = None
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index of the token, as far as computed
     grammar: GrammarState | None = None
+    goes_back: bool = False  # on the device: it went on with a token that its grammar refuses, see `unchecked_round`
     num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `grammar.MAX_FORCED`
 
     @property

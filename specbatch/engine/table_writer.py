@@ -77,10 +77,10 @@ class TableWriter:
                 table = self._state.add_rules(self._vocab_size)
                 write_rules(table, self._transfers, seq.req_idx, seq.rules, seq.num_prompt)
 
-    def node_masks(self, num_nodes: int) -> RuleTable:
-        """The rules' table, with room for masks of that number of nodes."""
+    def node_masks(self, num_nodes: int, *, with_forced: bool) -> RuleTable:
+        """The rules' table, with room for masks of that number of nodes. `with_forced`: for forced tokens, too."""
         table = self._state.add_rules(self._vocab_size)
-        table.add_node_masks(num_nodes)
+        table.add_node_masks(num_nodes, with_forced=with_forced)
         return table
 
     def upload_pages(self, sequences: Iterable[Sequence]) -> None:
@@ -96,6 +96,13 @@ class TableWriter:
         self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
         for seq in grown:  # not before: an upload may run out of memory
             self._num_pages_of[seq.req_idx] = len(seq.pages)
+
+    def set_back(self, sequences: Seq[Sequence]) -> None:
+        """To what the host knows of these requests: rounds have gone further with tokens that do not count."""
+        values = [[len(seq.tokens) - 1, seq.tokens[-1], 0] for seq in sequences]
+        slots = self._transfers.upload(np.array([[seq.req_idx] for seq in sequences], dtype=np.int64))
+        fields = self._transfers.upload(np.array([[Field.LENGTH, Field.ROOT, Field.DONE]], dtype=np.int64))
+        self._state.ints_SF.index_put_((slots, fields), self._transfers.upload(np.array(values, dtype=np.int64)))
 
     def upload_host_trees(self, sequences: Seq[Sequence], packed_BZ: np.ndarray) -> None:
         """What `HostDraftMethod.pack` made of the next round's trees."""

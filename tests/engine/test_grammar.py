@@ -18,8 +18,8 @@ from specbatch.draft.none import NoDraft
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import Launched
-from specbatch.engine.forced_room import ForcedRoom
 from specbatch.engine.grammar_round import GrammarRound
+from specbatch.engine.running_choice import RunningChoice
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import constraint_of
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
@@ -160,7 +160,7 @@ def test_a_round_is_read_while_the_next_one_computes(case: str, forces: bool, pa
     force much, else plain decoding leaves no room for that."""
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
     if not forces:
-        engine._grammars._room.method = lambda method, _: method  # type: ignore[method-assign]
+        engine._grammars._room.saw(-1e9, 1)
     seen: list[tuple[str, int]] = []
 
     class Recorded(Replays):
@@ -362,24 +362,23 @@ def test_plain_decoding_with_fixed_shapes_drafts_what_is_forced() -> None:
     assert NoDraft().with_room(1).num_nodes == 1
 
 
-def test_room_for_forced_tokens_is_left_where_there_are_some() -> None:
-    room, plain = ForcedRoom(), NoDraft(room=8)
+def test_what_pays_at_times_is_done_where_it_does() -> None:
+    choice = RunningChoice(0.25)
 
-    def sizes(count: int, forced: int) -> list[int]:
-        """Of rounds in which grammars force so many tokens of ten requests."""
+    def rounds(count: int, gain: float) -> list[bool]:
+        """Of ten requests."""
         found = []
         for _ in range(count):
-            found.append(room.method(plain, 32).num_nodes)
-            if found[-1] > 1:
-                room.saw(forced, 10)
+            found.append(choice.next())
+            if found[-1]:
+                choice.saw(gain, 10)
         return found
 
-    assert set(sizes(100, 8)) == {8}
-    free = sizes(400, 0)
-    assert free[:10] == [8] * 10
-    assert 8 <= free[100:].count(8) <= 10, "it looks again at times"
-    forced = sizes(400, 9)
-    assert forced[-50:] == [8] * 50
+    assert all(rounds(100, 8))
+    without = rounds(400, 0)
+    assert all(without[:10])
+    assert 8 <= sum(without[100:]) <= 10, "it tries again at times"
+    assert all(rounds(400, 9)[-50:])
 
 
 @pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])

@@ -70,7 +70,9 @@ def nodes_of(lines: list[int], shape: str) -> TreeNodes:
 
 def on_device(rules: RuleTable) -> Any:
     moved = {field.name: getattr(rules, field.name) for field in dataclasses.fields(rules)}
-    return dataclasses.make_dataclass("Rules", moved)(**{name: x.to(DEVICE) for name, x in moved.items()})
+    return dataclasses.make_dataclass("Rules", moved)(
+        **{name: None if x is None else x.to(DEVICE) for name, x in moved.items()}
+    )
 
 
 def edited(raw: Any, nodes: TreeNodes, rules: Any, text: torch.Tensor, edits: Edits, logits: torch.Tensor) -> Any:

@@ -1,0 +1,102 @@
+"""Which rounds the batches with grammars have, and the masks of first tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+
+from specbatch.draft.method import DraftMethod
+from specbatch.engine.grammar import GrammarTree
+from specbatch.engine.grammar_round import GrammarRound
+from specbatch.engine.node_masks import NodeMasks, WantedMasks
+from specbatch.engine.running_choice import RunningChoice
+from specbatch.engine.sequence import Sequence
+from specbatch.engine.table_writer import TableWriter
+from specbatch.engine.transfers import Transfers
+from specbatch.engine.unchecked_round import UncheckedRound
+
+# Whether rounds of `unchecked_round` run on CUDA. No GPU has run them. Set it to True when `pytest -m gpu tests/engine`
+# passes on one, and `check_grammar.py --only none` shows that they are faster there.
+MEASURED_ON_CUDA = False
+
+
+_WORTH_ROOM = 0.25  # forced tokens of a request and round
+_WORTH_NO_CHECKS = 0.85  # of the requests of a round begin it with a token that their grammar allows
+
+
+def checks_choices(device: torch.device) -> bool:
+    return device.type == "cuda" and not MEASURED_ON_CUDA
+
+
+class Grammars:
+    """The grammars of an engine's requests. `num_nodes`: of the largest tree. `fixed_shapes`: of its rounds.
+    `simulates`: they commit what the target does not choose, so its choices say nothing about masks. `checks`: all
+    choices are checked before acceptance, also those of plain decoding."""
+
+    def __init__(
+        self,
+        table: TableWriter,
+        transfers: Transfers,
+        num_nodes: int,
+        *,
+        fixed_shapes: bool,
+        simulates: bool,
+        checks: bool,
+    ) -> None:
+        self._table = table
+        self._transfers = transfers
+        self._num_nodes = num_nodes
+        self._fixed_shapes = fixed_shapes
+        self._all_masks, self._checks = simulates, checks
+        self._room, self._unchecked = RunningChoice(_WORTH_ROOM), RunningChoice(_WORTH_NO_CHECKS)
+        self._masks: NodeMasks | None = None  # made for the first request with a grammar
+
+    def method(self, sequences: Seq[Sequence], method: DraftMethod, padded_size: int) -> DraftMethod:
+        """What drafts in the next round of these requests, where that is `method` without grammars. Plain decoding has
+        room for forced tokens, as long as there are some: it makes rounds longer."""
+        if method.has_drafts or not self._fixed_shapes or not _has_grammars(sequences):
+            return method
+        return method.with_room(padded_size) if self._room.next() else method
+
+    def of_round(
+        self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]
+    ) -> GrammarRound | None:
+        """None: no request of the batch has a grammar. `method`: see `method`. `read`: see `GrammarRound`."""
+        if not _has_grammars(sequences):
+            return None
+        traits = {"fixed_shapes": self._fixed_shapes, "all_masks": self._all_masks}
+        is_plain = self._fixed_shapes and not method.has_drafts and method.net is None
+        is_unchecked = is_plain and not (self._checks or self._all_masks) and self._unchecked.next()
+        kind = UncheckedRound if is_unchecked else GrammarRound
+        return kind(sequences, method, self._cleared_masks(), self._transfers, read, **traits)
+
+    def saw(self, round_: GrammarRound) -> None:
+        """A round that has been launched."""
+        counts, num_requests = round_.counts, round_.num_requests
+        if not round_.method.has_drafts and round_.method.num_nodes > 1:
+            self._room.saw(counts.forced, num_requests)
+        if isinstance(round_, UncheckedRound):
+            self._unchecked.saw(num_requests - round_.num_going_back, num_requests)
+
+    def write_first_masks(self, ready: Seq[Sequence]) -> None:
+        """Of the first tokens of prompts that end. A request that is computed again has its first token."""
+        roots = [
+            WantedMasks(seq.req_idx, seq.grammar, GrammarTree.of([0], None), [0])
+            for seq in ready
+            if seq.grammar is not None and len(seq.tokens) == seq.num_prompt
+        ]
+        if any(seq.grammar is not None for seq in ready):
+            self._cleared_masks().write(roots)
+
+    def _cleared_masks(self) -> NodeMasks:
+        rules = self._table.node_masks(self._num_nodes, with_forced=not self._checks)
+        if self._masks is None or self._masks.rules is not rules:
+            self._masks = NodeMasks(rules, self._transfers)
+        self._masks.clear()
+        return self._masks
+
+
+def _has_grammars(sequences: Seq[Sequence]) -> bool:
+    return any(seq.grammar is not None for seq in sequences)
