@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,28 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 import specbatch
 from tests.tiny_checkpoint import write_checkpoint
 
+_MANY_VARIANTS = {"attention", "draft", "engine", "graphs", "kernels", "models"}  # folders
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests with many variants, half are `wide`: chosen by their names, so that each parameter is in either half."""
+    variants: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.path.parent.name in _MANY_VARIANTS and not {"slow", "gpu"} & {
+            mark.name for mark in item.iter_markers()
+        }:
+            variants.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for some in variants.values():
+        for item in some if len(some) >= 4 else []:
+            if zlib.crc32(item.name.encode()) % 2:
+                item.add_marker("wide")
 
 
 def pytest_collection_finish() -> None:
