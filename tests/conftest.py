@@ -19,7 +19,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 import specbatch
 from tests.tiny_checkpoint import write_checkpoint
 
-_MANY_VARIANTS = {"attention", "draft", "engine", "graphs", "kernels", "models"}  # folders
+_MANY_VARIANTS = {"attention", "cli", "draft", "engine", "graphs", "job", "kernels", "models", "tune"}  # folders
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -33,9 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of tests with many variants, half are `wide`: chosen by their names, so that each parameter is in either half."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.path.parent.name in _MANY_VARIANTS and not {"slow", "gpu"} & {
-            mark.name for mark in item.iter_markers()
-        }:
+        marks = {mark.name for mark in item.iter_markers()}
+        if item.path.parent.name in _MANY_VARIANTS and not marks & {"slow", "gpu"}:
             variants.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
     for some in variants.values():
         for item in some if len(some) >= 4 else []:

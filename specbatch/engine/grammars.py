@@ -49,7 +49,7 @@ class Grammars:
         self._transfers = transfers
         self._num_nodes = num_nodes
         self._fixed_shapes = fixed_shapes
-        self._all_masks, self._checks = simulates, checks
+        self._all_masks, self._checks = simulates, checks or not fixed_shapes
         self._room, self._unchecked = RunningChoice(_WORTH_ROOM), RunningChoice(_WORTH_NO_CHECKS)
         self._masks: NodeMasks | None = None  # made for the first request with a grammar
 

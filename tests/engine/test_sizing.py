@@ -162,6 +162,7 @@ def test_the_cache_leaves_room_for_rules() -> None:
     assert pages[0] - pages[1] == 200 // 4
 
 
+@pytest.mark.wide
 def test_what_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="does not hold one round"):
         build(monkeypatch, 1 << 20, lambda batch, chunk: None)
@@ -202,6 +203,7 @@ def test_pieces_that_do_not_fit_while_a_trial_runs(monkeypatch: pytest.MonkeyPat
     assert any(line.startswith("prefill.graphs: no graphs of pieces") for line in card.notes)
 
 
+@pytest.mark.wide
 def test_a_trial_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that breaks off, whose error keeps its frames in a cycle. The next one has all of the memory."""
     alive: list[int] = []

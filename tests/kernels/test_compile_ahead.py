@@ -24,7 +24,10 @@ def run(check: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("check", [pytest.param("gemms", marks=pytest.mark.slow), "specialised", "failures"])
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param("gemms", marks=pytest.mark.slow), pytest.param("specialised", marks=pytest.mark.wide), "failures"],
+)
 def test_kernels_are_compiled_and_not_launched(check: str, tmp_path: Path) -> None:
     run(check, tmp_path)
 
