@@ -197,8 +197,8 @@ class EngineSection:
         "`on`: a round of at least 16 requests, or a prompt chunk of at least 256 tokens (2,048 on CUDA), is computed "
         "as two halves at the same time, so that one computes while the other waits for memory or for another process. "
         "On CUDA it needs `engine.attention: triton`, and does not run with `engine.deterministic`. `auto`: with "
-        "`engine.tensor_parallel` on a CPU it is measured at the start, for each batch size. Else it is off; on CUDA "
-        "its gain is not measured yet.",
+        "`engine.tensor_parallel` on a CPU it is measured at the start, for each batch size. Else it is off: on CUDA "
+        "two halves were faster for a model of 135M parameters only, in plain decoding of at most 64 requests.",
         read=read_switch,
     )
     deterministic: bool = option(

@@ -8,7 +8,8 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Speculation statistics of one completion, or summed over many. They do not depend on scheduling."""
+    """Speculation statistics of one completion, or summed over many. They do not depend on scheduling; but those of a
+    row with a grammar in plain decoding in fixed shapes do, where rounds can be for nothing."""
 
     rounds: int = 0  # verify passes after the prefill
     drafted: int = 0  # draft tokens (tree nodes without the root) that were verified

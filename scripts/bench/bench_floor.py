@@ -8,6 +8,7 @@ Activations are not: on a GPU they stay in caches. Weights in FP8 are a byte eac
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
@@ -47,6 +48,7 @@ def measure_device(device: torch.device) -> DeviceRates:
     """Medians of a 4 GB copy and of an 8192^3 bf16 product (on a CPU: 64 MB, 1024^3 float32)."""
     rates = DeviceRates(_copy_rate(device), _matmul_rate(device))
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()  # the engine sizes itself by what is free
     return rates
 

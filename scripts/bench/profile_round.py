@@ -51,7 +51,10 @@ def main() -> None:
     run = resolve(load_config(None, ["engine.prefix_cache=false", *sets]))
     if run.config.engine.tensor_parallel > 1 or not run.on_cuda:
         ranked = build_ranked(run) if run.config.engine.tensor_parallel > 1 else build_engine(run)
-        profile_rounds(ranked, max(batches), args.rounds, args.trace, args.context)
+        try:
+            profile_rounds(ranked, max(batches), args.rounds, args.trace, args.context)
+        finally:
+            ranked.close()
         return
     engine = build_engine(run)
     assert isinstance(engine, Engine), "only the device engine is profiled"

@@ -26,9 +26,9 @@ COMMUNICATION, COMPUTE = "communication", "compute"
 WAIT = "wait for ranks"  # on a CPU, where the communication itself is in threads of the library
 # Of kernels, by what their names hold; the first that fits.
 KINDS = {
-    COMMUNICATION: r"nccl|all_?reduce|all_?gather|symm_mem",
+    COMMUNICATION: r"nccl|all_?reduce|all_?gather|symm_mem|one_shot",
     "attention": r"atten|attend|flash|paged|prefix_parts",
-    "GEMM": r"gemm|nvjet|cutlass|matmul|cublas|linear|sm90_xmma|splitk",
+    "GEMM": r"gemm|nvjet|cutlass|matmul|cublas|linear|sm90_xmma|splitk|dot_kernel|combine_kernel|fma_kernel",
     "copies": r"memcpy|memset",
 }
 PHASES = ("draft", "target", "accept", "extend", "prompts")

@@ -45,6 +45,7 @@ from specbatch.kernels.triton.skinny import ops
 from specbatch.kernels.triton.skinny.tile import GemmTile
 from specbatch.models.config import ModelConfig
 from specbatch.models.random_weights import REDUCED_DRAFT_VOCAB, geometries
+from specbatch.models.sharded import local_config
 
 DTYPE = torch.bfloat16
 EPS = 1e-5
@@ -86,7 +87,9 @@ class Geometry:
     heads: int  # features of all query heads
 
     @staticmethod
-    def of(config: ModelConfig) -> Geometry:
+    def of(config: ModelConfig, ranks: int = 1) -> Geometry:
+        """`ranks`: of engine.tensor_parallel; the GEMMs of the first. A draft is as for one."""
+        whole, config = config, local_config(config, 0, ranks)
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         qkv = heads + 2 * config.num_kv_heads * config.head_dim
         draft_vocab = min(config.vocab_size, REDUCED_DRAFT_VOCAB)
@@ -97,7 +100,7 @@ class Geometry:
             Gemm("down", "residual", hidden, config.intermediate_size),
         )
         others = (
-            Gemm("lm_head", "linear", config.vocab_size, hidden),
+            Gemm("lm_head", "linear", -(-whole.vocab_size // ranks), hidden),
             Gemm("draft_fc", "linear", hidden, 3 * hidden),
             Gemm("draft_qkv", "linear", qkv, 2 * hidden),
             Gemm("draft_head", "norm", draft_vocab, hidden),
@@ -534,8 +537,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--chain-rows", type=int, nargs="+", default=CHAIN_ROWS)
     parser.add_argument("--shape", choices=sorted(geometries()), default="llama-3-8b", help="whose GEMMs")
+    parser.add_argument("--ranks", type=int, default=1, help="the part of one of so many GPUs")
+    parser.add_argument("--layers", type=int, help="of the chain; default: all")
     args = parser.parse_args()
-    geometry = Geometry.of(geometries()[args.shape])
+    geometry = Geometry.of(geometries()[args.shape], args.ranks)
+    if args.layers is not None:
+        geometry = replace(geometry, num_layers=args.layers)
     if args.table is not None:
         print_table(geometry, args.table, not args.no_pdl)
         return

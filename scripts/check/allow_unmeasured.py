@@ -2,8 +2,7 @@
 
 python scripts/check/allow_unmeasured.py lanes -m specbatch generate ...
 
-`lanes`: the `auto` of engine.two_batch_overlap, the default of that option: it changes every run. `grammars`: rounds
-that do not wait for grammars, in plain decoding.
+`lanes`: the `auto` of engine.two_batch_overlap, the default of that option: it changes every run.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from specbatch.engine import grammars, resolve_lanes
+from specbatch.engine import resolve_lanes
 
-REFUSED = {"lanes": resolve_lanes, "grammars": grammars}
+REFUSED = {"lanes": resolve_lanes}
 
 
 def allow(what: str) -> None:

@@ -31,7 +31,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, Launched, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.grammar import MAX_FORCED
-from specbatch.engine.grammars import Grammars, checks_choices
+from specbatch.engine.grammars import Grammars
 from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs
 from specbatch.engine.open_round import OpenRound
@@ -104,7 +104,6 @@ class Engine(EngineBase):
         self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
         traits = {"fixed_shapes": self._round.fixed_shapes, "simulates": self._round.simulates}
-        traits["checks"] = checks_choices(device)
         self._grammars = Grammars(self._rows, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
         self._reports: deque[Report] = deque()

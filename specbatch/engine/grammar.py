@@ -80,6 +80,10 @@ class GrammarState:
             self.plan, self.was_refused = None, True
         return count
 
+    def begin_checked(self) -> None:
+        """Forget what an unchecked round has left, which may have failed: the next one checks."""
+        self.plan, self.is_unchecked, self.was_refused = None, False, False
+
     @property
     def num_ahead(self) -> int:
         """Tokens that `choose` took since `follow`."""

@@ -139,7 +139,7 @@ class GrammarRound:
         seq = self._sequences[index] if index < len(self._sequences) else None
         if seq is None or seq.grammar is None or seq.is_finished or seq.goes_back:
             return GrammarTree.of(tokens, parents)
-        seq.grammar.was_refused = False  # this round checks
+        seq.grammar.begin_checked()
         room = seq.max_length - len(seq.tokens)  # tokens after the root that count
         max_depth = min(room, self.method.max_path - 1) if self._fixed_shapes else room
         max_nodes = self.method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
@@ -170,7 +170,7 @@ class GrammarRound:
             self._follow()
             for i, seq in enumerate(self._sequences):
                 if seq.grammar is not None and not seq.is_finished and not seq.goes_back:
-                    seq.grammar.was_refused = False
+                    seq.grammar.begin_checked()
                     self._trees.append((i, seq.grammar, GrammarTree.of(seq.tokens[-1:], None)))
         began = time.perf_counter()
         checked = [one for one in self._trees if self._is_checked(self._sequences[one[0]])]

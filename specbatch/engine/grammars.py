@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-import torch
-
 from specbatch.draft.method import DraftMethod
 from specbatch.engine.grammar import GrammarTree
 from specbatch.engine.grammar_round import GrammarRound
@@ -17,23 +15,13 @@ from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
 from specbatch.engine.unchecked_round import UncheckedRound
 
-# Whether rounds of `unchecked_round` run on CUDA. No GPU has run them. Set it to True when `pytest -m gpu tests/engine`
-# passes on one, and `check_grammar.py --only none` shows that they are faster there.
-MEASURED_ON_CUDA = False
-
-
 _WORTH_ROOM = 0.25  # forced tokens of a request and round
 _WORTH_NO_CHECKS = 0.85  # of the requests of a round begin it with a token that their grammar allows
 
 
-def checks_choices(device: torch.device) -> bool:
-    return device.type == "cuda" and not MEASURED_ON_CUDA
-
-
 class Grammars:
     """The grammars of an engine's requests. `num_nodes`: of the largest tree. `fixed_shapes`: of its rounds.
-    `simulates`: they commit what the target does not choose, so its choices say nothing about masks. `checks`: all
-    choices are checked before acceptance, also those of plain decoding."""
+    `simulates`: they commit what the target does not choose, so its choices say nothing about masks."""
 
     def __init__(
         self,
@@ -43,13 +31,13 @@ class Grammars:
         *,
         fixed_shapes: bool,
         simulates: bool,
-        checks: bool,
     ) -> None:
         self._table = table
         self._transfers = transfers
         self._num_nodes = num_nodes
         self._fixed_shapes = fixed_shapes
-        self._all_masks, self._checks = simulates, checks or not fixed_shapes
+        self._all_masks = simulates
+        self._checks = not fixed_shapes  # before acceptance, in plain decoding, too
         self._room, self._unchecked = RunningChoice(_WORTH_ROOM), RunningChoice(_WORTH_NO_CHECKS)
         self._masks: NodeMasks | None = None  # made for the first request with a grammar
 

@@ -30,4 +30,5 @@ class OpenRound(NamedTuple):
             if seq.goes_back:
                 seq.num_in_flight -= self.begun.max_path
                 seq.rounds_in_flight -= 1
+                seq.counts.record(0, 0, 0, 0)
         return [None if seq.goes_back else seq for seq in self.rows]

@@ -250,6 +250,7 @@ class RankedEngine:
 
     def submit(self, request: Request) -> None:
         check = request.check_stop
+        assert request.matcher is None or request.matcher_spec is not None, "the other ranks could make no matcher"
         self._engine.submit(request if check is None else replace(request, check_stop=self._sent(check)))
         # A matcher belongs to a process: the other ranks make theirs.
         self._send("submit", replace(request, check_stop=None, matcher=None), check is not None)

@@ -94,18 +94,20 @@ def _read_round(
     assert count >= 1, f"request {seq.request.request_id} ended on the device only"
     seq.rounds_in_flight -= 1
     seq.num_in_flight -= max_path
-    tokens = report[_TOKENS : _TOKENS + count]
+    tokens, num_accepted = report[_TOKENS : _TOKENS + count], count - 1
+    if broken:
+        stats.broken_drafts += broken
     if seq.grammar is not None and (legal := seq.grammar.admit(tokens)) < count:
         count, tokens, seq.goes_back = legal, tokens[:legal], True
         if not legal:
+            seq.counts.record(drafted, depth, 0, 0)
             return None
     seq.num_computed_tokens += count
-    if broken:
-        stats.broken_drafts += broken
     before = len(seq.tokens)
     reason = append_tokens(seq, tokens, eos)
     committed = len(seq.tokens) - before
-    seq.counts.record(drafted, depth, count - 1 if count <= committed else committed, committed)
+    # A token that is refused, or that comes after a stop, was accepted by the device only.
+    seq.counts.record(drafted, depth, num_accepted if num_accepted <= committed else committed, committed)
     return reason
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from specbatch.engine import reports
 from specbatch.engine.engine import Engine
+from specbatch.engine.grammar import GrammarState
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.transfers import Download
 from specbatch.engine.unchecked_round import UncheckedRound
@@ -198,3 +200,70 @@ def test_it_is_given_up_where_grammars_refuse_much(monkeypatch: pytest.MonkeyPat
     run_requests(engine, requests((0.0,), [*GRAMMARS, "schema", "object"]))
     assert kinds[0] is UncheckedRound
     assert kinds.count(GrammarRound) > kinds.count(UncheckedRound)
+
+
+@pytest.mark.parametrize("at", range(1, 20))
+def test_a_checked_round_after_a_round_that_failed(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forgets what the failed one has planned, and that its tokens were to be checked."""
+    names = ["schema", "regex", "choice", "schema"]
+    expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0,), names))
+    engine = unchecked()
+    round_ = type(engine.executor.rounds.items[0])
+    finish, num_finished, num_later = round_.finish, 0, 0
+    dropped: list[int] = []
+
+    def finish_or_fail(self: Any, *args: Any) -> Any:
+        nonlocal num_finished
+        num_finished += 1
+        if num_finished == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return finish(self, *args)
+
+    def is_unchecked() -> bool:
+        nonlocal num_later
+        num_later += num_finished >= at
+        return num_later != 1
+
+    def admit(self: GrammarState, tokens: Any) -> int:
+        count = admitted(self, tokens)
+        dropped.extend(tokens[count:] if num_later == 2 else [])  # of the round that was checked
+        return count
+
+    admitted = GrammarState.admit
+    monkeypatch.setattr(round_, "finish", finish_or_fail)
+    monkeypatch.setattr(GrammarState, "admit", admit)
+    monkeypatch.setattr(engine._grammars._unchecked, "next", is_unchecked)
+    monkeypatch.setattr(engine._grammars._room, "next", lambda: True)
+    found = run_requests(engine, requests((0.0,), names))
+    engine.check_integrity()
+    assert texts(found) == texts(expected)
+    assert dropped == []
+
+
+def test_each_pass_and_each_accepted_draft_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a token is refused, those before it were drafts, and a pass that commits nothing is one."""
+    seen: dict[Any, list[int]] = {}
+    read_round = reports._read_round
+
+    def read(seq: Any, report: list[int], *args: Any) -> Any:
+        before, request = len(seq.tokens), seq.request.request_id
+        reason = read_round(seq, report, *args)
+        committed = len(seq.tokens) - before
+        passes = seen.setdefault(request, [0, 0, 0, 0])
+        for i, count in enumerate((1, report[1], min(report[0] - 1, committed), committed)):
+            passes[i] += count
+        return reason
+
+    monkeypatch.setattr(reports, "_read_round", read)
+    engine = unchecked()
+    monkeypatch.setattr(engine._grammars._room, "next", lambda: True)
+    names = [*GRAMMARS, "schema", "regex"]
+    found = run_requests(engine, requests((0.0,), names))
+    num_for_nothing = 0
+    for completion in found:
+        counts, passes = completion.speculation, seen[completion.request_id]
+        assert [counts.drafted, counts.accepted, counts.committed] == passes[1:]
+        assert sum(counts.histogram) == sum(counts.depths) == counts.rounds >= passes[0]
+        num_for_nothing += counts.rounds - passes[0]
+    assert engine.stats.grammar.refused > 5
+    assert num_for_nothing > 5  # begun with a token that was refused

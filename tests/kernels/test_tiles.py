@@ -15,6 +15,7 @@ from specbatch.kernels.triton.parts.attention_splits import invariant_tile
 from specbatch.kernels.triton.parts.attention_tile import Tile, prefix_tile_for, shared_of, tile_for
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
 from specbatch.kernels.triton.skinny.tile import (
+    _MEASURED,
     GemmTile,
     fitting,
     gemm_tile_for,
@@ -25,7 +26,7 @@ from specbatch.kernels.triton.skinny.tile import (
 
 KIB = 1024
 LIMITS = [64 * KIB, 99 * KIB, 163 * KIB, 227 * KIB]
-SIZES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (4096, 12288), (576, 1536)]
+SIZES = [*_MEASURED, (576, 1536)]
 ROWS = [1, 4, 16, 17, 32, 33, 64, 65, 4096]
 
 
