@@ -275,6 +275,7 @@ def tiny_device_engine(
     min_lane: int | None = None,
     cascade: GroupLimits | None = None,
     checks: bool = True,
+    steady: bool = False,
     **traits: Any,
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
@@ -326,8 +327,10 @@ def tiny_device_engine(
         chunk_cost=chunk_cost if fixed_shapes else None,
         threads=threads,
         trunks=trunks,
+        steady=steady,
     )
-    engine._grammars._checks = checks
+    if not steady:
+        engine._grammars._checks = checks
     return engine
 
 

@@ -537,7 +537,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--chain-rows", type=int, nargs="+", default=CHAIN_ROWS)
     parser.add_argument("--shape", choices=sorted(geometries()), default="llama-3-8b", help="whose GEMMs")
-    parser.add_argument("--ranks", type=int, default=1, help="the part of one of so many GPUs")
+    parser.add_argument("--ranks", type=int, default=1, help="of engine.tensor_parallel: the part of one GPU")
     parser.add_argument("--layers", type=int, help="of the chain; default: all")
     args = parser.parse_args()
     geometry = Geometry.of(geometries()[args.shape], args.ranks)

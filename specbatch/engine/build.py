@@ -137,6 +137,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             threads=threads,
             shrinks=group is None,
             trunks=trunks,
+            steady=run.config.engine.deterministic,
         )
 
     if run.engine.measures_lanes:

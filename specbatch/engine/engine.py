@@ -72,9 +72,10 @@ class Engine(EngineBase):
         threads: ThreadGovernor | None = None,
         shrinks: bool = True,
         trunks: PromptTrunks = EAGER,
+        steady: bool = False,
     ) -> None:
         """`chunk_cost` None: short prompts are not held. `threads`: of a CPU. `shrinks`: batches and chunks that run
-        out of memory are made smaller. `trunks`: how prompts are computed."""
+        out of memory are made smaller. `trunks`: how prompts are computed. `steady`: see `Grammars`."""
         rounds = executor.rounds.items
         self.executor = executor
         self._round: Round = rounds[0]  # for prompts, which no draft method changes
@@ -103,7 +104,7 @@ class Engine(EngineBase):
         sizes = executor.lanes
         self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
-        traits = {"fixed_shapes": self._round.fixed_shapes, "simulates": self._round.simulates}
+        traits = {"fixed_shapes": self._round.fixed_shapes, "simulates": self._round.simulates, "steady": steady}
         self._grammars = Grammars(self._rows, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
         self._reports: deque[Report] = deque()

@@ -21,7 +21,8 @@ _WORTH_NO_CHECKS = 0.85  # of the requests of a round begin it with a token that
 
 class Grammars:
     """The grammars of an engine's requests. `num_nodes`: of the largest tree. `fixed_shapes`: of its rounds.
-    `simulates`: they commit what the target does not choose, so its choices say nothing about masks."""
+    `simulates`: they commit what the target does not choose, so its choices say nothing about masks. `steady`:
+    the number of a request's rounds depends on nothing that runs with it."""
 
     def __init__(
         self,
@@ -31,20 +32,22 @@ class Grammars:
         *,
         fixed_shapes: bool,
         simulates: bool,
+        steady: bool,
     ) -> None:
         self._table = table
         self._transfers = transfers
         self._num_nodes = num_nodes
         self._fixed_shapes = fixed_shapes
         self._all_masks = simulates
-        self._checks = not fixed_shapes  # before acceptance, in plain decoding, too
+        self._has_room = fixed_shapes and not steady
+        self._checks = not self._has_room  # before acceptance, in plain decoding, too
         self._room, self._unchecked = RunningChoice(_WORTH_ROOM), RunningChoice(_WORTH_NO_CHECKS)
         self._masks: NodeMasks | None = None  # made for the first request with a grammar
 
     def method(self, sequences: Seq[Sequence], method: DraftMethod, padded_size: int) -> DraftMethod:
         """What drafts in the next round of these requests, where that is `method` without grammars. Plain decoding has
         room for forced tokens, as long as there are some: it makes rounds longer."""
-        if method.has_drafts or not self._fixed_shapes or not _has_grammars(sequences):
+        if method.has_drafts or not self._has_room or not _has_grammars(sequences):
             return method
         return method.with_room(padded_size) if self._room.next() else method
 

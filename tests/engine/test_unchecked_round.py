@@ -267,3 +267,16 @@ def test_each_pass_and_each_accepted_draft_counts(monkeypatch: pytest.MonkeyPatc
         num_for_nothing += counts.rounds - passes[0]
     assert engine.stats.grammar.refused > 5
     assert num_for_nothing > 5  # begun with a token that was refused
+
+
+def test_rounds_that_depend_on_nothing_else(always: list[type[GrammarRound]]) -> None:
+    """As with engine.deterministic: results have the same bytes, with their numbers of rounds."""
+
+    def found(batch: int) -> list[Any]:
+        engine = unchecked(max_batch_size=batch, steady=True)
+        return [(c.token_ids, c.speculation, c.margin) for c in run_requests(engine, rows("plain", (0.0, 0.7)))]
+
+    alone = found(1)
+    assert alone == found(4) == found(16)
+    assert set(always) == {GrammarRound}
+    assert all(counts.rounds == counts.committed == len(tokens) - 1 for tokens, counts, _ in alone)
