@@ -11,7 +11,7 @@ import heapq
 import random
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from specbatch.counts import EngineStats
 from specbatch.errors import InputError, RowError
 from specbatch.job.row_queue import RowPreparer
-from specbatch.job.runner import RowRunner
+from specbatch.job.runner import Finished, RowRunner
 from specbatch.job.sources import RawRow, Source
 from specbatch.types import EngineLimits
 
@@ -105,6 +105,7 @@ class Trial:
     rows: int = 0
     seconds: float = 0.0
     start_seconds: float = 0.0  # of these, before the first step
+    sort_seconds: float = 0.0  # of the results, after the last row; not of these
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     capture_seconds: float = 0.0  # of CUDA graphs, once in a job; not part of the two above
@@ -160,10 +161,16 @@ def _by_size(rounds: Sequence[tuple[int, int, float]]) -> tuple[list[int], list[
 
 
 def run_trial(
-    runner: RowRunner, rows: Sequence[RawRow], max_seconds: float, *, min_rows: int, min_seconds: float = 0.0
+    runner: RowRunner,
+    rows: Sequence[RawRow],
+    max_seconds: float,
+    *,
+    min_rows: int,
+    min_seconds: float = 0.0,
+    keep: Callable[[Finished], object] = lambda finished: None,
 ) -> Trial:
     """Run `rows` to their ends, or for `max_seconds`. After the first `min_rows` of them, more are started for
-    `min_seconds` only. Raises InputError if no row has a token then."""
+    `min_seconds` only. `keep` takes the results; its time counts. Raises InputError if no row has a token then."""
     engine, trial, added = runner.engine, Trial(), 0
     began, seconds = time.perf_counter(), 0.0
     while seconds < max_seconds:
@@ -176,7 +183,7 @@ def run_trial(
         if not trial.seconds:  # the first rows are prepared while nothing runs
             trial.seconds = trial.start_seconds = time.perf_counter() - began
         if not runner.is_busy:
-            _take(runner, trial)
+            _take(runner, trial, keep)
             if runner.is_empty and not adds:
                 break
             seconds = time.perf_counter() - began
@@ -188,10 +195,10 @@ def run_trial(
             trial.first_started, trial.first_prefill_seconds = runner.load().num_admitted, trial.prefill_seconds
         _add_step(trial, running, _Counted.of(stats).since(before))
         trial.max_running = max(trial.max_running, engine.num_running)
-        _take(runner, trial)
+        _take(runner, trial, keep)
         seconds = time.perf_counter() - began
     trial.seconds = time.perf_counter() - began
-    _take(runner, trial)
+    _take(runner, trial, keep)
     trial.ended += [(tokens, False) for tokens in engine.tokens_so_far().values() if tokens]
     trial.tokens = engine.stats.generated_tokens + sum(engine.tokens_so_far().values())
     if not trial.ended:
@@ -237,8 +244,10 @@ def _add_step(trial: Trial, running: int, step: _Counted) -> None:
         trial.rounds.append((trial.rounds[-1][0], 0, decode))
 
 
-def _take(runner: RowRunner, trial: Trial) -> None:
-    totals = runner.take().totals
+def _take(runner: RowRunner, trial: Trial, keep: Callable[[Finished], object]) -> None:
+    finished = runner.take()
+    keep(finished)
+    totals = finished.totals
     trial.rows += totals.rows
     for length, count in totals.lengths.items():
         trial.ended += [length] * count
@@ -269,7 +278,7 @@ def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estima
     round_seconds = trial.round_seconds(batch)
     prefill = trial.prefill_seconds_of(requests, tokens.work_ratio(trial.started))
     counted = trial.start_seconds + trial.prefill_seconds + trial.decode_seconds + trial.capture_seconds
-    other = max(trial.seconds - counted, 0.0) * requests / max(trial.started, 1)
+    other = (max(trial.seconds - counted, 0.0) + trial.sort_seconds) * requests / max(trial.started, 1)
     step = max(requests // _MAX_SIMULATED, 1)
     limits = np.array(tokens.limits[::step], dtype=np.float64)
     rng = np.random.default_rng(0)

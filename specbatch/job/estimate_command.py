@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,9 +17,11 @@ from specbatch.config import Config
 from specbatch.job.estimate import Estimate, FileTokens, Trial, count_tokens, estimate, run_trial
 from specbatch.job.plan import with_shared_tokens
 from specbatch.job.progress import duration
+from specbatch.job.results import ResultFile
 from specbatch.job.rows import RowParser, with_checked_fields
+from specbatch.job.runner import RowRunner
 from specbatch.job.shard import part_of
-from specbatch.job.sources import open_source
+from specbatch.job.sources import RawRow, open_source
 from specbatch.job.stats_types import SCHEMA_VERSION
 from specbatch.job.terminal import print_notes
 from specbatch.job.tokenizer import with_chat_template_text
@@ -41,8 +46,8 @@ class EstimateOptions:
 def estimate_file(
     options: EstimateOptions, config: Config, runtime: Runtime, console: Console, *, began: float
 ) -> dict[str, Any]:
-    """The figures, JSON-ready. `began`: when the command did (time.perf_counter). Nothing is written. Raises
-    SpecbatchError."""
+    """The figures, JSON-ready. `began`: when the command did (time.perf_counter). Only a temporary file is
+    written. Raises SpecbatchError."""
     config = with_chat_template_text(config)
     parser = RowParser(config.sampling, config.data)
     source = with_checked_fields(open_source(options.input, config.data), parser)
@@ -70,11 +75,26 @@ def estimate_file(
         tokens = count_tokens(source, runner.preparer(), runner.engine.limits, num_drawn, seed, num_rows)
     with doing("running some rows"):
         seconds = options.trial_seconds
-        trial = run_trial(runner, tokens.drawn, seconds, min_rows=num_rows, min_seconds=min_seconds)
+        trial = _run_trial(runner, tokens.drawn, seconds, num_rows, min_seconds)
     found = estimate(tokens, trial, max_batch_size=batch)
     memory = _memory(worker.run, runtime, runner.engine)
     worker.close()
     return _report(source.name, tokens, trial, found, load_seconds, memory, what.made_by)
+
+
+def _run_trial(
+    runner: RowRunner, rows: Sequence[RawRow], max_seconds: float, min_rows: int, min_seconds: float
+) -> Trial:
+    """With a file of results, as a job has one."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(ResultFile(Path(folder) / "trial.results.jsonl", {}, overwrite=True)) as results,
+    ):
+        trial = run_trial(runner, rows, max_seconds, min_rows=min_rows, min_seconds=min_seconds, keep=results.append)
+        began = time.perf_counter()
+        results.finish()
+        trial.sort_seconds = time.perf_counter() - began
+    return trial
 
 
 def _report(

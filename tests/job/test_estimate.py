@@ -17,8 +17,10 @@ from rich.console import Console
 from specbatch.errors import InputError
 from specbatch.job.estimate import FileTokens, Trial, count_tokens, draw_lengths, estimate
 from specbatch.job.estimate_command import EstimateOptions, estimate_file, estimate_table
+from specbatch.job.results import ResultFile
 from specbatch.job.row_queue import RowPreparer
 from specbatch.job.rows import RowParser
+from specbatch.job.runner import Finished
 from specbatch.job.sources import open_source
 from specbatch.job.terminal import table_text
 from specbatch.job.tokenizer import TextProcessor
@@ -136,6 +138,35 @@ def test_rows_are_drawn_from_the_whole_file_in_groups(run: Run) -> None:
         assert group[0] < 130
         assert group[-1] > 270
     assert found.drawn_prompts == [2 + i % 7 for i in indices for _ in range(1 + i % 2)]
+
+
+class Quick(StubEngine):
+    """What the host does takes all of the time."""
+
+    def step(self) -> list[Completion]:
+        self.stats.decode_seconds += 1e-6
+        return super().step()
+
+
+def test_what_the_file_of_results_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 rows, 30 were tried; the file took 0.3 s for them, 0.2 s at the end."""
+    before = estimated(run, Quick, trial_rows=30, limit=64)["seconds"]["expected"]
+    append, finish, kept = ResultFile.append, ResultFile.finish, []
+
+    def slow_append(results: ResultFile, finished: Finished) -> None:
+        time.sleep(0.01 * len(finished.rows))
+        append(results, finished)
+        kept.extend(row.index for row in finished.rows)
+
+    def slow_finish(results: ResultFile) -> dict[str, Any]:
+        time.sleep(0.2)
+        return finish(results)
+
+    monkeypatch.setattr(ResultFile, "append", slow_append)
+    monkeypatch.setattr(ResultFile, "finish", slow_finish)
+    found = estimated(run, Quick, trial_rows=30, limit=64)["seconds"]["expected"]
+    assert len(kept) == len(set(kept)) == 30
+    assert found - before == pytest.approx(0.5 * 64 / 30, abs=0.25)
 
 
 class Late(Paced):
