@@ -88,10 +88,11 @@ class Geometry:
 
     @staticmethod
     def of(config: ModelConfig, ranks: int = 1) -> Geometry:
-        """`ranks`: of engine.tensor_parallel; the GEMMs of the first. A draft is as for one."""
+        """`ranks`: of engine.tensor_parallel; the GEMMs of the first. Each rank has all of the draft."""
         whole, config = config, local_config(config, 0, ranks)
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         qkv = heads + 2 * config.num_kv_heads * config.head_dim
+        draft_qkv = (whole.num_heads + 2 * whole.num_kv_heads) * whole.head_dim
         draft_vocab = min(config.vocab_size, REDUCED_DRAFT_VOCAB)
         layer = (
             Gemm("qkv", "norm", qkv, hidden),
@@ -102,7 +103,7 @@ class Geometry:
         others = (
             Gemm("lm_head", "linear", -(-whole.vocab_size // ranks), hidden),
             Gemm("draft_fc", "linear", hidden, 3 * hidden),
-            Gemm("draft_qkv", "linear", qkv, 2 * hidden),
+            Gemm("draft_qkv", "linear", draft_qkv, 2 * hidden),
             Gemm("draft_head", "norm", draft_vocab, hidden),
         )
         return Geometry({p.name: p for p in layer}, others, config.num_layers, hidden, heads)

@@ -31,7 +31,7 @@ def estimate(
     trial_seconds: Annotated[float, typer.Option(min=1, metavar="S", help="The longest time of the trial.")] = 60.0,
     as_json: Annotated[bool, flag("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Estimate the time, the tokens and the memory of a job, from a short trial run. Writes no file."""
+    """Estimate the time, the tokens and the memory of a job, from a short trial run. Leaves no file."""
     began = time.perf_counter()
     with user_errors() as console:
         from specbatch.job.estimate_command import EstimateOptions, estimate_file, estimate_table

@@ -30,5 +30,6 @@ class OpenRound(NamedTuple):
             if seq.goes_back:
                 seq.num_in_flight -= self.begun.max_path
                 seq.rounds_in_flight -= 1
-                seq.counts.record(0, 0, 0, 0)
+                if not seq.is_finished:
+                    seq.counts.record(0, 0, 0, 0)
         return [None if seq.goes_back else seq for seq in self.rows]

@@ -9,9 +9,9 @@ import torch
 from specbatch.config import EngineSection
 from specbatch.errors import ConfigError
 
-# Whether `auto` measures on CUDA. Two lanes were slower there in all that was measured (docs/measured.md), but in plain
-# decoding of a model of 135M parameters with 32 and 64 rows. No GPU has run `auto` with that: it is to measure there
-# and nowhere else, because measuring takes time at each start.
+# Whether `auto` measures on CUDA. Two lanes gained more than 2% there (docs/measured.md) only in plain decoding of a
+# model of 135M parameters with 32 and 64 rows, and most often they lost. No GPU has run `auto` with that: it is to
+# measure there and nowhere else, because measuring takes time at each start.
 MEASURED_ON_CUDA = False
 
 

@@ -105,7 +105,7 @@ class Trial:
     rows: int = 0
     seconds: float = 0.0
     start_seconds: float = 0.0  # of these, before the first step
-    sort_seconds: float = 0.0  # of the results, after the last row; not of these
+    sort_seconds: float = 0.0  # of a row's result, after the last row; not of these
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     capture_seconds: float = 0.0  # of CUDA graphs, once in a job; not part of the two above
@@ -278,7 +278,7 @@ def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estima
     round_seconds = trial.round_seconds(batch)
     prefill = trial.prefill_seconds_of(requests, tokens.work_ratio(trial.started))
     counted = trial.start_seconds + trial.prefill_seconds + trial.decode_seconds + trial.capture_seconds
-    other = (max(trial.seconds - counted, 0.0) + trial.sort_seconds) * requests / max(trial.started, 1)
+    other = max(trial.seconds - counted, 0.0) * requests / max(trial.started, 1) + trial.sort_seconds * tokens.num_rows
     step = max(requests // _MAX_SIMULATED, 1)
     limits = np.array(tokens.limits[::step], dtype=np.float64)
     rng = np.random.default_rng(0)

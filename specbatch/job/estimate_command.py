@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specbatch.config import Config
+from specbatch.errors import InputError
 from specbatch.job.estimate import Estimate, FileTokens, Trial, count_tokens, estimate, run_trial
 from specbatch.job.plan import with_shared_tokens
 from specbatch.job.progress import duration
@@ -31,6 +32,7 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _TRIAL_BATCHES, _MIN_TRIAL_ROWS = 2, 8  # rows of a trial: full batches, at least
 _MIN_TRIAL_SECONDS = 5.0  # while two batches take less, more are run: what happens once in a job counts for less then
 _MAX_TRIAL_ROWS = 4096  # they are kept in memory
+_START_NOISE = 0.15  # from one start to the next
 
 
 @dataclass(frozen=True)
@@ -85,16 +87,30 @@ def estimate_file(
 def _run_trial(
     runner: RowRunner, rows: Sequence[RawRow], max_seconds: float, min_rows: int, min_seconds: float
 ) -> Trial:
-    """With a file of results, as a job has one."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        closing(ResultFile(Path(folder) / "trial.results.jsonl", {}, overwrite=True)) as results,
-    ):
+    """With a file of results, as a job has one. Raises InputError if no temporary file can be written."""
+    with _folder() as folder, closing(ResultFile(folder / "trial.results.jsonl", {}, overwrite=True)) as results:
         trial = run_trial(runner, rows, max_seconds, min_rows=min_rows, min_seconds=min_seconds, keep=results.append)
-        began = time.perf_counter()
-        results.finish()
-        trial.sort_seconds = time.perf_counter() - began
+        with closing(ResultFile(folder / "empty.results.jsonl", {}, overwrite=True)) as empty:
+            spared = _seconds_of(empty.finish)  # what does not grow with the rows
+        trial.sort_seconds = max(_seconds_of(results.finish) - spared, 0.0) / max(trial.rows, 1)
     return trial
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    try:
+        folder = tempfile.TemporaryDirectory()
+    except OSError as exc:
+        hint = "the trial writes its results there: set TMPDIR to a folder that can be written"
+        raise InputError(f"there is no temporary folder: {exc}", hint) from exc
+    with folder as name:
+        yield Path(name)
+
+
+def _seconds_of(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
 
 
 def _report(
@@ -106,7 +122,9 @@ def _report(
     memory: dict[str, Any],
     made_by: Any,
 ) -> dict[str, Any]:
-    seconds = {key: round(value + load_seconds, 1) for key, value in asdict(found.run_seconds).items()}
+    starts = {"expected": 1.0, "low": 1 - _START_NOISE, "high": 1 + _START_NOISE}
+    run_seconds = asdict(found.run_seconds)
+    seconds = {key: round(run_seconds[key] + part * load_seconds, 1) for key, part in starts.items()}
     parts = {"load": round(load_seconds, 1), "prefill": round(found.prefill_seconds, 1)}
     return {
         "schema_version": SCHEMA_VERSION,

@@ -149,7 +149,7 @@ class Quick(StubEngine):
 
 
 def test_what_the_file_of_results_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 rows, 30 were tried; the file took 0.3 s for them, 0.2 s at the end."""
+    """Of 64 rows, 30 were tried; the file took 0.3 s for them, and 0.2 s at the end of any job."""
     before = estimated(run, Quick, trial_rows=30, limit=64)["seconds"]["expected"]
     append, finish, kept = ResultFile.append, ResultFile.finish, []
 
@@ -166,7 +166,8 @@ def test_what_the_file_of_results_takes(run: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ResultFile, "finish", slow_finish)
     found = estimated(run, Quick, trial_rows=30, limit=64)["seconds"]["expected"]
     assert len(kept) == len(set(kept)) == 30
-    assert found - before == pytest.approx(0.5 * 64 / 30, abs=0.25)
+    # What the end took for an empty file, too, does not grow with the rows.
+    assert found - before == pytest.approx(0.3 * 64 / 30, abs=0.2)
 
 
 class Late(Paced):
