@@ -69,7 +69,7 @@ class Grammars:
         if not round_.method.has_drafts and round_.method.num_nodes > 1:
             self._room.saw(counts.forced, num_requests)
         if isinstance(round_, UncheckedRound):
-            self._unchecked.saw(num_requests - round_.num_going_back, num_requests)
+            self._unchecked.saw(round_.num_greedy - round_.num_going_back, round_.num_greedy)
 
     def write_first_masks(self, ready: Seq[Sequence]) -> None:
         """Of the first tokens of prompts that end. A request that is computed again has its first token."""

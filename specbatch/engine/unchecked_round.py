@@ -25,10 +25,10 @@ from specbatch.engine.sequence import Sequence
 
 
 class UncheckedRound(GrammarRound):
-    """The methods of a `GrammarRound`. Nothing waits for the target in `check`. `num_going_back`: requests for which it
-    counts for nothing."""
+    """The methods of a `GrammarRound`. Nothing waits for the target in `check`. `num_greedy`: requests that may have
+    begun it with a token that is refused; `num_going_back`: those that have, for which it counts for nothing."""
 
-    num_going_back = 0
+    num_greedy = num_going_back = 0
 
     def reshape(self, trees: DraftTrees) -> DraftTrees:
         """Chains of the roots, which the device knows, and of what is forced after them."""
@@ -56,7 +56,8 @@ class UncheckedRound(GrammarRound):
     def look_ahead(self, choice_BN: torch.Tensor) -> None:
         """While the target runs: read and check the round before, write what the host knows of this one."""
         self._follow()
-        self.num_going_back = sum(seq.goes_back for seq in self._sequences)
+        greedy = [seq for seq in self._sequences if is_checked(seq, all_masks=False) and not seq.is_finished]
+        self.num_greedy, self.num_going_back = len(greedy), sum(seq.goes_back for seq in greedy)
         began = time.perf_counter()
         wanted: list[WantedMasks] = []
         forced_BN = np.full((len(self._sequences), self.method.num_nodes), FREE, dtype=np.int64)

@@ -14,6 +14,7 @@ from specbatch.engine import reports
 from specbatch.engine.engine import Engine
 from specbatch.engine.grammar import GrammarState
 from specbatch.engine.grammar_round import GrammarRound
+from specbatch.engine.running_choice import RunningChoice
 from specbatch.engine.transfers import Download
 from specbatch.engine.unchecked_round import UncheckedRound
 from specbatch.grammar.constraint import constraint_of
@@ -280,3 +281,20 @@ def test_rounds_that_depend_on_nothing_else(always: list[type[GrammarRound]]) ->
     assert alone == found(4) == found(16)
     assert set(always) == {GrammarRound}
     assert all(counts.rounds == counts.committed == len(tokens) - 1 for tokens, counts, _ in alone)
+
+
+def test_sampled_rows_do_not_hide_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one greedy row, whose choices are mostly refused, and nine sampled ones, whose choices never are."""
+    monkeypatch.undo()
+    seen: list[float] = []
+    saw = RunningChoice.saw
+
+    def record(self: RunningChoice, gain: float, num_requests: int) -> None:
+        saw(self, gain, num_requests)
+        if self is engine._grammars._unchecked:
+            seen.append(self._mean)
+
+    engine = unchecked(max_batch_size=16)
+    monkeypatch.setattr(RunningChoice, "saw", record)
+    run_requests(engine, requests((0.0, *[0.9] * 9), ["schema"] * 10))
+    assert min(seen) < 0.85
