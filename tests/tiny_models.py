@@ -281,7 +281,8 @@ def tiny_device_engine(
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
     `dtype`. `num_layers`: of the target; None: as many as `method` needs. `chunk_cost`: where shapes are fixed.
     `min_lane`: see `RoundParts`. `piece_sizes`: of prompts in pieces, captured by `piece_runner`; none: prompts are
-    computed as a whole. `checks`: see `Grammars`; False: as `unchecked_round`, whatever that gains."""
+    computed as a whole. `checks`: plain decoding checks all choices before acceptance; False: its rounds are unchecked
+    where that gains. `steady`: see `Grammars`."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
@@ -329,8 +330,8 @@ def tiny_device_engine(
         trunks=trunks,
         steady=steady,
     )
-    if not steady:
-        engine._grammars._checks = checks
+    if checks:
+        engine._grammars._unchecked.next = lambda: False  # type: ignore[method-assign]
     return engine
 
 

@@ -30,7 +30,7 @@ from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, Launched, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
-from specbatch.engine.grammar import MAX_FORCED
+from specbatch.engine.grammar_tree import MAX_FORCED
 from specbatch.engine.grammars import Grammars
 from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specbatch.engine.grammar import GrammarState, GrammarTree
+from specbatch.engine.grammar import GrammarState
+from specbatch.engine.grammar_tree import GrammarTree
 
 
 def refused_nodes(state: GrammarState, tree: GrammarTree, choices: Sequence[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """The draft trees of one round under the grammars of its requests.
 
-After drafting, the trees come to the host: forbidden nodes leave them, forced ones are added (`grammar.grow`). The
+After drafting, the trees come to the host: forbidden nodes leave them, forced ones are added (`grammar_tree.grow`). The
 target runs over what is left, and its own choices come to the host: of greedy requests, nodes at which the grammar
 refuses the choice get a mask (`grammar_check`). The masks of sampled requests are computed while the target runs.
 Acceptance reads them from the table of rules. So a round has three parts, which the host joins: draft, forward, accept.
@@ -27,8 +27,9 @@ from torch import Tensor
 from specbatch.counts import GrammarCounts
 from specbatch.draft.host import HostTrees, ancestry
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.engine.grammar import GrammarState, GrammarTree, grow
+from specbatch.engine.grammar import GrammarState
 from specbatch.engine.grammar_check import find_forced, refused_nodes
+from specbatch.engine.grammar_tree import GrammarTree, grow
 from specbatch.engine.node_masks import NodeMasks, WantedMasks
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download, Transfers

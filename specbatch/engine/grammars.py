@@ -6,8 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from specbatch.draft.method import DraftMethod
-from specbatch.engine.grammar import GrammarTree
 from specbatch.engine.grammar_round import GrammarRound
+from specbatch.engine.grammar_tree import GrammarTree
 from specbatch.engine.node_masks import NodeMasks, WantedMasks
 from specbatch.engine.running_choice import RunningChoice
 from specbatch.engine.sequence import Sequence
@@ -39,15 +39,14 @@ class Grammars:
         self._num_nodes = num_nodes
         self._fixed_shapes = fixed_shapes
         self._all_masks = simulates
-        self._has_room = fixed_shapes and not steady
-        self._checks = not self._has_room  # before acceptance, in plain decoding, too
+        self._may_vary = fixed_shapes and not steady  # the number of a request's rounds, in plain decoding
         self._room, self._unchecked = RunningChoice(_WORTH_ROOM), RunningChoice(_WORTH_NO_CHECKS)
         self._masks: NodeMasks | None = None  # made for the first request with a grammar
 
     def method(self, sequences: Seq[Sequence], method: DraftMethod, padded_size: int) -> DraftMethod:
         """What drafts in the next round of these requests, where that is `method` without grammars. Plain decoding has
         room for forced tokens, as long as there are some: it makes rounds longer."""
-        if method.has_drafts or not self._has_room or not _has_grammars(sequences):
+        if method.has_drafts or not self._may_vary or not _has_grammars(sequences):
             return method
         return method.with_room(padded_size) if self._room.next() else method
 
@@ -58,8 +57,8 @@ class Grammars:
         if not _has_grammars(sequences):
             return None
         traits = {"fixed_shapes": self._fixed_shapes, "all_masks": self._all_masks}
-        is_plain = self._fixed_shapes and not method.has_drafts and method.net is None
-        is_unchecked = is_plain and not (self._checks or self._all_masks) and self._unchecked.next()
+        may_be_unchecked = self._may_vary and not (method.has_drafts or method.net is not None or self._all_masks)
+        is_unchecked = may_be_unchecked and self._unchecked.next()
         kind = UncheckedRound if is_unchecked else GrammarRound
         return kind(sequences, method, self._cleared_masks(), self._transfers, read, **traits)
 
@@ -82,7 +81,7 @@ class Grammars:
             self._cleared_masks().write(roots)
 
     def _cleared_masks(self) -> NodeMasks:
-        rules = self._table.node_masks(self._num_nodes, with_forced=not self._checks)
+        rules = self._table.node_masks(self._num_nodes, with_forced=self._may_vary)
         if self._masks is None or self._masks.rules is not rules:
             self._masks = NodeMasks(rules, self._transfers)
         self._masks.clear()

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbatch.cache.rule_table import RuleTable
-from specbatch.engine.grammar import GrammarState, GrammarTree, write_masks
+from specbatch.engine.grammar import GrammarState
+from specbatch.engine.grammar_tree import GrammarTree, write_masks
 from specbatch.engine.transfers import Transfers
 
 
 class WantedMasks(NamedTuple):
-    """Of nodes of a request's tree, see `grammar.write_masks`."""
+    """Of nodes of a request's tree, see `grammar_tree.write_masks`."""
 
     req_idx: int
     state: GrammarState

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from specbatch.draft.method import DraftTrees
-from specbatch.engine.grammar import FREE, GrammarState, GrammarTree, Plan
+from specbatch.engine.grammar import FREE, GrammarState, Plan
 from specbatch.engine.grammar_round import GrammarRound, is_checked, nodes_that_go_on
+from specbatch.engine.grammar_tree import GrammarTree
 from specbatch.engine.node_masks import WantedMasks
 from specbatch.engine.sequence import Sequence
 

@@ -11,8 +11,9 @@ import torch
 
 from specbatch.batch import NO_TOKEN
 from specbatch.cache.rule_table import RuleTable
-from specbatch.engine.grammar import GrammarState, GrammarTree
+from specbatch.engine.grammar import GrammarState
 from specbatch.engine.grammar_check import find_forced, refused_nodes
+from specbatch.engine.grammar_tree import GrammarTree
 from specbatch.engine.node_masks import NodeMasks, WantedMasks
 from specbatch.engine.transfers import Transfers
 from specbatch.grammar.compiler import GrammarCompiler

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from specbatch.cache.rule_table import RuleTable
-from specbatch.engine.grammar import GrammarState, GrammarTree, grow
+from specbatch.engine.grammar import GrammarState
+from specbatch.engine.grammar_tree import GrammarTree, grow
 from specbatch.engine.node_masks import NodeMasks, WantedMasks
 from specbatch.engine.transfers import Transfers
 from specbatch.grammar.compiler import GrammarCompiler
