@@ -196,10 +196,10 @@ class EngineSection:
         "auto",
         "`on`: a round of at least 16 requests, or a prompt chunk of at least 256 tokens (2,048 on CUDA), is computed "
         "as two halves at the same time, so that one computes while the other waits for memory or for another process. "
-        "On CUDA it needs `engine.attention: triton`, and does not run with `engine.deterministic`. `auto`: with "
-        "`engine.tensor_parallel` on a CPU it is measured at the start, for each batch size. Else it is off: on CUDA "
-        "two halves were more than 2% faster only for a model of 135M parameters, in plain decoding of 32 and 64 "
-        "requests.",
+        "On CUDA it needs `engine.attention: triton`, and does not run with `engine.deterministic`. `auto`: it is "
+        "measured at the start, and is on where it gains: with `engine.tensor_parallel`, for prompts and for rounds of "
+        "at least 512 tokens (of any size on a CPU); on one GPU, for models below 1 GB with at most 64 rows at once. "
+        "Else it is off.",
         read=read_switch,
     )
     deterministic: bool = option(

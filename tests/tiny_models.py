@@ -24,6 +24,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.lanes import LaneLimits
 from specbatch.engine.prompt_trunks import EAGER, PromptPieces, piecewise_trunks
 from specbatch.engine.round import Round
 from specbatch.engine.round_parts import RoundParts
@@ -142,9 +143,11 @@ def tiny_draft_net(
     scale: float,
     attention: AttentionOf = attention_of,
     spoil: Spoil | None = None,
+    group: Group | None = None,
     **traits: Any,
 ) -> DraftNet:
-    """The draft of `target`, as wide as it and of its type. `traits`: of an EAGLE head's `EagleConfig`."""
+    """The draft of `target`, as wide as it and of its type. `traits`: of an EAGLE head's `EagleConfig`. `group`: of
+    ranks that share a head."""
     hidden, vocab, head_dim = target.config.hidden_size, target.config.vocab_size, target.config.head_dim
     dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
     if method == "draft_model":
@@ -169,8 +172,11 @@ def tiny_draft_net(
     ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
     tensors._tensors["d2t"] = ids - torch.arange(width)
     tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-    backend = attention(head_config, device)
-    model = EagleHead(head, WeightLoader(tensors, dtype, device), target, backend, num_positions)
+    shard = ModelShard.of_head(head.decoder, group)
+    own = head.decoder if shard is None else shard.config
+    model = EagleHead(
+        head, WeightLoader(tensors, dtype, device, shard=shard), target, attention(own, device), num_positions, own
+    )
     return EagleNet(model, model.new_cache(num_slots, kv_dtype))
 
 
@@ -280,9 +286,9 @@ def tiny_device_engine(
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
     `dtype`. `num_layers`: of the target; None: as many as `method` needs. `chunk_cost`: where shapes are fixed.
-    `min_lane`: see `RoundParts`. `piece_sizes`: of prompts in pieces, captured by `piece_runner`; none: prompts are
-    computed as a whole. `checks`: plain decoding checks all choices before acceptance; False: its rounds are unchecked
-    where that gains. `steady`: see `Grammars`."""
+    `min_lane`: least requests of a lane; None: there is one lane. `piece_sizes`: of prompts in pieces, captured by
+    `piece_runner`; none: prompts are computed as a whole. `checks`: plain decoding checks all choices before
+    acceptance; False: its rounds are unchecked where that gains. `steady`: see `Grammars`."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
@@ -301,14 +307,15 @@ def tiny_device_engine(
     if METHODS[method].net is not None:
         net = tiny_draft_net(
             method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
-            scale=scale, attention=paged, spoil=spoil_draft, **traits,
+            scale=scale, attention=paged, spoil=spoil_draft, group=group, **traits,
         )  # fmt: skip
     parts = DraftParts(device, ops, net, (1, 3), coupled)
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead
     parts_of_rounds = RoundParts(
-        target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes, min_lane, cascade, group
-    )
+        target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes,
+        None if min_lane is None else LaneLimits(min_lane, 16 * min_lane), cascade, group,
+    )  # fmt: skip
     rounds, trunks = parts_of_rounds.make(max_batch_size, max_length, num_slots), EAGER
     if piece_sizes:
         pieces = PromptPieces.of_models(target, net, compiled=compiled)

@@ -6,8 +6,9 @@ Prints for each batch size the phases (of a round that is one graph), then the k
 many microseconds in a round, and what share; how much of the span the GPU was idle, and in how much of it at least two
 kernels ran (two lanes, or a kernel that starts while the one before it ends). `--trace FILE.json`: the rounds of the
 largest batch as a Chrome trace, for https://ui.perfetto.dev; kernels of each stream are a line, and phases and lanes of
-rounds that are no graphs (`engine.cuda_graphs=none`) have names. scripts/bench/trace_timeline.py draws it. On a CPU,
-and with `engine.tensor_parallel` (of rank 0), there is the trace only.
+rounds that are no graphs (`engine.cuda_graphs=none`) have names. scripts/bench/trace_timeline.py draws it.
+`--trace-prompts FILE.json`: the same of its prompts. On a CPU, and with `engine.tensor_parallel` (of rank 0), there are
+the traces only.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=14)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--trace", type=Path, metavar="FILE.json")
+    parser.add_argument("--trace-prompts", type=Path, metavar="FILE.json")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     batches = [int(part) for part in args.batch.split(",")]
@@ -52,7 +54,7 @@ def main() -> None:
     if run.config.engine.tensor_parallel > 1 or not run.on_cuda:
         ranked = build_ranked(run) if run.config.engine.tensor_parallel > 1 else build_engine(run)
         try:
-            profile_rounds(ranked, max(batches), args.rounds, args.trace, args.context)
+            profile_rounds(ranked, max(batches), args.rounds, args.trace, args.trace_prompts, args.context)
         finally:
             ranked.close()
         return
@@ -65,8 +67,8 @@ def main() -> None:
     for batch in batches:
         phases = time_phases(engine, batch, args.context)
         print(f"\n== batch {batch}:", {k: round(v, 3) for k, v in phases.items()}, "ms", flush=True)
-        trace = args.trace if batch == max(batches) else None
-        prompts, rounds = profile_rounds(engine, batch, args.rounds, trace, args.context)
+        traces = (args.trace, args.trace_prompts) if batch == max(batches) else (None, None)
+        prompts, rounds = profile_rounds(engine, batch, args.rounds, *traces, args.context)
         kernels = {"prompts": summed(prompts, 1), "round": summed(rounds, args.rounds)}
         report["batches"][batch] = {"phases": phases, **kernels}
         show(kernels["round"], f"round of {batch}", args.top)
@@ -77,12 +79,12 @@ def main() -> None:
 
 
 def profile_rounds(
-    engine: BatchEngine, batch: int, rounds: int, trace: Path | None, context: int
+    engine: BatchEngine, batch: int, rounds: int, trace: Path | None, trace_prompts: Path | None, context: int
 ) -> tuple[profile, profile]:
-    """The prefill of `batch` prompts (all steps), and N rounds after it. `trace`: a file for these."""
-    on_cuda = torch.cuda.is_available()
-    activities = [ProfilerActivity.CUDA] if on_cuda and trace is None else [ProfilerActivity.CPU]
-    if on_cuda and trace is not None:
+    """The prefill of `batch` prompts (all steps), and N rounds after it. The traces: files for these, and for that."""
+    on_cuda, traces = torch.cuda.is_available(), trace is not None or trace_prompts is not None
+    activities = [ProfilerActivity.CUDA] if on_cuda and not traces else [ProfilerActivity.CPU]
+    if on_cuda and traces:
         activities.append(ProfilerActivity.CUDA)
     params = SamplingParams(max_tokens=(rounds + 8) * 8, ignore_eos=True)
     for i in range(batch):
@@ -93,6 +95,8 @@ def profile_rounds(
             engine.step()
         if on_cuda:
             torch.cuda.synchronize()
+    if trace_prompts is not None:  # before the next one, which forgets its times
+        prompts.export_chrome_trace(str(trace_prompts))
     for _ in range(3):
         engine.step()
     with profile(activities=activities) as decode:

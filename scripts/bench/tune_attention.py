@@ -1,6 +1,7 @@
 """Times the attention kernel by tile and splits on a GPU, at the sizes of Llama-3-8B (32/8 heads of 128).
 
     python scripts/bench/tune_attention.py -o tune_attention.json [--budget 100]
+    python scripts/bench/tune_attention.py --heads 32/4 --batch 16,64,256     # rounds of a rank of Llama-3-70B, of two
 
 Rounds: batches of 1 to 256 rows of 1250 tokens, 1, 4 or 8 new ones each (a chain; 8 also as a tree). Prompts: a chunk
 of 8 x 1024 tokens, one of 8192, one that continues a prompt. Each in CUDA-graph replay over the caches of 4 layers,
@@ -32,7 +33,7 @@ from specbatch.kernels.triton.attention import attend_by
 from specbatch.kernels.triton.parts.attention_tile import Tile, tile_for
 from specbatch.kernels.triton.workspace import Workspace
 
-HEADS, KV_HEADS, DIM = 32, 8, 128
+DIM = 128
 DTYPE = torch.bfloat16
 LAYERS = 4  # caches in rotation
 COPY_BYTES_PER_SECOND = 4.2e12
@@ -46,33 +47,40 @@ class Size:
     batch: int
     start: int
     queries: int
+    heads: int
+    kv_heads: int
     tree: bool = False
     page_size: int = 64
 
     @property
     def num_rows(self) -> int:
-        return self.queries * HEADS // KV_HEADS
+        return self.queries * self.heads // self.kv_heads
 
     @property
     def kv_bytes(self) -> int:
-        return self.batch * (self.start + self.queries) * KV_HEADS * DIM * 2 * 2
+        return self.batch * (self.start + self.queries) * self.kv_heads * DIM * 2 * 2
 
     @property
     def flops(self) -> float:
         seen = self.batch * (self.start * self.queries + self.queries * (self.queries + 1) / 2)
-        return 4.0 * seen * HEADS * DIM
+        return 4.0 * seen * self.heads * DIM
 
 
-def sizes() -> list[Size]:
-    found = [Size("round", batch, 1250, q) for q in (4, 1) for batch in (32, 64, 128, 256, 16, 4, 1)]
-    found += [Size("tree", batch, 1250, 8, tree=True) for batch in (1, 16, 64)]
-    found += [Size("prompts", 8, 0, 1024), Size("prompt", 1, 0, 8192), Size("chunk", 4, 1024, 2048)]
+def sizes(heads: tuple[int, int], batches: list[int], queries: list[int]) -> list[Size]:
+    """`batches` empty: of all sizes that are named above."""
+    found = [
+        Size("round", batch, 1250, q, *heads) for q in queries for batch in batches or (32, 64, 128, 256, 16, 4, 1)
+    ]
+    if not batches:
+        found += [Size("tree", batch, 1250, 8, *heads, tree=True) for batch in (1, 16, 64)]
+        prompts = ("prompts", 8, 0, 1024), ("prompt", 1, 0, 8192), ("chunk", 4, 1024, 2048)
+        found += [Size(*prompt, *heads) for prompt in prompts]
     return found
 
 
 def candidates(size: Size) -> Iterator[tuple[Tile, int]]:
-    current = tile_for(size.num_rows, DIM, DTYPE.itemsize)
-    splits = num_splits(size.batch, KV_HEADS, size.num_rows)
+    splits = num_splits(size.batch, size.kv_heads, size.num_rows)
+    current = tile_for(size.num_rows, DIM, DTYPE.itemsize, num_splits=splits)
     yield current, splits
     if size.num_rows > 64:
         for block_m, block_n, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3)):
@@ -81,7 +89,6 @@ def candidates(size: Size) -> Iterator[tuple[Tile, int]]:
             for peeled in (True, False) if block_n == 64 else (True,):
                 yield Tile(block_m, block_n, warps, stages, peeled), 1
         return
-    block_m = current.block_m
     shapes = [
         (32, 2, 4),
         (32, 2, 6),
@@ -92,19 +99,21 @@ def candidates(size: Size) -> Iterator[tuple[Tile, int]]:
         (64, 4, 3),
         (64, 4, 4),
         (64, 8, 3),
+        (64, 8, 4),
     ]
     choices = sorted({max(1, splits // 2), splits, min(16, splits * 2), min(16, splits * 4)})
-    for (block_n, warps, stages), chosen in itertools.product(shapes, choices):
-        if size.batch * KV_HEADS * chosen * block_m <= WORKSPACE_ROWS or chosen == 1:
+    tiles = itertools.product(sorted({current.block_m, 64 if size.num_rows > 16 else current.block_m}), shapes, choices)
+    for block_m, (block_n, warps, stages), chosen in tiles:
+        if size.batch * size.kv_heads * chosen * block_m <= WORKSPACE_ROWS or chosen == 1:
             yield Tile(block_m, block_n, warps, stages), chosen
 
 
 def make(size: Size, device: str, layers: int) -> tuple[Tensor, list[Tensor], PagedBatch]:
     pages = -(-(size.start + size.queries) // size.page_size)
     num_slots = size.batch * pages * size.page_size
-    caches = [torch.empty(2, KV_HEADS, num_slots, DIM, dtype=DTYPE, device=device) for _ in range(layers)]
+    caches = [torch.empty(2, size.kv_heads, num_slots, DIM, dtype=DTYPE, device=device) for _ in range(layers)]
     tokens = size.batch * size.queries
-    q = torch.empty(tokens, HEADS, DIM, dtype=DTYPE, device=device)
+    q = torch.empty(tokens, size.heads, DIM, dtype=DTYPE, device=device)
     if device != "cpu":
         for tensor in (q, *caches):
             tensor.normal_()
@@ -137,13 +146,19 @@ def compile_one(size: Size, tile: Tile, splits: int) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--heads", default="32/8", metavar="QUERY/KEY")
+    parser.add_argument("--batch", default="", metavar="1,64,...", help="rounds of these alone")
+    parser.add_argument("--queries", default="4,1", help="new tokens of a row in a round")
     parser.add_argument("--budget", type=float, default=100.0, help="seconds")
     parser.add_argument("--commit")
     args = parser.parse_args()
+    heads, kv_heads = (int(part) for part in args.heads.split("/"))
+    batches, queries = ([int(part) for part in text.split(",") if part] for text in (args.batch, args.queries))
+    wanted = sizes((heads, kv_heads), batches, queries)
     deadline = time.monotonic() + args.budget
     tasks = {}
     with multiprocessing.get_context("fork").Pool(max((os.cpu_count() or 2) - 1, 1), only_compile_for_hopper) as pool:
-        for size in sizes():
+        for size in wanted:
             for tile, splits in candidates(size):
                 # A batch's size is no part of a kernel.
                 key = (replace(size, name="", batch=0), tile, splits)
@@ -152,7 +167,7 @@ def main() -> None:
         device = torch.device("cuda")
         workspace = Workspace(device, WORKSPACE_ROWS, DIM)
         report = []
-        for size in sizes():
+        for size in wanted:
             q, caches, batch = make(size, "cuda", LAYERS)
             results = []
             for tile, splits in candidates(size):

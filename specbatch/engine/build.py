@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import torch
@@ -21,7 +21,6 @@ from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_gove
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.lane_times import with_lanes_that_gain
-from specbatch.engine.lanes import MIN_LANE
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.memory import GIB, available_memory, sizes_to_try
 from specbatch.engine.prompt_trunks import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
@@ -112,7 +111,8 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             on_progress("compiling kernels ahead")
             sizes = run.engine.max_batch_size, run.engine.prefill_chunk_tokens
             identity = identity_of(run, 0 if group is None else group.rank)
-            run.notes.append(compile_kernels(rounds, *sizes, run.cache.capacity, identity))
+            # Lanes have streams, which fake tensors have not, and nearly the same kernels.
+            run.notes.append(compile_kernels(replace(rounds, lanes=None), *sizes, run.cache.capacity, identity))
             clock.passed("kernels compiled ahead")
         on_progress("compiling kernels, trial run")
         sized = _measured(run, rounds, pieces, available, group)
@@ -140,7 +140,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             steady=run.config.engine.deterministic,
         )
 
-    if run.engine.measures_lanes:
+    if run.engine.lanes is not None and run.engine.lane_mode == "auto":
         on_progress("measuring two lanes")
         made, batch = sized.rounds, sized.max_batch_size
         probe = engine_of(RoundExecutor(made.items, batch, run.device, "none", made.lanes, shrinks=False))
@@ -179,8 +179,8 @@ def _prepare_cpu(run: ResolvedRun, group: Group | None) -> ThreadGovernor | None
 
 
 def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftParts, RoundParts]:
-    """Reads the weights of the target, or this rank's part of them, and of the draft network, which is small: each rank
-    has all of it."""
+    """Reads the weights of the target, or this rank's part of them, and of the draft network. Each rank has a part of a
+    draft head, too, and all of a draft model, whose layers are small and many: each would add two sums."""
     speculation = run.config.speculation
     num_positions = run.cache.capacity + run.speculation.num_lookahead + 1
     attention = run.engine.attention
@@ -199,9 +199,9 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         shard,
         run.quantization,
         run.target.kv_scales,
-        two_lanes=run.engine.two_lanes,
+        two_lanes=run.engine.lanes is not None,
     )
-    net = _build_net(run, target, num_positions, gemm) if run.draft is not None else None
+    net = _build_net(run, target, num_positions, gemm, group) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
     coupled = run.config.engine.deterministic
     parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled)
@@ -214,7 +214,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         page_size,
         eos,
         speculation.simulate_acceptance,
-        min_lane=MIN_LANE if run.engine.two_lanes else None,
+        lanes=run.engine.lanes,
         cascade=run.engine.cascade,
         group=group,
         first_part=None if group is None else local_config(run.target.config, 0, group.size),
@@ -319,15 +319,18 @@ def _attention(
     assert_never(name)
 
 
-def _build_net(run: ResolvedRun, target: Decoder, num_positions: int, gemm: InvariantGemm | None) -> DraftNet:
+def _build_net(
+    run: ResolvedRun, target: Decoder, num_positions: int, gemm: InvariantGemm | None, group: Group | None
+) -> DraftNet:
     """With a cache of one page: how large it will be is decided later."""
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
     if isinstance(run.draft, EagleCheckpoint):
         head, tensors = run.draft.config, run.draft.tensors
-        weights = WeightLoader(tensors, run.dtype, run.device, gemm)
-        deterministic = gemm is not None
-        attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=deterministic)
-        model = EagleHead(head, weights, target, attention, num_positions)
+        shard = ModelShard.of_head(head.decoder, group)
+        config = head.decoder if shard is None else shard.config
+        weights = WeightLoader(tensors, run.dtype, run.device, gemm, shard)
+        attention = _attention(config, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
+        model = EagleHead(head, weights, target, attention, num_positions, config)
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(

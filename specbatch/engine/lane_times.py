@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,18 +18,18 @@ from torch import Tensor
 from specbatch.batch import Field
 from specbatch.engine.dummies import dummy_batch, fits
 from specbatch.engine.engine import Engine
-from specbatch.engine.lanes import LaneSizes
+from specbatch.engine.lanes import NEVER, LaneSizes
 from specbatch.engine.round import Round
 from specbatch.engine.round_parts import Rounds
 from specbatch.engine.sizing import Sized
 from specbatch.engine.trial import trial_prompt
-from specbatch.engine.two_lanes import NEVER
 from specbatch.graphs.runner import GraphRunner
 from specbatch.parallel.group import Group
 
 MIN_GAIN = 0.02  # of the time of a round, for which there are two lanes: less is noise
 _REPEATS = {"cpu": 3, "cuda": 20}
-_WARM = {"cpu": 1, "cuda": 20}  # rounds before: a GPU that was idle takes a while to run at full speed
+_MIN_REPEATS = 3  # of what takes long
+_MICROS = 200_000  # that the repeats of each take, if there are more of them than few
 _CONTEXT = {"cpu": 32, "cuda": 1000}  # tokens of a request
 
 
@@ -43,15 +44,29 @@ class LaneTimes(NamedTuple):
         return self.two < (1 - MIN_GAIN) * self.one
 
 
-def median_times(runs: Sequence[Callable[[], object]], device: torch.device, restore: Callable[[], None]) -> LaneTimes:
-    """In turn, so that a change of the clock rate changes both. How often does not depend on times: ranks would differ
-    in it."""
+def median_times(
+    runs: Sequence[Callable[[], object]],
+    device: torch.device,
+    restore: Callable[[], None],
+    group: Group | None = None,
+) -> LaneTimes:
+    """In turn, so that a change of the clock rate changes both, and as often again before: a GPU that was idle takes a
+    while to run at full speed. `group`: of ranks, which all run as often."""
     found = [list[float]() for _ in runs]
-    for _ in range(_WARM[device.type] + _REPEATS[device.type]):
+
+    def run_all() -> None:
         for run, times in zip(runs, found, strict=True):
             restore()
             times.append(_micros(run, device))
-    return LaneTimes(*(statistics.median(times[_WARM[device.type] :]) for times in found))
+
+    run_all()
+    run_all()  # the first may have compiled kernels
+    longest = max(times[1] for times in found)
+    longest = longest if group is None else group.of_first([longest])[0]
+    repeats = min(_REPEATS[device.type], max(_MIN_REPEATS, int(_MICROS / longest)))
+    for _ in range(2 * repeats):
+        run_all()
+    return LaneTimes(*(statistics.median(times[-repeats:]) for times in found))
 
 
 def _micros(run: Callable[[], object], device: torch.device) -> float:
@@ -102,58 +117,79 @@ def _output(round_: Round, req_idx_B: Tensor, lane: int) -> Tensor:
     return round_(req_idx_B, False, lane=lane).committed.output_BZ
 
 
-def chosen(sizes: LaneSizes, measure: Callable[[int], LaneTimes]) -> tuple[LaneSizes, list[str]]:
-    """`sizes` with two lanes only where they gain, and a note on each size. `measure`: of two lanes of this size."""
-    times = {size: measure(size) for size in sizes.sizes}
-    notes = [
-        f"engine.two_batch_overlap: {2 * size} rows: {'two lanes' if at.gains else 'one lane'} (a round takes "
-        f"{at.one:.0f} us in one lane, {at.two:.0f} us in two)"
-        for size, at in times.items()
-    ]
-    return LaneSizes(sizes.sizes, frozenset(size for size, at in times.items() if not at.gains)), notes
+def chosen(
+    sizes: LaneSizes, measure: Callable[[int], LaneTimes], *, larger_follow: bool = False
+) -> tuple[LaneSizes, list[str]]:
+    """`sizes` with two lanes only where they gain, and notes on that. `measure`: of two lanes of this size.
+    `larger_follow`: from the first size on that gains, each has two lanes."""
+    single, notes = set[int](), list[str]()
+    for size in sizes.sizes:
+        times, and_more = measure(size), " and more" if larger_follow else ""
+        took = f"a round takes {times.one:.0f} us in one lane, {times.two:.0f} us in two"
+        if times.gains:
+            notes.append(f"engine.two_batch_overlap: {2 * size} rows{and_more}: two lanes ({took})")
+            if larger_follow:
+                break
+        else:
+            single.add(size)
+            notes.append(f"engine.two_batch_overlap: {2 * size} rows: one lane ({took})")
+    return LaneSizes(sizes.sizes, frozenset(single)), notes
 
 
 def with_lanes_that_gain(
-    sized: Sized, engine: Engine, group: Group | None, measure: Measure = median_times
+    sized: Sized, engine: Engine, group: Group | None, measure: Measure | None = None
 ) -> tuple[Sized, list[str]]:
     """With two lanes only where they gain, and what was found. `engine`: idle, of these rounds, without graphs.
-    `group`: of ranks that share the target."""
+    `group`: of ranks that share the target. For them lanes gain the more, the more tokens these have: sums grow with
+    them, and the weights, which each lane reads, do not. So sizes are measured up to the first that gains."""
     rounds = sized.rounds
-    assert rounds.lanes is not None, "rounds were made for one lane"
+    measure = partial(median_times, group=group) if measure is None else measure
+    lanes, notes = None, list[str]()
+    if rounds.lanes is not None:
+        lanes, notes = _rounds_that_gain(sized, engine, rounds.lanes, group, measure)
+    prompts, note = _with_prompts_that_gain(sized, engine, group, measure)
+    return replace(sized, rounds=replace(prompts, lanes=lanes)), [*notes, note]
+
+
+def _rounds_that_gain(
+    sized: Sized, engine: Engine, lanes: LaneSizes, group: Group | None, measure: Measure
+) -> tuple[LaneSizes, list[str]]:
     executor, context = engine.executor, _CONTEXT[engine.device.type]
-    batches = {size: min(2 * size, sized.max_batch_size) for size in rounds.lanes.sizes}
+    batches = {size: min(2 * size, sized.max_batch_size) for size in lanes.sizes}
     known = {size: batch for size, batch in batches.items() if fits(engine, batch, context)}
-    times: dict[int, LaneTimes] = {}
+    sizes, notes = LaneSizes(()), list[str]()
     if known:
         with torch.inference_mode(), dummy_batch(engine, max(known.values()), context):
             running = engine.prepare_round()
-            for size, batch in known.items():
-                of_size = time_lanes(
-                    executor.rounds.at(batch), running[:batch], executor.padded_size(batch), size, measure
-                )
-                times[size] = _of_first(of_size, group)
-    sizes, notes = chosen(replace(rounds.lanes, sizes=tuple(known)), times.__getitem__)
+
+            def times(size: int) -> LaneTimes:
+                batch = known[size]
+                round_, padded = executor.rounds.at(batch), executor.padded_size(batch)
+                return _of_first(time_lanes(round_, running[:batch], padded, size, measure), group)
+
+            sizes, notes = chosen(LaneSizes(tuple(known)), times, larger_follow=group is not None)
     too_large = batches.keys() - known.keys()
-    single = sizes.single | too_large
     if too_large:
         notes.append(
             f"engine.two_batch_overlap: {2 * min(too_large)} rows and more: one lane (the cache does not hold as many "
             f"requests of {context} tokens)"
         )
-    prompts, note = _with_prompts_that_gain(sized, engine, group, measure)
-    found = replace(prompts, lanes=replace(rounds.lanes, single=frozenset(single)))
-    return replace(sized, rounds=found), [*notes, note]
+    return replace(lanes, single=frozenset(sizes.single | too_large)), notes
 
 
 def _with_prompts_that_gain(sized: Sized, engine: Engine, group: Group | None, measure: Measure) -> tuple[Rounds, str]:
-    """Prompt chunks stay one lane where there are no ranks: pieces of prompts as graphs are faster than both."""
+    """Of chunks of 1, 2, 4... times the least tokens for two lanes, from the first one on that gains. Without ranks,
+    prompt chunks stay one lane: pieces of prompts as graphs are faster than both."""
     option, rounds = "engine.two_batch_overlap: prompts", sized.rounds
     round_ = rounds.items.items[0]
     lanes, device = round_.two_lanes, engine.device
     assert lanes is not None, "rounds were made for one lane"
-    num_tokens = 2 * lanes.min_prompt_lane
+    num_tokens, largest = (
+        2 * lanes.min_prompt_lane,
+        min(sized.prefill_chunk_tokens, engine.num_pages * engine.page_size),
+    )
     one = rounds.with_two_lanes(replace(lanes, min_prompt_lane=NEVER))
-    if group is None or num_tokens > sized.prefill_chunk_tokens or num_tokens > engine.num_pages * engine.page_size:
+    if group is None or num_tokens > largest:
         why = "one process has them as graphs" if group is None else f"chunks have less than {num_tokens} tokens"
         return one, f"{option}: one lane ({why})"
 
@@ -161,9 +197,15 @@ def _with_prompts_that_gain(sized: Sized, engine: Engine, group: Group | None, m
         return lambda: trial_prompt(with_lanes, num_tokens)
 
     runs = [run(one.items.items[0]), run(round_)]
-    times = _of_first(measure(runs, device, lambda: None), group)
-    took = f"a chunk of {num_tokens} tokens takes {times.one:.0f} us in one lane, {times.two:.0f} us in two"
-    return (rounds, f"{option}: two lanes ({took})") if times.gains else (one, f"{option}: one lane ({took})")
+    while True:
+        times = _of_first(measure(runs, device, lambda: None), group)
+        took = f"a chunk of {num_tokens} tokens takes {times.one:.0f} us in one lane, {times.two:.0f} us in two"
+        if times.gains:
+            found = replace(lanes, min_prompt_lane=num_tokens // 2)
+            return rounds.with_two_lanes(found), f"{option}: two lanes from {num_tokens} tokens on ({took})"
+        if 2 * num_tokens > largest:
+            return one, f"{option}: one lane ({took})"
+        num_tokens *= 2
 
 
 def _of_first(times: LaneTimes, group: Group | None) -> LaneTimes:

@@ -12,23 +12,26 @@ A request's tokens do not depend on its lane, but for rounding on CUDA, as with 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from specbatch.engine.sequence import Sequence
 from specbatch.graphs.runner import ladder
 
 MIN_LANE = 8  # requests of a lane
-_PROMPT_TOKENS = {"cpu": 16, "cuda": 128}  # of a lane of prompts, for each request of a lane. Not measured
+MIN_PROMPT_LANE = {"cpu": 128, "cuda": 1024}  # tokens of a lane of a prompt chunk, which should fill the GPU
+NEVER = sys.maxsize  # tokens of a chunk that nobody has
 
 
-def min_prompt_lane(min_lane: int, device: torch.device) -> int:
-    """Tokens of a lane of a prompt chunk. A lane should fill the GPU."""
-    return min_lane * _PROMPT_TOKENS[device.type]
+class LaneLimits(NamedTuple):
+    """Where there can be two lanes. `requests`: least of each lane of a round; None: rounds have one lane.
+    `prompt_tokens`: least tokens of each lane of a prompt chunk."""
+
+    requests: int | None
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def open_group(run: ResolvedRun, rank: int, meeting: str) -> tuple[ResolvedRun, 
         return run, GlooGroup(rank, size, meeting)
     device = torch.device("cuda", rank)
     collectives = TorchCollectives(rank, size, meeting, device)
-    traits = {"fixed_order": run.config.engine.deterministic, "two_passes": run.engine.two_lanes}
+    traits = {"fixed_order": run.config.engine.deterministic, "two_passes": run.engine.lanes is not None}
     return replace(run, device=device), CudaGroup(rank, size, device, collectives, **traits)
 
 

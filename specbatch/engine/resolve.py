@@ -14,6 +14,7 @@ from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.config import AttentionName, Config, SpeculationSection
 from specbatch.engine.executor import GraphMode
+from specbatch.engine.lanes import LaneLimits
 from specbatch.engine.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
 from specbatch.engine.prompt_trunks import PromptGraphMode
 from specbatch.engine.resolve_cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
@@ -23,7 +24,9 @@ from specbatch.engine.resolve_data import note_on_prompts, runs_prompts_as_chat
 from specbatch.engine.resolve_deterministic import bits_depend_on, check_deterministic, check_kv_dtype
 from specbatch.engine.resolve_device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.engine.resolve_kv_dtype import KV_DTYPE_NAMES, check_flashinfer, resolve_kv_dtype
-from specbatch.engine.resolve_lanes import resolve_two_lanes
+from specbatch.engine.resolve_lanes import Job as LaneJob
+from specbatch.engine.resolve_lanes import Mode as LaneMode
+from specbatch.engine.resolve_lanes import lane_limits, resolve_mode
 from specbatch.engine.resolve_model import (
     quantization_name,
     quantization_of_draft,
@@ -50,6 +53,7 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_hea
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.quantization import Quantization
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
+from specbatch.models.sharded import part_of_head
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class EngineSettings:
     memory_fraction: float
     prompt_graphs: PromptGraphMode
     compiles: bool  # pieces of prompts
-    two_lanes: bool = False  # see `lanes.py`
-    measures_lanes: bool = False  # at the start: where they do not gain, there is one
+    lane_mode: LaneMode = "off"
+    lanes: LaneLimits | None = None  # where there can be two; None: nowhere
     compiles_ahead: bool = False  # kernels, in threads
     cascade: GroupLimits | None = None  # None: what requests share is read by each
     left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
@@ -151,7 +155,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             check_device_shape(shape)
     lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
-    models = _cached_models(held, draft, is_packed=device.type == "cpu" and dtype == torch.float32)
+    models = _cached_models(
+        held, draft, config.engine.tensor_parallel, is_packed=device.type == "cpu" and dtype == torch.float32
+    )
     rows = Rows(
         sum(model.bytes_per_token(kv_dtype) for model in models),
         engine.page_size,
@@ -173,11 +179,12 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     max_length = cache.capacity
     heads = target.config
     costs = CascadeCosts(heads.num_heads, heads.head_dim, 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize)
-    if not engine.measures_lanes:  # lanes would divide groups
-        limits = resolve_cascade(
-            config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
-        )
-        engine = replace(engine, cascade=limits)
+    limits = resolve_cascade(
+        config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
+    )
+    target_bytes = models[0].num_parameters() * dtype.itemsize
+    job = LaneJob(engine.max_batch_size, num_nodes, target_bytes, has_groups=limits is not None)
+    engine = replace(engine, cascade=limits, lanes=lane_limits(engine.lane_mode, num_ranks, device, job, notes))
     if engine.attention == "flashinfer":
         for shape in shapes:
             check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
@@ -202,7 +209,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             memory_fraction=engine.memory_fraction,
             cascade_attention="off" if engine.cascade is None else "on",
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
-            two_batch_overlap="auto" if engine.measures_lanes else "on" if engine.two_lanes else "off",
+            two_batch_overlap="off" if engine.lanes is None else engine.lane_mode,
         ),
         prefill=replace(config.prefill, graphs=engine.prompt_graphs),
         data=replace(config.data, prompts_as_chat=as_chat),
@@ -234,11 +241,13 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
 
 
 def _cached_models(
-    target: ModelConfig, draft: Checkpoint | EagleCheckpoint | None, is_packed: bool
+    target: ModelConfig, draft: Checkpoint | EagleCheckpoint | None, num_ranks: int, is_packed: bool
 ) -> list[CachedModel]:
+    """What the first rank holds, which has the most. `target`: its part."""
     models = [CachedModel.whole(target, is_packed)]
     if isinstance(draft, EagleCheckpoint):
-        models.append(CachedModel(draft.config.decoder, 1, draft.config.draft_vocab_size))
+        part = part_of_head(draft.config.decoder, 0, num_ranks) or draft.config.decoder
+        models.append(CachedModel(part, 1, draft.config.draft_vocab_size))
     elif draft is not None:
         models.append(CachedModel.whole(draft.config, is_packed))
     return models
@@ -320,7 +329,6 @@ def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, no
         )
     if section.deterministic:
         check_deterministic(device, dtype, attention)
-    lanes = resolve_two_lanes(section, device, attention, notes)
     page, chunk = (64, 8192) if on_cuda else (16, 512)
     graph_mode: GraphMode = graphs if graphs != "auto" else "round" if attention != "torch" else "none"
     return EngineSettings(
@@ -332,8 +340,8 @@ def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, no
         section.memory_fraction or MEMORY_FRACTION[device.type],
         resolve_prompt_graphs(config.prefill.graphs, section, on_cuda, attention, graph_mode),
         section.compile == "auto",
-        *lanes,
-        compiles_ahead=resolve_compile_ahead(section, device, attention, two_lanes=lanes.two_lanes),
+        resolve_mode(section, device, attention, notes),
+        compiles_ahead=resolve_compile_ahead(section, device, attention),
         left_open=frozenset(
             name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None
         ),

@@ -7,8 +7,6 @@ import torch
 from specbatch.config import EngineSection
 
 
-def resolve_compile_ahead(section: EngineSection, device: torch.device, attention: str, *, two_lanes: bool) -> bool:
-    """Only for what runs over fake tensors: not for kernels that others launch (FlashInfer, cuBLASLt), nor for lanes,
-    which have streams."""
-    fits = attention == "triton" and not section.deterministic and not two_lanes
-    return device.type == "cuda" and fits
+def resolve_compile_ahead(section: EngineSection, device: torch.device, attention: str) -> bool:
+    """Only for what runs over fake tensors: not for kernels that others launch (FlashInfer, cuBLASLt)."""
+    return device.type == "cuda" and attention == "triton" and not section.deterministic

@@ -1,46 +1,56 @@
-"""Decides whether batches run in two lanes."""
+"""Decides where batches and prompt chunks may run in two lanes."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from specbatch.config import EngineSection
+from specbatch.engine.lanes import MIN_LANE, MIN_PROMPT_LANE, NEVER, LaneLimits
 from specbatch.errors import ConfigError
 
-# Whether `auto` measures on CUDA. Two lanes gained more than 2% there (docs/measured.md) only in plain decoding of a
-# model of 135M parameters with 32 and 64 rows, and most often they lost. No GPU has run `auto` with that: it is to
-# measure there and nowhere else, because measuring takes time at each start.
-MEASURED_ON_CUDA = False
+# What `auto` measures on CUDA. Elsewhere two lanes were slower in each case that was measured (docs/measured.md), and
+# measuring takes time at each start. Ranks: rounds in whose lanes the weights, which each lane
+# reads, take less time than the sums do. One GPU: a model that does not fill it.
+_TOKENS_OF_RANKS = 256
+_SMALL_MODEL = 10**9  # bytes
+_MAX_ROWS = 64
+
+Mode = Literal["off", "on", "auto"]
 
 
-class Decided(NamedTuple):
-    two_lanes: bool
-    measures: bool = False  # at the start: for each size of a batch
+class Job(NamedTuple):
+    """What `auto` decides by. `num_nodes`: tokens of a row in a round. `has_groups`: rounds read what requests share
+    once, which lanes would divide."""
+
+    max_batch_size: int
+    num_nodes: int
+    target_bytes: int
+    has_groups: bool
 
 
-def resolve_two_lanes(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> Decided:
-    """Raises ConfigError where two passes at the same time would share working memory."""
-    if section.two_batch_overlap == "auto":
+def resolve_mode(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> Mode:
+    """`auto`: lanes are measured where `lane_limits` allows them. Raises ConfigError where two passes at the same time
+    would share working memory."""
+    mode: Mode = section.two_batch_overlap
+    if mode == "auto":
         if device.type == "cpu" and section.tensor_parallel == 1:
-            return Decided(False)  # one process computes one lane after the other
+            return "off"  # one process computes one lane after the other
         if (reason := _reason_against(section, device, attention)) is not None:
             notes.append(f"engine.two_batch_overlap: off ({reason})")
-            return Decided(False)
-        return Decided(True, measures=True)
-    if section.two_batch_overlap == "off" or device.type != "cuda":
-        return Decided(section.two_batch_overlap == "on")
-    if attention != "triton":
-        raise ConfigError(
-            f"engine.two_batch_overlap needs engine.attention triton on CUDA, not {attention}",
-            hint="leave engine.attention out, or engine.two_batch_overlap",
-        )
-    if section.deterministic:
-        raise ConfigError(
-            "engine.two_batch_overlap does not run with engine.deterministic on CUDA", hint="leave one of them out"
-        )
-    return Decided(True)
+            return "off"
+    elif mode == "on" and device.type == "cuda":
+        if attention != "triton":
+            raise ConfigError(
+                f"engine.two_batch_overlap needs engine.attention triton on CUDA, not {attention}",
+                hint="leave engine.attention out, or engine.two_batch_overlap",
+            )
+        if section.deterministic:
+            raise ConfigError(
+                "engine.two_batch_overlap does not run with engine.deterministic on CUDA", hint="leave one of them out"
+            )
+    return mode
 
 
 def _reason_against(section: EngineSection, device: torch.device, attention: str) -> str | None:
@@ -49,8 +59,24 @@ def _reason_against(section: EngineSection, device: torch.device, attention: str
         return "engine.cascade_attention is on"
     if device.type != "cuda":
         return None
-    if not MEASURED_ON_CUDA:
-        return "two lanes were slower on CUDA, but for the smallest models with few rows"
     if attention != "triton":
         return f"engine.attention is {attention}"
     return "engine.deterministic is on" if section.deterministic else None
+
+
+def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, notes: list[str]) -> LaneLimits | None:
+    """None: there is one lane everywhere."""
+    prompt_tokens = MIN_PROMPT_LANE[device.type]
+    if mode == "off":
+        return None
+    if mode == "on" or device.type == "cpu":
+        return LaneLimits(None if job.has_groups else MIN_LANE, prompt_tokens)
+    if num_ranks == 1:
+        if job.target_bytes > _SMALL_MODEL or job.max_batch_size > _MAX_ROWS or job.has_groups:
+            why = f"on one GPU two lanes gain only with models below 1 GB and at most {_MAX_ROWS} rows at once"
+            notes.append(f"engine.two_batch_overlap: off ({why})")
+            return None
+        return LaneLimits(MIN_LANE, NEVER)  # prompts are graphs of pieces there, which are faster
+    least = max(MIN_LANE, -(-_TOKENS_OF_RANKS // (8 * job.num_nodes)) * 8)
+    has_rounds = 2 * least <= job.max_batch_size and not job.has_groups
+    return LaneLimits(least if has_rounds else None, prompt_tokens)

@@ -11,7 +11,7 @@ from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.cache.request_table import RequestTable
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.lanes import LaneSizes, min_prompt_lane
+from specbatch.engine.lanes import LaneLimits, LaneSizes
 from specbatch.engine.round import Round
 from specbatch.engine.two_lanes import TwoLanes
 from specbatch.kernels import ops_for
@@ -41,8 +41,8 @@ class Rounds:
 class RoundParts:
     """What rounds are made of. `methods`: of one draft network or of none. `simulate`, `fixed_shapes`: see `Round`.
     `group`: of ranks that share the target. `first_part`: sizes of what the first of them holds.
-    `min_lane`: least requests of each of two lanes; None: rounds have one lane. `cascade`: see
-    `RequestTable`; rounds with two lanes have none."""
+    `lanes`: where there can be two of them; None: nowhere. `cascade`: see `RequestTable`; rounds with two lanes have
+    none."""
 
     target: Decoder
     methods: ByBatch[DraftMethod]
@@ -51,7 +51,7 @@ class RoundParts:
     eos_token_ids: tuple[int, ...]
     simulate: float | None = None
     fixed_shapes: bool | None = None
-    min_lane: int | None = None
+    lanes: LaneLimits | None = None
     cascade: GroupLimits | None = None
     group: Group | None = None
     first_part: ModelConfig | None = None
@@ -72,7 +72,8 @@ class RoundParts:
     def make(self, max_batch_size: int, max_length: int, num_slots: int) -> Rounds:
         """`max_length`: of the longest row. `num_slots`: of the caches, of which the last page is spare."""
         net, methods, dtype = self.methods.items[0].net, self.methods.items, self.target.embedding_VE.dtype
-        assert self.min_lane is None or self.cascade is None, "groups are of one lane"
+        least = None if self.lanes is None else self.lanes.requests
+        assert least is None or self.cascade is None, "groups are of one lane"
         table = RequestTable(
             max_batch_size,
             -(-(max_length + self.num_lookahead) // self.page_size),
@@ -85,13 +86,11 @@ class RoundParts:
             self.cascade,
         )
         ops, cache = ops_for(self.device, dtype), self.target.new_cache(num_slots, self.kv_dtype)
-        sizes = two_lanes = None
-        if self.min_lane is not None:
-            sizes, prompt_lane = (
-                LaneSizes.up_to(max_batch_size, self.min_lane),
-                min_prompt_lane(self.min_lane, self.device),
-            )
-            two_lanes = TwoLanes(self.target, cache, TwoPasses(self.device, self.group), prompt_lane)
+        sizes = None if least is None else LaneSizes.up_to(max_batch_size, least)
+        two_lanes = None
+        if self.lanes is not None:
+            passes = TwoPasses(self.device, self.group)
+            two_lanes = TwoLanes(self.target, cache, passes, self.lanes.prompt_tokens)
         if net is not None:
             net.cache.resize(num_slots)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from specbatch.engine.prompt_chunk import ChunkCut, PromptChunk
 from specbatch.models.decoder import Decoder
 from specbatch.models.stages import FIRST, SECOND, Turn, TwoPasses, turns_over_one_sequence
 
-NEVER = sys.maxsize  # tokens of a chunk that nobody has
 Lane = tuple[Tensor, PagedBatch, Turn, LogitsIndices | None]
 Output = tuple[Tensor, list[Tensor]]  # see `Decoder.forward`
 

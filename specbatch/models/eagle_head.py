@@ -22,6 +22,7 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
+from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, DecoderLayer, ForwardPass, PagedModel
 from specbatch.models.eagle_config import EagleConfig, layer_prefix, target_ids_of
 from specbatch.models.stages import completed
@@ -29,12 +30,19 @@ from specbatch.models.weight_loader import WeightLoader
 
 
 class EagleHead(PagedModel):
-    """The head as a model: features and tokens in, draft hidden states and draft logits out."""
+    """The head as a model: features and tokens in, draft hidden states and draft logits out. `part`: the sizes of what
+    `weights` loads of it; None: all."""
 
     def __init__(
-        self, head: EagleConfig, weights: WeightLoader, target: Decoder, backend: AttentionBackend, num_positions: int
+        self,
+        head: EagleConfig,
+        weights: WeightLoader,
+        target: Decoder,
+        backend: AttentionBackend,
+        num_positions: int,
+        part: ModelConfig | None = None,
     ) -> None:
-        c = head.decoder
+        c = part or head.decoder
         super().__init__(c, weights, backend, num_positions)
         self.aux_layers = head.aux_layers
         # Of every token: EAGLE-1/2 read it, and an EAGLE-3 head can read the last layer's output.
@@ -42,7 +50,7 @@ class EagleHead(PagedModel):
         self._kind = head.kind
         self._norm_before_residual = head.norm_before_residual
         self._embed = weights.embedding(weights.tensor("embed_tokens.weight")) if head.has_embedding else target.embed
-        self._fc = weights.linear("fc", has_bias=head.has_fc_bias)
+        self._fc = weights.fc(head.has_fc_bias)
         self._layer = DecoderLayer(c, 0, weights, layer_prefix(head.kind), input_norm=False)
         self.lm_head = weights.linear("lm_head") if head.has_lm_head else target.lm_head
         # (W,) target token of each draft token; None where the two vocabularies are equal

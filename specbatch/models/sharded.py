@@ -4,6 +4,9 @@ A rank holds some heads of each attention, a part of each MLP's inner features a
 that read what is divided (`o_proj`, `down_proj`) give a part of a sum, which the ranks add up: twice in a layer. The
 embedding of a token is on one rank, and each rank's logits are those of its part of the vocabulary.
 
+Of a draft head each rank has the whole vocabulary: a sum, or logits that are gathered, would take as long as they save.
+Its `fc` layer reads hidden states that each rank has whole, and is divided by its inputs.
+
 Shape suffixes: T packed tokens, I input features, O output features, V vocabulary (of a rank: a part of it).
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,23 +29,37 @@ from specbatch.parallel.shares import HeadShare, even_shares, head_shares
 @dataclass(frozen=True)
 class ModelShard:
     """What one rank holds of a decoder. `config`: with the rank's number of heads and inner features; the vocabulary's
-    size is that of the model."""
+    size is that of the model. `vocab` None: each rank has all of it."""
 
     group: Group
     config: ModelConfig
     heads: HeadShare
     inner: range
-    vocab: range
-    vocab_width: int  # logits that each rank computes: of the largest part
+    vocab: VocabShare | None
 
     @staticmethod
-    def of(config: ModelConfig, group: Group) -> ModelShard:
+    def of(config: ModelConfig, group: Group, *, divides_vocab: bool = True) -> ModelShard:
         """`config`: of the whole model. Raises ValueError where a rank would have no head."""
         rank, size = group.rank, group.size
         heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
         inner = even_shares(config.intermediate_size, size)[rank]
-        vocab = even_shares(config.vocab_size, size)
-        return ModelShard(group, local_config(config, rank, size), heads, inner, vocab[rank], len(vocab[0]))
+        parts = even_shares(config.vocab_size, size)
+        vocab = VocabShare(parts[rank], len(parts[0])) if divides_vocab else None
+        return ModelShard(group, local_config(config, rank, size), heads, inner, vocab)
+
+    @staticmethod
+    def of_head(config: ModelConfig, group: Group | None) -> ModelShard | None:
+        """Of a draft head. None: all of it, because there are no ranks, or more than it has heads for."""
+        if group is None or part_of_head(config, group.rank, group.size) is None:
+            return None
+        return ModelShard.of(config, group, divides_vocab=False)
+
+
+class VocabShare(NamedTuple):
+    """`width`: logits that each rank computes, of the largest part."""
+
+    tokens: range
+    width: int
 
 
 def local_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
@@ -51,12 +69,20 @@ def local_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
     return replace(config, num_heads=len(heads.query), num_kv_heads=len(heads.kv), intermediate_size=len(inner))
 
 
+def part_of_head(config: ModelConfig, rank: int, size: int) -> ModelConfig | None:
+    """The sizes of a rank's part of a draft head. None: each rank has all of it, see `ModelShard.of_head`."""
+    try:
+        return local_config(config, rank, size)
+    except ValueError:
+        return None
+
+
 def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
     """The rank's part of a checkpoint's tensor, as a copy: the whole one can be freed. A bias that is added to a sum
     over ranks is the first rank's; it is zero on the others."""
     parts = name.split(".")
     layer, kind = (parts[-2], parts[-1]) if len(parts) > 1 else (name, "")
-    if (inputs := _inputs_of_part(layer, shard)) is not None:
+    if (inputs := _inputs_of_part(layer, shard, tensor.shape[-1])) is not None:
         if kind == "bias":
             return tensor.clone() if shard.group.rank == 0 else torch.zeros_like(tensor)
         return tensor[:, inputs.start : inputs.stop].clone()
@@ -68,7 +94,7 @@ def scale_part_of(layer: str, scale_OG: Tensor, shard: ModelShard) -> Tensor:
     """The rank's part of a weight's scales: (O, 1), or (O, G) for groups of inputs, which `check_group_borders` has
     found to be on one rank each."""
     kind = layer.rpartition(".")[2]
-    inputs = _inputs_of_part(kind, shard)
+    inputs = _inputs_of_part(kind, shard, scale_OG.shape[1])
     if inputs is not None and scale_OG.shape[1] > 1:
         return scale_OG[:, inputs.start // GROUP : -(-inputs.stop // GROUP)].clone()
     outputs = _outputs_of_part(kind, shard)
@@ -85,8 +111,10 @@ def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int) -
             raise ValueError(f"{layer} has {ends[-1]} inputs, and {cut} of them is no multiple of {GROUP}")
 
 
-def _inputs_of_part(layer: str, shard: ModelShard) -> range | None:
-    """Of a layer whose inputs are divided."""
+def _inputs_of_part(layer: str, shard: ModelShard, num_inputs: int) -> range | None:
+    """Of a layer whose inputs are divided. `num_inputs`: of the whole layer."""
+    if layer == "fc":
+        return even_shares(num_inputs, shard.group.size)[shard.group.rank]
     if layer == "down_proj":
         return shard.inner
     return _features(shard.heads.query, shard.config.head_dim) if layer == "o_proj" else None
@@ -101,8 +129,7 @@ def _outputs_of_part(layer: str, shard: ModelShard) -> range | None:
         "v_proj": _features(shard.heads.kv, head_dim),
         "gate_proj": shard.inner,
         "up_proj": shard.inner,
-        "embed_tokens": shard.vocab,
-        "lm_head": shard.vocab,
+        **({} if shard.vocab is None else dict.fromkeys(("embed_tokens", "lm_head"), shard.vocab.tokens)),
     }.get(layer)
 
 
@@ -111,16 +138,23 @@ def _features(heads: range, head_dim: int) -> range:
 
 
 class SummedLinear(Linear):
-    """A layer whose input features are divided. A residual is added to the sum."""
+    """A layer whose input features are divided. A residual is added to the sum. `has_whole_input`: the rank is given
+    all features, and takes its own."""
 
-    def __init__(self, part: Linear, group: Group) -> None:
-        self._part, self._group = part, group
+    def __init__(self, part: Linear, group: Group, *, has_whole_input: bool = False) -> None:
+        self._part, self._group, self._has_whole_input = part, group, has_whole_input
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return self._group.sum(self._part(x_TI))
+        return self._group.sum(self._part(self._own(x_TI)))
 
     def start_with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Callable[[], Tensor]:
-        return self._group.start_sum(self._part(x_TI), residual_TO)
+        return self._group.start_sum(self._part(self._own(x_TI)), residual_TO)
+
+    def _own(self, x_TI: Tensor) -> Tensor:
+        if not self._has_whole_input:
+            return x_TI
+        own = even_shares(x_TI.shape[1], self._group.size)[self._group.rank]
+        return x_TI[:, own.start : own.stop].contiguous()
 
 
 class GatheredLinear(Linear):
@@ -146,9 +180,9 @@ class Embedding:
         self._weight, self._shard = weight_VE, shard
 
     def __call__(self, tokens_T: Tensor) -> Tensor:
-        if self._shard is None:
+        if self._shard is None or self._shard.vocab is None:
             return self._weight[tokens_T]
-        own = tokens_T - self._shard.vocab.start
+        own = tokens_T - self._shard.vocab.tokens.start
         is_own = (own >= 0) & (own < len(self._weight))
         # Zeros of the other ranks are added, which changes no bit but the sign of a zero.
         return self._shard.group.sum(self._weight[torch.where(is_own, own, 0)] * is_own[:, None])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 import torch
@@ -86,28 +87,31 @@ class TwoPasses:
         """What both return. The caller keeps what they read until then: memory that it frees earlier may be given to
         others while the second pass still runs."""
         one, other = _Pass(first), _Pass(second)
-        with marked("lane 1"):
+        with self._lane(0):
             one.go_on()
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream())
         try:
             while not (one.is_done and other.is_done):
-                with self._on_side(), marked("lane 2"):
+                with self._on_side(), self._lane(1):
                     other.go_on()
-                with marked("lane 1"):
+                with self._lane(0):
                     one.go_on()
         finally:
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
         return one.result, other.result
 
+    def _on_side(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
     @contextlib.contextmanager
-    def _on_side(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._side is not None:
-                stack.enter_context(torch.cuda.stream(self._side))
-            if self._group is not None:
-                stack.enter_context(self._group.second_pass())
+    def _lane(self, number: int) -> Iterator[None]:
+        group = self._group
+        with (
+            marked(f"lane {1 + number}"),
+            contextlib.nullcontext() if group is None else group.one_of_two_passes(number),
+        ):
             yield
 
 

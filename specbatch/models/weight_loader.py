@@ -99,12 +99,17 @@ class WeightLoader:
         part = self._quantised((name,), has_bias, group) if is_quantised else self.linear(name, has_bias=has_bias)
         return SummedLinear(part, group)
 
+    def fc(self, has_bias: bool = False) -> Linear:
+        """The layer of that name of a draft head. Ranks multiply a part of its inputs each."""
+        linear = self.linear("fc", has_bias=has_bias)
+        return linear if self._shard is None else SummedLinear(linear, self._shard.group, has_whole_input=True)
+
     def lm_head(self, embedding_VE: Tensor | None, vocab_size: int) -> Linear:
         """`embedding_VE`: of a model that has one matrix for both."""
         linear = self.linear("lm_head") if embedding_VE is None else self.new_linear(embedding_VE)
-        if self._shard is None:
+        if self._shard is None or self._shard.vocab is None:
             return linear
-        return GatheredLinear(linear, self._shard.group, self._shard.vocab_width, vocab_size)
+        return GatheredLinear(linear, self._shard.group, self._shard.vocab.width, vocab_size)
 
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
         if self._is_quantised(gate, up):

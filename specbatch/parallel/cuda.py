@@ -2,11 +2,11 @@
 
 Everything is launched on the caller's stream, so that a CUDA graph holds it together with what comes before and after.
 Memory that the others read is allocated, and made known to them, before the first graph is captured: a graph holds its
-address. Two passes at the same time (`models/stages.py`) have an inbox and a buffer each: an operation signals by words
-that belong to them.
+address. Two passes at the same time (`models/stages.py`) have an inbox, a mailbox and a buffer each: an operation
+signals by words that belong to them.
 
-One-shot sums are a kernel of this project (`kernels/triton/one_shot.py`), two-shot sums are torch's
-(`torch.ops.symm_mem`), and the rest is NCCL's.
+One-shot sums are a kernel of this project (`kernels/triton/one_shot.py`), as are the sums of what copy engines brought
+(`copies.py`). Two-shot sums are torch's (`torch.ops.symm_mem`), and the rest is NCCL's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specbatch.marks import marked
-from specbatch.parallel.algorithms import ALIGNMENT, Algorithm, algorithm_for, buffer_bytes, inbox_capacity, limits_for
+from specbatch.parallel.algorithms import (
+    ALIGNMENT,
+    MAILBOX,
+    Algorithm,
+    algorithm_for,
+    buffer_bytes,
+    inbox_capacity,
+    limits_for,
+)
+from specbatch.parallel.copies import WORDS_BYTES, Mailbox, receive, release, send
 from specbatch.parallel.exchanges import ExchangeStore
 from specbatch.parallel.group import Group, in_order
 from specbatch.parallel.multicast import disable_multicast
@@ -32,6 +41,7 @@ if TYPE_CHECKING:
     from specbatch.kernels.triton.one_shot import Inbox  # needs Triton
 
 _FIRST_CONTACT = timedelta(minutes=5)  # until all ranks have started
+_ALONE = -1  # the number of a pass at whose time there is no other
 
 
 class Collectives(Protocol):
@@ -42,12 +52,21 @@ class Collectives(Protocol):
         """That the other ranks can read. All ranks call it in the same order."""
         ...
 
-    def new_inbox(self, capacity: int, *, is_alone: bool) -> Inbox:
-        """Of tensors of up to `capacity` bytes. All ranks call it in the same order. `is_alone`: see `Inbox`."""
+    def new_inbox(self, capacity: int) -> Inbox:
+        """Of tensors of up to `capacity` bytes. All ranks call it in the same order."""
         ...
 
-    def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
-        """The sum, and the residual to it. `inbox`: one of `new_inbox`, as for a buffer."""
+    def new_mailbox(self, capacity: int) -> Mailbox:
+        """The same, of two ranks."""
+        ...
+
+    def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool) -> None:
+        """The sum, and the residual to it. `inbox`: one of `new_inbox`, as for a buffer. `is_alone`: no other sum runs
+        at the same time."""
+        ...
+
+    def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
+        """The same, of two ranks."""
         ...
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None: ...
@@ -63,7 +82,7 @@ class Collectives(Protocol):
 
 class CudaGroup(Group):
     """`fixed_order`: sums are added in the order of ranks whatever their size, for engine.deterministic. `two_passes`:
-    they may run at the same time."""
+    there can be two at the same time."""
 
     def __init__(
         self,
@@ -77,12 +96,14 @@ class CudaGroup(Group):
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._collectives, self._fixed_order = collectives, fixed_order
-        self._limits = limits_for(size, two_passes=two_passes)
-        capacity, num_bytes, passes = inbox_capacity(self._limits), buffer_bytes(self._limits), range(1 + two_passes)
-        is_alone = not two_passes
-        self._inboxes = [collectives.new_inbox(capacity, is_alone=is_alone) for _ in passes] if capacity else []
+        alone, of_two = (limits_for(size, two_passes=two) for two in (False, True))
+        self._limits = (of_two, of_two, alone) if two_passes else (alone,) * 3  # by the pass; the last: it is alone
+        capacity, num_bytes, passes = inbox_capacity(alone), buffer_bytes(alone), range(1 + two_passes)
+        self._inboxes = [collectives.new_inbox(capacity) for _ in passes] if capacity else []
         self._buffers = [collectives.new_buffer(num_bytes) for _ in passes] if num_bytes else []
-        self._pass, self._is_closed = 0, False
+        copies = two_passes and of_two is not None and of_two.copied > 0
+        self._mailboxes = [collectives.new_mailbox(MAILBOX) for _ in passes] if copies else []
+        self._pass, self._is_closed = _ALONE, False
 
     @contextlib.contextmanager
     def _in_pass(self, number: int) -> Iterator[None]:
@@ -92,8 +113,13 @@ class CudaGroup(Group):
         finally:
             self._pass = before
 
-    def second_pass(self) -> AbstractContextManager[object]:
-        return self._in_pass(1)
+    def one_of_two_passes(self, number: int) -> AbstractContextManager[object]:
+        return self._in_pass(number)
+
+    @property
+    def _memory(self) -> int:
+        """Which memory the pass has. One that is alone has the first's: they are launched on one stream."""
+        return max(self._pass, 0)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         parts = x.new_empty((self.size, *x.shape))
@@ -103,14 +129,14 @@ class CudaGroup(Group):
         return lambda: parts
 
     def start_sum(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
-        algorithm = algorithm_for(x.nbytes, x.dtype, self._limits, fixed_order=self._fixed_order)
-        fuses = algorithm == "one_shot" and residual is not None and residual.dtype == x.dtype
+        algorithm = algorithm_for(x.nbytes, x.dtype, self._limits[self._pass], fixed_order=self._fixed_order)
+        fuses = algorithm in ("one_shot", "copied") and residual is not None and residual.dtype == x.dtype
         with marked("communication"):
             total = self.added(x, algorithm, residual if fuses else None) if x.numel() else x
         return lambda: total if residual is None or fuses else residual + total
 
     def added(self, x: Tensor, algorithm: Algorithm, residual: Tensor | None = None) -> Tensor:
-        """The sum by one of the algorithms, in memory of its own. `residual`: to add to a one-shot sum."""
+        """The sum by one of the algorithms, in memory of its own. `residual`: to add to a one-shot or copied sum."""
         if algorithm == "gather":
             wide = torch.promote_types(x.dtype, torch.float32)  # rounded once, as by a one-shot sum
             return in_order(self.gather(x).to(wide)).to(x.dtype)
@@ -119,21 +145,18 @@ class CudaGroup(Group):
             x = x.clone()
         out = torch.empty_like(x)
         if algorithm == "one_shot":
-            self._add_in_inbox(x, residual, out)
+            inbox = self._inboxes[self._memory]
+            for piece, added, part in _pieces(x, residual, out, inbox.capacity):
+                run.one_shot(piece, added, part, inbox, is_alone=self._pass == _ALONE)
+        elif algorithm == "copied":
+            mailbox = self._mailboxes[self._memory]
+            for piece, added, part in _pieces(x, residual, out, mailbox.capacity):
+                run.copied(piece, added, part, mailbox)
         elif algorithm == "nccl":
             run.nccl(x, out)
         else:
-            run.two_shot(x, out, self._buffers[self._pass])
+            run.two_shot(x, out, self._buffers[self._memory])
         return out
-
-    def _add_in_inbox(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
-        """In pieces, where it is large."""
-        inbox = self._inboxes[self._pass]
-        count = inbox.capacity // x.itemsize
-        xs, outs = x.view(-1).split(count), out.view(-1).split(count)
-        residuals = [None] * len(xs) if residual is None else residual.contiguous().view(-1).split(count)
-        for piece, added, part in zip(xs, residuals, outs, strict=True):
-            self._collectives.one_shot(piece, added, part, inbox)
 
     def close(self) -> None:
         """No graph may hold an operation any more: NCCL would wait for its end."""
@@ -141,7 +164,18 @@ class CudaGroup(Group):
             self._is_closed = True
             self._collectives.close()
             self._inboxes.clear()  # after operations that still used them have been ended
+            self._mailboxes.clear()
             self._buffers.clear()
+
+
+def _pieces(
+    x: Tensor, residual: Tensor | None, out: Tensor, num_bytes: int
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    """Of all three, of at most `num_bytes`."""
+    count = num_bytes // x.itemsize
+    xs, outs = x.view(-1).split(count), out.view(-1).split(count)
+    residuals = [None] * len(xs) if residual is None else residual.contiguous().view(-1).split(count)
+    return zip(xs, residuals, outs, strict=True)
 
 
 class TorchCollectives:
@@ -152,10 +186,10 @@ class TorchCollectives:
     `torch.distributed`: several engines of a process have one each."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
-        from specbatch.kernels.triton import one_shot  # Triton need not exist where CUDA does not
+        from specbatch.kernels.triton import one_shot, received  # Triton need not exist where CUDA does not
 
         disable_multicast()
-        self._kernel = one_shot
+        self._kernel, self._add_received = one_shot, received.add_received
         torch.cuda.set_device(device)
         self._rank, self._size, self._device, self._name = rank, size, device, f"specbatch {meeting}"
         c10d: Any = torch._C._distributed_c10d
@@ -177,22 +211,37 @@ class TorchCollectives:
     def new_buffer(self, num_bytes: int) -> Tensor:
         return self._shared(num_bytes)[0]
 
-    def _shared(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        """Memory, and its addresses on all ranks."""
+    def _shared(self, num_bytes: int) -> tuple[Tensor, Any]:
+        """Memory, and what is known of it on all ranks."""
         # Not `symmetric_memory.empty`: buffers of its pool can share the words by which operations signal.
         buffer: Tensor = self._symmetric.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device, self._name)
-        return buffer, self._symmetric.rendezvous(buffer, self._name).buffer_ptrs
+        return buffer, self._symmetric.rendezvous(buffer, self._name)
 
-    def new_inbox(self, capacity: int, *, is_alone: bool) -> Inbox:
-        memory, addresses = self._shared(self._kernel.inbox_bytes(capacity, self._size))
+    def new_inbox(self, capacity: int) -> Inbox:
+        memory, shared = self._shared(self._kernel.inbox_bytes(capacity, self._size))
         memory.zero_()
         counts_K = torch.zeros(self._kernel.num_blocks(capacity), dtype=torch.int32, device=self._device)
         self._meet()  # nobody writes into memory that is not zeroed yet
-        addresses_G = torch.tensor(addresses, dtype=torch.int64, device=self._device)
-        return self._kernel.Inbox(memory, addresses_G, counts_K, self._rank, capacity, is_alone)
+        addresses_G = torch.tensor(shared.buffer_ptrs, dtype=torch.int64, device=self._device)
+        return self._kernel.Inbox(memory, addresses_G, counts_K, self._rank, capacity)
 
-    def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
-        self._kernel.one_shot_sum(x, residual, out, inbox)
+    def new_mailbox(self, capacity: int) -> Mailbox:
+        memory, shared = self._shared(capacity + WORDS_BYTES)
+        mailbox = Mailbox(memory, shared.get_buffer(1 - self._rank, (capacity + WORDS_BYTES,), torch.uint8))
+        mailbox.reset()
+        self._meet()
+        return mailbox
+
+    def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool) -> None:
+        self._kernel.one_shot_sum(x, residual, out, inbox, is_alone=is_alone)
+
+    def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
+        if _is_fake(x):
+            self._add_received(x, x, residual, out)
+            return
+        send(x, mailbox)
+        self._add_received(x, receive(x, mailbox), residual, out)
+        release(mailbox)
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
         if _is_fake(x):

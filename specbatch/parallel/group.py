@@ -73,6 +73,6 @@ class Group(Protocol):
         """Give back what is shared with the other ranks. Nothing is exchanged after it. A second call does nothing."""
         return
 
-    def second_pass(self) -> AbstractContextManager[object]:
-        """What is launched in it belongs to the second of two passes at the same time."""
+    def one_of_two_passes(self, number: int) -> AbstractContextManager[object]:
+        """What is launched in it belongs to one of two passes at the same time, 0 or 1."""
         return contextlib.nullcontext()

@@ -15,21 +15,21 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("sets", "device", "attention", "two_lanes", "expected"),
+    ("sets", "device", "attention", "expected"),
     [
-        ([], CUDA, "triton", False, True),
-        ([], CPU, "torch", False, False),
-        ([], CUDA, "flashinfer", False, False),
-        ([], CUDA, "triton", True, False),
-        (["engine.deterministic=true"], CUDA, "triton", False, False),
-        (["engine.tensor_parallel=2"], CUDA, "triton", False, True),
+        ([], CUDA, "triton", True),
+        ([], CPU, "torch", False),
+        ([], CUDA, "flashinfer", False),
+        (["engine.two_batch_overlap=on"], CUDA, "triton", True),
+        (["engine.deterministic=true"], CUDA, "triton", False),
+        (["engine.tensor_parallel=2"], CUDA, "triton", True),
     ],
 )
 def test_where_kernels_are_compiled_ahead(
-    sets: list[str], device: torch.device, attention: str, two_lanes: bool, expected: bool
+    sets: list[str], device: torch.device, attention: str, expected: bool
 ) -> None:
     section = load_config(None, sets).engine
-    assert resolve_compile_ahead(section, device, attention, two_lanes=two_lanes) == expected
+    assert resolve_compile_ahead(section, device, attention) == expected
 
 
 def test_a_failure_is_a_note() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,19 +17,17 @@ from hypothesis import strategies as st
 from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine import resolve_lanes
 from specbatch.engine.dummies import dummy_batch
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, PaddedSize, padded_sizes
-from specbatch.engine.lane_times import LaneTimes, chosen, time_lanes, with_lanes_that_gain
-from specbatch.engine.lanes import MIN_LANE, Lanes, LaneSizes
+from specbatch.engine.lane_times import LaneTimes, chosen, median_times, time_lanes, with_lanes_that_gain
+from specbatch.engine.lanes import MIN_LANE, NEVER, LaneLimits, Lanes, LaneSizes
 from specbatch.engine.memory import CachePlan
 from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_lanes import resolve_two_lanes
+from specbatch.engine.resolve_lanes import Job, lane_limits, resolve_mode
 from specbatch.engine.round_parts import Rounds
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.sizing import Sized
-from specbatch.engine.two_lanes import NEVER
 from specbatch.errors import ConfigError
 from specbatch.models.stages import TwoPasses, completed
 from specbatch.parallel.group import Group
@@ -220,7 +220,7 @@ def test_the_option_as_yaml_reads_it(given_value: str, decided: str) -> None:
     sets = ["model.target=random:tiny", "engine.device=cpu", f"engine.two_batch_overlap={given_value}"]
     run = resolve(load_config(None, sets))
     assert run.config.engine.two_batch_overlap == decided
-    assert run.engine.two_lanes == (decided == "on")
+    assert run.engine.lanes == (LaneLimits(MIN_LANE, 128) if decided == "on" else None)
     with pytest.raises(ConfigError, match="must be off, on or auto, not 3"):
         load_config(None, ["engine.two_batch_overlap=3"])
 
@@ -258,13 +258,18 @@ def test_lanes_are_chosen_where_they_gain() -> None:
     assert [sizes.of(2 * size) for size in made_up] == [0, 16, 0, 32]
     assert notes[1] == "engine.two_batch_overlap: 32 rows: two lanes (a round takes 100 us in one lane, 90 us in two)"
     assert "16 rows: one lane" in notes[0]
+    measured = list[int]()
+    sizes, notes = chosen(sizes, lambda size: (measured.append(size), made_up[size])[1], larger_follow=True)
+    assert measured == [8, 16]
+    assert [sizes.of(2 * size) for size in made_up] == [0, 16, 24, 32]
+    assert notes[1].startswith("engine.two_batch_overlap: 32 rows and more: two lanes (")
 
 
 def test_auto_keeps_two_lanes_where_they_gain() -> None:
     """Ranks run the same, and decide by the times of the first. Times are made up."""
 
     def on_rank(group: Group) -> tuple[Sized, list[str]]:
-        two_us = itertools.cycle([90.0, 120.0, 99.0])
+        two_us = itertools.cycle([120.0, 90.0, 99.0])
 
         def made_up(runs: Any, device: torch.device, restore: Any) -> LaneTimes:
             for run_ in runs:
@@ -280,12 +285,12 @@ def test_auto_keeps_two_lanes_where_they_gain() -> None:
 
     for sized, notes in on_ranks(2, on_rank):
         lanes, two_lanes = sized.rounds.lanes, sized.rounds.items.items[0].two_lanes
-        assert lanes == LaneSizes((4, 8), frozenset([8]))
+        assert lanes == LaneSizes((4, 8), frozenset([4]))
         assert two_lanes is not None
         assert two_lanes.min_prompt_lane == NEVER
         assert [note.removeprefix("engine.two_batch_overlap: ") for note in notes] == [
-            "8 rows: two lanes (a round takes 100 us in one lane, 90 us in two)",
-            "16 rows: one lane (a round takes 100 us in one lane, 120 us in two)",
+            "8 rows: one lane (a round takes 100 us in one lane, 120 us in two)",
+            "16 rows and more: two lanes (a round takes 100 us in one lane, 90 us in two)",
             "prompts: one lane (a chunk of 128 tokens takes 100 us in one lane, 99 us in two)",
         ]
 
@@ -299,26 +304,90 @@ def test_auto_has_one_lane_for_what_the_cache_does_not_hold() -> None:
     assert "prompts: one lane (one process has them as graphs)" in notes[2]
 
 
+def test_the_time_of_slow_rounds_is_measured_less_often() -> None:
+    """As often on each rank, whatever it finds itself."""
+
+    def on_rank(group: Group) -> list[list[int]]:
+        counts = list[list[int]]()
+        for pause in (0.0, 0.08):
+            calls = [0, 0]
+
+            def run_(i: int, calls: list[int] = calls, pause: float = pause) -> None:
+                calls[i] += 1
+                time.sleep(pause if group.rank == 0 else 0)
+
+            times = median_times([partial(run_, 0), partial(run_, 1)], CPU, lambda: None, group)
+            assert group.rank or min(times) >= 1e6 * pause
+            counts.append(calls)
+        return counts
+
+    assert on_ranks(2, on_rank) == [[[8, 8], [8, 8]]] * 2
+
+
+def test_prompts_have_two_lanes_from_the_first_size_that_gains() -> None:
+    def on_rank(group: Group) -> tuple[int, str]:
+        two_us = iter([99.0, 90.0])
+        engine = tiny_engine("none", group=group, min_lane=1, num_pages=800, max_batch_size=16)
+        sized = Sized(Rounds(engine.executor.rounds, [], None), CachePlan(800, 160, 160), 16, 128)
+        found, notes = with_lanes_that_gain(sized, engine, group, lambda *_: LaneTimes(100, next(two_us)))
+        two_lanes = found.rounds.items.items[0].two_lanes
+        assert found.rounds.lanes is None
+        assert two_lanes is not None
+        return two_lanes.min_prompt_lane, notes[0]
+
+    for found in on_ranks(2, on_rank):
+        assert found == (
+            32,
+            "engine.two_batch_overlap: prompts: two lanes from 64 tokens on (a chunk of 64 tokens takes 100 us in one "
+            "lane, 90 us in two)",
+        )
+
+
 @pytest.mark.parametrize(
-    ("sets", "device", "decided", "reason"),
+    ("sets", "device", "attention", "decided", "reason"),
     [
-        ([], "cpu", (False, False), None),
-        (["engine.tensor_parallel=2"], "cpu", (True, True), None),
-        ([], "cuda", (False, False), "two lanes were slower on CUDA, but for the smallest models with few rows"),
-        (["engine.cascade_attention=on"], "cuda", (False, False), "engine.cascade_attention is on"),
+        ([], "cpu", "torch", "off", None),
+        (["engine.tensor_parallel=2"], "cpu", "torch", "auto", None),
+        ([], "cuda", "triton", "auto", None),
+        (["engine.two_batch_overlap=on"], "cuda", "triton", "on", None),
+        (["engine.cascade_attention=on"], "cuda", "triton", "off", "engine.cascade_attention is on"),
+        (["engine.deterministic=true"], "cuda", "triton", "off", "engine.deterministic is on"),
+        ([], "cuda", "flashinfer", "off", "engine.attention is flashinfer"),
     ],
 )
-def test_what_auto_decides(sets: list[str], device: str, decided: tuple[bool, bool], reason: str | None) -> None:
+def test_where_lanes_are_measured(sets: list[str], device: str, attention: str, decided: str, reason: str) -> None:
     notes: list[str] = []
-    assert resolve_two_lanes(load_config(None, sets).engine, torch.device(device), "triton", notes) == decided
+    assert resolve_mode(load_config(None, sets).engine, torch.device(device), attention, notes) == decided
     assert notes == ([] if reason is None else [f"engine.two_batch_overlap: off ({reason})"])
 
 
-def test_auto_measures_on_cuda_once_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve_lanes, "MEASURED_ON_CUDA", True)
-    cuda, notes = torch.device("cuda"), list[str]()
-    section = load_config(None).engine
-    assert resolve_two_lanes(section, cuda, "triton", notes) == (True, True)
-    assert resolve_two_lanes(replace(section, deterministic=True), cuda, "triton", notes) == (False, False)
-    assert resolve_two_lanes(section, cuda, "flashinfer", notes) == (False, False)
-    assert [note.split("(")[1] for note in notes] == ["engine.deterministic is on)", "engine.attention is flashinfer)"]
+@pytest.mark.parametrize(
+    ("num_ranks", "job", "expected"),
+    [
+        (1, Job(64, 1, 270_000_000, has_groups=False), LaneLimits(8, NEVER)),
+        (1, Job(64, 1, 3_000_000_000, has_groups=False), None),
+        (1, Job(256, 1, 270_000_000, has_groups=False), None),
+        (1, Job(64, 1, 270_000_000, has_groups=True), None),
+        (2, Job(256, 1, 10**11, has_groups=False), LaneLimits(None, 1024)),
+        (2, Job(512, 1, 10**11, has_groups=False), LaneLimits(256, 1024)),
+        (2, Job(256, 4, 10**11, has_groups=False), LaneLimits(64, 1024)),
+        (2, Job(256, 7, 10**11, has_groups=False), LaneLimits(40, 1024)),
+        (2, Job(256, 4, 10**11, has_groups=True), LaneLimits(None, 1024)),
+        (2, Job(64, 64, 10**11, has_groups=False), LaneLimits(8, 1024)),
+    ],
+)
+def test_what_auto_measures_on_cuda(num_ranks: int, job: Job, expected: LaneLimits | None) -> None:
+    notes: list[str] = []
+    cuda = torch.device("cuda")
+    assert lane_limits("auto", num_ranks, cuda, job, notes) == expected
+    assert bool(notes) == (expected is None)
+    assert lane_limits("off", num_ranks, cuda, job, notes) is None
+    assert lane_limits("on", num_ranks, cuda, job._replace(has_groups=False), notes) == LaneLimits(8, 1024)
+
+
+def test_lanes_on_cuda_need_kernels_with_memory_of_their_own() -> None:
+    section, cuda = load_config(None, ["engine.two_batch_overlap=on"]).engine, torch.device("cuda")
+    with pytest.raises(ConfigError, match="on CUDA, not flashinfer"):
+        resolve_mode(section, cuda, "flashinfer", [])
+    with pytest.raises(ConfigError, match="does not run with"):
+        resolve_mode(replace(section, deterministic=True), cuda, "triton", [])

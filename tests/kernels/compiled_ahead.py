@@ -124,7 +124,7 @@ def ranks(gpu: FakeGpu) -> None:
         def __init__(self) -> None:
             self._kernel = one_shot
 
-        def new_inbox(self, capacity: int, *, is_alone: bool) -> one_shot.Inbox:
+        def new_inbox(self, capacity: int) -> one_shot.Inbox:
             counts_K = torch.zeros(one_shot.num_blocks(capacity), dtype=torch.int32)
             return one_shot.Inbox(
                 torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), counts_K, 1, capacity

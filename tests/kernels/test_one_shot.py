@@ -35,7 +35,7 @@ def test_sums_in_turns(rank: int, alone: bool, dtype: torch.dtype, monkeypatch: 
     memories = [Memory() for _ in range(SIZE)]
     addresses = torch.tensor([memory.bytes.data_ptr() for memory in memories], device=DEVICE)
     inbox = one_shot.Inbox(
-        memories[rank].bytes, addresses, torch.zeros(3, dtype=torch.int32, device=DEVICE), rank, CAPACITY, alone
+        memories[rank].bytes, addresses, torch.zeros(3, dtype=torch.int32, device=DEVICE), rank, CAPACITY
     )
     num_in_block = one_shot.BLOCK_BYTES // dtype.itemsize
     others = [i for i in range(SIZE) if i != rank]
@@ -52,7 +52,7 @@ def test_sums_in_turns(rank: int, alone: bool, dtype: torch.dtype, monkeypatch: 
                 part = memories[rank].part(numbers[i] % 2, other, xs[other]).view(-1)[span]
                 part.copy_(xs[other].view(-1)[span])
         found = torch.empty_like(residual)
-        one_shot.one_shot_sum(xs[rank], residual if shape[0] > 1 else None, found, inbox)
+        one_shot.one_shot_sum(xs[rank], residual if shape[0] > 1 else None, found, inbox, is_alone=alone)
         expected = (xs[0].float() + xs[1].float() + xs[2].float()).to(dtype)
         assert torch.equal(found, residual + expected if shape[0] > 1 else expected), shape
         for other in others:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +31,7 @@ from specbatch.engine import resolve_ranks
 from specbatch.engine.ranks import OtherRanks, RankedEngine
 from specbatch.engine.resolve_prefill import resolve_prompt_graphs
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
+from specbatch.parallel import algorithms, copies, cuda
 from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes, inbox_capacity, limits_for
 from specbatch.parallel.cuda import CudaGroup, named_group
 from specbatch.parallel.group import Group
@@ -48,11 +52,17 @@ class FakeCollectives:
         self.made.append(torch.empty(num_bytes, dtype=torch.uint8))
         return self.made[-1]
 
-    def new_inbox(self, capacity: int, *, is_alone: bool) -> Any:
+    def new_inbox(self, capacity: int) -> Any:
         return SimpleNamespace(memory=self.new_buffer(capacity), capacity=capacity)
 
-    def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Any) -> None:
-        total = self._in_buffer("one_shot", x, inbox.memory)
+    new_mailbox = new_inbox
+
+    def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Any, *, is_alone: bool) -> None:
+        total = self._in_buffer("one_shot" if is_alone else "one_shot of two", x, inbox.memory)
+        out.copy_(total if residual is None else residual + total)
+
+    def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Any) -> None:
+        total = self._in_buffer("copied", x, mailbox.memory)
         out.copy_(total if residual is None else residual + total)
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
@@ -95,7 +105,8 @@ def test_the_algorithm_follows_the_size(two_passes: bool) -> None:
         sizes = (16, limits.one_shot, *[limits.one_shot + 16, limits.two_shot] * has_two_shot, limits.two_shot + 16)
         for dtype in (torch.bfloat16, torch.float32):
             found = [algorithm_for(n, dtype, limits, fixed_order=False) for n in sizes]
-            assert found == ["one_shot", "one_shot", *["two_shot", "two_shot"] * has_two_shot, "nccl"]
+            largest = "copied" if size == 2 and two_passes else "nccl"
+            assert found == ["one_shot", "one_shot", *["two_shot", "two_shot"] * has_two_shot, largest]
             assert {algorithm_for(n, dtype, limits, fixed_order=True) for n in sizes} == {"one_shot"}
     two = LIMITS[2]
     for what in (
@@ -154,7 +165,7 @@ def test_a_second_pass_has_a_buffer_of_its_own() -> None:
     def work(group: Group) -> list[int]:
         mine, fake = cuda_group(group, two_passes=True)
         first = mine.start_sum(torch.ones(8))
-        with mine.second_pass():
+        with mine.one_of_two_passes(1):
             second = mine.start_sum(torch.full((8,), 2.0))
         mine.sum(torch.ones(4))
         assert (first()[0], second()[0]) == (2, 4)
@@ -164,12 +175,73 @@ def test_a_second_pass_has_a_buffer_of_its_own() -> None:
         assert one == third != other
 
 
+def test_only_passes_at_the_same_time_leave_large_sums_to_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algorithms, "_TWO_PASSES_ONE_SHOT", 64)
+    monkeypatch.setattr(cuda, "MAILBOX", 128)
+
+    def work(group: Group) -> list[str]:
+        mine, fake = cuda_group(group, two_passes=True)
+        for number in (None, 0, 1):
+            with contextlib.nullcontext() if number is None else mine.one_of_two_passes(number):
+                for count in (16, 64):  # the larger one in two pieces
+                    x = torch.arange(float(count)) + group.rank
+                    assert torch.equal(mine.sum(x), 2 * torch.arange(float(count)) + 1)
+                    assert torch.equal(mine.start_sum(x, x)(), x + mine.sum(x))
+        return fake.calls
+
+    for calls in on_ranks(2, work):
+        assert calls[:6] == ["one_shot"] * 6
+        assert calls[6:] == (["one_shot of two"] * 3 + ["copied"] * 6) * 2
+
+
+class FakeDriver:
+    """A stream that does all at once. Waiting gives way to other threads."""
+
+    def cuStreamWaitValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
+        end = time.monotonic() + 20
+        while ctypes.c_uint32.from_address(address).value != value:
+            assert time.monotonic() < end, "nobody writes it"
+            time.sleep(0)
+        return 0
+
+    def cuStreamWriteValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
+        ctypes.c_uint32.from_address(address).value = value
+        return 0
+
+
+def test_what_copy_engines_bring_is_kept_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is ahead waits until its mailbox at the other one is free."""
+    monkeypatch.setattr(copies, "_driver", FakeDriver)
+    monkeypatch.setattr(copies, "_stream", int)
+    memories = [torch.zeros(1024 + copies.WORDS_BYTES, dtype=torch.uint8) for _ in range(2)]
+
+    def work(rank: int) -> None:
+        mailbox, chance = copies.Mailbox(memories[rank], memories[1 - rank]), random.Random(rank)
+        assert mailbox.capacity == 1024
+        for i in range(300):
+            time.sleep(chance.choice((0, 0, 0.0005)))
+            copies.send(torch.full((8, i % 16), 2 * i + rank), mailbox)
+            time.sleep(chance.choice((0, 0, 0.0005)))
+            got = copies.receive(torch.empty(8, i % 16, dtype=torch.int64), mailbox)
+            time.sleep(chance.choice((0, 0, 0.0005)))
+            assert torch.equal(got, torch.full((8, i % 16), 2 * i + 1 - rank)), i
+            copies.release(mailbox)
+
+    for rank in range(2):
+        copies.Mailbox(memories[rank], memories[1 - rank]).reset()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, range(2)))
+
+
 def test_a_part_of_a_tensor_that_is_not_aligned_is_copied() -> None:
     def work(group: Group) -> None:
         mine, fake = cuda_group(group)
         aligned = list[bool]()
         one_shot = fake.one_shot
-        fake.one_shot = lambda x, *rest: (aligned.append(x.storage_offset() == 0), one_shot(x, *rest))  # type: ignore
+        fake.one_shot = lambda x, *rest, **more: (  # type: ignore[method-assign]
+            aligned.append(x.storage_offset() == 0),
+            one_shot(x, *rest, **more),
+        )
         assert torch.equal(mine.sum(torch.arange(9.0)[1:]), 2 * torch.arange(1.0, 9.0))
         assert aligned == [True]
 

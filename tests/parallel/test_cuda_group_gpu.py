@@ -19,6 +19,7 @@ from specbatch.engine.resolve import resolve
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.spec import MatcherSpec
+from specbatch.parallel import algorithms
 from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine
@@ -120,6 +121,7 @@ def _two_gpus(rank: int, meeting: str) -> None:
     )
     _many_sizes(two, device)
     _two_streams(two, device)
+    _copies(two, device)
     assert group.least(7 - rank) == 6
     assert group.of_first([float(rank)]) == [0.0]
     torch.cuda.synchronize()
@@ -157,7 +159,7 @@ def _two_streams(group: CudaGroup, device: torch.device) -> None:
         side.wait_stream(torch.cuda.current_stream())
         for _ in range(20):
             first = group.sum(xs[0])
-            with torch.cuda.stream(side), group.second_pass():
+            with torch.cuda.stream(side), group.one_of_two_passes(1):
                 second = group.sum(xs[1])
         torch.cuda.current_stream().wait_stream(side)
         return torch.stack((first, second))
@@ -171,6 +173,40 @@ def _two_streams(group: CudaGroup, device: torch.device) -> None:
         assert (out[0, 0].item(), out[1, -1].item()) == (2 * value, 20 * value)
 
 
+def _copies(group: CudaGroup, device: torch.device) -> None:
+    """Of one stream, of two at the same time, launched and in graphs."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for count in (8, 8 * 577, (1 << 20) + 8, (algorithms.MAILBOX // dtype.itemsize) + 8):
+            both = [torch.randn(count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2)]
+            x, expected = both[group.rank].to(device), (both[0] + both[1]).to(device)
+            assert torch.equal(group.added(x, "copied"), expected), (dtype, count)
+            assert torch.equal(group.added(x, "copied", residual := torch.randn_like(x)), residual + expected)
+        replays_follow_the_input(lambda x: group.added(x, "copied"), 2, dtype, 1 << 20)
+    side = torch.cuda.Stream(device)
+    xs = [torch.zeros(1 << 20, device=device) for _ in range(2)]
+
+    def both_passes() -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        first, second = xs
+        for _ in range(20):
+            with group.one_of_two_passes(0):
+                first = 0.5 * group.added(first, "copied")
+            with torch.cuda.stream(side), group.one_of_two_passes(1):
+                second = 0.5 * group.added(second, "copied")
+        torch.cuda.current_stream().wait_stream(side)
+        return torch.stack((first, second))
+
+    graph, out = graph_of(both_passes)
+    for value in range(1, 30):
+        for i, x in enumerate(xs):
+            x.fill_(2 * value * (1 + 2 * i) * (1 + 3 * group.rank))
+        if (value + group.rank) % 5 == 0:
+            torch.cuda._sleep(500_000 * group.rank)
+        expected = torch.tensor([5.0 * value, 15.0 * value], device=device)
+        for found in (both_passes(), (graph.replay(), out)[1]):
+            assert torch.equal(found, expected[:, None].expand_as(found)), value
+
+
 @pytest.mark.gpu
 @needs_two
 def test_two_gpus_add_and_gather(tmp_path: Path) -> None:
@@ -179,7 +215,16 @@ def test_two_gpus_add_and_gather(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @needs_two
-@pytest.mark.parametrize("sets", [[], ["engine.two_batch_overlap=on"], ["engine.cuda_graphs=none"]], ids=str)
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [],
+        ["engine.two_batch_overlap=on"],
+        ["engine.cuda_graphs=none"],
+        ["speculation.method=eagle3", "speculation.draft=random:eagle3"],  # the head is divided, too
+    ],
+    ids=str,
+)
 def test_two_gpus_answer_as_one(sets: list[str]) -> None:
     prompts = random_prompts(40, shared=20, longest=90)
     common = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", "engine.max_batch_size=32"]

@@ -65,6 +65,23 @@ def test_each_rank_holds_a_part() -> None:
         assert all(part.untyped_storage().nbytes() < whole.untyped_storage().nbytes() for part in parts)
 
 
+def test_each_rank_holds_a_part_of_a_draft_head() -> None:
+    """Its vocabulary is whole on each rank, and all of it where its heads do not divide."""
+    config = tiny_config(1, num_heads=4, num_kv_heads=2)
+    groups = [ThreadGroup(rank, 2, None) for rank in range(2)]  # type: ignore[arg-type]
+    shards = [ModelShard.of_head(config, group) for group in groups]
+    whole = torch.arange(32 * 96).view(32, 96)
+    parts = [part_of("fc.weight", whole, shard) for shard in shards if shard is not None]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    first, second = (part_of("fc.bias", torch.ones(32), shard) for shard in shards if shard is not None)
+    assert (first.sum(), second.sum()) == (32, 0), "it is added once"
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert all(part_of(name, whole, shard) is whole for shard in shards if shard is not None)
+    assert all(shard is not None and shard.config.num_kv_heads == 1 for shard in shards)
+    assert ModelShard.of_head(config, None) is None
+    assert ModelShard.of_head(config, ThreadGroup(0, 5, None)) is None  # type: ignore[arg-type]
+
+
 def outputs(completions: list[Completion]) -> list[tuple[list[int], str]]:
     return [(c.token_ids, str(c.finish_reason)) for c in completions]
 

@@ -33,15 +33,13 @@ _FEW = 32  # programs of one of two sums at the same time: most multiprocessors 
 
 class Inbox(NamedTuple):
     """`memory`: uint8, of `inbox_bytes`, which the other GPUs can write; all zeros at first. `addresses_G`: int64, of
-    the memory of each GPU, as this one sees it. `counts_K`: int32, all zeros at first. `is_alone`: no other sum runs at
-    the same time."""
+    the memory of each GPU, as this one sees it. `counts_K`: int32, all zeros at first."""
 
     memory: Tensor
     addresses_G: Tensor
     counts_K: Tensor
     rank: int
     capacity: int  # bytes of the largest tensor
-    is_alone: bool = True
 
     @property
     def size(self) -> int:
@@ -115,9 +113,10 @@ def _one_shot(
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) -> None:
+def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool = True) -> None:
     """out: the sum of each GPU's x, added in float32 and rounded to its dtype, + residual, rounded again. Contiguous
-    tensors of one shape, bfloat16 or float32, of at most `inbox.capacity` bytes."""
+    tensors of one shape, bfloat16 or float32, of at most `inbox.capacity` bytes. `is_alone`: no other sum runs at the
+    same time."""
     tensors = (x, out) if residual is None else (x, out, residual)
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert all((tensor.shape, tensor.dtype) == (x.shape, x.dtype) for tensor in tensors)
@@ -126,8 +125,8 @@ def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox) 
     programs = triton.cdiv(x.numel(), block)
     pdl = dependent_launch(x)
     launch(
-        _one_shot, (programs if inbox.is_alone else min(programs, _FEW),),
+        _one_shot, (programs if is_alone else min(programs, _FEW),),
         x, residual, out, inbox.addresses_G, inbox.counts_K, x.numel(),
         RANK=inbox.rank, SIZE=inbox.size, NUM_BLOCKS=num_blocks(inbox.capacity), BLOCK=block, BLOCK_BYTES=BLOCK_BYTES,
-        HAS_RESIDUAL=residual is not None, PDL=pdl, ALONE=inbox.is_alone, num_warps=8, **launch_options(pdl),
+        HAS_RESIDUAL=residual is not None, PDL=pdl, ALONE=is_alone, num_warps=8, **launch_options(pdl),
     )  # fmt: skip

@@ -7,6 +7,10 @@ from typing import Literal
 
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
+# Programs that read few keys are faster with 4 warps. Others of 32 rows with 2: rounds of 64 and 256 rows of 1,250
+# tokens take 0.76 to 0.95 of the time (docs/bench/2026-11-26-h200-attention-32.json).
+_MANY_SPLITS = 8
+
 # Converted to the queries' dtype; to float16; to float16, and the values read as pairs.
 Fp8Form = Literal["widen", "half", "pairs"]
 
@@ -25,10 +29,16 @@ class Tile:
 
 
 def tile_for(
-    num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES, *, is_fp8: bool = False
+    num_rows: int,
+    head_dim: int,
+    itemsize: int,
+    shared: int = HOPPER_SHARED_BYTES,
+    *,
+    is_fp8: bool = False,
+    num_splits: int = 1,
 ) -> Tile:
     """For that many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory. `is_fp8`:
-    keys and values are in FP8, whatever the queries' `itemsize` is.
+    keys and values are in FP8, whatever the queries' `itemsize` is. `num_splits`: of the sequence's keys.
 
     Its rows do not depend on the GPU. Its keys do, but not on the number of rows: prompts and rounds read the same
     blocks of keys. Their tensor cores add them in different orders, so a last bit of a result may differ (of bfloat16,
@@ -40,6 +50,8 @@ def tile_for(
     tile = replace(_wanted(num_rows, head_dim, itemsize), block_n=largest.block_n)
     if is_fp8 and itemsize == 2:
         tile = _of_fp8(tile)
+    elif tile.block_m == 32 and head_dim == 128 and num_splits < _MANY_SPLITS:
+        tile = replace(tile, num_warps=2)
     while shared_of(tile, head_dim, itemsize) > shared and tile.num_stages > 1:
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile

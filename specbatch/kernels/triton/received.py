@@ -1,0 +1,37 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Adds what another GPU has copied into the memory of this one (Triton)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specbatch.kernels.triton.parts.launch import launch
+
+_BLOCK = 4096  # elements
+
+
+@triton.jit
+def _add_received(x_ptr, received_ptr, residual_ptr, out_ptr, count, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < count
+    # Not from the cache of this multiprocessor, which does not see what other GPUs write.
+    received = tl.load(received_ptr + at, mask=ok, other=0.0, cache_modifier=".cg").to(tl.float32)
+    y = (tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32) + received).to(dtype)
+    if HAS_RESIDUAL:
+        y = (tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+    tl.store(out_ptr + at, y, mask=ok)
+
+
+def add_received(x: Tensor, received: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    """out: x + received, added in float32 and rounded to their dtype, + residual, rounded again. Contiguous tensors of
+    one shape, bfloat16 or float32."""
+    tensors = (x, received, out) if residual is None else (x, received, out, residual)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert all((tensor.shape, tensor.dtype) == (x.shape, x.dtype) for tensor in tensors)
+    launch(
+        _add_received, (triton.cdiv(x.numel(), _BLOCK),), x, received, residual, out, x.numel(),
+        BLOCK=_BLOCK, HAS_RESIDUAL=residual is not None, num_warps=8,
+    )  # fmt: skip
