@@ -30,7 +30,8 @@ MIN_GAIN = 0.02  # of the time of a round, for which there are two lanes: less i
 _REPEATS = {"cpu": 3, "cuda": 20}
 _MIN_REPEATS = 3  # of what takes long
 _MICROS = 200_000  # that the repeats of each take, if there are more of them than few
-_CONTEXT = {"cpu": 32, "cuda": 1000}  # tokens of a request
+_CONTEXT = {"cpu": 32, "cuda": 1000}  # tokens of a request, if the prompts of all have no more than this:
+_PROMPT_TOKENS, _MIN_CONTEXT = 32768, 128
 
 
 class LaneTimes(NamedTuple):
@@ -154,8 +155,9 @@ def with_lanes_that_gain(
 def _rounds_that_gain(
     sized: Sized, engine: Engine, lanes: LaneSizes, group: Group | None, measure: Measure
 ) -> tuple[LaneSizes, list[str]]:
-    executor, context = engine.executor, _CONTEXT[engine.device.type]
+    executor = engine.executor
     batches = {size: min(2 * size, sized.max_batch_size) for size in lanes.sizes}
+    context = min(_CONTEXT[engine.device.type], max(_MIN_CONTEXT, _PROMPT_TOKENS // max(batches.values(), default=1)))
     known = {size: batch for size, batch in batches.items() if fits(engine, batch, context)}
     sizes, notes = LaneSizes(()), list[str]()
     if known:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,56 +21,49 @@ WORDS_BYTES = 256
 _WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ of cuda.h
 
 
-class Mailbox(NamedTuple):
+class Mailbox:
     """`memory`: uint8, which the other GPU writes. `peer`: its mailbox, as this GPU sees it. The words come after the
     first `capacity` bytes."""
 
-    memory: Tensor
-    peer: Tensor
-
-    @property
-    def capacity(self) -> int:
-        return len(self.memory) - WORDS_BYTES
+    def __init__(self, memory: Tensor, peer: Tensor) -> None:
+        assert len(memory) == len(peer)
+        self.capacity = len(memory) - WORDS_BYTES
+        self._memory, self._peer = memory, peer
+        # Kept, because the host has to launch a sum in less time than a GPU takes for a part of a layer.
+        self._own_words, self._peer_words = (tensor.data_ptr() + self.capacity for tensor in (memory, peer))
 
     def reset(self) -> None:
         """It is empty. Before the other GPU uses it."""
-        words = self.memory[self.capacity :].view(torch.int32)
+        words = self._memory[self.capacity :].view(torch.int32)
         words.zero_()
         words[_FREE // 4] = 1
 
+    def send(self, x: Tensor) -> None:
+        """On the current stream: a contiguous tensor of at most `capacity` bytes goes into the other GPU's mailbox."""
+        stream = _stream()
+        _await_one(stream, self._own_words + _FREE)
+        self._peer[: x.nbytes].copy_(x.view(-1).view(torch.uint8))
+        _write(stream, self._peer_words + _READY, 1)
 
-def send(x: Tensor, mailbox: Mailbox) -> None:
-    """On the current stream: a contiguous tensor of at most `capacity` bytes goes into the other GPU's mailbox."""
-    own, other = _words(mailbox.memory), _words(mailbox.peer)
-    _await_one(own + _FREE)
-    mailbox.peer[: x.nbytes].copy_(x.view(-1).view(torch.uint8))
-    _write(other + _READY, 1)
+    def receive(self, like: Tensor) -> Tensor:
+        """What the other GPU has sent, of this shape and dtype: for the current stream, until `release`."""
+        _await_one(_stream(), self._own_words + _READY)
+        return self._memory[: like.nbytes].view(like.dtype).view(like.shape)
 
-
-def receive(like: Tensor, mailbox: Mailbox) -> Tensor:
-    """What the other GPU has sent, of this shape and dtype: for the current stream, until `release`."""
-    _await_one(_words(mailbox.memory) + _READY)
-    return mailbox.memory[: like.nbytes].view(like.dtype).view(like.shape)
-
-
-def release(mailbox: Mailbox) -> None:
-    """What came is read: the other GPU may send again."""
-    _write(_words(mailbox.peer) + _FREE, 1)
+    def release(self) -> None:
+        """What came is read: the other GPU may send again."""
+        _write(_stream(), self._peer_words + _FREE, 1)
 
 
-def _words(memory: Tensor) -> int:
-    return memory.data_ptr() + len(memory) - WORDS_BYTES
-
-
-def _await_one(address: int) -> None:
+def _await_one(stream: int, address: int) -> None:
     """The stream waits until the word there is 1, and sets it back to 0."""
-    _check(_driver().cuStreamWaitValue32_v2(_stream(), address, 1, _WAIT_EQUAL))
-    _write(address, 0)
+    _check(_driver().cuStreamWaitValue32_v2(stream, address, 1, _WAIT_EQUAL))
+    _write(stream, address, 0)
 
 
-def _write(address: int, value: int) -> None:
+def _write(stream: int, address: int, value: int) -> None:
     """After all that the stream has written is seen by other GPUs, too."""
-    _check(_driver().cuStreamWriteValue32_v2(_stream(), address, value, 0))
+    _check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0))
 
 
 def _stream() -> int:

@@ -32,7 +32,7 @@ from specbatch.parallel.algorithms import (
     inbox_capacity,
     limits_for,
 )
-from specbatch.parallel.copies import WORDS_BYTES, Mailbox, receive, release, send
+from specbatch.parallel.copies import WORDS_BYTES, Mailbox
 from specbatch.parallel.exchanges import ExchangeStore
 from specbatch.parallel.group import Group, in_order
 from specbatch.parallel.multicast import disable_multicast
@@ -172,10 +172,13 @@ def _pieces(
     x: Tensor, residual: Tensor | None, out: Tensor, num_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
     """Of all three, of at most `num_bytes`."""
+    if x.nbytes <= num_bytes:
+        yield x, residual if residual is None else residual.contiguous(), out
+        return
     count = num_bytes // x.itemsize
     xs, outs = x.view(-1).split(count), out.view(-1).split(count)
     residuals = [None] * len(xs) if residual is None else residual.contiguous().view(-1).split(count)
-    return zip(xs, residuals, outs, strict=True)
+    yield from zip(xs, residuals, outs, strict=True)
 
 
 class TorchCollectives:
@@ -239,9 +242,9 @@ class TorchCollectives:
         if _is_fake(x):
             self._add_received(x, x, residual, out)
             return
-        send(x, mailbox)
-        self._add_received(x, receive(x, mailbox), residual, out)
-        release(mailbox)
+        mailbox.send(x)
+        self._add_received(x, mailbox.receive(x), residual, out)
+        mailbox.release()
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
         if _is_fake(x):

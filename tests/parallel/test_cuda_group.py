@@ -220,12 +220,12 @@ def test_what_copy_engines_bring_is_kept_until_it_is_read(monkeypatch: pytest.Mo
         assert mailbox.capacity == 1024
         for i in range(300):
             time.sleep(chance.choice((0, 0, 0.0005)))
-            copies.send(torch.full((8, i % 16), 2 * i + rank), mailbox)
+            mailbox.send(torch.full((8, i % 16), 2 * i + rank))
             time.sleep(chance.choice((0, 0, 0.0005)))
-            got = copies.receive(torch.empty(8, i % 16, dtype=torch.int64), mailbox)
+            got = mailbox.receive(torch.empty(8, i % 16, dtype=torch.int64))
             time.sleep(chance.choice((0, 0, 0.0005)))
             assert torch.equal(got, torch.full((8, i % 16), 2 * i + 1 - rank)), i
-            copies.release(mailbox)
+            mailbox.release()
 
     for rank in range(2):
         copies.Mailbox(memories[rank], memories[1 - rank]).reset()
