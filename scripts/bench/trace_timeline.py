@@ -26,7 +26,7 @@ COMMUNICATION, COMPUTE = "communication", "compute"
 WAIT = "wait for ranks"  # on a CPU, where the communication itself is in threads of the library
 # Of kernels, by what their names hold; the first that fits.
 KINDS = {
-    COMMUNICATION: r"nccl|all_?reduce|all_?gather|symm_mem|one_shot",
+    COMMUNICATION: r"nccl|all_?reduce|all_?gather|symm_mem|one_shot|memcpy ptop",
     "attention": r"atten|attend|flash|paged|prefix_parts",
     "GEMM": r"gemm|nvjet|cutlass|matmul|cublas|linear|sm90_xmma|splitk|dot_kernel|combine_kernel|fma_kernel",
     "copies": r"memcpy|memset",
@@ -106,7 +106,7 @@ def read_trace(path: Path) -> list[Span]:
 
 def _span(category: str, name: str, args: dict[str, object], thread: object) -> Span | None:
     if category in ("kernel", "gpu_memcpy", "gpu_memset"):
-        lowered = (name if category == "kernel" else category.removeprefix("gpu_")).lower()
+        lowered = (name if category == "kernel" else f"{category.removeprefix('gpu_')} {name}").lower()
         kind = next((kind for kind, words in KINDS.items() if re.search(words, lowered)), "other")
         return Span(f"stream {args.get('stream', thread)}", kind, 0, 0)
     if category not in ("user_annotation", "gpu_user_annotation") or not name.startswith(PREFIX):
