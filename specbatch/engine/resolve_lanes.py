@@ -11,8 +11,8 @@ from specbatch.engine.lanes import MIN_LANE, MIN_PROMPT_LANE, NEVER, LaneLimits
 from specbatch.errors import ConfigError
 
 # What `auto` measures on CUDA. Elsewhere two lanes were slower in each case that was measured (docs/measured.md), and
-# measuring takes time at each start. Ranks: rounds in whose lanes the weights, which each lane
-# reads, take less time than the sums do. One GPU: a model that does not fill it.
+# measuring takes time at each start. Ranks: lanes of at least this many tokens. With less, a round takes the time to
+# read the weights, and each lane reads them. One GPU: a model and a batch that do not fill it.
 _TOKENS_OF_RANKS = 256
 _SMALL_MODEL = 10**9  # bytes
 _MAX_ROWS = 64
@@ -55,8 +55,6 @@ def resolve_mode(section: EngineSection, device: torch.device, attention: str, n
 
 def _reason_against(section: EngineSection, device: torch.device, attention: str) -> str | None:
     """Why `auto` does not measure."""
-    if section.cascade_attention == "on":
-        return "engine.cascade_attention is on"
     if device.type != "cuda":
         return None
     if attention != "triton":

@@ -350,7 +350,7 @@ def test_prompts_have_two_lanes_from_the_first_size_that_gains() -> None:
         (["engine.tensor_parallel=2"], "cpu", "torch", "auto", None),
         ([], "cuda", "triton", "auto", None),
         (["engine.two_batch_overlap=on"], "cuda", "triton", "on", None),
-        (["engine.cascade_attention=on"], "cuda", "triton", "off", "engine.cascade_attention is on"),
+        (["engine.cascade_attention=on"], "cuda", "triton", "auto", None),
         (["engine.deterministic=true"], "cuda", "triton", "off", "engine.deterministic is on"),
         ([], "cuda", "flashinfer", "off", "engine.attention is flashinfer"),
     ],
