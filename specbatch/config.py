@@ -171,7 +171,7 @@ class EngineSection:
         "auto",
         "`on`: several requests share a cached beginning, and a round reads it once, not once for each of them. It "
         "needs `engine.attention: triton` and `engine.prefix_cache`, and runs neither with `engine.deterministic` nor "
-        "with `engine.two_batch_overlap`. Layers with a sliding window do not share. `auto`: on where "
+        "with `engine.two_batch_overlap: on`. Layers with a sliding window do not share. `auto`: on where "
         "prompts begin alike (`shared_tokens`) and a model of costs says that reading once is faster; off on a CPU.",
         read=read_switch,
     )

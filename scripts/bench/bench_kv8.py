@@ -79,7 +79,7 @@ def cases() -> list[Case]:
 
 
 def variants(case: Case) -> dict[str, tuple[Tile, torch.dtype]]:
-    now = replace(tile_for(case.num_rows, DIM, DTYPE.itemsize), fp8="widen")
+    now = replace(tile_for(case.num_rows, DIM, DTYPE.itemsize, num_splits=case.splits), fp8="widen")
     found = {"bf16": (now, DTYPE), "widen": (now, FP8)}
 
     def add(form: Fp8Form, block_n: int, num_warps: int, num_stages: int, peeled: bool = False) -> None:

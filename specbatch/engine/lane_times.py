@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ MIN_GAIN = 0.02  # of the time of a round, for which there are two lanes: less i
 _REPEATS = {"cpu": 3, "cuda": 20}
 _MIN_REPEATS = 3  # of what takes long
 _MICROS = 200_000  # that the repeats of each take, if there are more of them than few
+_FOLLOWS = {"cpu": False, "cuda": True}  # see `_rounds_that_gain`
 _CONTEXT = {"cpu": 32, "cuda": 1000}  # tokens of a request, if the prompts of all have no more than this:
 _PROMPT_TOKENS, _MIN_CONTEXT = 32768, 128
 
@@ -119,30 +121,29 @@ def _output(round_: Round, req_idx_B: Tensor, lane: int) -> Tensor:
 
 
 def chosen(
-    sizes: LaneSizes, measure: Callable[[int], LaneTimes], *, larger_follow: bool = False
-) -> tuple[LaneSizes, list[str]]:
-    """`sizes` with two lanes only where they gain, and notes on that. `measure`: of two lanes of this size.
-    `larger_follow`: from the first size on that gains, each has two lanes."""
+    sizes: Sequence[int], measure: Callable[[int], LaneTimes], larger_follow: bool
+) -> tuple[set[int], list[str]]:
+    """Those of these sizes, ascending, that have one lane, and notes on what was found. `measure`: of two lanes of a
+    size. `larger_follow`: from the first one on that gains, all have two lanes."""
     single, notes = set[int](), list[str]()
-    for size in sizes.sizes:
-        times, and_more = measure(size), " and more" if larger_follow else ""
-        took = f"a round takes {times.one:.0f} us in one lane, {times.two:.0f} us in two"
-        if times.gains:
-            notes.append(f"engine.two_batch_overlap: {2 * size} rows{and_more}: two lanes ({took})")
-            if larger_follow:
-                break
-        else:
+    for size in sizes:
+        times, last = measure(size), sizes[-1]
+        rows = f"{2 * size} to {2 * last}" if times.gains and larger_follow and size != last else f"{2 * size}"
+        took = f"a round of {2 * size} takes {times.one:.0f} us in one lane, {times.two:.0f} us in two"
+        lanes = "two lanes" if times.gains else "one lane"
+        notes.append(f"engine.two_batch_overlap: {rows} rows: {lanes} ({took})")
+        if times.gains and larger_follow:
+            break
+        if not times.gains:
             single.add(size)
-            notes.append(f"engine.two_batch_overlap: {2 * size} rows: one lane ({took})")
-    return LaneSizes(sizes.sizes, frozenset(single)), notes
+    return single, notes
 
 
 def with_lanes_that_gain(
     sized: Sized, engine: Engine, group: Group | None, measure: Measure | None = None
 ) -> tuple[Sized, list[str]]:
     """With two lanes only where they gain, and what was found. `engine`: idle, of these rounds, without graphs.
-    `group`: of ranks that share the target. For them lanes gain the more, the more tokens these have: sums grow with
-    them, and the weights, which each lane reads, do not. So sizes are measured up to the first that gains."""
+    `group`: of ranks that share the target."""
     rounds = sized.rounds
     measure = partial(median_times, group=group) if measure is None else measure
     lanes, notes = None, list[str]()
@@ -155,11 +156,13 @@ def with_lanes_that_gain(
 def _rounds_that_gain(
     sized: Sized, engine: Engine, lanes: LaneSizes, group: Group | None, measure: Measure
 ) -> tuple[LaneSizes, list[str]]:
+    """With GPUs as ranks, lanes gain the more, the more tokens they have: sums grow with them, and the weights, which
+    each lane reads, do not. So of each draft shape, sizes are measured up to the first that gains."""
     executor = engine.executor
     batches = {size: min(2 * size, sized.max_batch_size) for size in lanes.sizes}
     context = min(_CONTEXT[engine.device.type], max(_MIN_CONTEXT, _PROMPT_TOKENS // max(batches.values(), default=1)))
     known = {size: batch for size, batch in batches.items() if fits(engine, batch, context)}
-    sizes, notes = LaneSizes(()), list[str]()
+    single, notes = set(batches.keys() - known.keys()), list[str]()
     if known:
         with torch.inference_mode(), dummy_batch(engine, max(known.values()), context):
             running = engine.prepare_round()
@@ -169,19 +172,21 @@ def _rounds_that_gain(
                 round_, padded = executor.rounds.at(batch), executor.padded_size(batch)
                 return _of_first(time_lanes(round_, running[:batch], padded, size, measure), group)
 
-            sizes, notes = chosen(LaneSizes(tuple(known)), times, larger_follow=group is not None)
-    too_large = batches.keys() - known.keys()
-    if too_large:
+            follow = group is not None and _FOLLOWS[engine.device.type]
+            for _, of_shape in groupby(known, key=lambda size: executor.rounds.index(known[size])):
+                found, more = chosen(list(of_shape), times, follow)
+                single, notes = single | found, [*notes, *more]
+    if too_large := batches.keys() - known.keys():
         notes.append(
             f"engine.two_batch_overlap: {2 * min(too_large)} rows and more: one lane (the cache does not hold as many "
             f"requests of {context} tokens)"
         )
-    return replace(lanes, single=frozenset(sizes.single | too_large)), notes
+    return replace(lanes, single=frozenset(single)), notes
 
 
 def _with_prompts_that_gain(sized: Sized, engine: Engine, group: Group | None, measure: Measure) -> tuple[Rounds, str]:
-    """Of chunks of 1, 2, 4... times the least tokens for two lanes, from the first one on that gains. Without ranks,
-    prompt chunks stay one lane: pieces of prompts as graphs are faster than both."""
+    """Of chunks of 1, 2, 4... times the least tokens for two lanes, from the first one on that gains. Without ranks
+    there is nothing to wait for."""
     option, rounds = "engine.two_batch_overlap: prompts", sized.rounds
     round_ = rounds.items.items[0]
     lanes, device = round_.two_lanes, engine.device
@@ -192,7 +197,7 @@ def _with_prompts_that_gain(sized: Sized, engine: Engine, group: Group | None, m
     )
     one = rounds.with_two_lanes(replace(lanes, min_prompt_lane=NEVER))
     if group is None or num_tokens > largest:
-        why = "one process has them as graphs" if group is None else f"chunks have less than {num_tokens} tokens"
+        why = "there are no other ranks" if group is None else f"no chunk has {num_tokens} tokens"
         return one, f"{option}: one lane ({why})"
 
     def run(with_lanes: Round) -> Callable[[], None]:

@@ -243,7 +243,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
 def _cached_models(
     target: ModelConfig, draft: Checkpoint | EagleCheckpoint | None, num_ranks: int, is_packed: bool
 ) -> list[CachedModel]:
-    """What the first rank holds, which has the most. `target`: its part."""
+    """Roughly what a rank holds. `target`: the first one's part."""
     models = [CachedModel.whole(target, is_packed)]
     if isinstance(draft, EagleCheckpoint):
         part = part_of_head(draft.config.decoder, 0, num_ranks) or draft.config.decoder

@@ -68,13 +68,15 @@ def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, note
     if mode == "off":
         return None
     if mode == "on" or device.type == "cpu":
-        return LaneLimits(None if job.has_groups else MIN_LANE, prompt_tokens)
+        return LaneLimits(MIN_LANE, prompt_tokens)
     if num_ranks == 1:
-        if job.target_bytes > _SMALL_MODEL or job.max_batch_size > _MAX_ROWS or job.has_groups:
+        if job.has_groups:
+            return None
+        if job.target_bytes > _SMALL_MODEL or job.max_batch_size > _MAX_ROWS:
             why = f"on one GPU two lanes gain only with models below 1 GB and at most {_MAX_ROWS} rows at once"
             notes.append(f"engine.two_batch_overlap: off ({why})")
             return None
-        return LaneLimits(MIN_LANE, NEVER)  # prompts are graphs of pieces there, which are faster
+        return LaneLimits(MIN_LANE, NEVER)  # no sum of prompts can be hidden, and as graphs they are faster
     least = max(MIN_LANE, -(-_TOKENS_OF_RANKS // (8 * job.num_nodes)) * 8)
     has_rounds = 2 * least <= job.max_batch_size and not job.has_groups
     return LaneLimits(least if has_rounds else None, prompt_tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -129,7 +130,9 @@ class Trials:
         return kept * 5 // 4 if fits else None
 
     def _prompt_peak(self, round_: Round, num_tokens: int) -> int:
-        return _peak(self.parts.device, lambda: trial_prompt(round_, num_tokens))
+        """In one lane and, where there can be two, in these: which has more at once depends on the model."""
+        ways = [round_] if round_.two_lanes is None else [round_, round_.with_two_lanes(None)]
+        return max(_peak(self.parts.device, partial(trial_prompt, way, num_tokens)) for way in ways)
 
     def _round_peak(self, round_: Round, req_idx_B: torch.Tensor) -> int:
         return _peak(self.parts.device, lambda: trial_round(round_, req_idx_B, MAX_TOP_LOGPROBS))

@@ -4,8 +4,10 @@ Each GPU copies its tensor into the mailbox of the other one, and adds what came
 need a multiprocessor, and large GEMMs hold all of them from their beginning to their end. Here the stream waits, for a
 word that the other GPU writes (memory operations of streams, `cuStreamWaitValue32` of the CUDA driver).
 
-A mailbox has two words. `ready`: a tensor has come. `free`: this GPU may send the next one. Each is 0 or 1, so that a
-CUDA graph can hold the operations. The words are written by the other GPU, and set back by the GPU that waited.
+A word is written after all that the stream wrote before is visible to the other GPU (the driver's default is a fence
+of the system). A mailbox has two words. `ready`: a tensor has come. `free`: this GPU may send the next one. Each is 0
+or 1, so that a CUDA graph can hold the operations. They are written by the other GPU, and set back by the GPU that
+waited.
 """
 
 from __future__ import annotations
@@ -53,6 +55,17 @@ class Mailbox:
     def release(self) -> None:
         """What came is read: the other GPU may send again."""
         _write(_stream(), self._peer_words + _FREE, 1)
+
+
+def has_stream_operations(device: torch.device) -> bool:
+    """Whether the driver writes a word, and waits for it, in the order of a stream."""
+    word = torch.zeros(1, dtype=torch.int32, device=device)
+    try:
+        _write(_stream(), word.data_ptr(), 1)
+        _await_one(_stream(), word.data_ptr())
+    except (OSError, AttributeError, RuntimeError):  # no driver, an old one, or one that refuses
+        return False
+    return int(word) == 0
 
 
 def _await_one(stream: int, address: int) -> None:

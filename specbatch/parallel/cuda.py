@@ -32,7 +32,7 @@ from specbatch.parallel.algorithms import (
     inbox_capacity,
     limits_for,
 )
-from specbatch.parallel.copies import WORDS_BYTES, Mailbox
+from specbatch.parallel.copies import WORDS_BYTES, Mailbox, has_stream_operations
 from specbatch.parallel.exchanges import ExchangeStore
 from specbatch.parallel.group import Group, in_order
 from specbatch.parallel.multicast import disable_multicast
@@ -56,8 +56,12 @@ class Collectives(Protocol):
         """Of tensors of up to `capacity` bytes. All ranks call it in the same order."""
         ...
 
+    def can_copy(self) -> bool:
+        """Whether this rank's driver has what mailboxes need."""
+        ...
+
     def new_mailbox(self, capacity: int) -> Mailbox:
-        """The same, of two ranks."""
+        """As `new_inbox`, of two ranks."""
         ...
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool) -> None:
@@ -97,11 +101,13 @@ class CudaGroup(Group):
         self.rank, self.size, self.device = rank, size, device
         self._collectives, self._fixed_order = collectives, fixed_order
         alone, of_two = (limits_for(size, two_passes=two) for two in (False, True))
+        copies = two_passes and of_two is not None and of_two.copied > 0
+        if of_two is not None and copies and not self.least(collectives.can_copy()):
+            copies, of_two = False, of_two._replace(copied=0)
         self._limits = (of_two, of_two, alone) if two_passes else (alone,) * 3  # by the pass; the last: it is alone
         capacity, num_bytes, passes = inbox_capacity(alone), buffer_bytes(alone), range(1 + two_passes)
         self._inboxes = [collectives.new_inbox(capacity) for _ in passes] if capacity else []
         self._buffers = [collectives.new_buffer(num_bytes) for _ in passes] if num_bytes else []
-        copies = two_passes and of_two is not None and of_two.copied > 0
         self._mailboxes = [collectives.new_mailbox(MAILBOX) for _ in passes] if copies else []
         self._pass, self._is_closed = _ALONE, False
 
@@ -228,6 +234,9 @@ class TorchCollectives:
         addresses_G = torch.tensor(shared.buffer_ptrs, dtype=torch.int64, device=self._device)
         return self._kernel.Inbox(memory, addresses_G, counts_K, self._rank, capacity)
 
+    def can_copy(self) -> bool:
+        return has_stream_operations(self._device)
+
     def new_mailbox(self, capacity: int) -> Mailbox:
         memory, shared = self._shared(capacity + WORDS_BYTES)
         mailbox = Mailbox(memory, shared.get_buffer(1 - self._rank, (capacity + WORDS_BYTES,), torch.uint8))
@@ -239,9 +248,6 @@ class TorchCollectives:
         self._kernel.one_shot_sum(x, residual, out, inbox, is_alone=is_alone)
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        if _is_fake(x):
-            self._add_received(x, x, residual, out)
-            return
         mailbox.send(x)
         self._add_received(x, mailbox.receive(x), residual, out)
         mailbox.release()

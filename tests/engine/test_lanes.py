@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
+from specbatch.engine import lane_times
 from specbatch.engine.dummies import dummy_batch
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, PaddedSize, padded_sizes
@@ -150,14 +151,14 @@ def test_lanes_change_no_bit(method: str, shape: DraftShape | None, kind: str) -
 
 @pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_any_order_of_admission_end_and_preemption(count: int) -> None:
-    settings(max_examples=count, deadline=None)(no_order_matters)()
+    examples = given(
+        st.lists(st.tuples(st.integers(0, 4), st.integers(1, 14), st.booleans()), min_size=3, max_size=9),
+        st.sampled_from([("none", None), ("ngram", CHAIN), ("draft_model", CHAIN)]),
+        st.integers(16, 40),
+    )
+    settings(max_examples=count, deadline=None)(examples(no_order_matters))()
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 14), st.booleans()), min_size=3, max_size=9),
-    st.sampled_from([("none", None), ("ngram", CHAIN), ("draft_model", CHAIN)]),
-    st.integers(16, 40),
-)
 def no_order_matters(rows: list[tuple[int, int, bool]], method: tuple[str, DraftShape | None], num_pages: int) -> None:
     """`rows`: steps before each is submitted, its tokens, whether it samples."""
     prompts = random_prompts(len(rows), seed=len(rows), longest=12, shared=5)
@@ -254,15 +255,17 @@ def test_timing_both_leaves_the_requests_as_they_were() -> None:
 
 def test_lanes_are_chosen_where_they_gain() -> None:
     made_up = {8: LaneTimes(100, 98.5), 16: LaneTimes(100, 90), 24: LaneTimes(100, 120), 32: LaneTimes(100, 50)}
-    sizes, notes = chosen(LaneSizes.up_to(64), made_up.__getitem__)
-    assert [sizes.of(2 * size) for size in made_up] == [0, 16, 0, 32]
-    assert notes[1] == "engine.two_batch_overlap: 32 rows: two lanes (a round takes 100 us in one lane, 90 us in two)"
+    single, notes = chosen(list(made_up), made_up.__getitem__, False)
+    assert single == {8, 24}
+    assert notes[1] == (
+        "engine.two_batch_overlap: 32 rows: two lanes (a round of 32 takes 100 us in one lane, 90 us in two)"
+    )
     assert "16 rows: one lane" in notes[0]
     measured = list[int]()
-    sizes, notes = chosen(sizes, lambda size: (measured.append(size), made_up[size])[1], larger_follow=True)
+    single, notes = chosen(list(made_up), lambda size: (measured.append(size), made_up[size])[1], True)
     assert measured == [8, 16]
-    assert [sizes.of(2 * size) for size in made_up] == [0, 16, 24, 32]
-    assert notes[1].startswith("engine.two_batch_overlap: 32 rows and more: two lanes (")
+    assert single == {8}
+    assert notes[1].startswith("engine.two_batch_overlap: 32 to 64 rows: two lanes (a round of 32 takes ")
 
 
 def test_auto_keeps_two_lanes_where_they_gain() -> None:
@@ -289,10 +292,25 @@ def test_auto_keeps_two_lanes_where_they_gain() -> None:
         assert two_lanes is not None
         assert two_lanes.min_prompt_lane == NEVER
         assert [note.removeprefix("engine.two_batch_overlap: ") for note in notes] == [
-            "8 rows: one lane (a round takes 100 us in one lane, 120 us in two)",
-            "16 rows and more: two lanes (a round takes 100 us in one lane, 90 us in two)",
+            "8 rows: one lane (a round of 8 takes 100 us in one lane, 120 us in two)",
+            "16 rows: two lanes (a round of 16 takes 100 us in one lane, 90 us in two)",
             "prompts: one lane (a chunk of 128 tokens takes 100 us in one lane, 99 us in two)",
         ]
+
+
+def test_larger_batches_follow_those_of_their_draft_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have fewer tokens."""
+    monkeypatch.setitem(lane_times._FOLLOWS, "cpu", True)
+
+    def on_rank(group: Group) -> list[str]:
+        schedule = ByBatch((9, 32), (CHAIN, DraftShape(1, 1, 2)))
+        engine = tiny_engine("draft_model", schedule, group=group, min_lane=4, num_pages=2000, max_batch_size=32)
+        sized = Sized(Rounds(engine.executor.rounds, [], engine.executor.lanes), CachePlan(2000, 160, 160), 32, 64)
+        two_us = iter([90.0, 120.0, 90.0, 120.0])
+        return with_lanes_that_gain(sized, engine, group, lambda *_: LaneTimes(100, next(two_us)))[1]
+
+    for notes in on_ranks(2, on_rank):
+        assert [note.split(":")[1] for note in notes[:3]] == [" 8 rows", " 16 rows", " 32 rows"]
 
 
 def test_auto_has_one_lane_for_what_the_cache_does_not_hold() -> None:
@@ -301,7 +319,7 @@ def test_auto_has_one_lane_for_what_the_cache_does_not_hold() -> None:
     found, notes = with_lanes_that_gain(sized, engine, None, lambda *_: LaneTimes(100, 50))
     assert found.rounds.lanes == LaneSizes((4, 8), frozenset([8]))
     assert "16 rows and more: one lane (the cache does not hold" in notes[1]
-    assert "prompts: one lane (one process has them as graphs)" in notes[2]
+    assert "prompts: one lane (there are no other ranks)" in notes[2]
 
 
 def test_the_time_of_slow_rounds_is_measured_less_often() -> None:
@@ -367,7 +385,6 @@ def test_where_lanes_are_measured(sets: list[str], device: str, attention: str, 
         (1, Job(64, 1, 270_000_000, has_groups=False), LaneLimits(8, NEVER)),
         (1, Job(64, 1, 3_000_000_000, has_groups=False), None),
         (1, Job(256, 1, 270_000_000, has_groups=False), None),
-        (1, Job(64, 1, 270_000_000, has_groups=True), None),
         (2, Job(256, 1, 10**11, has_groups=False), LaneLimits(None, 1024)),
         (2, Job(512, 1, 10**11, has_groups=False), LaneLimits(256, 1024)),
         (2, Job(256, 4, 10**11, has_groups=False), LaneLimits(64, 1024)),
@@ -382,6 +399,7 @@ def test_what_auto_measures_on_cuda(num_ranks: int, job: Job, expected: LaneLimi
     assert lane_limits("auto", num_ranks, cuda, job, notes) == expected
     assert bool(notes) == (expected is None)
     assert lane_limits("off", num_ranks, cuda, job, notes) is None
+    assert num_ranks > 1 or lane_limits("auto", 1, cuda, job._replace(has_groups=True), []) is None
     assert lane_limits("on", num_ranks, cuda, job._replace(has_groups=False), notes) == LaneLimits(8, 1024)
 
 

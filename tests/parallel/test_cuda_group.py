@@ -56,6 +56,10 @@ class FakeCollectives:
         return SimpleNamespace(memory=self.new_buffer(capacity), capacity=capacity)
 
     new_mailbox = new_inbox
+    has_stream_operations = True
+
+    def can_copy(self) -> bool:
+        return self.has_stream_operations
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Any, *, is_alone: bool) -> None:
         total = self._in_buffer("one_shot" if is_alone else "one_shot of two", x, inbox.memory)
@@ -189,9 +193,25 @@ def test_only_passes_at_the_same_time_leave_large_sums_to_copy_engines(monkeypat
                     assert torch.equal(mine.start_sum(x, x)(), x + mine.sum(x))
         return fake.calls
 
-    for calls in on_ranks(2, work):
+    for agreed, *calls in on_ranks(2, work):
+        assert agreed == "gather", "whether both can copy"
         assert calls[:6] == ["one_shot"] * 6
         assert calls[6:] == (["one_shot of two"] * 3 + ["copied"] * 6) * 2
+
+
+def test_without_operations_of_streams_sums_are_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all ranks, if one of them lacks them."""
+    monkeypatch.setattr(algorithms, "_TWO_PASSES_ONE_SHOT", 64)
+
+    def work(group: Group) -> list[str]:
+        fake = FakeCollectives(group)
+        fake.has_stream_operations = group.rank == 0
+        mine = CudaGroup(group.rank, group.size, CPU, fake, fixed_order=False, two_passes=True)
+        with mine.one_of_two_passes(1):
+            assert torch.equal(mine.sum(torch.ones(64)), torch.full((64,), 2.0))
+        return fake.calls
+
+    assert on_ranks(2, work) == [["gather", "nccl"]] * 2
 
 
 class FakeDriver:
@@ -207,6 +227,16 @@ class FakeDriver:
     def cuStreamWriteValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
         ctypes.c_uint32.from_address(address).value = value
         return 0
+
+
+def test_a_driver_that_refuses_has_no_operations_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_stream", int)
+    monkeypatch.setattr(copies, "_driver", FakeDriver)
+    assert copies.has_stream_operations(CPU)
+    monkeypatch.setattr(copies, "_driver", lambda: SimpleNamespace(cuStreamWriteValue32_v2=lambda *_: 801))
+    assert not copies.has_stream_operations(CPU)
+    monkeypatch.setattr(copies, "_driver", SimpleNamespace)
+    assert not copies.has_stream_operations(CPU)
 
 
 def test_what_copy_engines_bring_is_kept_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

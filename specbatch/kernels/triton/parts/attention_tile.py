@@ -7,8 +7,8 @@ from typing import Literal
 
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
-# Programs that read few keys are faster with 4 warps. Others of 32 rows with 2: rounds of 64 and 256 rows of 1,250
-# tokens take 0.76 to 0.95 of the time (docs/bench/2026-11-26-h200-attention-32.json).
+# Tiles of 32 rows have 2 warps: batches of 64 and 256 rows of 1,250 tokens take 0.78 to 0.98 of the time with 4. With
+# this many splits 4 warps stay: 2 took 0.98 and 1.24 (docs/bench/2026-11-26-h200-attention-32.json).
 _MANY_SPLITS = 8
 
 # Converted to the queries' dtype; to float16; to float16, and the values read as pairs.
