@@ -6,9 +6,9 @@
 Prints a line of JSON for each check. A check that fails or takes too long is a line with `error`, and the next one
 runs; each has processes of its own.
 
-- `tokens`: N ranks against one, in float32, with each draft method, small caches, two lanes and no graphs. Rows that
-  differ are listed with the margin of the first other token: sums in another order may only decide between two tokens
-  that are nearly as likely (`--margin`).
+- `tokens`: N ranks against one, in float32 (`--dtype`), with each draft method, small caches, two lanes and no graphs.
+  Rows that differ are listed with the margin of the first other token: sums in another order may only decide between
+  two tokens that are nearly as likely (`--margin`).
 - `deterministic`: the bytes of N ranks under two batch sizes.
 - `kill`: a file job whose rank 1, then whose rank 0 is killed, and that gets SIGINT; then it resumes. Its bytes, and
   what was left of it. `--lanes`: it has long prompts and two lanes; then bytes can depend on the batch on a GPU.
@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--variants", default="", help="of `tokens`: whose names hold A, then B (A;B)")
+    parser.add_argument("--dtype", default="float32", help="of `tokens`; with bfloat16, --margin 0.1 or so")
     parser.add_argument("--margin", type=float, default=1e-4)
     parser.add_argument("--lanes", action="store_true", help="of `kill`: two lanes, and prompts that are long enough")
     parser.add_argument("--only", default="sums,tokens,deterministic,kill,memory")
@@ -169,7 +170,7 @@ def variants(args: argparse.Namespace) -> dict[str, Line]:
 
 
 def check_tokens(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
-    common = {"dtype": "float32", "max_batch_size": 32}
+    common = {"dtype": args.dtype, "max_batch_size": 32}
     one = answers(args, folder, args.rows, **common, method="none")["results"]
     named = variants(args)
     wanted = dict.fromkeys(name for part in args.variants.split(";") for name in named if part in name)

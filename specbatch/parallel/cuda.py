@@ -102,7 +102,7 @@ class CudaGroup(Group):
         self._collectives, self._fixed_order = collectives, fixed_order
         alone, of_two = (limits_for(size, two_passes=two) for two in (False, True))
         copies = two_passes and of_two is not None and of_two.copied > 0
-        if of_two is not None and copies and not self.least(collectives.can_copy()):
+        if of_two is not None and copies and not self.least(int(collectives.can_copy())):
             copies, of_two = False, of_two._replace(copied=0)
         self._limits = (of_two, of_two, alone) if two_passes else (alone,) * 3  # by the pass; the last: it is alone
         capacity, num_bytes, passes = inbox_capacity(alone), buffer_bytes(alone), range(1 + two_passes)
