@@ -53,8 +53,8 @@ def median_times(
     restore: Callable[[], None],
     group: Group | None = None,
 ) -> LaneTimes:
-    """In turn, so that a change of the clock rate changes both, and as often again before: a GPU that was idle takes a
-    while to run at full speed. `group`: of ranks, which all run as often."""
+    """In turn, so that a change of the clock rate changes both. A GPU runs as often again before, because one that was
+    idle takes a while to run at full speed. `group`: of ranks, which all run as often."""
     found = [list[float]() for _ in runs]
 
     def run_all() -> None:
@@ -67,7 +67,7 @@ def median_times(
     longest = max(times[1] for times in found)
     longest = longest if group is None else group.of_first([longest])[0]
     repeats = min(_REPEATS[device.type], max(_MIN_REPEATS, int(_MICROS / longest)))
-    for _ in range(2 * repeats):
+    for _ in range(repeats * (2 if device.type == "cuda" else 1)):
         run_all()
     return LaneTimes(*(statistics.median(times[-repeats:]) for times in found))
 
