@@ -66,7 +66,7 @@ def rows(variant: str, temperatures: tuple[float, ...] = (0.0,)) -> list[Request
     return found
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 0.8)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_as_the_oracle(
@@ -132,7 +132,7 @@ def test_the_device_waits_for_nothing(checks: bool, monkeypatch: pytest.MonkeyPa
     assert min(waits) == (0 if checks else 1)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.wide) for seed in range(6, 12))])
 def test_any_order_of_admission_end_preemption_and_shortage(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked rounds among the others, rows without grammars, reasoning, small caches, memory that runs out."""
     rng = random.Random(seed)
