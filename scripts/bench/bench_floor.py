@@ -3,7 +3,9 @@ over the measured matrix rate, whichever is longer.
 
 Counted are the weights of the target once a round and those of the draft once a pass (without embeddings, of which a
 round reads a few rows), the keys and values of all running sequences, and the multiplications of all drafted rows.
-Activations are not: on a GPU they stay in caches. Weights in FP8 are a byte each, at twice the matrix rate of bfloat16.
+Ranks have a part each of the target and of a draft head, whose vocabulary is whole, and all of a draft model.
+Activations are not counted: on a GPU they stay in caches. Weights in FP8 are a byte each, at twice the matrix rate of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +25,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_config import expected_eagle_tensors
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.quantization import Quantization
+from specbatch.models.sharded import part_of_head
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Pass:
     kv_parameters: int  # read for each token of the context
     attention_width: int  # heads * head_dim * layers
     in_fp8: int = 0  # of the parameters: a byte each, at twice the arithmetic
+    is_divided: bool = True  # among ranks, but for `undivided` of the parameters
+    undivided: int = 0
 
 
 def measure_device(device: torch.device) -> DeviceRates:
@@ -96,10 +101,11 @@ def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
     if isinstance(run.draft, EagleCheckpoint):
         extend = _head_pass(run.draft, run.target.config, committed, takes_target_features=True)
         step = _head_pass(run.draft, run.target.config, topk, takes_target_features=False)
-        passes += [extend] + [step] * (steps - 1)
+        is_divided = part_of_head(run.draft.config.decoder, 0, run.config.engine.tensor_parallel) is not None
+        passes += [replace(one, is_divided=is_divided) for one in (extend, *[step] * (steps - 1))]
     elif run.draft is not None:
-        passes.append(_decoder_pass(run.draft.config, committed))
-        passes += [_decoder_pass(run.draft.config, topk)] * (steps - 1)
+        passes += [_decoder_pass(run.draft.config, n) for n in (committed, *[topk] * (steps - 1))]
+        passes[1:] = [replace(one, is_divided=False) for one in passes[1:]]
     return passes
 
 
@@ -107,11 +113,12 @@ def round_floor(run: ResolvedRun, rates: DeviceRates, batch: float, context: flo
     """Seconds of a round over `batch` sequences with `context` tokens each, on average. Of ranks: of each of them."""
     read, flops = 0.0, 0.0
     ranks = run.config.engine.tensor_parallel
-    for number, p in enumerate(round_passes(run, committed)):
-        share = 1 / ranks if number == 0 else 1  # of the target: each rank computes all of the draft
-        read += share * (p.parameters * run.dtype.itemsize - p.in_fp8 * (run.dtype.itemsize - 1))
+    for p in round_passes(run, committed):
+        share = 1 / ranks if p.is_divided else 1
+        parameters, in_fp8 = share * (p.parameters - p.undivided) + p.undivided, share * p.in_fp8
+        read += parameters * run.dtype.itemsize - in_fp8 * (run.dtype.itemsize - 1)
         read += share * batch * context * p.kv_parameters * run.kv_dtype.itemsize
-        flops += share * batch * p.rows * (2 * p.parameters - p.in_fp8 + 4 * context * p.attention_width)
+        flops += batch * p.rows * (2 * parameters - in_fp8 + share * 4 * context * p.attention_width)
     return max(read / rates.copy_bytes_per_second, flops / rates.matmul_flops_per_second)
 
 
@@ -164,7 +171,8 @@ def _head_pass(draft: EagleCheckpoint, target: ModelConfig, rows: float, takes_t
     matrices = _num_matrix_parameters(shapes)
     if not head.has_lm_head:
         matrices += target.vocab_size * target.hidden_size
-    return Pass(matrices, rows, 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim)
+    own = head.draft_vocab_size * c.hidden_size if head.has_lm_head else 0
+    return Pass(matrices, rows, 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim, undivided=own)
 
 
 def _num_matrix_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -75,6 +75,11 @@ def test_the_floor_counts_what_a_round_reads() -> None:
     rounded = replace(run, kv_dtype=torch.float8_e4m3fn)
     less = round_floor(rounded, rates, 16, 1000, 2.5) - round_floor(rounded, rates, 16, 0, 2.5)
     assert less == pytest.approx(more / 2)
+    # On two ranks: half of the target and of the head's layer, all of its LM head (0.26 GB) in each of three passes.
+    ranks = replace(run, config=replace(run.config, engine=replace(run.config.engine, tensor_parallel=2)))
+    halves = (15.01 + 0.85 + 2 * 0.75 + 3 * 0.262) / 2
+    assert round_floor(ranks, rates, 1, 0, 2.5) == pytest.approx(1e9 * halves / 3.85e12, rel=2e-3)
+    assert round_floor(ranks, rates, 16, 1000, 2.5) - round_floor(ranks, rates, 16, 0, 2.5) == pytest.approx(more / 2)
     # At large batches the products are what counts: 4 nodes of 15 GFLOP each.
     assert 4 * 15e9 * 2000 / 780e12 < round_floor(run, rates, 2000, 0, 2.5) < 4 * 17e9 * 2000 / 780e12
     plain = resolved("random:llama-3-8b", "speculation.method=none")
